@@ -1,0 +1,1 @@
+"""Experiments: one script per table or figure, `python -m experiments.<name>`."""

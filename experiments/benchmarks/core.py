@@ -1,0 +1,299 @@
+"""The core's speed: ratios against a plain PyTorch loop, the cost of the outer Trainer, and the cost of many clients.
+
+Ratios are medians over repetitions in which both sides run one after the other in the same process, so that they hold
+when the machine's speed drifts. `--write` puts the table into `experiments/benchmarks/README.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+
+import fedtorch as ft
+from experiments import common
+
+Client = tuple[Tensor, Tensor]
+
+
+class Linear(L.LightningModule):
+    """A linear model with squared error and SGD."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def training_step(self, batch: Client, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.layer(batch[0]).squeeze(-1), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Perceptron(L.LightningModule):
+    """64-128-10 with Adam."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def training_step(self, batch: Client, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Wide(L.LightningModule):
+    """A model with 10 000 personal parameters and 100 shared ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.personal = nn.Linear(100, 1, bias=False), nn.Linear(10_000, 1, bias=False)
+
+    def training_step(self, batch: Client, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss((self.shared(x[..., :100]) + self.personal(x)).squeeze(-1), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
+def linear_clients(count: int, rows: int) -> list[Client]:
+    """Clients with 8 features and a common linear signal."""
+    key = ft.random.key(0)
+    x = ft.random.normal(key, (count, rows, 8))
+    y = x.sum(-1) + ft.random.normal(ft.random.fold_in(key, 1), (count, rows))
+    return list(zip(x, y))
+
+
+def digit_clients(count: int) -> list[Client]:
+    """Digits dealt out to clients of equal size."""
+    return list(ft.data.partition(ft.data.digits(), ft.data.iid(), clients=count, seed=0))
+
+
+def plain_loop(module: L.LightningModule, clients: Sequence[Client], rounds: int, steps: int, size: int | None) -> None:
+    """FedAvg as one writes it by hand in PyTorch: every client in turn, the same module and optimiser."""
+    server = {name: p.detach().clone() for name, p in module.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    rows = sum(len(y) for _, y in clients)
+    for _ in range(rounds):
+        total = {name: torch.zeros_like(p) for name, p in server.items()}
+        for x, y in clients:
+            module.load_state_dict(server)
+            optimizer = module.configure_optimizers()
+            order = None if size is None else torch.randperm(len(y), generator=generator)
+            for t in range(steps):
+                if order is not None:
+                    start = t * size % (len(y) - size + 1)
+                    batch = (x[order[start : start + size]], y[order[start : start + size]])
+                else:
+                    batch = (x, y)
+                optimizer.zero_grad()
+                module.training_step(batch, t).backward()
+                optimizer.step()
+            for name, p in module.named_parameters():
+                total[name] += p.detach() * (len(y) / rows)
+        server = total
+
+
+def trainer(rounds: int, **arguments: object) -> L.Trainer:
+    """A Lightning trainer without anything but what is asked for."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    return L.Trainer(max_epochs=rounds, accelerator="cpu", enable_model_summary=False, **{**quiet, **arguments})
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def against_loop(
+    name: str,
+    make: Callable[[], L.LightningModule],
+    clients: list[Client],
+    steps: int,
+    size: int | None,
+    rounds: int,
+    repeat: int,
+    target: float,
+) -> list[common.Row]:
+    """Stacked clients under the outer Trainer against the plain loop: ratios in pairs."""
+    population = ft.InProcess(ft.data.from_tensors(clients))
+    rows = []
+    for label, compile in (("", False), (", compile=True", True)):
+        local = ft.gradient_descent(make(), steps=steps, batch_size=size, compile=compile)
+        loop, ours = [], []
+        for i in range(repeat + 1):
+            federation = ft.Federation(ft.fedavg(local), population)
+            pair = (
+                seconds(lambda: plain_loop(make(), clients, rounds, steps, size)),
+                seconds(lambda: trainer(rounds).fit(federation)),  # noqa: B023
+            )
+            if i:  # the first is warm-up
+                loop.append(pair[0])
+                ours.append(pair[1])
+        ratio = statistics.median(a / b for a, b in zip(loop, ours))
+        rows.append(common.Row(name + label, "plain loop, s", statistics.median(loop)))
+        rows.append(common.Row(name + label, "fedtorch, s", statistics.median(ours)))
+        rows.append(common.Row(name + label, f"times faster (target {target:g})", ratio))
+    return rows
+
+
+def overhead(rounds: int, repeat: int) -> list[common.Row]:
+    """What Federation and Trainer add to a round, in milliseconds."""
+    local = ft.least_squares(nn.Linear(8, 1))
+    population = ft.InProcess(ft.data.from_tensors(linear_clients(10, 20)))
+
+    def alone() -> None:
+        for _ in ft.run(ft.fedavg(local), population, rounds=rounds):
+            pass
+
+    def under(**arguments: object) -> Callable[[], None]:
+        return lambda: trainer(rounds, **arguments).fit(ft.Federation(ft.fedavg(local), population))
+
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, target, arguments in (
+            ("progress bar", 2, {"enable_progress_bar": True}),
+            ("progress bar and CSV logger", 4, {"enable_progress_bar": True, "logger": CSVLogger(folder)}),
+        ):
+            pairs = [(seconds(under(**arguments)), seconds(alone)) for _ in range(repeat + 1)][1:]
+            added = statistics.median((a - b) / rounds * 1e3 for a, b in pairs)
+            rows.append(common.Row(f"outer Trainer, {name}", f"ms added to a round (target < {target})", added))
+    return rows
+
+
+def many_clients(count: int) -> list[common.Row]:
+    """A round of many linear clients, and the memory of the process."""
+    local = ft.gradient_descent(Linear(), steps=20)
+    data = ft.data.from_tensors(linear_clients(count, 40))
+    times = _round_seconds(ft.run(ft.fedavg(local), ft.InProcess(data)), 6)
+    name = f"{count} linear clients, 20 full-batch steps"
+    return [
+        common.Row(name, "s a round (target < 0.5)", statistics.median(times[1:])),
+        common.Row(name, "peak memory of the process, MB (target < 1000)", _peak_megabytes()),
+    ]
+
+
+def touched_only(count: int, cohort: int) -> list[common.Row]:
+    """A small cohort of many clients with large personal state: what a round costs beyond its training."""
+    x = ft.random.normal(ft.random.key(0), (4, 10_000))
+    shared_rows = [(x[k % 4 : k % 4 + 1], torch.ones(1)) for k in range(cohort)]
+    data = ft.data.FederatedData((x[:1].expand(count, -1), torch.ones(count)), torch.ones(count, dtype=torch.int64))
+    local = ft.gradient_descent(Wide(), steps=5)
+    algorithm = ft.personal_layers(local, personal="personal.*")
+    alone = _round_seconds(ft.run(algorithm, ft.InProcess(ft.data.from_tensors(shared_rows))), 12)
+    every = _round_seconds(ft.run(algorithm, ft.InProcess(data), cohort=cohort), 12)
+    name = f"cohort of {cohort} among {count} clients, 10 000 personal parameters each"
+    beyond = statistics.median(every[1:]) - statistics.median(alone[1:])
+    return [
+        common.Row(name, "s a round", statistics.median(every[1:])),
+        common.Row(name, "s a round beyond the training of the cohort alone (target < 0.2)", beyond),
+        common.Row(name, "peak memory of the process, MB", _peak_megabytes()),
+    ]
+
+
+def _round_seconds(rounds: object, count: int) -> list[float]:
+    return [seconds(lambda: next(rounds)) for _ in range(count)]  # type: ignore[call-overload]
+
+
+def _peak_megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def in_own_process(part: str, smoke: bool) -> list[common.Row]:
+    """Runs one part in a fresh process, so that its memory is its own."""
+    command = [sys.executable, "-m", "experiments.benchmarks.core", "--part", part, "--json", "-"]
+    done = subprocess.run(command + ["--smoke"] * smoke, capture_output=True, text=True, check=True)
+    return [common.Row(**row) for row in json.loads(done.stdout)["rows"]]
+
+
+def parts(smoke: bool) -> dict[str, Callable[[], list[common.Row]]]:
+    """The benchmarks by name."""
+    repeat, rounds, clients = (1, 2, 10) if smoke else (5, 20, 100)
+    return {
+        "linear": lambda: against_loop(
+            f"linear: {clients} clients × {rounds} rounds × 20 full-batch steps",
+            Linear,
+            linear_clients(clients, 40),
+            20,
+            None,
+            rounds,
+            repeat,
+            20,
+        ),
+        "perceptron": lambda: against_loop(
+            f"64-128-10: {clients} clients × {rounds} rounds × 5 Adam steps of 10",
+            Perceptron,
+            digit_clients(clients),
+            5,
+            10,
+            rounds,
+            repeat,
+            6,
+        ),
+        "overhead": lambda: overhead(20 if smoke else 300, repeat),
+        "many": lambda: many_clients(100 if smoke else 10_000),
+        "touched": lambda: touched_only(200 if smoke else 20_000, 20 if smoke else 200),
+    }
+
+
+def markdown(rows: Sequence[common.Row]) -> str:
+    """The rows as a table for the README."""
+    lines = [f"| {row.setting} | {row.metric} | {row.ours:.3g} |" for row in rows]
+    return "\n".join(
+        [
+            "# Benchmarks",
+            "",
+            "`make bench` measures the core; every figure below is from one run of `experiments/benchmarks/core.py` on",
+            f"{common.machine()}.",
+            "Ratios are medians over pairs, both sides in turn in one process.",
+            "",
+            "| setting | figure | measured |",
+            "| --- | --- | --- |",
+            *lines,
+            "",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures all parts, or one."""
+    parser = common.arguments(__doc__ or "")
+    parser.add_argument("--part", choices=sorted(parts(True)), help="one part only, in this process")
+    parser.add_argument("--write", action="store_true", help="write the table into experiments/benchmarks/README.md")
+    options = parser.parse_args(argv)
+    with common.quiet():
+        if options.part:
+            rows = parts(options.smoke)[options.part]()
+        else:
+            rows = [row for part in parts(options.smoke) for row in in_own_process(part, options.smoke)]
+    rows = [dataclasses.replace(row, ours=float(row.ours)) for row in rows]
+    common.show(
+        f"Core ({common.machine()})",
+        ["setting", "figure", "measured"],
+        [[row.setting, row.metric, f"{row.ours:.3g}"] for row in rows],
+    )
+    common.write("benchmarks.core", rows, options.json)
+    if options.write:
+        (Path(__file__).parent / "README.md").write_text(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Federated data: the rows of every client, ragged, and as stacked blocks.
+
+Clients hold different numbers of rows. `FederatedData` keeps the rows of all of them concatenated in client
+order, so that a client is a view and nothing is padded until a block of clients is stacked: `buckets` groups
+clients of similar size, which bounds the padding, and every block is `(K, N, ...)` with a count per client.
+
+>>> import torch
+>>> from fedtorch.data import FederatedData
+>>> x, y = torch.arange(12.0).reshape(6, 2), torch.tensor([0, 1, 0, 1, 1, 1])
+>>> data = FederatedData((x, y), counts=torch.tensor([1, 5]), names=("small", "large"))
+>>> data
+FederatedData(2 clients, 6 rows, 1–5 per client, fields 0: float32 (2,), 1: int64 ())
+>>> data[0]
+(tensor([[0., 1.]]), tensor([0]))
+>>> data.stack([0, 1]).mask
+tensor([[ True, False, False, False, False],
+        [ True,  True,  True,  True,  True]])
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.tree import Tree
+
+__all__ = ["ClientData", "FederatedData"]
+
+
+class ClientData(NamedTuple):
+    """The data of `K` clients as one block, padded to the largest of them."""
+
+    batch: Tree  # leaves (K, N, ...); rows beyond a client's count are zeros
+    count: Tensor  # type: ignore[assignment]  # (K,) int64, on the device of the batch
+
+    @property
+    def mask(self) -> Tensor:
+        """Which rows are data and which are padding, `(K, N)` bool."""
+        size = tree.leaves(self.batch)[0].shape[1]
+        return torch.arange(size, device=self.count.device) < self.count[:, None]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FederatedData:
+    """The rows of `K` clients, immutable and checked at construction.
+
+    Iterating gives each client's rows, `data[k]` those of client `k`: views, not copies. The counts and the
+    ids of clients live on the CPU, wherever the rows are.
+
+    Args:
+        rows: a tree whose leaves are `(total, ...)`, the clients' rows one after the other.
+        counts: `(K,)` int64, how many of the rows are each client's.
+        names: the clients' names, `"0"`, `"1"`, … unless given.
+        allow_empty: whether a client may have no rows, as in a validation split.
+
+    Raises:
+        TypeError: something is not a tensor, or the counts are not int64.
+        ValueError: no clients; an empty client; numbers of rows that disagree; a NaN or Inf in a float field.
+            The message names client, field and row.
+    """
+
+    rows: Tree
+    counts: Tensor
+    names: tuple[str, ...] = ()
+    allow_empty: bool = False
+    starts: Tensor = field(init=False)  # (K,) int64, where each client's rows begin
+
+    def __post_init__(self) -> None:
+        _check_counts(self.counts)
+        names = tuple(self.names) or tuple(str(k) for k in range(len(self.counts)))
+        _check_names(names, len(self.counts))
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "starts", self.counts.cumsum(0) - self.counts)
+        if not self.allow_empty and bool((self.counts == 0).any()):
+            raise ValueError(
+                "Expected at least one row per client, but got none for client "
+                f"{names[int(self.counts.argmin())]!r}; leave the client out, or pass allow_empty=True where "
+                "an empty client means something"
+            )
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        leaves = list(tree.items(self.rows))
+        if not leaves:
+            raise ValueError("Expected rows with at least one field, but got an empty tree; pass for example (x, y)")
+        total = int(self.counts.sum())
+        for path, leaf in leaves:
+            if leaf.ndim == 0 or len(leaf) != total:
+                raise ValueError(
+                    f"Expected {total} rows in {field_name(path)}, the sum of the counts, but got shape "
+                    f"{tuple(leaf.shape)}; every field needs one row per example"
+                )
+            if leaf.device != leaves[0][1].device:
+                raise ValueError(
+                    f"Expected all fields on {leaves[0][1].device}, but got {leaf.device} for "
+                    f"{field_name(path)}; move them to one device"
+                )
+            if leaf.is_floating_point() or leaf.is_complex():
+                self._check_finite(path, leaf)
+
+    def _check_finite(self, path: str, leaf: Tensor) -> None:
+        finite = leaf.isfinite()
+        if bool(finite.all()):
+            return
+        row = int((~finite).nonzero()[0, 0])
+        client = int(torch.searchsorted(self.starts + self.counts, row, right=True))
+        raise ValueError(
+            f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
+            f"{self.names[client]!r}, row {row - int(self.starts[client])}; remove or impute such rows"
+        )
+
+    @property
+    def clients(self) -> int:
+        """The number of clients, `K`."""
+        return len(self.counts)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __getitem__(self, client: int) -> Tree:
+        k = operator.index(client)
+        if not -self.clients <= k < self.clients:
+            raise IndexError(f"Expected a client in 0…{self.clients - 1}, but got {k}")
+        start = int(self.starts[k])
+        return tree.take(self.rows, slice(start, start + int(self.counts[k])))
+
+    def __iter__(self) -> Iterator[Tree]:
+        for start, count in zip(self.starts.tolist(), self.counts.tolist()):
+            yield tree.take(self.rows, slice(start, start + count))
+
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{path + ': ' if path else ''}{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape[1:])}"
+            for path, leaf in tree.items(self.rows)
+        )
+        return (
+            f"FederatedData({self.clients} client{'s' * (self.clients != 1)}, {int(self.counts.sum())} rows, "
+            f"{int(self.counts.min())}–{int(self.counts.max())} per client, fields {fields})"
+        )
+
+    def stack(self, ids: Tensor | Sequence[int]) -> ClientData:
+        """The data of clients `ids` `(C,)` as one zero-padded block, in the order of `ids`."""
+        ids = self._ids(ids)
+        counts = self.counts[ids]
+        size = int(counts.max()) if len(ids) else 0
+        within = torch.arange(size)
+        padding = (within >= counts[:, None]).flatten().nonzero().squeeze(1)
+        index = (self.starts[ids, None] + within).flatten().index_fill_(0, padding, 0)
+
+        def block(leaf: Tensor) -> Tensor:
+            taken = leaf.index_select(0, index.to(leaf.device)).index_fill_(0, padding.to(leaf.device), 0)
+            return taken.reshape(len(ids), size, *leaf.shape[1:])
+
+        return ClientData(tree.map(block, self.rows), counts.to(tree.leaves(self.rows)[0].device))
+
+    def buckets(self, max_ratio: float = 1.5, small: int = 0) -> list[tuple[Tensor, ClientData]]:
+        """All clients as blocks of similar size: `(ids, data)`, ids ascending, the smallest clients first.
+
+        Args:
+            max_ratio: a bound on largest / smallest number of rows within a block, at least 1; 1 pads
+                nothing. Clients of equal size are always together.
+            small: a block of up to so many rows, padding included, may exceed the ratio: many tiny blocks cost
+                more than their padding.
+        """
+        if not max_ratio >= 1:
+            raise ValueError(f"Expected max_ratio >= 1, but got {max_ratio}; 1 groups clients of equal size only")
+        counts, order = self.counts.double().sort(stable=True)
+        blocks, start = [], 0
+        while start < len(order):
+            stop = int(torch.searchsorted(counts, counts[start] * max_ratio, right=True))
+            padded = (torch.arange(start, len(order)) - start + 1) * counts[start:]
+            stop = max(stop, start + int((padded <= small).sum()))
+            stop = int(torch.searchsorted(counts, counts[stop - 1], right=True))
+            ids = order[start:stop].sort().values
+            blocks.append((ids, self.stack(ids)))
+            start = stop
+        return blocks
+
+    def select(self, ids: Tensor | Sequence[int]) -> FederatedData:
+        """The clients `ids` `(C,)`, all different, with their names, in the order of `ids`."""
+        ids = self._ids(ids)
+        counts = self.counts[ids]
+        shift = self.starts[ids] - (counts.cumsum(0) - counts)
+        index = torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
+        names = tuple(self.names[k] for k in ids.tolist())
+        return FederatedData(self._take(index), counts, names, self.allow_empty)
+
+    def split(self, fraction: float, seed: int) -> tuple[FederatedData, FederatedData]:
+        """Splits the rows of every client at random: (training, validation).
+
+        A client of n rows keeps `fraction` · n of them for training, rounded, but at least one, so that the
+        validation part of a tiny client may be empty. Rows stay in their order.
+
+        Args:
+            fraction: the part for training, between 0 and 1.
+            seed: of the random split.
+        """
+        if not 0 < fraction < 1:
+            raise ValueError(f"Expected a fraction between 0 and 1, but got {fraction}; it is the part for training")
+        total = int(self.counts.sum())
+        client = torch.arange(self.clients).repeat_interleave(self.counts)
+        draw = random.uniform(random.key(seed), (total,), torch.float64)
+        order = draw.argsort()
+        order = order[client[order].argsort(stable=True)]  # clients in order, the rows of each at random
+        rank = torch.empty(total, dtype=torch.int64)
+        rank[order] = torch.arange(total) - self.starts[client]
+        kept = (self.counts.double() * fraction).round().long().clamp(min=1).minimum(self.counts)
+        training = rank < kept[client]
+        return (
+            FederatedData(self._take(training.nonzero().squeeze(1)), kept, self.names, self.allow_empty),
+            FederatedData(self._take((~training).nonzero().squeeze(1)), self.counts - kept, self.names, True),
+        )
+
+    def pool(self) -> FederatedData:
+        """The rows of all clients in one, called `"pool"`: what a central fit sees."""
+        return FederatedData(self.rows, self.counts.sum().reshape(1), ("pool",), self.allow_empty)
+
+    def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
+        """Applies `function` to the tree of all rows, which it must keep in number and order."""
+        return FederatedData(function(self.rows), self.counts, self.names, self.allow_empty)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FederatedData:
+        """The rows on `device`, and the floating point fields in `dtype`."""
+        return self.map(lambda rows: tree.map(lambda leaf: _to(leaf, device, dtype), rows))
+
+    def _take(self, index: Tensor) -> Tree:
+        return tree.map(lambda leaf: leaf.index_select(0, index.to(leaf.device)), self.rows)
+
+    def _ids(self, ids: Tensor | Sequence[int]) -> Tensor:
+        ids = torch.as_tensor(ids, device="cpu")
+        if ids.numel() == 0:
+            return ids.new_empty(0, dtype=torch.int64)
+        if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"Expected client ids as integers (C,), but got {ids.dtype} of shape {tuple(ids.shape)}")
+        if bool(((ids < 0) | (ids >= self.clients)).any()):
+            raise IndexError(f"Expected client ids in 0…{self.clients - 1}, but got {ids.tolist()}")
+        return ids.long()
+
+
+def field_name(path: str) -> str:
+    """How messages call the leaf at `path`."""
+    return f"field {path!r}" if path else "the tensor of rows"
+
+
+def _to(leaf: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
+    return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
+
+
+def _check_counts(counts: Tensor) -> None:
+    if not isinstance(counts, Tensor):
+        raise TypeError(f"Expected counts as a tensor (K,) int64, but got {type(counts).__name__}; use torch.tensor")
+    if counts.ndim != 1 or counts.dtype != torch.int64 or counts.device.type != "cpu":
+        raise TypeError(
+            f"Expected counts (K,) int64 on the CPU, but got shape {tuple(counts.shape)}, {counts.dtype}, "
+            f"{counts.device}; pass the number of rows of each client"
+        )
+    if len(counts) == 0:
+        raise ValueError("Expected at least one client, but got none; pass one entry per client")
+    if bool((counts < 0).any()):
+        raise ValueError(f"Expected counts >= 0, but got {int(counts.min())}; pass the number of rows of each client")
+
+
+def _check_names(names: tuple[str, ...], clients: int) -> None:
+    if len(names) != clients:
+        raise ValueError(f"Expected {clients} client names, but got {len(names)}; pass one per client")
+    seen: set[str] = set()
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"Expected client names as strings, but got {name!r}; use str()")
+        if name in seen:
+            raise ValueError(f"Expected distinct client names, but got {name!r} twice; rename one of them")
+        seen.add(name)

@@ -1,0 +1,352 @@
+"""Splitting one data set over clients.
+
+A *partitioner* is a function `(rows, clients, key) -> assignment`, the `(total,)` index of the client that
+gets each row. The functions here build the usual ones; any function of that form will do.
+
+References:
+    McMahan, Moore, Ramage, Hampson, Agüera y Arcas (2017), "Communication-efficient learning of deep networks
+    from decentralized data", section 3 (shards of labels). Yurochkin et al. (2019), "Bayesian nonparametric
+    federated learning of neural networks", section 4 (Dirichlet proportions per class). Hsu, Qi, Brown
+    (2019), "Measuring the effects of non-identical data distribution for federated visual classification"
+    (the role of α). Li, Diao, Chen, He (2022), "Federated learning on non-IID data silos: an experimental
+    study" (quantity skew).
+
+>>> import torch
+>>> from fedtorch.data import iid, partition
+>>> partition((torch.randn(7, 2), torch.arange(7)), iid(), clients=3, seed=0).counts
+tensor([3, 2, 2])
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data.federated import FederatedData
+from fedtorch.data.sources import as_tensors
+from fedtorch.tree import Tree
+
+__all__ = [
+    "Partitioner",
+    "by_column",
+    "dirichlet",
+    "iid",
+    "labels_per_client",
+    "partition",
+    "quantity_skew",
+    "split_features",
+]
+
+
+class Partitioner(Protocol):
+    """The signature of a partitioner; it returns the client of each row, `(total,)` int64 on the CPU."""
+
+    def __call__(self, rows: Tree, clients: int | None, key: Tensor, /) -> Tensor: ...
+
+
+def partition(rows: Tree, partitioner: Partitioner, *, clients: int | None = None, seed: int = 0) -> FederatedData:
+    """Gives every row to one client; a client's rows stay in their order.
+
+    Args:
+        rows: a tree of tensors or arrays with leaves `(total, ...)`, such as (x, y).
+        partitioner: who gets which row, for example `dirichlet(0.3)`.
+        clients: how many; `by_column` knows it by itself.
+        seed: of the random assignment.
+
+    Raises:
+        ValueError: fields with different numbers of rows, fewer rows than clients, or a client without rows.
+    """
+    rows = as_tensors(rows)
+    total = _count_rows(rows)
+    assignment = partitioner(rows, clients, random.key(seed))
+    if not isinstance(assignment, Tensor) or assignment.dtype != torch.int64 or assignment.shape != (total,):
+        got = getattr(assignment, "dtype", type(assignment).__name__), getattr(assignment, "shape", None)
+        raise TypeError(f"Expected a client per row, ({total},) int64, but the partitioner returned {got}")
+    count = int(assignment.max()) + 1 if clients is None else clients
+    if bool(((assignment < 0) | (assignment >= count)).any()):
+        raise ValueError(
+            f"Expected clients in 0…{count - 1}, but the partitioner returned {int(assignment.min())}…"
+            f"{int(assignment.max())}"
+        )
+    order = assignment.argsort(stable=True)
+    taken = tree.map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), rows)
+    return FederatedData(taken, assignment.bincount(minlength=count))
+
+
+def iid() -> Partitioner:
+    """Rows at random, in parts of equal size (up to one row)."""
+
+    def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
+        total = _count_rows(rows)
+        count = _check_clients(clients, total)
+        assignment = torch.empty(total, dtype=torch.int64)
+        assignment[random.permutation(key, total)] = torch.arange(total) % count
+        return assignment
+
+    return assign
+
+
+def dirichlet(alpha: float, label: Hashable = 1, minimum: int = 1) -> Partitioner:
+    r"""Label skew: the rows of class c are cut by :math:`p_c \sim \mathrm{Dirichlet}(\alpha 1_K)`.
+
+    Clients that get fewer than `minimum` rows are filled up with random rows of the largest clients.
+
+    Args:
+        alpha: the concentration, above 0: near 0 each class goes to one client, a large one is nearly iid.
+        label: the index, key or name of the field of classes `(total,)`, integers or booleans.
+        minimum: the least number of rows of a client, at least 1.
+    """
+    _check_alpha(alpha)
+
+    def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
+        codes = _labels(rows, label)
+        return _cut(codes, alpha, _check_clients(clients, len(codes), minimum), minimum, key)
+
+    return assign
+
+
+def quantity_skew(alpha: float, minimum: int = 1) -> Partitioner:
+    r"""Size skew: random rows in parts of relative size :math:`p \sim \mathrm{Dirichlet}(\alpha 1_K)`.
+
+    Args:
+        alpha: the concentration, above 0: a small one gives few clients most of the rows.
+        minimum: the least number of rows of a client, at least 1; smaller ones are filled up from the
+            largest.
+    """
+    _check_alpha(alpha)
+
+    def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
+        total = _count_rows(rows)
+        return _cut(
+            torch.zeros(total, dtype=torch.int64),
+            alpha,
+            _check_clients(clients, total, minimum),
+            minimum,
+            key,
+        )
+
+    return assign
+
+
+def labels_per_client(count: int, label: Hashable = 1) -> Partitioner:
+    """Label skew: each client gets rows of exactly `count` labels, as shards (McMahan et al., 2017).
+
+    The rows of each label are cut at random into shards of equal size, `clients · count` of them in all and
+    in proportion to the labels' frequencies; each client is dealt shards of `count` different labels at
+    random.
+
+    Args:
+        count: labels per client.
+        label: the index, key or name of the field of classes `(total,)`, integers or booleans.
+    """
+
+    def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
+        codes = _labels(rows, label)
+        k = _check_clients(clients, len(codes))
+        sizes = codes.bincount()
+        shards = _apportion(sizes, k, count)
+        owner = _deal(shards, k, count, random.fold_in(key, 0))  # (shards,) clients, ordered by label
+        first = (shards.cumsum(0) - shards)[codes]
+        rank = _ranks(codes, random.fold_in(key, 1))
+        return owner[first + rank * shards[codes] // sizes[codes]]
+
+    return assign
+
+
+def by_column(values: Any) -> Partitioner:
+    """One client per distinct value, in sorted order: a hospital, a site, a writer.
+
+    Args:
+        values: one per row, as a tensor, array or list of integers, booleans or strings `(total,)`, or a
+            function of the rows that returns them.
+    """
+
+    def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
+        column = values(rows) if callable(values) else values
+        column = column.cpu().numpy() if isinstance(column, Tensor) else numpy.asarray(column)
+        total = _count_rows(rows)
+        if column.shape != (total,):
+            raise ValueError(f"Expected one value per row, shape ({total},), but got shape {column.shape}")
+        if column.dtype.kind in "fc" and numpy.isnan(column).any():
+            raise ValueError("Expected a value for every row, but got NaN; leave such rows out")
+        distinct, codes = numpy.unique(column, return_inverse=True)
+        if clients is not None and clients != len(distinct):
+            raise ValueError(
+                f"Expected {clients} distinct values, one per client, but got {len(distinct)}; leave clients out"
+            )
+        return torch.from_numpy(codes.astype(numpy.int64))
+
+    return assign
+
+
+def split_features(x: Tensor, parties: int | Sequence[Sequence[int]]) -> list[Tensor]:
+    """Splits the columns of `x` `(..., d)` over parties that hold different features of the same rows.
+
+    Args:
+        x: the features.
+        parties: a number of parties, for consecutive columns in parts of equal size (up to one), or the
+            columns of each party; columns that nobody is given are left out.
+
+    Returns:
+        One tensor `(..., d_p)` per party.
+    """
+    columns = x.shape[-1]
+    if isinstance(parties, int):
+        if not 1 <= parties <= columns:
+            raise ValueError(f"Expected between 1 and {columns} parties, one column each at least, but got {parties}")
+        return list(x.tensor_split(parties, dim=-1))
+    given = [c for party in parties for c in party]
+    if any(len(party) == 0 for party in parties) or not all(0 <= c < columns for c in given):
+        raise ValueError(f"Expected columns in 0…{columns - 1} for every party, but got {parties}")
+    if len(set(given)) < len(given):
+        raise ValueError(f"Expected every column at one party at most, but got {parties}; remove the repetition")
+    return [x[..., list(party)] for party in parties]
+
+
+def _count_rows(rows: Tree) -> int:
+    leaves = list(tree.items(rows))
+    sizes = {path: len(leaf) if leaf.ndim else None for path, leaf in leaves}
+    if len(set(sizes.values())) != 1 or None in sizes.values() or 0 in sizes.values():
+        raise ValueError(f"Expected fields with one number of rows > 0, but got {sizes}; pass for example (x, y)")
+    return len(leaves[0][1])
+
+
+def _check_clients(clients: int | None, total: int, minimum: int = 1) -> int:
+    if clients is None or clients < 1:
+        raise ValueError(f"Expected at least one client, but got {clients}; pass clients=…")
+    if minimum < 1:
+        raise ValueError(f"Expected a minimum of at least 1 row per client, but got {minimum}")
+    if clients * minimum > total:
+        raise ValueError(
+            f"Expected at least {clients} × {minimum} rows for {clients} clients, but got {total}; take fewer clients"
+        )
+    return clients
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 < alpha < float("inf"):
+        raise ValueError(f"Expected a finite alpha > 0, but got {alpha}; use iid() for equal shares")
+
+
+def _labels(rows: Tree, label: Hashable) -> Tensor:
+    """The classes of the rows as codes 0…C−1, each of them present."""
+    try:
+        values = getattr(rows, label) if isinstance(label, str) and hasattr(rows, "_fields") else rows[label]
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"Expected a field {label!r} of labels, but got fields {list(tree.flatten(rows))}; pass label=…"
+        ) from error
+    if not isinstance(values, Tensor):
+        raise ValueError(f"Expected labels as a single tensor in field {label!r}, but got a {type(values).__name__}")
+    if isinstance(rows, Tensor) or values.ndim != 1 or values.is_floating_point() or values.is_complex():
+        raise ValueError(
+            f"Expected labels (total,) of integers or booleans in field {label!r}, but got {values.dtype} of "
+            f"shape {tuple(values.shape)}; pass label=…, or put a real target into bins first"
+        )
+    return values.cpu().unique(return_inverse=True)[1]
+
+
+def _ranks(codes: Tensor, key: Tensor) -> Tensor:
+    """The place of each row in a random order of the rows of its class, 0…n_c−1."""
+    order = random.permutation(key, len(codes))
+    order = order[codes[order].argsort(stable=True)]
+    sizes = codes.bincount()
+    rank = torch.empty_like(codes)
+    rank[order] = torch.arange(len(codes)) - (sizes.cumsum(0) - sizes)[codes[order]]
+    return rank
+
+
+def _cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) -> Tensor:
+    """Cuts the rows of each class, in random order, by Dirichlet proportions over the clients."""
+    sizes = codes.bincount()
+    bounds = _dirichlet(alpha, (len(sizes), clients), random.fold_in(key, 0)).cumsum(1)  # (C, K)
+    place = (_ranks(codes, random.fold_in(key, 1)).double() + 0.5) / sizes[codes]  # in (0, 1)
+    assignment = torch.empty_like(codes)
+    for c in range(len(sizes)):
+        members = codes == c
+        assignment[members] = torch.searchsorted(bounds[c], place[members], right=True)
+    return _fill_up(assignment.clamp(max=clients - 1), clients, minimum, random.fold_in(key, 2))
+
+
+def _dirichlet(alpha: float, shape: tuple[int, int], key: Tensor) -> Tensor:
+    generator = numpy.random.Generator(numpy.random.Philox(key=int(key) & (2**64 - 1)))
+    return torch.from_numpy(generator.dirichlet(numpy.full(shape[1], alpha), shape[0]))
+
+
+def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Tensor:
+    """Moves random rows of the largest clients to those with fewer than `minimum`."""
+    counts = assignment.bincount(minlength=clients)
+    target = _level(counts, minimum)
+    moved = (_ranks(assignment, key) >= target[assignment]).nonzero().squeeze(1)
+    assignment = assignment.clone()
+    assignment[moved] = torch.arange(clients).repeat_interleave((target - counts).clamp(min=0))
+    return assignment
+
+
+def _level(counts: Tensor, minimum: int) -> Tensor:
+    """The sizes once small clients have `minimum` rows and the largest, lowered to one level, paid for it."""
+    total, raised = int(counts.sum()), counts.clamp(min=minimum)
+    low, high = minimum, int(raised.max())  # the highest level at which the sizes fit into the total
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if int(raised.clamp(max=middle).sum()) <= total else (low, middle - 1)
+    target = raised.clamp(max=low)
+    above = (raised > low).nonzero().squeeze(1)
+    target[above[: total - int(target.sum())]] += 1
+    return target
+
+
+def _apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
+    """How many shards each label is cut into: `clients · count` in all, by the divisor method of Webster.
+
+    Every label has one at least, and no more than there are clients (a client gets a label once) or rows.
+    """
+    labels, shards = len(sizes), clients * count
+    if not 1 <= count <= labels:
+        raise ValueError(f"Expected between 1 and {labels} labels per client, as many as there are, but got {count}")
+    if shards < labels:
+        raise ValueError(
+            f"Expected at least {labels} shards, so that every label is given away, but got {clients} "
+            f"clients × {count} labels; take more of either"
+        )
+    bound = sizes.clamp(max=clients)
+    if int(bound.sum()) < shards:
+        raise ValueError(
+            f"Expected rows for {clients} clients × {count} labels, but the labels have {sizes.tolist()} "
+            "rows; take fewer clients or labels per client"
+        )
+    n, most, result = sizes.tolist(), bound.tolist(), [1] * labels
+    queue = [(-n[c] / 3, c) for c in range(labels) if most[c] > 1]
+    heapq.heapify(queue)
+    for _ in range(shards - labels):
+        _, c = heapq.heappop(queue)
+        result[c] += 1
+        if result[c] < most[c]:
+            heapq.heappush(queue, (-n[c] / (2 * result[c] + 1), c))
+    return torch.tensor(result)
+
+
+def _deal(shards: Tensor, clients: int, count: int, key: Tensor) -> Tensor:
+    """Deals shards, `count` of different labels to every client: each shard's client, ordered by label.
+
+    A label with as many shards left as there are clients left must be taken; the others are drawn without
+    replacement, in proportion to the shards left. This never runs out: no label ever has more shards than
+    there are clients left.
+    """
+    draws = random.exponential(key, (clients, len(shards)), torch.float64).numpy()
+    left = shards.numpy().astype(numpy.float64)
+    owners: list[list[int]] = [[] for _ in range(len(shards))]
+    for client in range(clients):
+        race = numpy.divide(draws[client], left, out=numpy.full_like(left, numpy.inf), where=left > 0)
+        race[left == clients - client] = -1.0
+        chosen = race.argsort(kind="stable")[:count]
+        left[chosen] -= 1
+        for c in chosen:
+            owners[c].append(client)
+    return torch.tensor([client for owner in owners for client in owner])

@@ -1,0 +1,300 @@
+"""From what users have to `FederatedData`: lists of tensors, torch data sets and loaders, data frames.
+
+>>> import torch
+>>> from fedtorch.data import from_tensors
+>>> from_tensors([(torch.zeros(2, 3), torch.zeros(2)), (torch.ones(1, 3), torch.ones(1))], names=["a", "b"])
+FederatedData(2 clients, 3 rows, 1–2 per client, fields 0: float32 (3,), 1: float32 ())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from fedtorch import tree
+from fedtorch.data.federated import FederatedData, field_name
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["from_datasets", "from_frame", "from_tensors"]
+
+
+def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) -> FederatedData:
+    """One client per tree of tensors or NumPy arrays, whose leading dimension is the client's rows.
+
+    Every field keeps its dtype: a NumPy array of float64 stays float64.
+
+    Args:
+        clients: trees (tuples, dicts, `NamedTuple`s) of one structure, such as `(x (n_k, d), y (n_k,))`.
+        names: one per client.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a numeric array.
+        ValueError: no clients, an empty client, fields with different numbers of rows, or clients that
+            disagree in fields, shapes, dtypes or devices. Messages name the client.
+    """
+    labels = tuple(names) if names is not None else tuple(str(k) for k in range(len(clients)))
+    if len(clients) == 0:
+        raise ValueError("Expected at least one client, but got none; pass a list with one tree per client")
+    if len(labels) != len(clients):
+        raise ValueError(f"Expected {len(clients)} client names, but got {len(labels)}; pass one per client")
+    trees = [as_tensors(client, f" of client {label!r}") for client, label in zip(clients, labels)]
+    flat = [tree.flatten(client) for client in trees]
+    counts = [_count_rows(fields, label) for fields, label in zip(flat, labels)]
+    expected = _signature(flat[0])
+    for fields, label in zip(flat, labels):
+        if (got := _signature(fields)) != expected:
+            _refuse_signature(got, expected, label, labels[0])
+    joined = {path: torch.cat([fields[path] for fields in flat]) for path in flat[0]}
+    return FederatedData(tree.unflatten(joined, like=trees[0]), torch.tensor(counts), labels)
+
+
+def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None) -> FederatedData:
+    """One client per torch `Dataset` (map-style or iterable) or `DataLoader`, read in full and in order.
+
+    Items are what `torch.utils.data.default_collate` can stack: tuples such as (x, y), or dicts, of tensors,
+    arrays and numbers. Of a `DataLoader` only its `.dataset` is read: batch size, shuffling, `drop_last` and
+    workers are ignored, for a local solver makes its own minibatches; a loader that draws a subset or
+    collates in its own way is refused. A random transform is applied once, here.
+
+    Args:
+        datasets: one per client.
+        names: one per client.
+
+    Raises:
+        TypeError: a data set has no length and is not iterable, or a loader with its own sampler or
+            `collate_fn`.
+        ValueError: an empty data set, or items that do not stack; and what `from_tensors` raises.
+    """
+    labels = [str(name) for name in (range(len(datasets)) if names is None else names)]
+    if len(labels) != len(datasets):
+        raise ValueError(f"Expected {len(datasets)} client names, but got {len(labels)}; pass one per client")
+    return from_tensors([_read(dataset, label) for dataset, label in zip(datasets, labels)], names)
+
+
+def from_frame(
+    frame: pandas.DataFrame,
+    *,
+    client: str,
+    features: Sequence[str],
+    target: str,
+    dtype: torch.dtype = torch.float32,
+) -> FederatedData:
+    """Rows (x, y) of a pandas frame, one client per value of a column, in order of first appearance.
+
+    A target of floats stays a number, in `dtype`. Any other target becomes int64 class codes 0, 1, …: a
+    categorical in the order of its categories, also unused ones, so that two frames can share their codes;
+    integers, booleans and strings in sorted order. To regress on an integer column, convert it to float
+    first.
+
+    Args:
+        frame: one row per example.
+        client: the column that says whose row it is; its values, as strings, name the clients.
+        features: numeric or boolean columns, x `(n, len(features))`.
+        target: the column of y `(n,)`.
+        dtype: of x, and of y when the target is a float.
+
+    Raises:
+        ValueError: a column is missing, or a cell is; the message names the client, the column and the row's
+            label.
+        TypeError: a feature is not numeric, or the target mixes types.
+    """
+    import pandas as pd  # here, because few need it and it takes long to import
+
+    columns = [client, *features, target]
+    missing = [column for column in columns if column not in frame.columns]
+    if missing:
+        raise ValueError(
+            f"Expected columns {columns}, but {missing} are not in the frame; it has {list(frame.columns)}"
+        )
+    if len(frame) == 0:
+        raise ValueError("Expected at least one row, but got an empty frame")
+    for column in columns:
+        empty = frame[column].isna().to_numpy()
+        if empty.any():
+            row = int(empty.argmax())
+            raise ValueError(
+                f"Expected no missing cells, but got one in column {column!r} of client "
+                f"{str(frame[client].iloc[row])!r}, row {frame.index[row]} ({int(empty.sum())} in that "
+                "column); drop or impute them first"
+            )
+    for column in features:
+        if not pd.api.types.is_numeric_dtype(frame[column]) or pd.api.types.is_complex_dtype(frame[column]):
+            raise TypeError(
+                f"Expected numeric or boolean features, but got {frame[column].dtype} in column {column!r}; "
+                "encode it, for example with pandas.get_dummies"
+            )
+    codes, values = pd.factorize(frame[client])
+    order = torch.from_numpy(codes.astype(numpy.int64)).argsort(stable=True)
+    x = torch.from_numpy(numpy.array(frame[list(features)].to_numpy(dtype=numpy.float64))).to(dtype)
+    y = _target(frame[target], dtype)
+    return FederatedData(
+        (x[order], y[order]),
+        torch.from_numpy(numpy.bincount(codes, minlength=len(values)).astype(numpy.int64)),
+        tuple(str(value) for value in values),
+    )
+
+
+def as_tensors(value: Any, where: str = "", path: str = "") -> Tree:
+    """A tree in which NumPy arrays have become tensors of the same dtype.
+
+    Args:
+        value: a tree of tensors and arrays.
+        where: what messages add to the field, such as `" of client 'a'"`.
+        path: the name of this leaf so far.
+    """
+    if value is None or isinstance(value, Tensor):
+        return value if value is None else value.detach()
+    if isinstance(value, numpy.ndarray):
+        try:
+            return torch.from_numpy(numpy.require(value, requirements=["C", "W"]))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"Expected numbers in {field_name(path)}{where}, but got an array of {value.dtype}; encode it first"
+            ) from error
+    step = f"{path}." if path else ""
+    if isinstance(value, dict):
+        return {name: as_tensors(child, where, f"{step}{name}") for name, child in value.items()}
+    if isinstance(value, tuple):
+        names = getattr(value, "_fields", range(len(value)))
+        children = [as_tensors(child, where, f"{step}{name}") for name, child in zip(names, value)]
+        return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
+    raise TypeError(
+        f"Expected tensors or NumPy arrays, in tuples or dicts, but got a {type(value).__name__} in "
+        f"{field_name(path)}{where}; convert it with torch.tensor or numpy.array, and a list of fields with "
+        "tuple"
+    )
+
+
+def _count_rows(fields: dict[str, Tensor], client: str) -> int:
+    if not fields:
+        raise ValueError(f"Expected at least one field, but got an empty tree for client {client!r}")
+    sizes = {}
+    for path, leaf in fields.items():
+        if leaf.ndim == 0:
+            raise ValueError(
+                f"Expected rows (n, ...) in {field_name(path)} of client {client!r}, but got a single "
+                "number; give it a leading dimension"
+            )
+        sizes[path] = len(leaf)
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"Expected one number of rows in all fields of client {client!r}, but got {sizes}; "
+            "every field needs one row per example"
+        )
+    return next(iter(sizes.values()))
+
+
+def _signature(fields: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {path: (tuple(leaf.shape[1:]), leaf.dtype, leaf.device) for path, leaf in fields.items()}
+
+
+def _refuse_signature(got: dict[str, Any], expected: dict[str, Any], client: str, first: str) -> None:
+    if got.keys() != expected.keys():
+        raise ValueError(
+            f"Expected fields {sorted(expected)} as in client {first!r}, but got {sorted(got)} in client "
+            f"{client!r}; all clients need the same fields"
+        )
+    path = next(path for path in expected if got[path] != expected[path])
+    what = ("row shape", "dtype", "device")
+    kind = next(i for i in range(3) if got[path][i] != expected[path][i])
+    raise ValueError(
+        f"Expected {what[kind]} {expected[path][kind]} in {field_name(path)} as in client {first!r}, but got "
+        f"{got[path][kind]} in client {client!r}; convert it, so that rows of all clients are alike"
+    )
+
+
+def _read(dataset: Any, client: str) -> Tree:
+    if isinstance(dataset, DataLoader):
+        _check_loader(dataset, client)
+        dataset = dataset.dataset
+    tensors = _tensors(dataset)
+    if tensors is not None:
+        return tensors
+    if isinstance(dataset, IterableDataset):
+        items = list(dataset)
+    elif hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        items = [dataset[i] for i in range(len(dataset))]
+    else:
+        raise TypeError(
+            "Expected a Dataset with a length, an IterableDataset or a DataLoader, but got "
+            f"{type(dataset).__name__} for client {client!r}; for tensors use from_tensors"
+        )
+    if not items:
+        raise ValueError(f"Expected at least one row per client, but got an empty data set for client {client!r}")
+    try:
+        return _tuples(default_collate(items))
+    except (TypeError, RuntimeError, KeyError) as error:
+        raise ValueError(
+            f"Expected items of one shape that can be stacked, but got {error} for client {client!r}; "
+            "let the data set return tensors, arrays or numbers"
+        ) from error
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
+    """The fast path: a `TensorDataset`, or subsets of one, without reading item by item."""
+    if type(dataset) is TensorDataset:
+        return dataset.tensors
+    if type(dataset) is Subset and (tensors := _tensors(dataset.dataset)) is not None:
+        return tuple(leaf[torch.as_tensor(dataset.indices, dtype=torch.int64)] for leaf in tensors)
+    return None
+
+
+def _tuples(node: Any) -> Any:
+    """Collated items with the lists, into which `default_collate` turns tuples, turned back."""
+    if isinstance(node, dict):
+        return {name: _tuples(child) for name, child in node.items()}
+    if isinstance(node, list):
+        return tuple(_tuples(child) for child in node)
+    return node
+
+
+def _check_loader(loader: DataLoader[Any], client: str) -> None:
+    if loader.collate_fn is not default_collate:
+        raise TypeError(
+            "Expected a DataLoader with batches and the default collate_fn, but got its own for client "
+            f"{client!r}; let the data set return what the model needs, or use from_tensors"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    batches, sampler = loader.batch_sampler, loader.sampler
+    once = isinstance(sampler, SequentialSampler) or (isinstance(sampler, RandomSampler) and not sampler.replacement)
+    if type(batches) is not BatchSampler or not once or len(sampler) != len(loader.dataset):  # type: ignore[arg-type]
+        raise TypeError(
+            f"Expected a DataLoader that reads each row once, but got one with {type(batches).__name__} over "
+            f"{type(sampler).__name__} for client {client!r}; pass torch.utils.data.Subset(dataset, indices) "
+            "instead"
+        )
+
+
+def _target(column: pandas.Series, dtype: torch.dtype) -> Tensor:
+    import pandas as pd
+
+    if pd.api.types.is_float_dtype(column):
+        return torch.from_numpy(numpy.array(column.to_numpy(dtype=numpy.float64))).to(dtype)
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        return torch.from_numpy(numpy.array(column.cat.codes, dtype=numpy.int64))
+    try:
+        _, codes = numpy.unique(column.to_numpy(), return_inverse=True)
+    except TypeError as error:
+        raise TypeError(
+            f"Expected a target of numbers, booleans, strings or categories, but got mixed types in column "
+            f"{column.name!r}; convert it to one type"
+        ) from error
+    return torch.from_numpy(codes.astype(numpy.int64))

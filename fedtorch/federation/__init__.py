@@ -1,0 +1,1 @@
+"""Who computes what, who hears whom, and where it runs."""

@@ -1,0 +1,121 @@
+"""The contract: what an algorithm is. Read this file first.
+
+An *algorithm* is a value of pure functions. In a communication round the server's `outbox` is scattered by the
+`exchange` to the clients of the cohort, each runs `client` on its own data, their messages are gathered, and `server`
+takes the aggregate. The client axis is a batch dimension: every per-client tensor is `(K, ...)`, one client is `K = 1`
+and an empty block `K = 0`, so an algorithm is written once and runs stacked, in chunks, over ranks and elsewhere.
+
+Functions must not change their arguments in place: inboxes, states and data may be views of what others hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from fedtorch.federation.exchange import Exchange, star
+from fedtorch.tree import Tree
+
+__all__ = ["Algorithm", "BadClients", "Local", "LocalSolver", "Quadratic", "Reply", "identity"]
+
+
+class Reply(NamedTuple):
+    """What `Algorithm.client` returns for `K` clients."""
+
+    message: Tree  # its nodes are Mean or Increment; sent to the exchange
+    state: Tree  # (K, ...) never leaves the client
+    info: dict[str, Tensor]  # (K,) each, diagnostics for the log; no algorithm reads them
+
+
+class Quadratic(NamedTuple):
+    r"""What the others think, added to a client's loss: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`."""
+
+    precision: Tensor  # (K,) λ
+    shift: Tree  # (K, ...) h, in the structure of the parameters
+
+
+class Local(NamedTuple):
+    """What a local solver returns for `K` clients."""
+
+    parameters: Tree  # (K, ...)
+    state: Tree  # (K, ...) what it keeps for the next round
+    steps: Tensor  # (K,) the sum of the learning rates taken
+    info: dict[str, Tensor]  # (K,) each
+
+
+class Solve(Protocol):
+    """The signature of a local solver."""
+
+    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local: ...
+
+
+@dataclass(frozen=True)
+class LocalSolver:
+    """A way of solving a client's problem: `local(start, state, data, quadratic, key) -> Local`.
+
+    Attributes:
+        solve: the solver itself, on stacked clients.
+        parameters: where training starts, one client's tree `{name: tensor}`.
+        init: parameters -> one client's solver state (optimiser moments, schedule position, buffers).
+        predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`, in evaluation mode.
+        tensors: (parameters, solver state) -> all tensors that a client predicts with, buffers included.
+        prepare: data -> data, once per block: checks, Gram matrices, factorisations.
+        module: the `nn.Module` whose parameters these are, a copy of its own.
+    """
+
+    solve: Solve
+    parameters: dict[str, Tensor]
+    init: Callable[[Tree], Tree]
+    predict: Callable[[Tree, Tree], Tree]
+    tensors: Callable[[Tree, Tree], Tree]
+    prepare: Callable[[Any], Any]
+    module: Any
+
+    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+        return self.solve(start, state, data, quadratic, key)
+
+
+class BadClients(ValueError):
+    """Some clients of a block cannot take part; whoever knows the clients' names adds them to the message.
+
+    Args:
+        rows: their rows in the block, `(R,)`.
+        message: what was expected and what came.
+    """
+
+    def __init__(self, rows: Tensor, message: str) -> None:
+        super().__init__(message)
+        self.rows = rows.tolist()
+
+
+def identity(value: Any) -> Any:
+    """Returns its argument."""
+    return value
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A federated algorithm; vary one by wrapping its functions or with `dataclasses.replace`.
+
+    Attributes:
+        init: (parameters, number of clients) -> (server state, one client's state).
+        outbox: server state -> what is sent out.
+        client: (inbox, state, data, key), all `(K, ...)` -> `Reply`.
+        server: (server state, aggregate, key) -> server state; not called when nobody answers.
+        model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
+        exchange: who hears whom, and how messages add up.
+        prepare: data -> data, once per block.
+        local: the local solver whose module makes the predictions, if there is one.
+    """
+
+    init: Callable[[Tree, int], tuple[Tree, Tree]]
+    outbox: Callable[[Tree], Tree]
+    client: Callable[[Tree, Tree, Any, Tensor], Reply]
+    server: Callable[[Tree, Tree, Tensor], Tree]
+    model: Callable[[Tree, Tree], Tree]
+    exchange: Exchange = field(default_factory=star)
+    prepare: Callable[[Any], Any] = identity
+    local: LocalSolver | None = None

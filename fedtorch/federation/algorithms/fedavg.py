@@ -1,0 +1,113 @@
+r"""Federated averaging.
+
+Every client of the cohort starts from the server's parameters θ, solves its problem, and sends its change, weighted by
+its rows; the server takes the weighted mean as a step:
+
+.. math:: \theta \leftarrow \theta + \eta \sum_k \frac{n_k}{\sum_j n_j} (\theta_k - \theta).
+
+Source: McMahan et al. (2017), Algorithm 1, which is η = 1; with the proximal term of FedProx, Li et al. (2020),
+Algorithm 2: the client's loss is L_k(x) + μ/2 ‖x − θ‖².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, BadClients, LocalSolver, Quadratic, Reply
+from fedtorch.federation.exchange import Mean
+from fedtorch.tree import Tree
+
+__all__ = ["fedavg", "fedprox", "rows_weight"]
+
+Weight = Callable[[Any], Tensor]  # data -> (K,)
+
+
+class Message(NamedTuple):
+    """What a client tells the server."""
+
+    change: Mean  # of the parameters
+
+
+def rows_weight(data: Any) -> Tensor:
+    """A client's number of rows, `(K,)`: the usual weight."""
+    return data.count
+
+
+def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
+    """FedAvg, and FedProx for `mu` > 0.
+
+    Args:
+        local: how a client works on its own problem.
+        mu: weight μ of the proximal term.
+        lr: the server's step η.
+        weight: data -> `(K,)` positive weights; default: the number of rows.
+
+    Shapes: server state and outbox are the parameters; client state is the solver's, `(K, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1)), mu=0.1)
+        >>> ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1)), mu=-1.0)
+        Traceback (most recent call last):
+        ValueError: Expected mu of at least 0, but got -1.0
+    """
+    check_settings(mu, lr)
+
+    def client(inbox: Tree, state: Tree, data: Any, key: Tensor) -> Reply:
+        solved = local(inbox, state, data, proximal(inbox, mu), key)
+        change = tree.subtract(solved.parameters, inbox)
+        return Reply(Message(Mean(change, weight(data))), solved.state, solved.info)
+
+    return Algorithm(
+        init=lambda parameters, clients: (parameters, local.init(parameters)),
+        outbox=lambda parameters: parameters,
+        client=client,
+        server=lambda parameters, aggregate, key: tree.add_scaled(parameters, aggregate.change.value, lr),
+        model=local.tensors,
+        prepare=lambda data: checked_weight(local.prepare(data), weight),
+        local=local,
+    )
+
+
+def fedprox(local: LocalSolver, mu: float, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
+    """FedProx: `fedavg` whose clients stay near the server's parameters by μ/2 ‖x − θ‖² (Li et al. 2020)."""
+    return fedavg(local, mu=mu, lr=lr, weight=weight)
+
+
+def check_settings(mu: float, lr: float) -> None:
+    """Raises ValueError unless μ is at least 0 and the server's step is positive."""
+    if not mu >= 0:
+        raise ValueError(f"Expected mu of at least 0, but got {mu}")
+    if not lr > 0:
+        raise ValueError(f"Expected a positive lr, but got {lr}")
+
+
+def proximal(centre: Tree, mu: float) -> Quadratic | None:
+    """μ/2 ‖x − centre‖² up to a constant, for stacked centres `(K, ...)`; None without weight."""
+    if mu == 0:
+        return None
+    first = tree.leaves(centre)[0]
+    precision = torch.full((len(first),), mu, dtype=first.dtype, device=first.device)
+    return Quadratic(precision, tree.scale(centre, mu))
+
+
+def checked_weight(data: Any, weight: Weight) -> Any:
+    """`data`, if every client's weight is positive and finite.
+
+    Raises:
+        BadClients: some are not.
+    """
+    weights = weight(data)
+    bad = ~((weights > 0) & torch.isfinite(weights)).to("cpu")
+    if bool(bad.any()):
+        rows = bad.nonzero()[:, 0]
+        raise BadClients(
+            rows,
+            f"expected a positive weight, but got {weights[rows[0]].item()}; leave such clients out with data.select",
+        )
+    return data

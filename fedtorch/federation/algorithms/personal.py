@@ -1,0 +1,86 @@
+r"""Personal layers: some parameters are shared by federated averaging, others never leave their client.
+
+Both parts of θ_k = (shared, personal_k) are trained together; only the change of the shared part is sent.
+
+Source: Arivazhagan et al. (2019), "Federated learning with personalization layers", with the parts chosen by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
+from fedtorch.federation.algorithms.fedavg import (
+    Message,
+    Weight,
+    check_settings,
+    checked_weight,
+    proximal,
+    rows_weight,
+)
+from fedtorch.federation.exchange import Mean
+from fedtorch.models import functional
+from fedtorch.tree import Tree
+
+__all__ = ["personal_layers"]
+
+
+class State(NamedTuple):
+    """A client's own; leaves `(K, ...)`."""
+
+    personal: dict[str, Tensor]
+    solver: Tree
+
+
+def personal_layers(
+    local: LocalSolver,
+    personal: str | Sequence[str],
+    *,
+    mu: float = 0.0,
+    lr: float = 1.0,
+    weight: Weight = rows_weight,
+) -> Algorithm:
+    """FedAvg on the shared parameters; those whose names match `personal` stay with their client.
+
+    Args:
+        local: how a client works on its own problem.
+        personal: shell patterns of parameter names, such as `"head.*"`.
+        mu: weight of a proximal term on the shared parameters' start and the client's own personal ones.
+        lr: the server's step.
+        weight: data -> `(K,)` positive weights; default: the number of rows.
+
+    Raises:
+        ValueError: a pattern matches no parameter, nothing remains to be shared, or `mu` or `lr` is out of range.
+    """
+    check_settings(mu, lr)
+    if not functional.split(local.parameters, personal)[1]:
+        raise ValueError(f"Expected some parameters to remain shared, but {personal!r} matches all; use ft.separate")
+
+    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
+        start = _in_order({**inbox, **state.personal}, local.parameters)
+        solved = local(start, state.solver, data, proximal(start, mu), key)
+        mine, shared = functional.split(solved.parameters, personal)
+        change = tree.subtract(shared, {name: inbox[name] for name in shared})
+        return Reply(Message(Mean(change, weight(data))), State(mine, solved.state), solved.info)
+
+    def init(parameters: Tree, clients: int) -> tuple[Tree, State]:
+        mine, shared = functional.split(parameters, personal)
+        return shared, State(mine, local.init(parameters))
+
+    return Algorithm(
+        init=init,
+        outbox=lambda shared: shared,
+        client=client,
+        server=lambda shared, aggregate, key: tree.add_scaled(shared, aggregate.change.value, lr),
+        model=lambda inbox, state: local.tensors({**inbox, **state.personal}, state.solver),
+        prepare=lambda data: checked_weight(local.prepare(data), weight),
+        local=local,
+    )
+
+
+def _in_order(tensors: dict[str, Tensor], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in like}

@@ -1,0 +1,41 @@
+"""Separate training: every client on its own, no exchange. The baseline that a federation has to beat."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
+from fedtorch.tree import Tree
+
+__all__ = ["separate"]
+
+
+class State(NamedTuple):
+    """A client's own; leaves `(K, ...)`."""
+
+    parameters: dict[str, Tensor]
+    solver: Tree
+
+
+def separate(local: LocalSolver) -> Algorithm:
+    """Each client trains a model of its own, from the common start; nothing is sent.
+
+    Args:
+        local: how a client works on its own problem; a round is one call.
+    """
+
+    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
+        solved = local(state.parameters, state.solver, data, None, key)
+        return Reply({}, State(solved.parameters, solved.state), solved.info)
+
+    return Algorithm(
+        init=lambda parameters, clients: ({}, State(parameters, local.init(parameters))),
+        outbox=lambda server: server,
+        client=client,
+        server=lambda server, aggregate, key: server,
+        model=lambda inbox, state: local.tensors(state.parameters, state.solver),
+        prepare=local.prepare,
+        local=local,
+    )

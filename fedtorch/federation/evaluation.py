@@ -1,0 +1,106 @@
+"""How well a federation predicts: global, per client, mean over clients, worst client, from summed statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import metrics as fm
+from fedtorch import tree
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.population import Clients
+from fedtorch.tree import Tree
+
+__all__ = ["Score", "check_same_clients", "evaluate", "inputs_and_targets"]
+
+Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
+
+
+class Score(NamedTuple):
+    """One metric over a federation."""
+
+    overall: float  # of all rows together
+    clients: Tensor  # (K,) of each client's rows; NaN where a client has none
+
+    def mean(self) -> float:
+        """The mean over clients."""
+        return float(self.clients.nanmean())
+
+    def worst(self, largest_is_best: bool = True) -> float:
+        """The worst client's value."""
+        known = self.clients[~self.clients.isnan()]
+        return float(known.min() if largest_is_best else known.max()) if len(known) else float("nan")
+
+
+def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
+    """`(x, y)` rows as they are.
+
+    Raises:
+        TypeError: the rows are something else; pass a function of your own as `split`.
+    """
+    if isinstance(rows, tuple) and len(rows) == 2:
+        return rows[0], rows[1]
+    got = sorted(rows) if isinstance(rows, dict) else type(rows).__name__
+    raise TypeError(f"Expected rows (inputs, targets), but got {got}; pass split=lambda rows: (inputs, targets)")
+
+
+def evaluate(
+    clients: Clients,
+    outbox: Tree,
+    predict: Callable[[Tree, Tree], Tree],
+    data: FederatedData,
+    metrics: Mapping[str, Any],
+    split: Split = inputs_and_targets,
+) -> dict[str, Score]:
+    """Scores of every client's model on its own rows of `data`.
+
+    Args:
+        clients: of a population, bound to an algorithm.
+        outbox: what the server sends out.
+        predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> predictions `(K, N, ...)`.
+        data: rows of the same clients, or of any clients if the population is one pooled client.
+        metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, or a function
+            (prediction, target) -> per-example values.
+        split: rows -> (inputs, targets).
+
+    Raises:
+        ValueError: no metrics.
+    """
+    if not metrics:
+        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
+    stacked = {name: fm.as_stacked(metric) for name, metric in metrics.items()}
+
+    def sums(tensors: Tree, block: ClientData) -> Tree:
+        inputs, target = split(block.batch)
+        prediction = predict(tensors, inputs)
+        return {name: metric.update(prediction, target, block.mask) for name, metric in stacked.items()}
+
+    with torch.inference_mode(False), torch.no_grad():
+        every = clients.evaluate(outbox, data, sums)
+        return {
+            name: Score(
+                float(metric.compute(tree.map(lambda leaf: leaf.sum(0), every[name]))),
+                metric.compute(every[name]).to("cpu", torch.float64),
+            )
+            for name, metric in stacked.items()
+        }
+
+
+def check_same_clients(validation: FederatedData, training: FederatedData) -> None:
+    """Refuses rows of other clients, unless one (pooled) client is scored on all of them."""
+    if len(training) == 1:
+        return
+    if len(validation) != len(training):
+        raise ValueError(
+            f"Expected validation rows of the population's {len(training)} clients, but got {len(validation)}; split "
+            "the rows of the same clients with data.split"
+        )
+    for number, (theirs, ours) in enumerate(zip(validation.names, training.names)):
+        if theirs != ours:
+            raise ValueError(
+                f"Expected validation rows of the same clients, but client {number} is {theirs!r} there and {ours!r} "
+                "in the population"
+            )

@@ -1,0 +1,108 @@
+"""Minibatches of stacked clients: a client's t-th step is its own t-th minibatch, whatever its epoch.
+
+Each epoch of client k is a random permutation of its rows, cut into batches of `batch_size` with a smaller last one,
+as a shuffling `DataLoader` does. The permutation depends on (client key, epoch) only, never on the company.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.tree import Tree
+
+__all__ = ["MODULE", "PERMUTATIONS", "Batch", "Batches"]
+
+PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
+
+
+class Batch:
+    """One step's minibatch of every client.
+
+    Attributes:
+        rows: a tree of leaves `(K, B, ...)`.
+        size: `(K,)` on the CPU: how many of the B rows count; they come first, and the others repeat one of them.
+        active: `(K,)` bool on the CPU, the clients that still train.
+        leaves: the leaves of `rows`.
+        weights: `(K, B)` summing to one over the rows that count, or None when all do.
+    """
+
+    def __init__(self, rows: Tree, size: Tensor, active: Tensor) -> None:
+        self.rows, self.size, self.active = rows, size, active
+        self.leaves = tree.leaves(rows)
+        first = self.leaves[0]
+        self.weights: Tensor | None = None
+        if not bool((size == first.shape[1]).all()):
+            counts = torch.arange(first.shape[1]) < size[:, None]
+            self.weights = (counts / size[:, None].to(torch.float64)).to(first.device)
+
+
+class Batches:
+    """The minibatches of a group of clients.
+
+    Args:
+        rows: stacked data, leaves `(K, N, ...)`.
+        count: `(K,)` rows of each client, on the CPU.
+        batch_size: rows of a batch, None for all of a client's rows.
+        epochs: passes over the data, or None.
+        steps: number of batches if `epochs` is None.
+        key: `(K,)` the clients' keys.
+    """
+
+    def __init__(
+        self, rows: Tree, count: Tensor, batch_size: int | None, epochs: int | None, steps: int | None, key: Tensor
+    ) -> None:
+        self._rows, self._count = rows, count
+        self._size = int(count.max()) if batch_size is None else batch_size
+        self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
+        self.total = self.per_epoch * epochs if epochs is not None else torch.full_like(count, steps or 0)
+        self._full = batch_size is None
+        if not self._full:
+            self._permutations = random.fold_in(key, PERMUTATIONS)
+        first = tree.leaves(rows)[0]
+        self._device, self._width = first.device, first.shape[1]
+        self._client = torch.arange(len(count), device=self._device)[:, None]
+        self._everything: Batch | None = None
+        self._order: Tensor | None = None  # (K, N) the current epoch's permutation of each client
+
+    def __getitem__(self, step: int) -> Batch:
+        """The batches of step `step`; a client that is done repeats rows of its own."""
+        if self._full:
+            return self._all_rows()
+        epoch = step // self.per_epoch
+        within = step % self.per_epoch
+        active = step < self.total
+        self._shuffle(epoch, (within == 0) & active)
+        start = (within * self._size)[:, None]  # (K, 1)
+        size = (self._count - start[:, 0]).clamp(max=self._size)
+        width = int(size[active].max()) if bool(active.any()) else int(size.max())
+        # Padding repeats a row of the batch: the gradient of a loss that is infinite on a row of zeros would be NaN.
+        columns = (start + torch.arange(width)).minimum((start[:, 0] + size - 1)[:, None])
+        chosen = self._order.gather(1, columns.to(self._device))  # type: ignore[union-attr]
+        rows = tree.map(lambda leaf: leaf[self._client, chosen], self._rows)
+        return Batch(rows, torch.where(active, size, width), active)
+
+    def _all_rows(self) -> Batch:
+        if self._everything is None:
+            width, rows = self._size, self._rows
+            if not bool((self._count == width).all()):
+                columns = torch.arange(width).minimum(self._count[:, None] - 1).to(self._device)
+                rows = tree.map(lambda leaf: leaf[self._client, columns], rows)
+            elif width < self._width:
+                rows = tree.map(lambda leaf: leaf[:, :width], rows)
+            self._everything = Batch(rows, self._count, torch.ones_like(self._count, dtype=torch.bool))
+        return self._everything
+
+    def _shuffle(self, epoch: Tensor, begins: Tensor) -> None:
+        """Draws a new permutation for the clients that begin an epoch."""
+        if not bool(begins.any()):
+            return
+        device = self._permutations.device
+        if self._order is None or bool(begins.all()):
+            keys = random.fold_in(self._permutations, epoch.to(device))
+            self._order = random.permutation(keys, self._width, self._count.to(device))
+            return
+        some = begins.nonzero()[:, 0]
+        keys = random.fold_in(self._permutations[some.to(device)], epoch[some].to(device))
+        self._order[some.to(device)] = random.permutation(keys, self._width, self._count[some].to(device))

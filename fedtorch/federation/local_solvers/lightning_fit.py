@@ -1,0 +1,454 @@
+"""The faithful loop: a real `lightning.Trainer.fit` per client, for any LightningModule.
+
+Hooks, several optimisers, manual optimisation, ReduceLROnPlateau, gradient accumulation, torchmetrics, LSTMs
+and callbacks work as they do outside a federation, at the price of a Trainer per client and round. Whatever
+`gradient_descent` can do, it does faster and with the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+import random as python_random
+import signal
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import lightning as L
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
+
+from fedtorch import random, tree
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
+from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.local_solvers.gradient_descent import LocalState
+from fedtorch.federation.local_solvers.prediction import predictor
+from fedtorch.models import functional
+from fedtorch.tree import Tree
+
+__all__ = ["lightning_fit"]
+
+_REFUSED = ("num_nodes", "strategy", "sync_batchnorm", "use_distributed_sampler")
+
+
+def lightning_fit(
+    module: L.LightningModule,
+    *,
+    batch_size: int | None = None,
+    reset: Literal["round", "never"] = "round",
+    buffers: Literal["refuse", "local", "average"] = "refuse",
+    shuffle: bool = True,
+    **trainer_arguments: Any,
+) -> LocalSolver:
+    r"""A local solver that calls `lightning.Trainer(**trainer_arguments).fit` for each client.
+
+    Every client gets a copy of the module with its own start, and a `DataLoader` over its rows that gives the
+    minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers. The added
+    `Quadratic` enters as its gradient λx − h, once in each optimiser step, after accumulation and before
+    clipping; the value of a closure does not contain it. Random draws come from torch's, numpy's and Python's
+    generators, seeded from the client's key: reproducible, but not the draws of `gradient_descent`.
+
+    Trainers are silent and write no files unless the arguments say so, run in this process alone, and leave
+    the surroundings (generators, torch's flags, signal handlers, environment) as they were: a fit may run in
+    the step of another Trainer and under torchrun. The outer Trainer's precision does not apply; give
+    `precision=` here.
+
+    `Local.info` has `loss`, the mean training loss over the client's batches, and what the module logs by
+    `self.log`, as it stands at the end of the fit. `Local.steps` adds up the learning rates of the first
+    optimiser's first group.
+
+    Args:
+        module: an unmodified LightningModule. Parameters with `requires_grad=False` stay as they are and are
+            never sent.
+        batch_size: rows of a minibatch; None takes all of a client's rows in every step.
+        reset: "round" starts optimisers, schedulers and callbacks afresh each round, the only choice here.
+        buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
+            raises an error, "local" keeps each client's own, "average" treats floating-point buffers as
+            parameters.
+        shuffle: whether each epoch goes through the rows in a new order.
+        trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required.
+            Callbacks and plugins are copied for each client.
+
+    Raises:
+        TypeError, ValueError: at construction; or in a fit that changes buffers, unfreezes parameters or
+            uses a line search.
+
+    Example:
+        >>> import lightning, torch, fedtorch as ft
+        >>> class Regression(lightning.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = torch.nn.Linear(3, 1)
+        ...     def training_step(self, batch):
+        ...         return torch.nn.functional.mse_loss(self.linear(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.LBFGS(self.parameters())
+        >>> local = ft.lightning_fit(Regression(), max_epochs=1)
+        >>> sorted(local.parameters)
+        ['linear.bias', 'linear.weight']
+    """
+    _check(module, batch_size, reset, buffers, trainer_arguments)
+    fit = _Fit(module, batch_size, buffers, shuffle, trainer_arguments)
+    return LocalSolver(
+        solve=fit.solve,
+        parameters=fit.parameters,
+        init=lambda parameters: LocalState({}, dict(fit.buffers), None),
+        predict=predictor(fit.module, batched=False),
+        tensors=lambda parameters, state: {**parameters, **state.buffers},
+        prepare=identity,
+        module=fit.module,
+    )
+
+
+def _check(module: Any, batch_size: int | None, reset: str, buffers: str, arguments: dict[str, Any]) -> None:
+    if not isinstance(module, L.LightningModule):
+        raise TypeError(
+            f"Expected a LightningModule, but got {type(module).__name__}; use ft.gradient_descent with "
+            "loss= and optimizer= for a plain nn.Module"
+        )
+    if not functional.parameters(module):
+        raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"Expected batch_size of at least 1, but got {batch_size}")
+    if reset == "never":
+        raise ValueError(
+            "Expected reset='round', but got reset='never': what optimisers, schedulers and callbacks of any "
+            "kind hold is not a tree of tensors; use ft.gradient_descent(..., reset='never')"
+        )
+    if reset != "round":
+        raise ValueError(f"Expected reset='round', but got {reset!r}")
+    if buffers not in ("refuse", "local", "average"):
+        raise ValueError(f"Expected buffers='refuse', 'local' or 'average', but got {buffers!r}")
+    unknown = sorted(set(arguments) - set(inspect.signature(L.Trainer).parameters))
+    if unknown:
+        raise TypeError(f"Expected arguments of lightning.Trainer, but got {', '.join(unknown)}")
+    refused = [name for name in _REFUSED if name in arguments]
+    devices = arguments.get("devices", 1)
+    if devices not in (1, "1") and not (isinstance(devices, Sequence) and len(devices) == 1):
+        refused.append(f"devices={devices!r}")
+    if refused:
+        raise ValueError(
+            f"Expected arguments for one client on one device, but got {', '.join(refused)}; clients are "
+            "spread over devices by the population, not by their own Trainers"
+        )
+    if arguments.get("max_epochs") is None and arguments.get("max_steps", -1) == -1:
+        raise ValueError("Expected max_epochs= or max_steps= of each round, but got neither; try max_epochs=1")
+
+
+class _Fit:
+    """The solver's fixed parts."""
+
+    def __init__(
+        self,
+        module: L.LightningModule,
+        batch_size: int | None,
+        buffers: str,
+        shuffle: bool,
+        arguments: dict[str, Any],
+    ) -> None:
+        self.module = copy.deepcopy(module)
+        self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
+        every = {} if buffers == "refuse" else functional.buffers(self.module)
+        averaged = {n: b for n, b in every.items() if buffers == "average" and b.is_floating_point()}
+        self.buffers = {n: b for n, b in every.items() if n not in averaged}  # the client's own
+        self.trained = list(functional.parameters(self.module))
+        self.parameters = {**functional.parameters(self.module), **averaged}
+
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+        """Fits the clients of a block, one after the other."""
+        device = data.count.device
+        if len(data.count) == 0:
+            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
+        fitted = []
+        for k, count in enumerate(data.count.tolist()):
+            rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
+            seed = int(random.fold_in(key[k], MODULE))
+            with _isolated(device, self.arguments.get("accelerator"), seed):
+                tensors = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), {**start, **state.buffers})
+                own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), quadratic)
+                order = _Order(random.fold_in(key[k], PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
+                loader = DataLoader(
+                    _Rows(rows, count),
+                    batch_size=self.batch_size or max(count, 1),
+                    sampler=order,
+                    collate_fn=default_convert,
+                )
+                fitted.append(self._fit(tensors, loader, own, device))
+        tensors = tree.stack([each.tensors for each in fitted])
+        steps = torch.tensor([each.steps for each in fitted], dtype=torch.float64, device=device)
+        names = dict.fromkeys(name for each in fitted for name in each.info)
+        info = {
+            name: torch.tensor(
+                [each.info.get(name, float("nan")) for each in fitted], dtype=torch.float64, device=device
+            )
+            for name in names
+        }
+        parameters = {name: tensors[name] for name in self.parameters}
+        new = LocalState(state.optimizer, {name: tensors[name] for name in self.buffers}, state.steps)
+        return Local(parameters, new, steps, info)
+
+    def _fit(
+        self,
+        tensors: dict[str, Tensor],
+        loader: DataLoader,
+        quadratic: Quadratic | None,
+        device: torch.device,
+    ) -> _Fitted:
+        module: Any = functional.load(self.module, tensors)
+        before = {} if self.policy != "refuse" else functional.buffers(module)
+        watch = _Watch(quadratic)
+        trainer = L.Trainer(**self._trainer_arguments(watch, device))
+        try:
+            trainer.fit(module, train_dataloaders=loader)
+        except SystemExit:
+            # Lightning turns an interrupt into an exit of the process, which would look like a finished run.
+            if not isinstance(watch.exception, KeyboardInterrupt):
+                raise
+        finally:
+            module.trainer = None
+        if isinstance(watch.exception, KeyboardInterrupt):
+            raise KeyboardInterrupt
+        self._refuse_changes(module, before)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        done = {name: own[name].detach().to(old.device, old.dtype, copy=True) for name, old in tensors.items()}
+        info = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        if watch.losses:
+            info["loss"] = float(torch.stack(watch.losses).double().mean())
+        return _Fitted(done, watch.rates, info)
+
+    def _trainer_arguments(self, watch: _Watch, device: torch.device) -> dict[str, Any]:
+        given = dict(self.arguments)
+        single: Any = 1
+        if device.type in ("cpu", "cuda") and "accelerator" not in given:
+            given["accelerator"] = device.type
+            if device.type == "cuda":
+                single = [device.index or 0]
+        callbacks = [watch, *_as_list(copy.deepcopy(given.pop("callbacks", None)))]
+        # Lightning must not find torchrun or SLURM, whose jobs it would requeue on signals.
+        plugins = [*_as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
+        silent = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "devices": single,
+        }
+        alone = {
+            "strategy": "auto",
+            "num_nodes": 1,
+            "sync_batchnorm": False,
+            "use_distributed_sampler": False,
+        }
+        return {**silent, **given, **alone, "callbacks": callbacks, "plugins": plugins}
+
+    def _refuse_changes(self, module: nn.Module, before: dict[str, Tensor]) -> None:
+        name = type(module).__name__
+        after = dict(module.named_buffers())
+        changed = [n for n, old in before.items() if n not in after or _differ(old, after[n])]
+        if changed:
+            raise ValueError(
+                f"Training changes the buffers {', '.join(changed)} of {name}, and averaging them silently "
+                "would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
+            )
+        thawed = [n for n, p in module.named_parameters() if p.requires_grad and n not in self.trained]
+        if thawed:
+            raise ValueError(
+                f"Training unfreezes the parameters {', '.join(thawed)} of {name}, which are not sent; set "
+                "requires_grad=True before making the local solver"
+            )
+
+
+class _Fitted(NamedTuple):
+    """What one client's fit has brought."""
+
+    tensors: dict[str, Tensor]
+    steps: float
+    info: dict[str, float]
+
+
+class _Watch(L.Callback):
+    """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts."""
+
+    def __init__(self, quadratic: Quadratic | None) -> None:
+        self.quadratic = quadratic
+        self.losses: list[Tensor] = []
+        self.rates = 0.0
+        self.exception: BaseException | None = None
+        self._names: dict[int, str] = {}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # without the quadratic's
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Looks at the optimisers, which exist by now."""
+        for metric in pl_module.modules():
+            if isinstance(metric, torchmetrics.Metric):  # it would gather over the ranks of the federation
+                metric.distributed_available_fn = lambda: False
+        self._names = {id(p): name for name, p in pl_module.named_parameters()}
+        for optimizer in trainer.optimizers:
+            line_search = any(group.get("line_search_fn") for group in optimizer.param_groups)
+            if self.quadratic is not None and line_search:
+                raise TypeError(
+                    f"{type(optimizer).__name__}'s line search reads the value of the loss, but what the "
+                    "others think enters as a gradient only; use line_search_fn=None"
+                )
+            optimizer.register_step_post_hook(self._after_step)
+        if trainer.optimizers:
+            trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Adds λx − h to the gradients of the optimiser's parameters."""
+        self._gradients = []
+        if self.quadratic is None:
+            return
+        with torch.no_grad():
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                shift = self.quadratic.shift.get(self._names.get(id(p)))
+                if shift is None:
+                    continue
+                pull = self.quadratic.precision.to(p.device, p.dtype) * p - shift.to(p.device, p.dtype)
+                self._gradients.append((p, p.grad))
+                p.grad = pull if p.grad is None else pull + p.grad
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Manual optimisation may go on with these gradients, and must not find the quadratic's in them.
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        self._gradients = []
+
+    def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.rates += float(optimizer.param_groups[0].get("lr", float("nan")))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes down the loss, which Lightning has divided by the number of accumulated batches."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.losses.append(loss.detach().reshape(()) * scale)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Keeps what Lightning may swallow."""
+        self.exception = exception
+
+
+class _Rows(Dataset):
+    """One client's rows, taken a batch at a time."""
+
+    def __init__(self, rows: Tree, count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Tree:
+        return tree.map(lambda leaf: leaf[row], self.rows)
+
+    def __getitems__(self, rows: list[int]) -> Tree:
+        index = torch.tensor(rows, device=tree.leaves(self.rows)[0].device)
+        return tree.take(self.rows, index)
+
+
+class _Order(Sampler[int]):
+    """The rows in the order of `Batches`: a permutation from (key, epoch)."""
+
+    def __init__(self, key: Tensor, count: int, shuffle: bool) -> None:
+        self.key, self.count, self.shuffle, self.epoch = key, count, shuffle, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Lightning at the start of each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.count))
+        return iter(random.permutation(random.fold_in(self.key, self.epoch), self.count).tolist())
+
+
+@contextmanager
+def _isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:
+    """Generators seeded from `seed`, gradients on, Lightning silent; afterwards everything is as it was."""
+    gpu = device.type == "cuda" or accelerator in ("auto", "cuda", "gpu")
+    # Asking for the state of a GPU's generator would initialise CUDA: left alone where nobody uses it.
+    seen = torch.cuda.is_initialized() or (gpu and torch.cuda.is_available())
+    gpus = list(range(torch.cuda.device_count())) if seen else []
+    with (
+        _restored(seen),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=gpus),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(device.type, enabled=False),
+    ):
+        warnings.filterwarnings("ignore", module=r"lightning(_utilities)?\.")
+        # torch.manual_seed would also seed GPUs that are not initialised yet, for good.
+        torch.default_generator.manual_seed(seed)
+        for index in gpus:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        python_random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        yield
+
+
+@contextmanager
+def _restored(cuda: bool) -> Iterator[None]:
+    """Puts back what a Trainer or a module may leave changed in the process."""
+    cudnn = torch.backends.cudnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    flags, dtype = (cudnn.benchmark, cudnn.deterministic), torch.get_default_dtype()
+    generators = python_random.getstate(), np.random.get_state()  # noqa: NPY002
+    environment, rank = dict(os.environ), vars(rank_zero_only)["rank"]
+    current = torch.cuda.current_device() if cuda else None
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():  # only there they can be set
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(max(logger.level, logging.WARNING))
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+        if current is not None:
+            torch.cuda.set_device(current)
+        vars(rank_zero_only)["rank"] = rank
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+        python_random.setstate(generators[0])
+        np.random.set_state(generators[1])  # noqa: NPY002
+        torch.set_default_dtype(dtype)
+        cudnn.benchmark, cudnn.deterministic = flags
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _differ(old: Tensor, new: Tensor) -> bool:
+    new = new.to(old.device)
+    return old.shape != new.shape or not bool(((old == new) | ((old != old) & (new != new))).all())

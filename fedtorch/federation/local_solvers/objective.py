@@ -1,0 +1,238 @@
+"""A module's training loss as a function of its tensors, so that it can be called for many clients at once.
+
+The user's module is copied; the copy is not a registered child of anything. A LightningModule runs unmodified: its
+`self.log` is collected, its torchmetrics become inert stand-ins (metrics are computed in evaluation), and a stand-in
+trainer answers the few questions that have an answer per client. What cannot run stacked is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedtorch import tree
+from fedtorch.tree import Tree
+
+__all__ = ["BatchIndex", "Objective", "TrainerStandIn", "training_copy"]
+
+Loss = Callable[[Any, Any], Tensor]  # (output, target) -> the mean loss of a batch
+
+_TRAINING_HOOKS = (
+    "backward",
+    "configure_callbacks",
+    "configure_gradient_clipping",
+    "configure_model",
+    "lr_scheduler_step",
+    "on_after_backward",
+    "on_after_batch_transfer",
+    "on_before_backward",
+    "on_before_batch_transfer",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_fit_end",
+    "on_fit_start",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_train_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_start",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "setup",
+    "teardown",
+    "transfer_batch_to_device",
+)
+
+
+class TrainerStandIn:
+    """Answers what a trainer of one client would; any other question is refused by name.
+
+    `asked` collects the names that the module has asked for, because clients whose answers differ cannot share a step.
+    """
+
+    _ANSWERS = ("current_epoch", "estimated_stepping_batches", "global_step", "max_epochs", "training")
+
+    def __init__(self) -> None:
+        self.asked: set[str] = set()
+        self.answers: dict[str, Any] = {"training": True}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._ANSWERS:
+            raise RuntimeError(
+                f"Expected the module to ask its trainer only for {', '.join(self._ANSWERS)}, but it asked for "
+                f"'trainer.{name}'; a stacked client has no trainer of its own, use ft.lightning_fit"
+            )
+        self.asked.add(name)
+        if self.answers.get(name) is None:
+            raise RuntimeError(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
+        return self.answers[name]
+
+
+class _InertMetric(nn.Module):
+    """Stands in for a torchmetrics metric and its values: accepts every call and measures nothing."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns itself, which `self.log` skips."""
+        return self
+
+    compute = update = reset = detach = item = forward
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = forward
+
+
+class _InertValues(dict[str, Any]):
+    """What a `MetricCollection` returns: nothing, and a metric under any name."""
+
+    def __missing__(self, name: str) -> Any:
+        return _InertMetric()
+
+
+class _InertCollection(_InertMetric):
+    """Stands in for a `MetricCollection`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns no values, or a stand-in for one that is asked for."""
+        return _InertValues()
+
+    compute = items = keys = values = forward
+
+    def __getitem__(self, name: str) -> Any:
+        return _InertMetric()
+
+
+class BatchIndex(int):
+    """A batch index that notices whether it is used."""
+
+    used = False
+
+
+def _noticing(name: str) -> Any:
+    plain = getattr(int, name)
+
+    def method(self: BatchIndex, *args: Any) -> Any:
+        self.used = True
+        return plain(self, *args)
+
+    return method
+
+
+for _name in [name for name in vars(int) if name.startswith("__")]:
+    if _name not in ("__doc__", "__getattribute__", "__getnewargs__", "__new__", "__sizeof__"):
+        setattr(BatchIndex, _name, _noticing(_name))
+
+
+def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
+    """A deep copy that can train stacked: metrics replaced, hooks checked.
+
+    Raises:
+        TypeError: not a module, or a LightningModule that overrides hooks of the training loop, optimises manually or
+            has no `training_step`; the message names what stands in the way.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"Expected an nn.Module or a LightningModule, but got {type(module).__name__}")
+    if isinstance(module, L.LightningModule):
+        _refuse_unsupported(module, ignore_hooks)
+    module = copy.deepcopy(module)
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, torchmetrics.MetricCollection):
+                setattr(parent, name, _InertCollection())
+            elif isinstance(child, torchmetrics.Metric):
+                setattr(parent, name, _InertMetric())
+    return module
+
+
+def _refuse_unsupported(module: L.LightningModule, ignore_hooks: Sequence[str]) -> None:
+    cls, base = type(module), L.LightningModule
+    if cls.training_step is base.training_step:
+        raise TypeError(f"Expected {cls.__name__} to define training_step, but it does not")
+    if not module.automatic_optimization:
+        raise TypeError(f"{cls.__name__} optimises manually (automatic_optimization=False); use ft.lightning_fit")
+    overridden = [
+        name
+        for name in _TRAINING_HOOKS
+        if getattr(cls, name, None) is not getattr(base, name, None) or name in vars(module)
+    ]
+    refused = sorted(set(overridden) - set(ignore_hooks))
+    if refused:
+        raise TypeError(
+            f"{cls.__name__} overrides {', '.join(refused)}, which gradient_descent does not call for stacked clients; "
+            f"use ft.lightning_fit, or ignore_hooks={refused} if training does not depend on them"
+        )
+
+
+class Objective(nn.Module):
+    """The loss of a batch as a module: `forward(batch, weights, index)` -> (loss, logs).
+
+    Args:
+        module: from `training_copy`.
+        loss: (output, target) -> mean loss, for a plain `nn.Module` and batches `(input, target)`.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.trainer = TrainerStandIn()
+        self._logs: dict[str, Tensor] = {}
+        if isinstance(module, L.LightningModule):
+            if loss is not None:
+                raise TypeError("Expected loss=None for a LightningModule, whose training_step returns the loss")
+            module.trainer = self.trainer  # type: ignore[assignment]
+            module.log = self._log  # type: ignore[method-assign]
+            module.log_dict = self._log_dict  # type: ignore[method-assign, assignment]
+            accepts = inspect.signature(module.training_step).parameters.values()
+            positional = [p for p in accepts if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            takes_index = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in accepts)
+            self._step: Callable[..., Any] = module.training_step
+            self._call = (lambda b, i: self._step(b, i)) if takes_index else (lambda b, i: self._step(b))
+        elif loss is None:
+            raise TypeError(
+                f"Expected loss= for {type(module).__name__}, which is not a LightningModule; "
+                "for example loss=torch.nn.functional.cross_entropy"
+            )
+        else:
+            self._call = lambda batch, index: loss(module(batch[0]), batch[1])
+
+    def forward(self, batch: Tree, weights: Tensor | None, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one client's batch `(B, ...)`; with weights `(B,)` the weighted sum of its examples' losses."""
+        if weights is None:
+            return self._one(batch, index)
+
+        def example(row: Tree) -> tuple[Tensor, dict[str, Tensor]]:
+            return self._one(tree.map(lambda leaf: leaf[None], row), index)
+
+        losses, logs = vmap(example, randomness="different")(batch)
+        weights = weights.to(losses.dtype)
+        # Padding is excluded, not only weighted by zero: a loss of inf on a padded row must not become NaN.
+        average = lambda values: torch.where(weights > 0, weights * values, 0.0).sum()
+        return average(losses), {name: average(value) for name, value in logs.items()}
+
+    def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        self._logs = {}
+        output = self._call(batch, index)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}")
+        logs, self._logs = self._logs, {}
+        return loss.reshape(()), logs
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, (int, float)):
+            value = torch.tensor(float(value))
+        if isinstance(value, Tensor) and value.numel() == 1:
+            self._logs[name] = value.detach().reshape(())
+
+    def _log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in values.items():
+            self._log(name, value)

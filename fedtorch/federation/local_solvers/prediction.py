@@ -1,0 +1,44 @@
+"""Predictions of stacked clients in evaluation mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.func import functional_call, vmap
+
+from fedtorch import tree
+from fedtorch.tree import Tree
+
+__all__ = ["predictor"]
+
+
+def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree], Tree]:
+    """(tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)` of `module` in evaluation mode.
+
+    Args:
+        module: called as `module(inputs)`.
+        batched: False calls it client by client.
+    """
+    template = copy.deepcopy(module).eval()
+
+    def one(tensors: Tree, inputs: Tree) -> Tree:
+        return functional_call(template, tensors, (inputs,))
+
+    def predict(tensors: Tree, inputs: Tree) -> Tree:
+        leaf = tree.leaves(inputs)[0]
+        first = next(template.parameters(), None)
+        if first is not None and first.device != leaf.device:
+            template.to(leaf.device)
+        with torch.no_grad():
+            if batched and len(leaf):
+                return vmap(one, randomness="error")(tensors, inputs)
+            count = max(len(leaf), 1)  # without clients, one of zeros tells the shape
+            if not len(leaf):
+                tensors, inputs = tree.map(lambda x: x.new_zeros(1, *x.shape[1:]), (tensors, inputs))
+            outputs = tree.stack([one(*tree.map(lambda x, k=k: x[k], (tensors, inputs))) for k in range(count)])
+            return tree.take(outputs, slice(0, len(leaf)))
+
+    return predict

@@ -1,0 +1,121 @@
+"""The clients' states: a slot is taken when a client first commits, until then it has the shared initial state.
+
+States live in pages of stacked trees that are never copied when the table grows; memory is that of the clients that
+have taken part. Updates are in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.tree import Rows, Tree
+
+__all__ = ["StateTable"]
+
+
+class StateTable:
+    """States of `clients` clients.
+
+    Args:
+        initial: one client's state before its first commit; its device is the table's.
+        clients: how many clients there are.
+    """
+
+    def __init__(self, initial: Tree, clients: int) -> None:
+        self.initial = initial
+        self.clients = clients
+        self._empty = not tree.leaves(initial)
+        self._slots = torch.full((clients,), -1)  # where each client's state is, −1 before its first commit
+        self._pages: list[Tree] = []
+        self._starts: list[int] = []  # the first slot of each page
+        self._capacity = self._used = 0
+
+    def touched(self) -> Tensor:
+        """The clients that have committed, ascending, `(T,)`."""
+        return (self._slots >= 0).nonzero()[:, 0]
+
+    def read(self, ids: Rows) -> Tree:
+        """The states of `ids`, `(K, ...)`: read only, a view where the states lie side by side."""
+        slots = self._slots[ids]
+        if self._empty or not self._pages or bool((slots < 0).all()):
+            return tree.expand(self.initial, len(slots))
+        parts = list(self._parts(slots))
+        if len(parts) == 1 and parts[0][1] is None:
+            page, _, inside = parts[0]
+            return tree.take(page, inside)
+        states = tree.map(lambda leaf: leaf.repeat(len(slots), *[1] * leaf.ndim), self.initial)
+        for page, rows, inside in parts:
+            found = tree.take(page, inside)
+            if rows is None:
+                return found
+            tree.map(lambda new, old, rows=rows: new.index_copy_(0, rows.to(new.device), old), states, found)
+        return states
+
+    def write(self, ids: Rows, states: Tree) -> None:
+        """Stores the states of `ids`, `(K, ...)`."""
+        if self._empty:
+            self._slots[ids] = 0
+            return
+        self.reserve(ids)
+        for page, rows, inside in self._parts(self._slots[ids]):
+            new = states if rows is None else tree.take(states, rows)
+            tree.map(lambda old, leaf, inside=inside: _store(old, inside, leaf), page, new)
+
+    def reserve(self, ids: Rows) -> None:
+        """Takes slots, side by side, for those of `ids` that have none."""
+        indices = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
+        new = indices[self._slots[indices] < 0]
+        if self._empty or len(new) == 0:
+            return
+        if self._used + len(new) > self._capacity:
+            size = max(len(new), min(self._used, self.clients - self._used - len(new)))
+            self._starts.append(self._capacity)
+            self._pages.append(tree.map(lambda leaf: leaf.new_empty(size, *leaf.shape), self.initial))
+            self._used, self._capacity = self._capacity, self._capacity + size
+        self._slots[new] = torch.arange(self._used, self._used + len(new))
+        self._used += len(new)
+
+    def _parts(self, slots: Tensor) -> Iterator[tuple[Tree, Tensor | None, Rows]]:
+        """(page, rows of the request in it, rows of the page); rows of the request are None when they are all."""
+        ends = [*self._starts[1:], self._capacity]
+        for page, start, end in zip(self._pages, self._starts, ends):
+            rows = ((slots >= start) & (slots < end)).nonzero()[:, 0]
+            if len(rows) == 0:
+                continue
+            inside = slots[rows] - start
+            first, last = int(inside[0]), int(inside[-1]) + 1
+            together = last - first == len(inside) and bool((inside[1:] - inside[:-1] == 1).all())
+            where = slice(first, last) if together else inside.to(tree.leaves(page)[0].device)
+            yield page, None if len(rows) == len(slots) else rows, where
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The touched clients and their states, flat: `ids` and `state.…`."""
+        ids = self.touched()
+        return {"ids": ids, **tree.flatten(tree.to(self.read(ids), "cpu", copy=True), "state")}
+
+    def load_state_dict(self, flat: dict[str, Tensor], keep: Tensor | None = None) -> None:
+        """Replaces all states by those of `flat`; `keep` `(K,)` bool names the clients that belong here."""
+        self.__init__(self.initial, self.clients)  # type: ignore[misc]
+        ids = flat["ids"]
+        rows = torch.arange(len(ids)) if keep is None else keep[ids].nonzero()[:, 0]
+        like = tree.map(lambda leaf: leaf, self.initial)
+        states = tree.unflatten(flat, like, "state")
+        device = [leaf.device for leaf in tree.leaves(self.initial)]
+        if len(rows):
+            self.write(ids[rows], tree.to(tree.take(states, rows), device[0]) if device else states)
+
+
+def _store(page: Tensor, inside: Rows, rows: Tensor) -> None:
+    if rows.dtype != page.dtype or rows.shape[1:] != page.shape[1:]:
+        raise ValueError(
+            f"Expected states like the initial one, {page.dtype} of shape {tuple(page.shape[1:])}, but got "
+            f"{rows.dtype} of shape {tuple(rows.shape[1:])}"
+        )
+    if isinstance(inside, slice):
+        page[inside].copy_(rows)
+    else:
+        page.index_copy_(0, inside, rows)

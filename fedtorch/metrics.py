@@ -1,0 +1,314 @@
+"""Metrics by sums, so that clients send statistics and the server computes the metric of all their rows.
+
+`StackedMetric.update` turns `K` clients' predictions into sums, leaves `(K, ...)`; `compute` finishes sums of
+any batch shape. One client's metric is `compute` of its own sums. The global metric is `compute` of the sums
+added over clients: it equals the metric of the pooled rows, which a mean of the clients' metrics does not.
+
+>>> import torch
+>>> from fedtorch import metrics, tree
+>>> accuracy = metrics.accuracy()
+>>> logits = torch.tensor([[2.0, -1.0, 3.0], [1.0, 0.0, 0.0]])   # (K, N)
+>>> target = torch.tensor([[1, 1, 1], [0, 0, 0]])
+>>> mask = torch.tensor([[True, True, True], [True, False, False]])   # the second client has one row
+>>> sums = accuracy.update(logits, target, mask)
+>>> accuracy.compute(sums)
+tensor([0.6667, 0.0000], dtype=torch.float64)
+>>> accuracy.compute(tree.map(lambda leaf: leaf.sum(0), sums))
+tensor(0.5000, dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torchmetrics
+from torch import Tensor
+from torchmetrics.utilities import dim_zero_sum
+
+from fedtorch.tree import Tree
+
+__all__ = [
+    "StackedMetric",
+    "accuracy",
+    "as_stacked",
+    "calibration_error",
+    "cross_entropy",
+    "from_torchmetrics",
+    "mean_of",
+    "mean_squared_error",
+]
+
+PerExample = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class StackedMetric:
+    """A metric that sums make up.
+
+    Attributes:
+        update: (prediction `(K, N, ...)`, target `(K, N, ...)`, mask `(K, N)`) -> sums, leaves `(K, ...)`.
+            Rows outside the mask are padding and change nothing, whatever they hold.
+        compute: sums with any batch shape in front, `(K, ...)` or `()` -> values of that batch shape, in
+            float64. Without rows the value is NaN.
+    """
+
+    update: Callable[[Tensor, Tensor, Tensor], Tree]
+    compute: Callable[[Tree], Tensor]
+
+
+def mean_of(function: PerExample) -> StackedMetric:
+    """The mean over examples of `function(prediction, target) -> (K, N)`, one value per example.
+
+    Args:
+        function: takes predictions and targets `(K, N, ...)` with zeros in the padding.
+    """
+
+    def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
+        values = function(_zero_padding(prediction, mask), _zero_padding(target, mask))
+        if not isinstance(values, Tensor) or values.shape != mask.shape:
+            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(
+                f"Expected one value per example, shape {tuple(mask.shape)}, but got {got}; "
+                "leave the mean to the metric, with reduction='none' where the function has it"
+            )
+        return {"sum": _masked(values, mask).sum(1), "rows": _rows(mask)}
+
+    def compute(sums: Tree) -> Tensor:
+        return sums["sum"] / sums["rows"]
+
+    return StackedMetric(update, compute)
+
+
+def accuracy() -> StackedMetric:
+    """The share of examples with the largest logit at the target: logits `(K, N, C)`, classes `(K, N)`.
+
+    Binary logits, `(K, N)` or `(K, N, 1)`, say class 1 where they are positive.
+    """
+
+    def hits(prediction: Tensor, target: Tensor) -> Tensor:
+        logits, classes = _classification(prediction, target)
+        return logits.argmax(-1) == classes
+
+    return mean_of(hits)
+
+
+def cross_entropy() -> StackedMetric:
+    r"""The mean of :math:`-\log p(y \mid x)`, in nats, from logits `(K, N, C)` and classes `(K, N)`.
+
+    Binary logits, `(K, N)` or `(K, N, 1)`, are log odds of class 1.
+    """
+
+    def surprise(prediction: Tensor, target: Tensor) -> Tensor:
+        logits, classes = _classification(prediction, target)
+        return -logits.log_softmax(-1).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
+
+    return mean_of(surprise)
+
+
+def mean_squared_error() -> StackedMetric:
+    """The mean of squared differences, over examples and over an example's outputs if it has several."""
+
+    def squared(prediction: Tensor, target: Tensor) -> Tensor:
+        if prediction.shape == (*target.shape, 1):
+            prediction = prediction.squeeze(-1)
+        if prediction.shape != target.shape:
+            raise ValueError(
+                f"Expected predictions in the shape of the target, {tuple(target.shape)}, "
+                f"but got {tuple(prediction.shape)}"
+            )
+        squares = (prediction.double() - target.double()).square()
+        return squares.flatten(2).mean(2) if squares.ndim > 2 else squares
+
+    return mean_of(squared)
+
+
+def calibration_error(bins: int = 15) -> StackedMetric:
+    r"""The expected calibration error of the most likely class, from logits `(K, N, C)` and classes `(K, N)`.
+
+    .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|
+        = \frac{1}{n} \sum_b \Big|\sum_{i \in b} (\mathrm{hit}_i - p_i)\Big|
+
+    with bins of equal width over the confidences :math:`p_i`: all that a client sends is the sums of
+    :math:`\mathrm{hit}_i - p_i` per bin. As in torchmetrics, a bin holds its left end and a confidence of
+    exactly one has a bin of its own. Binary logits, `(K, N)` or `(K, N, 1)`, are log odds of class 1.
+
+    Args:
+        bins: how many bins.
+
+    Reference: Guo, Pleiss, Sun, Weinberger, On calibration of modern neural networks (2017), equation 5.
+    """
+    if bins < 1:
+        raise ValueError(f"Expected at least one bin, but got {bins}")
+
+    def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
+        logits, classes = _classification(_zero_padding(prediction, mask), _zero_padding(target, mask))
+        confidence, best = logits.softmax(-1).max(-1)
+        edges = torch.linspace(0, 1, bins + 1, dtype=confidence.dtype, device=confidence.device)
+        bin_of = torch.bucketize(confidence, edges, right=True) - 1
+        gap = _masked((best == classes).double() - confidence.double(), mask)
+        zeros = gap.new_zeros(len(mask), bins + 1)
+        return {"gap": zeros.scatter_add(1, bin_of.clamp(0, bins), gap), "rows": _rows(mask)}
+
+    def compute(sums: Tree) -> Tensor:
+        return sums["gap"].abs().sum(-1) / sums["rows"]
+
+    return StackedMetric(update, compute)
+
+
+def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
+    """A torchmetrics metric, all of whose states are sums, on stacked clients.
+
+    The metric is copied, and runs client by client on the rows inside the mask. `compute` gives NaN for
+    clients without rows and where the metric finds too little to work with (the R² of one row). What
+    the metric would warn of, such as a class that a client lacks, is not repeated for every client and round.
+
+    Args:
+        metric: gives one number; its own states are left alone.
+
+    Raises:
+        TypeError: the metric keeps what sums cannot make up (lists of examples, running means, extremes),
+            wraps other metrics, or gives more than one number; the message says what to use.
+    """
+    name = type(metric).__name__
+    copy = metric.clone()
+    copy.reset()
+    copy.compute_with_cache = False
+    copy.distributed_available_fn = lambda: False  # the sums meet elsewhere, never by this metric's own all_gather
+    defaults = _summed_states(copy)
+    _value(copy)
+
+    def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
+        copy.to(prediction.device)
+        states = {
+            state: torch.zeros(len(mask), *default.shape, dtype=_wide(default), device=mask.device)
+            for state, default in defaults.items()
+        }
+        for k in mask.any(1).nonzero().flatten().tolist():
+            copy.reset()
+            copy.update(prediction[k][mask[k]].detach(), target[k][mask[k]].detach())
+            for state, values in states.items():
+                value = getattr(copy, state)
+                if value.shape != values.shape[1:]:
+                    raise TypeError(
+                        f"Expected {name}.{state} to keep its shape {tuple(values.shape[1:])}, but got "
+                        f"{tuple(value.shape)} after an update; tell the metric its number of outputs"
+                    )
+                values[k] = value
+        copy.reset()
+        return {"states": states, "rows": _rows(mask)}
+
+    def compute(sums: Tree) -> Tensor:
+        rows, states = sums["rows"], sums["states"]
+        values = torch.full_like(rows, torch.nan)
+        copy.to(rows.device)
+        for index in itertools.product(*(range(n) for n in rows.shape)):
+            if rows[index] > 0:
+                for state, default in defaults.items():
+                    setattr(copy, state, states[state][index].to(default.dtype, copy=True))
+                values[index] = _value(copy)
+        copy.reset()
+        return values
+
+    return StackedMetric(update, compute)
+
+
+def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> StackedMetric:
+    """A metric in whatever form: stacked, of torchmetrics, or a function giving one value per example.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    if isinstance(metric, StackedMetric):
+        return metric
+    if isinstance(metric, torchmetrics.Metric):
+        return from_torchmetrics(metric)
+    kinds = "a StackedMetric, a torchmetrics.Metric or a function (prediction, target) -> (K, N)"
+    if isinstance(metric, torchmetrics.MetricCollection):
+        raise TypeError(f"Expected {kinds}, but got a MetricCollection; give its metrics one by one")
+    if isinstance(metric, type):
+        raise TypeError(f"Expected {kinds}, but got the class {metric.__name__}; call it first")
+    if not callable(metric):
+        raise TypeError(f"Expected {kinds}, but got {type(metric).__name__}")
+    return mean_of(metric)
+
+
+def _rows(mask: Tensor) -> Tensor:
+    return mask.sum(1, dtype=torch.float64)
+
+
+def _masked(values: Tensor, mask: Tensor) -> Tensor:
+    """The values `(K, N)` in float64, zero in the padding."""
+    return values.detach().double().masked_fill(~mask, 0)
+
+
+def _zero_padding(values: Tensor, mask: Tensor) -> Tensor:
+    """The values `(K, N, ...)` with zeros in the padding, which are finite numbers and valid classes."""
+    if values.shape[:2] != mask.shape:
+        raise ValueError(
+            f"Expected examples (K, N, ...) with a mask (K, N), but got {tuple(values.shape)} and {tuple(mask.shape)}"
+        )
+    return values.detach().masked_fill(~mask.reshape(mask.shape + (1,) * (values.ndim - 2)), 0)
+
+
+def _classification(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits `(K, N, C)` and classes `(K, N)`; a binary logit z is the pair (0, z)."""
+    if target.ndim == 3 and target.shape[-1] == 1:
+        target = target.squeeze(-1)
+    if prediction.ndim == 2:
+        prediction = prediction.unsqueeze(-1)
+    if target.ndim != 2 or prediction.ndim != 3:
+        raise ValueError(
+            "Expected logits (K, N, C), (K, N, 1) or (K, N) and classes (K, N), "
+            f"but got {tuple(prediction.shape)} and {tuple(target.shape)}"
+        )
+    if prediction.shape[-1] == 1:
+        prediction = torch.cat([torch.zeros_like(prediction), prediction], -1)
+    return prediction, target.long()
+
+
+def _wide(state: Tensor) -> torch.dtype:
+    return torch.float64 if state.is_floating_point() else state.dtype
+
+
+def _summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
+    """The initial states of a metric, if sums over clients make them up."""
+    name = type(metric).__name__
+    if any(isinstance(child, torchmetrics.Metric) for child in list(metric.modules())[1:]) or not metric._defaults:
+        raise TypeError(f"Expected a metric with states of its own, but got {name}; give the metric inside it")
+    advice = (
+        "give thresholds=… where the metric has them, use fedtorch.metrics.calibration_error() "
+        "for calibration, or give a function with one value per example"
+    )
+    defaults: dict[str, Tensor] = {}
+    for state, default in metric._defaults.items():
+        reduction = metric._reductions[state]
+        if not isinstance(default, Tensor):
+            raise TypeError(f"Expected states that are sums, but got {name}.{state}, a list of examples; {advice}")
+        if reduction is not dim_zero_sum or bool((default != 0).any()):
+            how = str(getattr(reduction, "__name__", reduction)).removeprefix("dim_zero_")
+            raise TypeError(
+                f"Expected states that are sums from zero, but got {name}.{state}, reduced by {how}; {advice}"
+            )
+        defaults[state] = default.detach().clone()
+    return defaults
+
+
+def _value(metric: torchmetrics.Metric) -> Tensor:
+    """What a metric computes from its present states: one number, NaN where they do not suffice."""
+    metric._update_count = 1  # states were put in place without `update`
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            value = metric.compute()
+        except ValueError:
+            return torch.tensor(torch.nan)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"Expected a metric of one number, but {type(metric).__name__} gives {shape}; choose an average"
+        )
+    return value.reshape(())

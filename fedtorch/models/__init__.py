@@ -1,0 +1,1 @@
+"""Models as `nn.Module`s; they know nothing of federation."""

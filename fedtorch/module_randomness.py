@@ -1,0 +1,245 @@
+"""Random operations inside a user's module, drawn from client keys.
+
+A module that calls dropout or `torch.randn` takes its randomness from torch's global generator, which knows
+nothing of clients. `Drawn` intercepts these operations below `vmap` and autograd, where they arrive as plain
+tensors with the clients in front, and draws each from (client key, number of the call, position in the
+client's row). A client's dropout mask is then the same stacked with others, in chunks and alone, and the
+global generator stays untouched.
+
+>>> import torch
+>>> from fedtorch import random
+>>> from fedtorch.module_randomness import Drawn
+>>> clients, inputs = random.fold_in(random.key(0), torch.arange(3)), torch.ones(3, 4, 5)
+>>> dropout = torch.nn.Dropout()
+>>> with Drawn(clients):
+...     stacked = torch.func.vmap(dropout, randomness="different")(inputs)
+>>> with Drawn(clients[1]):
+...     alone = dropout(inputs[1])
+>>> torch.equal(stacked[1], alone)
+True
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedtorch import random
+
+__all__ = ["Drawn"]
+
+aten = torch.ops.aten
+Arguments = dict[str, Any]
+
+
+class Drawn(TorchDispatchMode):
+    """A context in which a module's random operations draw from keys.
+
+    Enter it around `torch.func.vmap(function, randomness="different")`; `backward` may run inside or outside.
+    With one client's key and no `vmap` the whole of every tensor is that client's row. A further `vmap` over
+    examples inside draws what the batch as a whole would draw. Attention takes its plain kernel, since the
+    fused ones draw their dropout inside. Dropout and `bernoulli` draw the same in every dtype, the others do
+    not.
+
+    Args:
+        keys: `(K,)` for `K` stacked clients, `()` for one client alone.
+
+    Attributes:
+        calls: how many operations have been drawn.
+
+    Raises:
+        RuntimeError: in the context, when an operation draws what is not supported or does not have the
+            clients in front.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+        self.calls = 0
+        self._next: tuple[Tensor, ...] = ()
+        self._kernels: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Drawn:
+        self._kernels.append(sdpa_kernel(SDPBackend.MATH))
+        self._kernels[-1].__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kernels.pop().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, fn: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _is_random(fn):
+            return fn(*args, **kwargs)
+        if fn.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:  # in inference mode composite operations arrive whole
+                return fn.decompose(*args, **kwargs)
+        arguments = _bind(fn, args, kwargs)
+        if any(arguments.get(name) == value for name, value in _DETERMINISTIC):
+            return fn(*args, **kwargs)
+        draw = _DRAWS.get(fn.overloadpacket)
+        if draw is None or "out" in arguments or arguments.get("generator") is not None:
+            supported = ", ".join(sorted({packet.__name__ for packet in _DRAWS}))
+            how = " with an explicit generator or out=" if draw is not None else ""
+            raise RuntimeError(
+                f"{fn}{how} is not supported on stacked clients; draw it with one of {supported}, "
+                "or use ft.lightning_fit"
+            )
+        return draw(self, fn, arguments)
+
+    def key(self) -> Tensor:
+        """The clients' keys of the next call, in the shape of `keys`."""
+        number = self.calls % _AHEAD
+        if number == 0:
+            calls = torch.arange(self.calls, self.calls + _AHEAD, device=self.keys.device)
+            self._next = random.fold_in(self.keys.unsqueeze(-1), calls).unbind(-1)
+        self.calls += 1
+        return self._next[number]
+
+    def row(self, fn: Any, shape: Sequence[int]) -> tuple[int, ...]:
+        """One client's part of a shape that has the clients in front."""
+        clients = tuple(self.keys.shape)
+        if tuple(shape[: len(clients)]) != clients:
+            raise _misplaced(fn, clients, shape)
+        return tuple(shape[len(clients) :])
+
+
+_AHEAD = 8  # calls whose keys are made at a time: eight cost little more than one
+_DETERMINISTIC = (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False))
+
+
+def _misplaced(fn: Any, clients: tuple[int, ...], shape: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        f"Expected random tensors with the clients {clients} in front, but got {tuple(shape)} in {fn}; "
+        "call the module under one vmap over these clients, with randomness='different'"
+    )
+
+
+@functools.cache
+def _is_random(fn: Any) -> bool:
+    # Some operations draw but lack the tag (`random_`, `_sample_dirichlet`): they take a generator.
+    return torch.Tag.nondeterministic_seeded in fn.tags or any(
+        argument.name == "generator" for argument in fn._schema.arguments
+    )
+
+
+def _bind(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    schema = fn._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return defaults | {argument.name: value for argument, value in zip(schema, args)} | kwargs
+
+
+def _like(arguments: Arguments) -> tuple[Sequence[int], torch.dtype, torch.device]:
+    """Shape, dtype and device of what an elementwise operation returns."""
+    if "size" in arguments:
+        dtype = arguments["dtype"] or torch.get_default_dtype()
+        if isinstance(dtype, int):  # a schema's default comes as a number, and only integers have one
+            dtype = torch.int64
+        return arguments["size"], dtype, arguments["device"] or torch.get_default_device()
+    names = ("self",) if "self" in arguments else ("mean", "std")
+    tensors = [arguments[name] for name in names if isinstance(arguments[name], Tensor)]
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    return shape, arguments.get("dtype") or tensors[0].dtype, arguments.get("device") or tensors[0].device
+
+
+Values = Callable[[Tensor, tuple[int, ...], torch.dtype, Arguments], Tensor]
+
+
+def _elementwise(values: Values) -> Callable[[Drawn, Any, Arguments], Tensor]:
+    """A draw whose elements are independent, returned or written in place."""
+
+    def draw(drawn: Drawn, fn: Any, arguments: Arguments) -> Tensor:
+        shape, dtype, device = _like(arguments)
+        row = drawn.row(fn, shape)
+        result = values(drawn.key(), row, dtype, arguments).to(device, dtype)
+        return arguments["self"].copy_(result) if fn._schema.is_mutable else result
+
+    return draw
+
+
+def _uniform(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+    low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
+    return random.uniform(key, row, dtype).mul_(high - low).add_(low)
+
+
+def _normal(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+    mean, std = arguments.get("mean", 0.0), arguments.get("std", 1.0)
+    device = next((value.device for value in (mean, std) if isinstance(value, Tensor)), key.device)
+    return random.normal(key, row, dtype).to(device) * std + mean
+
+
+def _exponential(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+    return random.exponential(key, row, dtype).div_(arguments.get("lambd", 1.0))
+
+
+def _bernoulli(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+    probability = arguments["p"] if "p" in arguments else arguments["self"]
+    if isinstance(probability, Tensor):
+        probability = probability.to(key.device)
+    return random.bernoulli(key, probability, row)
+
+
+def _integers(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+    low, high = arguments.get("low", 0), arguments["high"]
+    return random.randint(key, int(high) - low, row).add_(low)
+
+
+def _dropout(drawn: Drawn, fn: Any, arguments: Arguments) -> tuple[Tensor, Tensor]:
+    inputs, probability = arguments["input"], arguments["p"]
+    row = drawn.row(fn, inputs.shape)
+    keep = random.bernoulli(drawn.key(), 1 - probability, row).to(inputs.device)
+    noise = keep.to(inputs.dtype)
+    return inputs * (noise.div_(1 - probability) if probability < 1 else noise), keep
+
+
+def _multinomial(drawn: Drawn, fn: Any, arguments: Arguments) -> Tensor:
+    weights, count = arguments["self"], arguments["num_samples"]
+    *rows, categories = weights.shape
+    clients = drawn.keys.numel()
+    # vmap flattens clients and rows into one dimension, clients first.
+    if drawn.keys.ndim and (not rows or rows[0] % max(clients, 1)):
+        raise _misplaced(fn, tuple(drawn.keys.shape), weights.shape)
+    each = math.prod(rows) // max(clients, 1)
+    key = drawn.key()
+    if arguments["replacement"]:
+        cumulative = weights.to(key.device, torch.float64).cumsum(-1)
+        cumulative = cumulative / cumulative[..., -1:]
+        points = random.uniform(key, (each, count), torch.float64).reshape(*rows, count)
+        result = torch.searchsorted(cumulative, points, right=True)
+    else:
+        if count > categories:
+            raise RuntimeError(f"Expected at most {categories} samples without replacement, but got {count}")
+        times = random.exponential(key, (each, categories), torch.float64).reshape(weights.shape)
+        result = (weights.to(key.device, torch.float64) / times).topk(count).indices
+    return result.to(weights.device)
+
+
+_DRAWS: dict[Any, Callable[[Drawn, Any, Arguments], Any]] = {
+    aten.rand: _elementwise(_uniform),
+    aten.rand_like: _elementwise(_uniform),
+    aten.uniform: _elementwise(_uniform),
+    aten.uniform_: _elementwise(_uniform),
+    aten.randn: _elementwise(_normal),
+    aten.randn_like: _elementwise(_normal),
+    aten.normal: _elementwise(_normal),
+    aten.normal_: _elementwise(_normal),
+    aten.exponential: _elementwise(_exponential),
+    aten.exponential_: _elementwise(_exponential),
+    aten.bernoulli: _elementwise(_bernoulli),
+    aten.bernoulli_: _elementwise(_bernoulli),
+    aten.randint: _elementwise(_integers),
+    aten.randint_like: _elementwise(_integers),
+    aten.native_dropout: _dropout,
+    aten.multinomial: _multinomial,
+}

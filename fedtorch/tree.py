@@ -1,0 +1,208 @@
+"""Trees: what parameters, states and messages are made of.
+
+A *tree* is a tensor, `None`, or a dict, tuple or `NamedTuple` of trees. Flattened it is a `dict[str, Tensor]` whose
+names are paths, as in a state dict. Trees form a vector space: `add`, `subtract` and `scale` act leaf by leaf. In a
+*stacked* tree every leaf carries the clients in front, `(K, ...)`.
+
+>>> import torch
+>>> from fedtorch import tree
+>>> parameters = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+>>> sorted(tree.flatten({"layer": parameters}))
+['layer.bias', 'layer.weight']
+>>> tree.scale(tree.stack([parameters, parameters]), torch.tensor([1.0, 5.0]))["weight"][:, 0, 0]
+tensor([1., 5.])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any
+Rows = Tensor | slice
+
+
+def _children(node: Tree) -> list[tuple[str, Tree]]:
+    if isinstance(node, dict):
+        return [(str(name), child) for name, child in node.items()]
+    if hasattr(node, "_fields"):
+        return list(zip(node._fields, node))
+    if isinstance(node, tuple):
+        return [(str(i), child) for i, child in enumerate(node)]
+    raise TypeError(
+        f"Expected a tree of tensors (Tensor, None, dict, tuple or NamedTuple), but got {type(node).__name__}; "
+        "turn arrays and numbers into tensors and lists into tuples first"
+    )
+
+
+def _rebuild(node: Tree, children: Sequence[Tree]) -> Tree:
+    if isinstance(node, dict):
+        return dict(zip(node, children))
+    if hasattr(node, "_fields"):
+        return type(node)(*children)
+    return tuple(children)
+
+
+def _names(node: Tree) -> Any:
+    """What has to agree between the nodes of trees of one structure."""
+    if isinstance(node, dict):
+        return node.keys()
+    return getattr(node, "_fields", len(node) if isinstance(node, tuple) else type(node))
+
+
+def _describe(node: Tree) -> str:
+    if isinstance(node, dict):
+        return f"a dict with keys {sorted(node, key=str)}"
+    if isinstance(node, tuple) and not hasattr(node, "_fields"):
+        return f"a tuple of {len(node)}"
+    return "None" if node is None else f"a {type(node).__name__}"
+
+
+def map(function: Callable[..., Any], first: Tree, *others: Tree, is_leaf: type | tuple[type, ...] = Tensor) -> Tree:
+    """Applies `function` to corresponding leaves of trees of one structure.
+
+    Args:
+        function: takes one leaf of each tree.
+        first: the tree whose structure the result has; `None` stays `None`.
+        others: trees of the same structure.
+        is_leaf: what counts as a leaf besides tensors, for example a class of `NamedTuple`.
+
+    Raises:
+        ValueError: the structures differ; the message names the keys.
+    """
+    leaf = isinstance(first, (Tensor, is_leaf))
+    for other in others:
+        if leaf and isinstance(other, (Tensor, is_leaf)):
+            continue
+        if _names(first) != _names(other) or leaf:
+            raise ValueError(f"Expected trees of one structure, but got {_describe(first)} beside {_describe(other)}")
+    if leaf:
+        return function(first, *others)
+    if first is None:
+        return None
+    if isinstance(first, dict):
+        return {k: map(function, v, *(o[k] for o in others), is_leaf=is_leaf) for k, v in first.items()}
+    children = [c for _, c in _children(first)]
+    mapped = [map(function, c, *(o[i] for o in others), is_leaf=is_leaf) for i, c in enumerate(children)]
+    return _rebuild(first, mapped)
+
+
+def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Iterates over (path, leaf), depth first in the tree's own order."""
+    if tree is None:
+        return
+    if isinstance(tree, Tensor):
+        yield prefix, tree
+        return
+    for name, child in _children(tree):
+        yield from items(child, f"{prefix}.{name}" if prefix else name)
+
+
+def leaves(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree, depth first."""
+    return [leaf for _, leaf in items(tree)]
+
+
+def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
+    """The tree as a flat `dict[str, Tensor]` with path names joined by dots.
+
+    Raises:
+        ValueError: two leaves have the same path (a key with a dot in it hides another).
+    """
+    flat: dict[str, Tensor] = {}
+    for name, leaf in items(tree, prefix):
+        if name in flat:
+            raise ValueError(f"Expected distinct paths, but two leaves are called {name!r}; rename one of the keys")
+        flat[name] = leaf
+    return flat
+
+
+def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:
+    """The inverse of `flatten`: the values of `flat` in the structure of `like`.
+
+    Raises:
+        KeyError: a leaf of `like` has no value in `flat`; extra values are ignored.
+    """
+    if like is None:
+        return None
+    if isinstance(like, Tensor):
+        if prefix not in flat:
+            raise KeyError(f"Expected a tensor called {prefix!r}, but got {sorted(flat)}")
+        return flat[prefix]
+    children = [unflatten(flat, c, f"{prefix}.{name}" if prefix else name) for name, c in _children(like)]
+    return _rebuild(like, children)
+
+
+def refill(like: Tree, leaves: Sequence[Tensor]) -> Tree:
+    """A tree of the structure of `like` with other leaves, in the order of `leaves(like)`."""
+    remaining = iter(leaves)
+    return map(lambda _: next(remaining), like)
+
+
+def along(vector: Tensor | float, leaf: Tensor) -> Tensor | float:
+    """`vector` `(K,)` shaped to multiply `leaf` `(K, ...)` row by row; numbers and scalars pass through."""
+    if not isinstance(vector, Tensor) or vector.ndim == 0:
+        return vector
+    return vector.reshape(vector.shape + (1,) * (leaf.ndim - vector.ndim))
+
+
+def add(first: Tree, second: Tree) -> Tree:
+    """`first + second`, leaf by leaf."""
+    return map(torch.add, first, second)
+
+
+def subtract(first: Tree, second: Tree) -> Tree:
+    """`first − second`, leaf by leaf."""
+    return map(torch.sub, first, second)
+
+
+def scale(tree: Tree, factor: Tensor | float) -> Tree:
+    """`factor · tree`; a factor `(K,)` scales the clients of a stacked tree, each leaf keeping its dtype."""
+    if isinstance(factor, Tensor):
+        return map(lambda leaf: leaf * along(factor.to(leaf.device, leaf.dtype), leaf), tree)
+    return map(lambda leaf: leaf * factor, tree)
+
+
+def add_scaled(tree: Tree, direction: Tree, factor: float | Tensor = 1.0) -> Tree:
+    """`tree + factor · direction`, computed in the wider dtype and returned in the dtype of `tree`."""
+    return map(lambda a, b: (a + along(factor, b) * b).to(a.dtype), tree, direction)
+
+
+def zeros_like(tree: Tree) -> Tree:
+    """Zeros in the structure, dtypes and devices of `tree`."""
+    return map(torch.zeros_like, tree)
+
+
+def stack(trees: Sequence[Tree]) -> Tree:
+    """Trees of one structure as one stacked tree, `(K, ...)`."""
+    return map(lambda *each: torch.stack(each), trees[0], *trees[1:])
+
+
+def concatenate(trees: Sequence[Tree]) -> Tree:
+    """Stacked trees one after the other along the clients."""
+    return map(lambda *each: torch.cat(each), trees[0], *trees[1:])
+
+
+def expand(tree: Tree, count: int) -> Tree:
+    """The same tree for `count` clients, `(count, ...)`, as views that share one memory: read only."""
+    return map(lambda leaf: leaf.expand(count, *leaf.shape), tree)
+
+
+def take(tree: Tree, rows: Rows) -> Tree:
+    """Rows of a stacked tree: a copy for indices, a view for a slice."""
+    if isinstance(rows, slice):
+        return map(lambda leaf: leaf[rows], tree)
+    return map(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), tree)
+
+
+def to(tree: Tree, *args: Any, **kwargs: Any) -> Tree:
+    """`Tensor.to` on every leaf."""
+    return map(lambda leaf: leaf.to(*args, **kwargs), tree)
+
+
+def nbytes(tree: Tree) -> int:
+    """Bytes that the leaves' elements occupy."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))

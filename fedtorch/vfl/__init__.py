@@ -1,0 +1,1 @@
+"""Vertical federation: parties that hold different features of the same rows."""

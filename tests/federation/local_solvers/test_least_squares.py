@@ -1,0 +1,191 @@
+"""Least squares in closed form against linear solves, autograd and `lstsq`, and the data that do not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from closed_forms import ROUNDING, copy_of, distance, joined, linear, linear_clients, moments, same_bits, sgd
+from torch import Tensor, nn
+
+import fedtorch as ft
+from fedtorch import random, tree
+from fedtorch.tree import Tree
+
+SIZES = [9, 2, 30, 5]
+KEYS = random.fold_in(random.key(0), torch.arange(len(SIZES)))
+
+
+def pull(parameters: Tree, seed: int = 0) -> ft.Quadratic:
+    """A quadratic of its own for every client."""
+    generator = torch.Generator().manual_seed(seed)
+    count = len(parameters["weight"])
+    shift = tree.map(lambda leaf: torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype), parameters)
+    return ft.Quadratic(torch.rand(count, generator=generator, dtype=torch.float64) + 0.2, shift)
+
+
+def solve(
+    module: nn.Linear, data: ft.data.FederatedData, quadratic: bool = False, prepared: bool = True
+) -> tuple[ft.Local, Tree, ft.Quadratic | None]:
+    local = ft.least_squares(module)
+    block = data.stack(range(len(data)))
+    start = tree.expand(local.parameters, len(data))
+    added = pull(start) if quadratic else None
+    given = local.prepare(block) if prepared else block
+    return local(start, tree.expand(local.init(local.parameters), len(data)), given, added, KEYS), start, added
+
+
+@pytest.mark.parametrize("outputs", [0, 1, 2])
+@pytest.mark.parametrize("prepared", [True, False])
+def test_solves_the_normal_equations_with_a_quadratic(outputs: int, prepared: bool) -> None:
+    data = linear_clients(SIZES, outputs=outputs)
+    found, start, added = solve(linear(outputs=max(outputs, 1)), data, quadratic=True, prepared=prepared)
+    for k, (x, y) in enumerate(data):
+        matrix, vector = moments(x, y)
+        matrix = matrix + added.precision[k] * torch.eye(4, dtype=torch.float64)
+        expected = torch.linalg.solve(matrix, vector + joined(added.shift)[k])
+        assert distance(joined(found.parameters)[k], expected) < ROUNDING
+        output = x @ found.parameters["weight"][k].T + found.parameters["bias"][k]
+        loss = nn.functional.mse_loss(output, y.reshape(output.shape))
+        assert float(found.info["loss"][k]) == pytest.approx(float(loss), rel=ROUNDING)
+    assert list(found.parameters) == list(start)
+    assert found.steps.tolist() == [0.0] * len(SIZES)
+
+
+def test_the_gradient_vanishes_at_the_solution() -> None:
+    module, data = linear(outputs=2), linear_clients([9, 6, 30], outputs=2)
+    found, _, added = solve(module, data, quadratic=True)
+    for k, (x, y) in enumerate(data):
+        own = {name: leaf[k].clone().requires_grad_() for name, leaf in found.parameters.items()}
+        loss = nn.functional.mse_loss(torch.func.functional_call(module, own, (x,)), y)
+        for name, leaf in own.items():
+            loss = loss + added.precision[k] / 2 * leaf.square().sum() - (added.shift[name][k] * leaf).sum()
+        for gradient in torch.autograd.grad(loss, list(own.values())):
+            assert float(gradient.abs().max()) < ROUNDING
+
+
+def test_without_a_bias() -> None:
+    data = linear_clients([9, 6, 30])
+    found, _, _ = solve(linear(bias=False), data)
+    for k, (x, y) in enumerate(data):
+        expected = torch.linalg.lstsq(x, y[:, None]).solution.T
+        assert distance(found.parameters["weight"][k], expected) < ROUNDING
+
+
+def nearest(x: Tensor, y: Tensor, start: Tensor) -> Tensor:
+    """The minimiser nearest to the start, `(p, o)`, by the singular values of X itself."""
+    design = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    return start + torch.linalg.pinv(design, rtol=1e-7) @ (y[:, None] - design @ start)
+
+
+def test_of_many_minimisers_the_nearest_to_the_start() -> None:
+    data = linear_clients([2, 1, 3, 2])
+    found, start, _ = solve(linear(), data)
+    for k, (x, y) in enumerate(data):
+        # The Gram matrix squares X's condition number, here below 1e3.
+        assert distance(joined(found.parameters)[k], nearest(x, y, joined(start)[k])) < 1e3 * ROUNDING
+    assert bool((found.info["loss"] >= 0).all())
+
+
+def test_which_is_where_gradient_descent_goes() -> None:
+    data = linear_clients([2, 3, 9])
+    found, start, _ = solve(linear(), data)
+    descent = sgd(0.1, steps=1500)
+    reached = descent(start, tree.expand(descent.init(start), 3), data.stack(range(3)), None, KEYS[:3])
+    assert distance(reached.parameters, found.parameters) < 10 * ROUNDING  # (1 − 0.1·0.34)^1500 is 1e-23
+
+
+@pytest.mark.parametrize("rows", [5, 50, 5000])
+def test_dependent_features_are_not_taken_for_signal(rows: int) -> None:
+    """A column that is a sum of others leaves an eigenvalue of pure rounding, which must not be inverted."""
+    data = linear_clients([rows] * 20, features=3)
+    mix = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    data = data.map(lambda batch: (torch.cat([batch[0][:, :2] + 3, (batch[0][:, :2] + 3) @ mix[:, None]], 1), batch[1]))
+    found, start, _ = solve(linear(), data)
+    for k, (x, y) in enumerate(data):
+        assert distance(joined(found.parameters)[k], nearest(x, y, joined(start)[k])) < 1e-8  # cond(X)² eps
+
+
+def test_float32_data_are_solved_in_float64() -> None:
+    data = linear_clients([30, 4], features=3)
+    shifted = data.map(lambda batch: (batch[0] + 100.0, batch[1])).to(dtype=torch.float32)  # cond(X'X) about 1e8
+    module = linear().float()
+    found, _, _ = solve(module, shifted)
+    assert {leaf.dtype for leaf in tree.leaves(found.parameters)} == {torch.float32}
+    exact, _, _ = solve(linear(), shifted.to(dtype=torch.float64))
+    for name, leaf in found.parameters.items():
+        torch.testing.assert_close(leaf.double(), exact.parameters[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_client_without_rows_stays_at_the_start() -> None:
+    rows = linear_clients([4]).rows
+    data = ft.data.FederatedData(rows, torch.tensor([0, 4]), allow_empty=True)
+    found, start, _ = solve(linear(), data)
+    assert same_bits(tree.map(lambda leaf: leaf[0], found.parameters), tree.map(lambda leaf: leaf[0], start))
+    assert float(found.info["loss"][0]) == 0
+
+
+def test_no_clients_and_blocks_of_one() -> None:
+    local, data = ft.least_squares(linear()), linear_clients(SIZES)
+    prepared = local.prepare(data.stack(range(len(SIZES))))
+    start = tree.expand(local.parameters, len(SIZES))
+    quadratic = pull(start)
+    before = copy_of((prepared, start, quadratic))
+
+    def part(rows: slice) -> ft.Local:
+        mine = tree.take((start, prepared, quadratic, KEYS), rows)
+        return local(mine[0], local.init(start), mine[1], mine[2], mine[3])
+
+    whole = part(slice(0, len(SIZES)))
+    alone = [part(slice(k, k + 1)) for k in range(len(SIZES))]
+    assert distance(tree.concatenate([one.parameters for one in alone]), whole.parameters) < ROUNDING
+    assert distance(tree.concatenate([one.info for one in alone]), whole.info) < ROUNDING
+    nobody = part(slice(2, 2))
+    assert nobody.parameters["weight"].shape == (0, 1, 3)
+    assert nobody.info["loss"].shape == nobody.steps.shape == (0,)
+    assert local.prepare(data.stack([])).features.shape == (0, 4, 4)
+    assert same_bits((prepared, start, quadratic), before)
+
+
+def test_integer_targets_are_numbers() -> None:
+    data = linear_clients([9, 6])
+    whole = data.map(lambda batch: (batch[0], batch[1].round()))
+    found, _, _ = solve(linear(), whole.map(lambda batch: (batch[0], batch[1].long())))
+    expected, _, _ = solve(linear(), whole)
+    assert same_bits(found.parameters, expected.parameters)
+
+
+def test_the_module_is_copied() -> None:
+    module = linear()
+    local = ft.least_squares(module)
+    before = copy_of(local.parameters)
+    with torch.no_grad():
+        module.weight.zero_()
+    assert same_bits(local.parameters, before)
+    assert torch.equal(local.module.weight, before["weight"])
+
+
+def test_predictions() -> None:
+    local, x = ft.least_squares(linear()), linear_clients(SIZES).stack([0, 1]).batch[0]
+    tensors = tree.map(
+        lambda leaf: leaf * torch.tensor([1.0, 2.0]).double()[(...,) + (None,) * (leaf.ndim - 1)],
+        tree.expand(local.parameters, 2),
+    )
+    outputs = local.predict(tensors, x)
+    assert torch.allclose(outputs[1], 2 * local.module(x[1]), rtol=ROUNDING)
+    assert local.predict(tree.take(tensors, slice(0, 0)), x[:0]).shape == (0, 9, 1)
+
+
+def test_what_cannot_be_solved_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Expected an nn\.Linear, but got Sequential; use ft\.gradient_descent"):
+        ft.least_squares(nn.Sequential(nn.Linear(2, 1)))
+    frozen = linear()
+    frozen.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="Expected trainable parameters, but got frozen bias"):
+        ft.least_squares(frozen)
+
+
+@pytest.mark.parametrize(("features", "outputs"), [(4, 0), (3, 2)])
+def test_data_that_do_not_fit_are_refused_when_bound(features: int, outputs: int) -> None:
+    population = ft.InProcess(linear_clients(SIZES, features, outputs=outputs))
+    with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(3,\) and \(1,\), but got"):
+        next(ft.run(ft.fedavg(ft.least_squares(linear())), population))

@@ -1,0 +1,167 @@
+"""Checkpoints hold everything: a resumed run gives the bits of the uninterrupted one, also after a SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from closed_forms import linear, linear_clients, mean_squared_error, same_bits, sgd
+from lightning.pytorch.callbacks import ModelCheckpoint
+from small_federations import classes, everything, solver, trainer
+from torch import Tensor
+
+import fedtorch as ft
+
+# Lightning says so whenever a run goes on in its own folder.
+pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+
+DATA = classes()
+SGD, ADAM = solver(), solver("adam", reset="never")
+ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
+    "fedavg": lambda: ft.fedavg(SGD),
+    "personal layers": lambda: ft.personal_layers(SGD, "head.*"),
+    "kept Adam": lambda: ft.personal_layers(ADAM, "head.*", mu=0.1),
+    "separate": lambda: ft.separate(ADAM),
+}
+
+
+def federation(name: str = "kept Adam", **arguments: Any) -> ft.Federation:
+    return ft.Federation(ALGORITHMS[name](), ft.InProcess(DATA), **{"cohort": 3, "seed": 5, **arguments})
+
+
+def saving(folder: Path, rounds: int, **arguments: Any) -> Any:
+    """A Trainer that keeps the checkpoint of every round."""
+    keep = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}", **arguments.pop("saving", {}))
+    return trainer(max_epochs=rounds, callbacks=[keep], enable_checkpointing=True, **arguments)
+
+
+def test_a_checkpoint_is_flat_and_loads_safely(tmp_path: Path) -> None:
+    model = federation()
+    saving(tmp_path, 2).fit(model)
+    loaded = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
+    [(name, extra)] = loaded["state_dict"].items()
+    assert name == "_extra_state"
+    assert all(type(key) is str and type(value) is Tensor for key, value in extra.items())
+    assert same_bits(extra, everything(model))
+    again = federation()
+    again.load_state_dict(loaded["state_dict"])
+    assert again.round == 2
+    assert same_bits(everything(again), everything(model))
+    module, other = again.client_module("site 1"), model.client_module("site 1")
+    assert same_bits(dict(module.state_dict()), dict(other.state_dict()))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("precision", ["32-true", "16-true"])
+def test_a_resumed_run_gives_the_same_bits(name: str, precision: Any, tmp_path: Path) -> None:
+    whole = federation(name)
+    saving(tmp_path, 6, precision=precision).fit(whole)
+    for k in (1, 4):
+        resumed = federation(name)
+        outer = saving(tmp_path, 6, precision=precision)
+        outer.fit(resumed, ckpt_path=tmp_path / f"epoch={k - 1}.ckpt")
+        assert (resumed.round, outer.global_step, outer.current_epoch) == (6, 6, 6)
+        assert same_bits(everything(resumed), everything(whole))
+
+
+def test_resuming_in_a_federation_that_has_run_on(tmp_path: Path) -> None:
+    model = federation()
+    saving(tmp_path, 5).fit(model)
+    expected = everything(model)
+    saving(tmp_path, 5).fit(model, ckpt_path=tmp_path / "epoch=1.ckpt")
+    assert same_bits(everything(model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
+@pytest.mark.parametrize("when", [{"every_n_train_steps": 1}, {"save_on_train_epoch_end": True}])
+def test_whenever_lightning_saves_no_round_is_lost_or_repeated(when: dict[str, Any], tmp_path: Path) -> None:
+    validation = {"validation": DATA, "metrics": {"accuracy": ft.metrics.accuracy()}}
+    whole = federation(**validation)
+    saving(tmp_path, 5, saving=when).fit(whole)
+    resumed = federation(**validation)
+    outer = saving(tmp_path, 5, saving=when)
+    outer.fit(resumed, ckpt_path=tmp_path / "epoch=2.ckpt")
+    assert (resumed.round, outer.global_step) == (5, 5)
+    assert same_bits(everything(resumed), everything(whole))
+
+
+def script(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, str(tests / "killed_training.py"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+
+def dies_and_resumes(folder: Path, fatal: int, where: str) -> dict[str, Tensor]:
+    killed = script(folder, 6, fatal, where)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not (folder / "final.pt").exists()
+    done = script(folder, 6, 0, "end")
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "final.pt", weights_only=True)
+
+
+def uninterrupted() -> dict[str, Tensor]:
+    algorithm = ft.personal_layers(solver("adam", reset="never"), "head.*")
+    model = ft.Federation(algorithm, ft.InProcess(classes()), cohort=3, seed=7)
+    trainer(max_epochs=6).fit(model)
+    return everything(model)
+
+
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    assert same_bits(dies_and_resumes(tmp_path, 3, "within"), uninterrupted())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["end", "within"])
+@pytest.mark.parametrize("seed", range(3))
+def test_runs_killed_anywhere_resume_to_the_same_bits(seed: int, where: str, tmp_path: Path) -> None:
+    fatal = int(torch.randint(2, 6, (1,), generator=torch.Generator().manual_seed(seed)))
+    assert same_bits(dies_and_resumes(tmp_path, fatal, where), uninterrupted())
+
+
+def test_checkpoints_of_other_federations_are_refused() -> None:
+    data = linear_clients([4, 5, 6])
+
+    def quadratic(local: ft.LocalSolver | None = None, clients: Any = data, **arguments: Any) -> ft.Federation:
+        return ft.Federation(ft.fedavg(local or sgd(0.05)), ft.InProcess(clients), **arguments)
+
+    model = quadratic()
+    trainer(max_epochs=2).fit(model)
+    state, before = model.state_dict(), everything(model)
+    adam = ft.gradient_descent(linear(), steps=1, reset="never", loss=mean_squared_error, optimizer=torch.optim.Adam)
+    others = {
+        "of seed 3, but got 0": quadratic(seed=3),
+        "of population 2, but got 3": quadratic(clients=data.select([0, 1])),
+        "server.weight in the checkpoint to be torch.float64 of shape \\(1, 2\\)": quadratic(
+            sgd(0.05, linear(2)), linear_clients([4, 5, 6], features=2)
+        ),
+        "server.weight in the checkpoint to be torch.float32": quadratic(
+            sgd(0.05, linear().float()), data.to(dtype=torch.float32)
+        ),
+        "clients.state.optimizer": quadratic(adam),
+        "with \\[\\], but got one with \\['server.bias'\\]": quadratic(sgd(0.05, linear(bias=False))),
+    }
+    for message, other in others.items():
+        untouched = everything(other)
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+        assert same_bits(everything(other), untouched)
+    with pytest.raises(ValueError, match="optimizer"):
+        model.load_state_dict(quadratic(adam).state_dict())
+    assert same_bits(everything(model), before)
+
+
+def test_large_checkpoints_are_pointed_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedtorch.federation.lightning._LARGE", 100)
+    model = federation()
+    with pytest.warns(UserWarning, match="every_n_epochs") as caught:
+        saving(tmp_path, 3).fit(model)
+    assert len([w for w in caught if "every_n_epochs" in str(w.message)]) == 1

@@ -1,0 +1,245 @@
+"""The round loop: cohorts, lost messages, increments that telescope, resumption to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from closed_forms import ROUNDING, copy_of, distance, last, linear, linear_clients, same_bits, sgd
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch import random, tree
+from fedtorch.data import ClientData
+from fedtorch.federation import coordinator
+from fedtorch.federation.coordinator import Progress
+from fedtorch.tree import Tree
+
+SIZES = [5, 2, 9, 4, 4, 7, 6]
+K = len(SIZES)
+
+
+class Told(NamedTuple):
+    change: ft.Increment
+
+
+class State(NamedTuple):
+    parameters: Tree
+    sent: Tree
+
+
+def running_sum() -> ft.Algorithm:
+    """Every client moves at random around its rows; the server keeps the sum of all clients' parameters."""
+
+    def client(inbox: Tree, state: State, data: ClientData, key: Tensor) -> ft.Reply:
+        near = data.batch[0].sum(1) / data.count[:, None] + 0.1 * inbox
+        new = 0.5 * (state.parameters + near) + random.normal(key, near.shape[1:], near.dtype)
+        return ft.Reply(Told(ft.Increment(new - state.sent)), State(new, new), {})
+
+    return ft.Algorithm(
+        init=lambda parameters, clients: (
+            torch.zeros_like(parameters),
+            State(parameters, torch.zeros_like(parameters)),
+        ),
+        outbox=lambda total: total / K,
+        client=client,
+        server=lambda total, aggregate, key: total + aggregate.change.value,
+        model=lambda inbox, state: state.parameters,
+    )
+
+
+def sometimes(probability: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability)
+
+
+def states(round: ft.Round | Progress) -> Tree:
+    return round.clients.table.read(slice(0, K))
+
+
+START = torch.full((3,), 5.0, dtype=torch.float64)
+FAULTS = {
+    "none": None,
+    "before": ft.Faults(before=sometimes(0.3)),
+    "after": ft.Faults(after=sometimes(0.3)),
+    "both": ft.Faults(sometimes(0.3), sometimes(0.3)),
+}
+
+
+@pytest.mark.parametrize("cohort", [None, 4])
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_the_servers_sum_is_what_was_sent(faults: ft.Faults | None, cohort: int | None, chunk: int | None) -> None:
+    population = ft.InProcess(linear_clients(SIZES), chunk)
+    for round in ft.run(running_sum(), population, START, rounds=12, cohort=cohort, faults=faults):
+        sent = states(round).sent
+        assert distance(round.server, sent.sum(0)) < ROUNDING
+        told = set(round.clients.table.touched().tolist())
+        assert all(bool(row.any()) == (k in told) for k, row in enumerate(sent))
+
+
+@pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
+def test_a_client_whose_message_was_lost_keeps_its_state(faults: ft.Faults | None) -> None:
+    population = ft.InProcess(linear_clients(SIZES))
+    progress = coordinator.begin(running_sum(), population, START)
+    old, silent = copy_of(states(progress)), 0
+    for round in ft.run(running_sum(), population, rounds=8, faults=faults, start=progress):
+        new = copy_of(states(round))
+        answered = torch.isin(torch.arange(K), round.ids)
+        moved = (new.parameters != old.parameters).any(1)
+        assert torch.equal(moved, answered)
+        others = (~answered).nonzero()[:, 0]
+        assert same_bits(tree.take(old, others), tree.take(new, others))
+        silent += len(others)
+        old = new
+    assert (silent > 0) == (faults is not None)
+
+
+def test_messages_that_never_left_cost_nothing() -> None:
+    algorithm, population = running_sum(), ft.InProcess(linear_clients(SIZES))
+    each = next(ft.run(algorithm, population, START, cohort=1))
+    heard = next(ft.run(algorithm, population, START, faults=ft.Faults(before=lambda key, ids: ids >= 3)))
+    assert heard.ids.sort().values.tolist() == [0, 1, 2]
+    assert (heard.bytes_up, heard.bytes_down) == (3 * each.bytes_up, 3 * each.bytes_down)
+    sent = next(ft.run(algorithm, population, START, faults=ft.Faults(after=lambda key, ids: ids >= 3)))
+    assert sent.ids.sort().values.tolist() == [0, 1, 2]
+    assert (sent.bytes_up, sent.bytes_down) == (K * each.bytes_up, K * each.bytes_down)
+    assert same_bits(sent.server, heard.server)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_if_nobody_answers_the_server_is_not_called(when: str) -> None:
+    def server(total: Tree, aggregate: Tree, key: Tensor) -> Tree:
+        raise AssertionError("called")
+
+    algorithm = dataclasses.replace(running_sum(), server=server)
+    faults = ft.Faults(**{when: lambda key, ids: torch.ones(len(ids), dtype=torch.bool)})
+    population = ft.InProcess(linear_clients(SIZES))
+    progress = coordinator.begin(algorithm, population, START)
+    numbers = []
+    for round in ft.run(algorithm, population, rounds=3, faults=faults, start=progress):
+        assert same_bits(round.server, progress.server)
+        assert len(round.clients.table.touched()) == 0
+        assert round.ids.tolist() == []
+        assert round.info == {}
+        assert (round.bytes_up > 0, round.bytes_down > 0) == ((when == "after",) * 2)
+        numbers.append(round.number)
+    assert numbers == [1, 2, 3]
+
+
+def test_cohorts_are_uniform_and_distinct() -> None:
+    draws = 7000
+    cohorts = ft.uniform_cohort(3, K)(random.fold_in(random.key(0), torch.arange(draws)))
+    assert bool((cohorts[:, 1:] > cohorts[:, :-1]).all())
+    _, counts = cohorts.unique(dim=0, return_counts=True)
+    assert len(counts) == 35  # all subsets of 3 of 7
+    expected = draws / 35
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(statistic - 34) < 4 * (2 * 34) ** 0.5  # χ² with 34 degrees of freedom, four standard deviations
+    assert ft.uniform_cohort(K, K)(random.key(1)).tolist() == list(range(K))
+
+
+def test_a_new_cohort_every_round() -> None:
+    rounds = list(ft.run(running_sum(), ft.InProcess(linear_clients(SIZES)), START, rounds=20, cohort=3))
+    asked = [tuple(round.ids.sort().values.tolist()) for round in rounds]
+    assert all(len(set(ids)) == 3 for ids in asked)
+    assert len(set(asked)) > 5
+    other = ft.run(running_sum(), ft.InProcess(linear_clients(SIZES)), START, rounds=20, cohort=3, seed=1)
+    assert asked != [tuple(round.ids.sort().values.tolist()) for round in other]
+
+
+@pytest.mark.parametrize("size", [0, -1, K + 1])
+def test_impossible_cohorts_are_refused(size: int) -> None:
+    population = ft.InProcess(linear_clients(SIZES))
+    with pytest.raises(ValueError, match=f"between 1 and the population's {K} clients, but got {size}"):
+        next(ft.run(running_sum(), population, START, cohort=size))
+
+
+def test_cohorts_of_ones_own() -> None:
+    population = ft.InProcess(linear_clients(SIZES))
+    rounds = ft.run(running_sum(), population, START, rounds=3, cohort=lambda key: torch.tensor([1, 4]))
+    assert [round.ids.sort().values.tolist() for round in rounds] == [[1, 4]] * 3
+
+
+def momentum() -> ft.Algorithm:
+    local = ft.gradient_descent(
+        linear(),
+        epochs=1,
+        batch_size=2,
+        loss=lambda output, target: torch.nn.functional.mse_loss(output.squeeze(-1), target),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+        reset="never",
+    )
+    return ft.personal_layers(local, "bias")
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("through", ["memory", "a flat dict"])
+@pytest.mark.parametrize("algorithm", [running_sum(), momentum()], ids=["running sum", "momentum"])
+def test_a_resumed_run_gives_the_same_bits(algorithm: ft.Algorithm, through: str, chunk: int | None) -> None:
+    parameters = START if algorithm.local is None else None
+    population = ft.InProcess(linear_clients(SIZES), chunk)
+    settings = {"cohort": 4, "seed": 3, "faults": FAULTS["both"]}
+    whole = last(ft.run(algorithm, population, parameters, rounds=7, **settings))
+    half = last(ft.run(algorithm, population, parameters, rounds=4, **settings))
+    start = Progress(half.number, half.server, half.clients)
+    if through == "a flat dict":
+        clients = coordinator.begin(algorithm, population, parameters).clients
+        clients.load_state_dict(half.clients.state_dict())
+        server = tree.unflatten(tree.flatten(half.server, "server"), half.server, "server")
+        start = Progress(half.number, server, clients)
+    rest = list(ft.run(algorithm, population, rounds=7, start=start, **settings))
+    assert [round.number for round in rest] == [5, 6, 7]
+    assert same_bits(rest[-1].server, whole.server)
+    assert same_bits(rest[-1].clients.state_dict(), whole.clients.state_dict())
+    assert same_bits(rest[-1].info, whole.info)
+
+
+def test_the_seed_decides() -> None:
+    algorithm, population = momentum(), ft.InProcess(linear_clients(SIZES))
+    state = torch.random.get_rng_state()
+    one, two, other = (last(ft.run(algorithm, population, rounds=3, seed=seed)) for seed in (5, 5, 6))
+    assert same_bits(one.server, two.server)
+    assert same_bits(one.clients.state_dict(), two.clients.state_dict())
+    assert not same_bits(one.server, other.server)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_numbers_and_ends() -> None:
+    algorithm, population = ft.fedavg(sgd(0.1)), ft.InProcess(linear_clients(SIZES))
+    assert [round.number for round in ft.run(algorithm, population, rounds=3)] == [1, 2, 3]
+    assert list(ft.run(algorithm, population, rounds=0)) == []
+    assert [round.number for _, round in zip(range(5), ft.run(algorithm, population))] == [1, 2, 3, 4, 5]
+    first = next(ft.run(algorithm, population))
+    assert first.ids.sort().values.tolist() == list(range(K))
+    assert first.info["loss"].shape == (K,)
+
+
+def test_runs_of_one_population_are_independent() -> None:
+    population = ft.InProcess(linear_clients(SIZES))
+    alone = last(ft.run(momentum(), population, rounds=3))
+    one, two = ft.run(momentum(), population), ft.run(momentum(), population)
+    for _ in range(3):
+        first, second = next(one), next(two)
+    assert same_bits(first.server, alone.server)
+    assert same_bits(second.clients.state_dict(), alone.clients.state_dict())
+
+
+def test_the_start_is_copied_and_carries_no_graph() -> None:
+    module = linear()
+    own = dict(module.named_parameters())
+    population = ft.InProcess(linear_clients(SIZES))
+    algorithm = ft.fedavg(ft.least_squares(module))
+    progress = coordinator.begin(algorithm, population, own)
+    assert not any(leaf.requires_grad for leaf in tree.leaves(progress.server))
+    before = copy_of({name: p.detach() for name, p in own.items()})
+    round = next(ft.run(algorithm, population, own))
+    assert not any(leaf.requires_grad for leaf in tree.leaves(round.server))
+    assert same_bits({name: p.detach() for name, p in own.items()}, before)
+
+
+def test_an_algorithm_without_a_module_needs_a_start() -> None:
+    with pytest.raises(ValueError, match="Expected parameters= to start from"):
+        next(ft.run(running_sum(), ft.InProcess(linear_clients(SIZES))))

@@ -1,0 +1,162 @@
+"""Two ranks give what one process gives: one start of torchrun, whose script writes what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import distributed_script as script
+import pytest
+import torch
+import torch.distributed as dist
+from closed_forms import ROUNDING, distance, linear_clients, sgd
+from small_federations import CLASSES, everything
+
+import fedtorch as ft
+
+TESTS = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have left findings and checkpoints."""
+    path = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    command += [f"--master-port={port}", str(TESTS / "distributed_script.py"), str(path)]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return path
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def findings(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    """Of each rank."""
+    return json.loads((folder / f"findings-{request.param}.json").read_text())
+
+
+@pytest.mark.parametrize("what", ["rounds", "predictions"])
+def test_two_ranks_equal_one_process(findings: dict[str, Any], what: str) -> None:
+    wrong = {name: value for name, value in findings[what].items() if not value < ROUNDING}
+    assert not wrong
+    assert len(findings[what]) > 9
+
+
+def test_a_trainer_over_two_ranks(findings: dict[str, Any]) -> None:
+    found = findings["lightning"]
+    assert found["files"] == ["rank-00000-of-00002.ckpt", "rank-00001-of-00002.ckpt"]
+    assert found["left behind"] == []
+    assert found["rounds"] == [4, 4, 4]
+    assert found["resumed is equal"]
+
+
+def test_what_ranks_log_is_what_one_process_logs(findings: dict[str, Any]) -> None:
+    model = ft.Federation(
+        script.sharded().algorithm,
+        ft.InProcess(script.CLASSES),
+        cohort=3,
+        seed=7,
+        validation=script.CLASSES,
+        metrics=script.METRICS,
+    )
+    outer = script.trainer(max_epochs=4)
+    outer.fit(model)
+    assert findings["lightning"]["logged"] == pytest.approx(
+        {name: float(value) for name, value in outer.callback_metrics.items()}, rel=ROUNDING
+    )
+
+
+def test_what_cannot_run_over_ranks_is_refused(findings: dict[str, Any]) -> None:
+    refused = findings["refusals"]
+    assert "use ft.Distributed(data)" in refused["in process"]
+    assert "strategy=ft.ClientSharding()" in refused["ddp"]
+    assert "torchrun" in refused["elsewhere"]
+    assert "5 clients, but got 2" in refused["other data"]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lightning starts a process group of one, which is taken down again."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(folder: Path) -> None:
+    expected = torch.load(folder / "two.pt", weights_only=True)
+    for epoch in (1, 3):
+        model = script.sharded()
+        outer = script.sharding(folder, 4, devices=1)
+        outer.fit(model, ckpt_path=folder / "checkpoints" / f"epoch={epoch}.ckpt")
+        assert (model.round, model.bytes_up) == (4, expected["up"])
+        assert distance(model.server, expected["server"]) < ROUNDING
+        for k, tensors in enumerate(expected["modules"]):
+            assert distance(dict(model.client_module(k).state_dict()), tensors) < ROUNDING
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_incomplete_checkpoint_is_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "checkpoints" / "epoch=1.ckpt", tmp_path / "torn.ckpt")
+    (tmp_path / "torn.ckpt" / "rank-00001-of-00002.ckpt").unlink()
+    outer = script.trainer(max_epochs=2, strategy=ft.ClientSharding(), devices=1)
+    with pytest.raises(ValueError, match=r"Expected 2 files rank-\*.ckpt in .*, but got 1"):
+        outer.fit(script.sharded(), ckpt_path=tmp_path / "torn.ckpt")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_kill_between_two_checkpoints_leaves_the_older_one(tmp_path: Path) -> None:
+    def fit(rounds: int, ckpt_path: Path | None = None) -> ft.Federation:
+        model = ft.Federation(ft.fedavg(sgd(0.1)), ft.Distributed(linear_clients([4, 5])))
+        outer = script.trainer(max_epochs=rounds, strategy=ft.ClientSharding(), devices=1)
+        outer.fit(model, ckpt_path=ckpt_path)
+        outer.save_checkpoint(last)
+        return model
+
+    last = tmp_path / "last.ckpt"
+    fit(2)
+    last.rename(tmp_path / "last.ckpt.old")
+    model = fit(3, last)
+    assert model.round == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_file_of_one_process_goes_on_sharded(tmp_path: Path) -> None:
+    single = ft.Federation(script.sharded().algorithm, ft.InProcess(script.CLASSES), cohort=3, seed=7)
+    before = script.trainer(max_epochs=2)
+    before.fit(single)
+    before.save_checkpoint(tmp_path / "one.ckpt")
+    model = ft.Federation(single.algorithm, ft.Distributed(script.CLASSES), cohort=3, seed=7)
+    script.trainer(max_epochs=2, strategy=ft.ClientSharding(), devices=1).fit(model, ckpt_path=tmp_path / "one.ckpt")
+    assert distance(everything(model), everything(single)) == 0.0
+
+
+def test_without_torchrun_it_is_one_process() -> None:
+    data = linear_clients([4, 5, 6])
+    population = ft.Distributed(data)
+    assert repr(population).endswith("rank 0 of 1)")
+    one, two = (script.some_rounds(ft.fedavg(sgd(0.1)), p, cohort=2) for p in (ft.InProcess(data), population))
+    assert script.worst(one, two) == 0.0
+    assert not dist.is_initialized()
+
+
+def test_refusals_at_construction() -> None:
+    with pytest.raises(TypeError, match="Expected FederatedData, but got list"):
+        ft.Distributed([1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="chunk of at least 1, but got 0"):
+        ft.Distributed(linear_clients([CLASSES]), chunk=0)

@@ -1,0 +1,324 @@
+"""Walks the package: what is public is documented and annotated, and every algorithm and exchange keeps the contract.
+
+A new algorithm or exchange fails here until it has a case in `ALGORITHMS` or `EXCHANGES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from closed_forms import ROUNDING, copy_of, distance, linear_clients, same_bits, sgd
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch import random, tree
+from fedtorch.data import ClientData
+from fedtorch.federation import algorithms, coordinator, exchange
+from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
+from fedtorch.tree import Tree
+
+SIZES = [5, 2, 9, 4, 17, 6]
+K = len(SIZES)
+ROUNDS = 3
+
+ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
+    "fedavg": lambda: ft.fedavg(sgd(0.1, epochs=1, batch_size=4)),
+    "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
+    "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
+    "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
+    "separate": lambda: ft.separate(sgd(0.1, steps=2)),
+}
+POOLED = {"pooled"}  # algorithms that want one client with all rows
+EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
+
+
+def modules() -> Iterator[ModuleType]:
+    yield ft
+    for found in pkgutil.walk_packages(ft.__path__, "fedtorch."):
+        if not found.name.endswith("__main__"):
+            yield importlib.import_module(found.name)
+
+
+def own_names(module: ModuleType) -> list[str]:
+    """The names that a module offers: its `__all__`, or what it defines without an underscore."""
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    public = [name for name in vars(module) if not name.startswith("_")]
+    return [name for name in public if getattr(getattr(module, name), "__module__", None) == module.__name__]
+
+
+def public() -> dict[str, Any]:
+    """Everything public by its full name: what modules offer, and what `fedtorch` shows."""
+    offered = {
+        f"{getattr(value, '__module__', None) or module.__name__}.{name}": value
+        for module in modules()
+        for name in own_names(module)
+        for value in [getattr(module, name)]
+    }
+    shown = {f"fedtorch.{name}": value for name, value in vars(ft).items() if not name.startswith("_")}
+    return {**offered, **{name: value for name, value in shown.items() if not isinstance(value, ModuleType)}}
+
+
+def functions(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A public function, or a class's own public methods and its constructor."""
+    if inspect.isfunction(value):
+        yield name, value
+    elif inspect.isclass(value):
+        for method, raw in vars(value).items():
+            written = raw.__func__ if isinstance(raw, (classmethod, staticmethod)) else raw
+            written = written.fget if isinstance(written, property) else written
+            made_up = dataclasses.is_dataclass(value) or hasattr(value, "_fields") or is_protocol(value)
+            if inspect.isfunction(written) and (not method.startswith("_") or (method == "__init__" and not made_up)):
+                yield f"{name}.{method}", written
+
+
+def is_protocol(value: Any) -> bool:
+    return bool(getattr(value, "_is_protocol", False))
+
+
+def documented(value: Any) -> bool:
+    text = inspect.getdoc(value) or ""
+    made_up = inspect.isclass(value) and text.startswith(f"{value.__name__}(")  # by dataclass and NamedTuple
+    return bool(text.strip()) and not made_up
+
+
+def unannotated(function: Any) -> list[str]:
+    signature = inspect.signature(function)
+    bare = [
+        name
+        for i, (name, parameter) in enumerate(signature.parameters.items())
+        if parameter.annotation is inspect.Parameter.empty and not (i == 0 and name in ("self", "cls"))
+    ]
+    return bare + ["return"] * (signature.return_annotation is inspect.Signature.empty)
+
+
+def test_every_module_says_what_it_is() -> None:
+    silent = [module.__name__ for module in modules() if not (module.__doc__ or "").strip()]
+    assert silent == []
+
+
+def test_every_name_that_is_offered_exists() -> None:
+    missing = [f"{m.__name__}.{n}" for m in modules() for n in getattr(m, "__all__", ()) if not hasattr(m, n)]
+    assert missing == []
+
+
+def test_everything_public_has_a_docstring() -> None:
+    described = {name: value for name, value in public().items() if inspect.isfunction(value) or inspect.isclass(value)}
+    silent = [name for name, value in described.items() if not documented(value)]
+    methods = [pair for name, value in described.items() for pair in functions(name, value)]
+    silent += [name for name, method in methods if not name.endswith("__init__") and not inherits(name, method)]
+    assert sorted(set(silent)) == []
+
+
+def inherits(name: str, method: Any) -> bool:
+    """Whether a method has a docstring, its own or that of the class which it overrides a method of."""
+    if documented(method):
+        return True
+    owner = public().get(name.rpartition(".")[0])
+    bases = inspect.getmro(owner)[1:] if inspect.isclass(owner) else ()
+    return any(documented(getattr(base, method.__name__, None)) for base in bases if hasattr(base, method.__name__))
+
+
+def test_everything_public_is_annotated() -> None:
+    found = [pair for name, value in public().items() for pair in functions(name, value)]
+    bare = {name: missing for name, function in found if (missing := unannotated(function))}
+    assert bare == {}
+
+
+def test_every_algorithm_has_a_case() -> None:
+    assert sorted(algorithms.__all__) == sorted(ALGORITHMS)
+
+
+def test_every_algorithm_is_shown_at_the_top() -> None:
+    assert [name for name in algorithms.__all__ if getattr(ft, name, None) is not getattr(algorithms, name)] == []
+
+
+def test_every_exchange_has_a_case() -> None:
+    def returns(name: str) -> Any:
+        value = getattr(exchange, name)
+        return inspect.signature(value).return_annotation if inspect.isfunction(value) else None
+
+    assert sorted(name for name in exchange.__all__ if returns(name) in (Exchange, "Exchange")) == sorted(EXCHANGES)
+
+
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def start(name: str, algorithm: ft.Algorithm) -> Tree:
+    """Parameters that are not what the local solver would start from."""
+    return tree.map(lambda leaf: leaf + 0.5, algorithm.local.parameters)
+
+
+def population(name: str, chunk: int | None = None) -> ft.InProcess:
+    data = linear_clients(SIZES)
+    return ft.InProcess(data.pool() if name in POOLED else data, chunk)
+
+
+@pytest.fixture(params=[0, 16_384], ids=["blocks by size", "one block"])
+def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", request.param)
+
+
+@every_algorithm
+@pytest.mark.parametrize("cohort", [None, 3])
+@pytest.mark.usefixtures("small_block")
+def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None) -> None:
+    runs = []
+    for chunk in (None, 1, 3):
+        algorithm, clients = ALGORITHMS[name](), population(name, chunk)
+        size = None if cohort is None or name in POOLED else cohort
+        rounds = ft.run(algorithm, clients, start(name, algorithm), rounds=ROUNDS, cohort=size, seed=2)
+        trace = []
+        for round in rounds:
+            order = round.ids.argsort()
+            info = {key: value[order] for key, value in round.info.items()}
+            outbox = algorithm.outbox(round.server)
+            models = [round.clients.tensors(outbox, k) for k in range(len(clients.data))]
+            traffic = torch.tensor([round.bytes_up, round.bytes_down])
+            trace.append((round.server, info, tree.stack(models), round.clients.state_dict(), traffic))
+        runs.append(trace)
+    for other in runs[1:]:
+        assert all(distance(one, two) < ROUNDING for one, two in zip(runs[0], other))
+
+
+@every_algorithm
+def test_a_block_of_no_clients(name: str) -> None:
+    algorithm = ALGORITHMS[name]()
+    progress = coordinator.begin(algorithm, population(name), start(name, algorithm))
+    outbox, clients = algorithm.outbox(progress.server), progress.clients
+    nobody = clients.reply(clients.empty_block(), outbox, random.key(0))
+    assert all(len(leaf) == 0 for leaf in tree.leaves(nobody))
+    block = next(iter(clients.blocks(None)))
+    somebody = clients.reply(block, outbox, random.key(0))
+    for empty, full in zip(nobody[:2], somebody[:2]):
+        shapes = [[(path, leaf.shape[1:], leaf.dtype) for path, leaf in tree.items(part)] for part in (empty, full)]
+        assert shapes[0] == shapes[1]
+    partials = [
+        algorithm.exchange.gather(nobody[0], slice(0, 0)),
+        algorithm.exchange.gather(somebody[0], block[0]),
+    ]
+    alone = algorithm.exchange.finish(algorithm.exchange.merge(partials[1:]))
+    assert distance(algorithm.exchange.finish(algorithm.exchange.merge(partials)), alone) < ROUNDING
+    ids = torch.zeros(0, dtype=torch.int64)
+    inbox, state = algorithm.exchange.scatter(outbox, ids), clients.table.read(ids)
+    assert all(len(leaf) == 0 for leaf in tree.leaves(algorithm.model(inbox, state)))
+
+
+@every_algorithm
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_inputs_are_not_changed(name: str, chunk: int | None) -> None:
+    algorithm, clients = ALGORITHMS[name](), population(name, chunk)
+    parameters = start(name, algorithm)
+    watched = copy_of((parameters, clients.data.rows))
+    progress = coordinator.begin(algorithm, clients, parameters)
+    one = next(ft.run(algorithm, clients, rounds=1, start=progress))
+    outbox = algorithm.outbox(one.server)
+    for block in one.clients.blocks(None):
+        inbox = algorithm.exchange.scatter(outbox, block[0])
+        state, keys = (
+            one.clients.table.read(block[0]),
+            random.fold_in(random.key(0), torch.arange(client_count(block[0]))),
+        )
+        given = (one.server, inbox, state, block[1], keys)
+        before = copy_of(given)
+        reply = algorithm.client(inbox, state, block[1], keys)
+        algorithm.model(inbox, state)
+        told = copy_of(reply.message)
+        aggregate = algorithm.exchange.finish(algorithm.exchange.gather(reply.message, block[0]))
+        algorithm.server(one.server, aggregate, random.key(1))
+        assert same_bits(given, before)
+        assert same_bits(reply.message, told)
+    assert same_bits((parameters, clients.data.rows), watched)
+
+
+@every_algorithm
+def test_a_lost_message_leaves_no_trace(name: str) -> None:
+    algorithm, clients = ALGORITHMS[name](), population(name)
+    lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.5))
+    progress = coordinator.begin(algorithm, clients, start(name, algorithm))
+    everybody = slice(0, len(clients.data))
+    before = copy_of(progress.clients.table.read(everybody))
+    for round in ft.run(algorithm, clients, rounds=5, start=progress, faults=lost):
+        after = copy_of(round.clients.table.read(everybody))
+        silent = (~torch.isin(torch.arange(len(clients.data)), round.ids)).nonzero()[:, 0]
+        assert same_bits(tree.take(before, silent), tree.take(after, silent))
+        before = after
+
+
+def increments(message: Tree) -> Tree:
+    """The increments of a message or an aggregate, without its means."""
+    found: list[Increment] = []
+    tree.map(
+        lambda node: found.append(node) if isinstance(node, Increment) else None, message, is_leaf=(Mean, Increment)
+    )
+    return tuple(node.value for node in found)
+
+
+@every_algorithm
+def test_increments_add_up_to_what_was_sent(name: str) -> None:
+    """The sum of all aggregated increments is the sum of all clients' `sent`, whoever answers."""
+    algorithm = ALGORITHMS[name]()
+    total: list[Tree] = []
+
+    def server(state: Tree, aggregate: Tree, key: Tensor) -> Tree:
+        told = increments(aggregate)
+        total[:] = [tree.add(total[0], told) if total else told]
+        return algorithm.server(state, aggregate, key)
+
+    watching, clients = dataclasses.replace(algorithm, server=server), population(name, 3)
+    faults = ft.Faults(
+        before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
+        after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
+    )
+    for round in ft.run(watching, clients, start(name, algorithm), rounds=6, faults=faults):
+        if not total or not tree.leaves(total[0]):
+            continue
+        states = round.clients.table.read(slice(0, len(clients.data)))
+        assert hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
+        sent = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), states.sent)
+        told, kept = tree.leaves(total[0]), tree.leaves(sent)
+        assert len(told) == len(kept)
+        assert all(distance(one, two) < ROUNDING for one, two in zip(told, kept))
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_aggregates_alike_in_any_blocks(name: str) -> None:
+    made = EXCHANGES[name]()
+    generator = torch.Generator().manual_seed(0)
+    value = {"w": torch.randn(K, 2, 3, generator=generator, dtype=torch.float64)}
+    messages = (Mean(value, torch.rand(K, generator=generator) + 0.1), Increment(value))
+    order = torch.randperm(K, generator=generator)
+    ways: list[list[Any]] = [[slice(0, K)], [torch.tensor([int(k)]) for k in order], list(order.split([2, 0, 3, 1]))]
+    results = []
+    for blocks in ways:
+        partials = [made.gather(tree.take(messages, ids), ids) for ids in blocks]
+        for merged in (made.merge(partials), made.merge([made.merge(partials[::-1])])):
+            results.append(made.finish(merged))
+    assert all(distance(result, results[0]) < ROUNDING for result in results)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_exchange_counts_bytes_by_client(name: str) -> None:
+    made = EXCHANGES[name]()
+    message, outbox = Increment({"w": torch.zeros(K, 3)}), {"w": torch.zeros(K, 5)}
+    one = made.traffic(outbox, tree.take(message, slice(0, 1)), slice(0, 1))
+    assert made.traffic(outbox, message, slice(0, K)) == (K * one[0], K * one[1])
+    assert made.traffic(outbox, tree.take(message, slice(0, 0)), torch.zeros(0, dtype=torch.int64)) == (0, 0)
+
+
+def test_the_block_data_are_what_algorithms_get() -> None:
+    """`prepare` of every algorithm accepts a `ClientData` block, also an empty one."""
+    data = linear_clients(SIZES)
+    for make in ALGORITHMS.values():
+        for ids in (range(K), []):
+            block = data.stack(ids)
+            assert isinstance(block, ClientData)
+            assert all(len(leaf) == len(block.count) for leaf in tree.leaves(make().prepare(block)))

@@ -1,0 +1,35 @@
+"""Every experiment and benchmark runs with --smoke and writes the rows it promises."""
+
+import json
+
+import pytest
+
+from experiments import quickstart
+from experiments.benchmarks import core
+
+
+def rows(path):
+    written = json.loads(path.read_text())
+    assert all(row.keys() == {"setting", "metric", "ours", "sd", "published"} for row in written["rows"])
+    return {(row["setting"], row["metric"]): row["ours"] for row in written["rows"]}
+
+
+def test_quickstart(tmp_path):
+    quickstart.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert {setting for setting, _ in found} == {"separate", "FedAvg", "personal layers", "pooled"}
+    assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
+    assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
+    assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_core_benchmark(tmp_path):
+    core.main(["--smoke", "--part", "linear", "--json", str(tmp_path / "rows.json")])
+    assert len(rows(tmp_path / "rows.json")) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", sorted(core.parts(True)))
+def test_core_benchmark_parts(tmp_path, part):
+    core.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value == value for value in rows(tmp_path / "rows.json").values())
