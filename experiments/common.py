@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,15 @@ def write(name: str, rows: Sequence[Row], target: str | None) -> None:
 
 
 def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints a table."""
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    Console(file=sys.stderr if not sys.stdout.isatty() else None, width=120).print(table)
+    """Prints a table to standard error, the first column to the left, the others to the right."""
+    cells = [list(columns), *(list(line) for line in lines)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    cells.insert(1, ["-" * width for width in widths])
+    text = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths))).rstrip()
+        for line in cells
+    ]
+    sys.stderr.write("\n".join(["", title, "", *text, ""]) + "\n")
 
 
 def machine() -> str:

@@ -158,7 +158,7 @@ class Federation(L.LightningModule):
         if "loss" in values:
             values.setdefault("train_loss", values.pop("loss"))
         self._log_values(values, prog_bar=("train_loss",))
-        self._log_values({"clients": len(done.ids), "bytes_up": self.bytes_up, "bytes_down": self.bytes_down})
+        self._log_values({"bytes_up": self.bytes_up, "bytes_down": self.bytes_down})
         self.optimizers().step()  # type: ignore[union-attr]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -252,7 +252,7 @@ class _Descent:
         total, longest, per_epoch = batches.total, int(batches.total.max()), int(batches.per_epoch.max())
         same_epochs = self.one_epoch or bool((batches.per_epoch == per_epoch).all())
         configured = self._configured(int(total[0]))
-        tensors = {name: start[name].detach().clone() for name in self.trained}
+        tensors = {name: start[name].detach().clone(memory_format=torch.contiguous_format) for name in self.trained}
         buffers = {name: start[name].detach().clone() for name in self.averaged}
         buffers.update(tree.map(lambda leaf: leaf.detach().clone(), state.buffers))
         optimizer = rebind(configured.optimizer, [[tensors[n] for n in group] for group in self.names])
@@ -300,7 +300,13 @@ class _Descent:
                     precision, shift = pulls[i]
                     pull = precision * tensor - shift
                     gradient = pull if gradient is None else gradient + pull
-                tensor.grad = gradient
+                # Fused optimisers read memory in order, whatever the strides; one copy is overwritten at every step.
+                if gradient is None or gradient.is_contiguous():
+                    tensor.grad = gradient
+                elif tensor.grad is None:
+                    tensor.grad = gradient.contiguous()
+                else:
+                    tensor.grad.copy_(gradient)
             optimizer.step()
             if self.project is not None:
                 projected = self.project({name: tensor.detach() for name, tensor in tensors.items()})

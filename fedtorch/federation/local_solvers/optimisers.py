@@ -169,10 +169,18 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
     clone.param_groups = []
     for group, tensors in zip(optimizer.param_groups, groups):
         clone.param_groups.append({"params": tensors, **{k: _copied(v) for k, v in _options(group).items()}})
+        if _may_fuse(clone.param_groups[-1]):
+            clone.param_groups[-1]["fused"] = True
         initial: dict[str, Any] = next((optimizer.state[p] for p in group["params"] if p in optimizer.state), {})
         for tensor in tensors if initial else ():
             clone.state[tensor] = {name: _fill(value, tensor, name, clone) for name, value in initial.items()}
     return clone
+
+
+def _may_fuse(group: dict[str, Any]) -> bool:
+    """Whether an optimiser with two moments can do with one pass over memory, and the user has not decided about it."""
+    undecided = group.get("fused", False) is None and group.get("foreach") is None
+    return "betas" in group and undecided and not group.get("differentiable") and not group.get("capturable")
 
 
 def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
