@@ -4,7 +4,8 @@ Two kinds of message. A `Mean` is fresh each round: the exchange multiplies by t
 inside and the aggregate is Σ w_k v_k / Σ w_k. An `Increment` telescopes: the exchange sums it, and an algorithm that
 sends increments keeps in its client state what it has `sent` so far, so that *server sum = Σ sent* at all times.
 
-Sums are kept in float64, so that one block, many blocks and several ranks agree up to rounding.
+A block's weighted sum is computed in the dtype of its values; sums of blocks and ranks are kept in float64, so that all
+of them agree up to that rounding.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ __all__ = ["Clients", "InProcess", "Pending", "Population"]
 _BLOCK_BYTES = 512 * 2**20  # what a block of clients may take, unless `chunk` is given
 _BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
+_MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
 _MERGE_EVERY = 32  # partial aggregates that are held before they are merged
 
 Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
@@ -34,7 +35,7 @@ class Pending(NamedTuple):
     """A round as far as the clients have brought it."""
 
     aggregate: Tree  # None if nobody answered
-    ids: Tensor  # (M,) the clients that answered
+    ids: Tensor  # (M,) the clients that answered, ascending
     info: dict[str, Tensor]  # (M,) each, in the order of ids
     bytes_up: int  # of all messages sent, also those that were lost
     bytes_down: int
@@ -266,6 +267,8 @@ class LocalClients:
 
     def _stacked(self, data: FederatedData) -> list[tuple[Tensor, ClientData]]:
         if id(data) not in self._validation:
+            if len(self._validation) == _MOST_VALIDATIONS:
+                del self._validation[next(iter(self._validation))]
             self._validation[id(data)] = (data, data.to(self.device).buckets(small=SMALL_BLOCK))
         return self._validation[id(data)][1]
 
@@ -282,7 +285,7 @@ class LocalClients:
 
 
 def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """(ids, info) of several blocks; NaN where a block does not tell a value."""
+    """(ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
     if not infos:
         return torch.zeros(0, dtype=torch.int64), {}
     names = list(dict.fromkeys(name for _, info in infos for name in info))
@@ -295,7 +298,8 @@ def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[
         )
         for name in names
     }
-    return torch.cat([ids for ids, _ in infos]), info
+    ids, order = torch.cat([ids for ids, _ in infos]).sort()
+    return ids, tree.take(info, order)
 
 
 def _as_slice(ids: Tensor) -> Rows:
