@@ -1,6 +1,29 @@
 """Data that belongs to many clients: where it comes from, how it is split, how it is stacked."""
 
-from fedtorch.data.datasets import breast_cancer, diabetes, digits, heart_disease, mnist
+from fedtorch.data.cache import locate
+from fedtorch.data.catalogue import DataSet, File, data_sets, describe
+from fedtorch.data.datasets import (
+    VerticalData,
+    battery,
+    breast_cancer,
+    cmapss,
+    cmapss_remaining_life,
+    diabetes,
+    digits,
+    fed_tcga_brca,
+    fmi_coordinates,
+    fmi_extremes,
+    fmi_forecast,
+    fmi_weather,
+    heart_disease,
+    heart_failure,
+    heart_failure_frame,
+    mnist,
+    school,
+    student_performance,
+    tcga_brca_expression,
+    tcpa_brca_rppa,
+)
 from fedtorch.data.federated import ClientData, FederatedData
 from fedtorch.data.partition import (
     Partitioner,
@@ -16,21 +39,41 @@ from fedtorch.data.sources import from_datasets, from_frame, from_tensors
 
 __all__ = [
     "ClientData",
+    "DataSet",
     "FederatedData",
+    "File",
     "Partitioner",
+    "VerticalData",
+    "battery",
     "breast_cancer",
     "by_column",
+    "cmapss",
+    "cmapss_remaining_life",
+    "data_sets",
+    "describe",
     "diabetes",
     "digits",
     "dirichlet",
+    "fed_tcga_brca",
+    "fmi_coordinates",
+    "fmi_extremes",
+    "fmi_forecast",
+    "fmi_weather",
     "from_datasets",
     "from_frame",
     "from_tensors",
     "heart_disease",
+    "heart_failure",
+    "heart_failure_frame",
     "iid",
     "labels_per_client",
+    "locate",
     "mnist",
     "partition",
     "quantity_skew",
+    "school",
     "split_features",
+    "student_performance",
+    "tcga_brca_expression",
+    "tcpa_brca_rppa",
 ]

@@ -1,19 +1,20 @@
 """Where the files of real data sets come from.
 
 A file is taken from the folder that the environment variable `FEDTORCH_DATA_DIR` names, if it is there, as
-`<folder>/<file>`; otherwise from the cache, into which it is downloaded from its publisher once. The cache is
-the operating system's usual one, or the folder that `FEDTORCH_CACHE` names. Checksums are verified in every
-case.
+`<folder>/<file>`; otherwise from the cache, into which it is downloaded once, if its publisher offers it at an
+address of its own. The cache is the operating system's usual one, or the folder that `FEDTORCH_CACHE` names.
+Checksums are verified in every case.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["cache_folder", "path"]
+from fedtorch.data.catalogue import DataSet, File, describe
+from fedtorch.data.download import digest, download
+
+__all__ = ["cache_folder", "locate", "path", "present"]
 
 
 def cache_folder() -> Path:
@@ -23,50 +24,68 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FEDTORCH_CACHE") or pooch.os_cache("fedtorch")).expanduser()
 
 
-def path(dataset_folder: str, filename: str, sha256: str | Sequence[str], url: str) -> Path:
-    """The file `filename` of a data set, checked; downloaded if needed.
+def locate(name: str, filename: str) -> Path:
+    """The file `filename` of the data set `name`, checked; downloaded if needed. Errors: see `path`.
 
-    Args:
-        dataset_folder: the data set's folder, in `FEDTORCH_DATA_DIR` as in the cache.
-        filename: the file in it.
-        sha256: its checksum, or several acceptable ones where copies differ in their packing:
-            the publisher's first.
-        url: the publisher's public address of the file.
+    The way to the raw files: `pandas.read_csv(locate("heart_failure", "heart.csv"))`.
+    """
+    data_set = describe(name)
+    for file in data_set.files:
+        if file.name == filename:
+            return path(data_set, file)
+    raise ValueError(f"Expected a file of {name}, {[file.name for file in data_set.files]}, but got {filename!r}")
+
+
+def path(data_set: DataSet, file: File) -> Path:
+    """The file of a data set, checked; downloaded if needed.
 
     Raises:
         ValueError: the file in `FEDTORCH_DATA_DIR` has another checksum.
-        FileNotFoundError: the file could not be downloaded; the message says how to provide it.
+        FileNotFoundError: the file is not at hand and could not be downloaded; the message says how to provide
+            it.
     """
-    digests = (sha256,) if isinstance(sha256, str) else tuple(sha256)
-    folder = os.environ.get("FEDTORCH_DATA_DIR")
-    if folder and (given := Path(folder).expanduser() / dataset_folder / filename).is_file():
-        if (actual := _digest(given)) not in digests:
+    if (given := _given(data_set, file)) is not None:
+        if (actual := digest(given)) not in file.sha256:
             raise ValueError(
-                f"Expected {given} with sha256 {' or '.join(digests)}, but got {actual}; replace it by the "
-                f"file from {url}, or remove it so that it is downloaded"
+                f"Expected {given} with {file.size} bytes and sha256 {' or '.join(file.sha256)}, but got "
+                f"{given.stat().st_size} bytes and {actual}; replace it by the file from "
+                f"{file.url or data_set.page}, or remove it"
             )
         return given
-    cached = cache_folder() / dataset_folder / filename
-    if not (cached.is_file() and _digest(cached) in digests):
-        _download(cached, digests, url)
+    cached = cache_folder() / data_set.folder / file.name
+    if cached.is_file() and digest(cached) in file.sha256:
+        return cached
+    if file.url is None:
+        raise FileNotFoundError(
+            f"Expected {data_set.folder}/{file.name} in the folder FEDTORCH_DATA_DIR, but got no such file in "
+            f"{os.environ.get('FEDTORCH_DATA_DIR') or 'it, for the variable is not set'}, and the publisher has "
+            f"no address for this file alone\n{_instructions(data_set, file)}"
+        )
+    try:
+        download(file.url, cached, file.sha256, max_bytes=file.size)
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"Expected to download {data_set.folder}/{file.name} from {file.url}, but got: {error}\n"
+            f"{_instructions(data_set, file)}"
+        ) from error
     return cached
 
 
-def _download(cached: Path, digests: tuple[str, ...], url: str) -> None:
-    import pooch
-
-    downloader = pooch.HTTPDownloader(stream=False)  # streaming leaves the socket of a failed request open
-    try:
-        pooch.retrieve(url, f"sha256:{digests[0]}", cached.name, cached.parent, downloader=downloader)
-    except (OSError, ValueError) as error:
-        layout = f"{cached.parent.name}/{cached.name}"
-        raise FileNotFoundError(
-            f"Expected to download {layout} from {url}, but got: {error}\nGet the file by other means "
-            f"(sha256 {' or '.join(digests)}), put it as {layout} into a folder, and set the environment "
-            "variable FEDTORCH_DATA_DIR to that folder"
-        ) from error
+def present(data_set: DataSet, file: File) -> bool:
+    """Whether the file is at hand; its checksum is not looked at."""
+    return _given(data_set, file) is not None or (cache_folder() / data_set.folder / file.name).is_file()
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _given(data_set: DataSet, file: File) -> Path | None:
+    folder = os.environ.get("FEDTORCH_DATA_DIR")
+    given = Path(folder or ".").expanduser() / data_set.folder / file.name
+    return given if folder and given.is_file() else None
+
+
+def _instructions(data_set: DataSet, file: File) -> str:
+    note = f" ({file.note})" if file.note else ""
+    return (
+        f"Get the file by other means, see {data_set.page}{note}: {file.size} bytes, sha256 "
+        f"{' or '.join(file.sha256)}. Put it as {data_set.folder}/{file.name} into a folder, and set the "
+        "environment variable FEDTORCH_DATA_DIR to that folder"
+    )

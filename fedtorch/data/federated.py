@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -58,17 +58,19 @@ class FederatedData:
         counts: `(K,)` int64, how many of the rows are each client's.
         names: the clients' names, `"0"`, `"1"`, … unless given.
         allow_empty: whether a client may have no rows, as in a validation split.
+        features: the names of the columns of the first field, x `(total, d)`, where they are known.
 
     Raises:
         TypeError: something is not a tensor, or the counts are not int64.
         ValueError: no clients; an empty client; numbers of rows that disagree; a NaN or Inf in a float field.
-            The message names client, field and row.
+            The message names client, field and row. Also names of features that are not one per column.
     """
 
     rows: Tree
     counts: Tensor
     names: tuple[str, ...] = ()
     allow_empty: bool = False
+    features: tuple[str, ...] = ()
     starts: Tensor = field(init=False)  # (K,) int64, where each client's rows begin
 
     def __post_init__(self) -> None:
@@ -103,6 +105,12 @@ class FederatedData:
                 )
             if leaf.is_floating_point() or leaf.is_complex():
                 self._check_finite(path, leaf)
+        first = leaves[0][1]
+        if self.features and (first.ndim != 2 or first.shape[1] != len(self.features)):
+            raise ValueError(
+                f"Expected one name per column of {field_name(leaves[0][0])}, which is {tuple(first.shape)}, but got "
+                f"{len(self.features)} names of features; pass one per column"
+            )
 
     def _check_finite(self, path: str, leaf: Tensor) -> None:
         finite = leaf.isfinite()
@@ -189,7 +197,7 @@ class FederatedData:
         shift = self.starts[ids] - (counts.cumsum(0) - counts)
         index = torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
         names = tuple(self.names[k] for k in ids.tolist())
-        return FederatedData(self._take(index), counts, names, self.allow_empty)
+        return replace(self, rows=self._take(index), counts=counts, names=names)
 
     def split(self, fraction: float, seed: int) -> tuple[FederatedData, FederatedData]:
         """Splits the rows of every client at random: (training, validation).
@@ -212,22 +220,26 @@ class FederatedData:
         rank[order] = torch.arange(total) - self.starts[client]
         kept = (self.counts.double() * fraction).round().long().clamp(min=1).minimum(self.counts)
         training = rank < kept[client]
+        held_out = self._take((~training).nonzero().squeeze(1))
         return (
-            FederatedData(self._take(training.nonzero().squeeze(1)), kept, self.names, self.allow_empty),
-            FederatedData(self._take((~training).nonzero().squeeze(1)), self.counts - kept, self.names, True),
+            replace(self, rows=self._take(training.nonzero().squeeze(1)), counts=kept),
+            replace(self, rows=held_out, counts=self.counts - kept, allow_empty=True),
         )
 
     def pool(self) -> FederatedData:
         """The rows of all clients in one, called `"pool"`: what a central fit sees."""
-        return FederatedData(self.rows, self.counts.sum().reshape(1), ("pool",), self.allow_empty)
+        return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
-        """Applies `function` to the tree of all rows, which it must keep in number and order."""
-        return FederatedData(function(self.rows), self.counts, self.names, self.allow_empty)
+        """Applies `function` to the tree of all rows, which it must keep in number and order.
+
+        The names of the features are dropped, for the columns may mean something else now.
+        """
+        return replace(self, rows=function(self.rows), features=())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FederatedData:
         """The rows on `device`, and the floating point fields in `dtype`."""
-        return self.map(lambda rows: tree.map(lambda leaf: _to(leaf, device, dtype), rows))
+        return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows))
 
     def _take(self, index: Tensor) -> Tree:
         return tree.map(lambda leaf: leaf.index_select(0, index.to(leaf.device)), self.rows)

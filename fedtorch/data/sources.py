@@ -148,6 +148,7 @@ def from_frame(
         (x[order], y[order]),
         torch.from_numpy(numpy.bincount(codes, minlength=len(values)).astype(numpy.int64)),
         tuple(str(value) for value in values),
+        features=tuple(features),
     )
 
 

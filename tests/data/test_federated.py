@@ -224,3 +224,12 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         FederatedData(rows, counts, names)
+
+
+def test_names_of_features_stay_with_the_columns() -> None:
+    data = FederatedData((torch.ones(4, 2), torch.zeros(4)), torch.tensor([1, 3]), features=("age", "dose"))
+    parts = (*data.split(0.5, seed=0), data.select([1]), data.pool(), data.to(dtype=torch.float64))
+    assert {part.features for part in parts} == {("age", "dose")}
+    assert data.map(lambda rows: (rows[0][:, :1], rows[1])).features == ()
+    with pytest.raises(ValueError, match=r"column of field '0', which is \(4, 2\), but got 1 names"):
+        FederatedData(data.rows, data.counts, features=("age",))

@@ -236,6 +236,7 @@ def frame(**columns: Any) -> pandas.DataFrame:
 def test_from_frame_groups_by_client_in_order_of_appearance() -> None:
     data = from_frame(frame(), client="site", features=["age", "sick"], target="dose")
     assert data.names == ("b", "a", "c")
+    assert data.features == ("age", "sick")
     assert data.counts.tolist() == [2, 2, 1]
     assert data[0][0].tolist() == [[1, 1], [3, 1]]
     assert data[1][1].tolist() == [1.5, 4.5]

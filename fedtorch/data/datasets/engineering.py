@@ -1,0 +1,81 @@
+"""Machines that wear out: turbofan engines and lithium-ion cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy
+import torch
+from torch import Tensor
+
+from fedtorch.data.cache import locate
+from fedtorch.data.datasets.frames import by_client, choose, read
+from fedtorch.data.federated import FederatedData
+
+__all__ = ["battery", "cmapss", "cmapss_remaining_life"]
+
+BATTERIES = {"calce": "calce_cs2_cycles.csv", "xjtu": "xjtu_capacity.csv", "mit": "mit_capacity.csv"}
+
+
+def cmapss(
+    train: bool = True, sensors: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
+) -> FederatedData:
+    """Run-to-failure records of 100 simulated turbofan engines, "1" … "100"; subset FD001 of C-MAPSS.
+
+    Rows (x `(1,)`, the time in cycles, 1, 2, …; y `(len(sensors),)`, the measurements, in the units of the
+    file), in the order of time. An engine has 128 to 362 cycles, 20631 in all; in the test part, which is cut
+    before the failure, 13096 in all.
+
+    Source: Saxena, Goebel, Simon, Eklund (2008), "Damage propagation modeling for aircraft engine
+    run-to-failure simulation", NASA Prognostics Center of Excellence; a work of the U.S. Government, no licence
+    stated.
+
+    Args:
+        train: whether to take the engines that run to failure or those of the test part.
+        sensors: which of the sensors 1 … 21 are the columns of y, all unless given.
+        dtype: of x and y.
+    """
+    chosen = [int(name) for name in choose("sensors", _strings(sensors), _strings(range(1, 22)) or [])]
+    table = numpy.loadtxt(locate("cmapss", f"{'train' if train else 'test'}_FD001.txt"))
+    engines = table[:, 0].astype(int)
+    return by_client(engines, (table[:, 1:2], table[:, [4 + s for s in chosen]]), dtype, ["cycle"])
+
+
+def cmapss_remaining_life(dtype: torch.dtype = torch.float32) -> Tensor:
+    """The cycles that each test engine of `cmapss(train=False)` has left after its last row, `(100,)`."""
+    return torch.tensor(numpy.loadtxt(locate("cmapss", "RUL_FD001.txt")), dtype=dtype)
+
+
+def battery(
+    which: str = "calce", batches: Sequence[str] | None = None, dtype: torch.dtype = torch.float32
+) -> FederatedData:
+    """Capacity of lithium-ion cells over their charge cycles; every cell is a client.
+
+    Rows (x `(1,)`, the cycle 1, 2, …; y, the capacity in Ah), in the order of time:
+
+    - "calce": 4 prismatic LCO cells (CS2_35 … CS2_38) of 1.1 Ah, 882 to 996 cycles;
+    - "xjtu": 55 NCM cells of 2.0 Ah, in batches 2C (8 cells), 3C (15), R2.5 (8), R3 (8), RW (8) and
+      Sim_satellite (8); 2C and 3C together are 23 cells;
+    - "mit": 125 LFP cells of 1.1 Ah, charged fast, in batches 2017-05-12 (46), 2017-06-30 (43) and 2018-04-12
+      (36).
+
+    Source: CALCE Battery Group, University of Maryland (cite its articles); Wang et al. (2024), Nature
+    Communications 15, 4332, CC BY 4.0; Severson et al. (2019), Nature Energy 4, 383–391, CC BY 4.0.
+
+    Args:
+        which: "calce", "xjtu" or "mit".
+        batches: of the cells, all unless given; "calce" has none.
+        dtype: of x and y.
+    """
+    choose("batteries", [which], list(BATTERIES))
+    frame = read("battery", BATTERIES[which])
+    if batches is not None:
+        if "batch" not in frame.columns:
+            raise ValueError(f"Expected no batches for {which!r}, but got {batches!r}; only xjtu and mit have some")
+        frame = frame[frame["batch"].isin(choose("batches", batches, list(frame["batch"].unique())))]
+    x, y = frame[["cycle"]].to_numpy(dtype=numpy.float64), frame["capacity_Ah"].to_numpy(dtype=numpy.float64)
+    return by_client(frame["cell"], (x, y), dtype, ["cycle"])
+
+
+def _strings(numbers: Sequence[int] | None) -> list[str] | None:
+    return None if numbers is None else [str(number) for number in numbers]

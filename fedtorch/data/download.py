@@ -1,0 +1,124 @@
+"""One file from a web server, resumed where it was cut short, under its own name only once it is whole.
+
+The bytes go to `<file>.part`. If the connection breaks, that part stays and the next call asks the server for
+the rest of it only; a server that cannot do so sends everything again. Processes that want the same file wait
+for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+
+from filelock import FileLock
+
+__all__ = ["digest", "download"]
+
+BLOCK = 1 << 16
+
+
+def download(
+    url: str,
+    file: Path,
+    sha256: Collection[str],
+    *,
+    max_bytes: int = 1 << 30,
+    timeout: float = 30.0,
+    deadline: float = 3600.0,
+) -> None:
+    """Downloads `url` to `file`, unless it is there already.
+
+    Args:
+        url: an http or https address.
+        file: where the file goes; its folder is made. `<file>.part` and `<file>.lock` beside it are ours.
+        sha256: the checksums that are accepted.
+        max_bytes: more than so many bytes are refused.
+        timeout: the longest silence of the server, in seconds.
+        deadline: the longest time that one call may take, in seconds.
+
+    Raises:
+        ValueError: a file with another checksum, or too large a file; nothing of it is kept.
+        OSError: the server was not reached, refused, was silent, or cut the connection; what has arrived is
+            kept for the next call.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(file.name + ".part")
+    end = time.monotonic() + deadline
+    with FileLock(f"{file}.lock", timeout=deadline):
+        if file.is_file() and digest(file) in sha256:
+            return
+        if not (part.is_file() and digest(part) in sha256):
+            resumed = _receive(url, part, max_bytes, timeout, end)
+            if resumed and digest(part) not in sha256:  # the beginning may be of an older or damaged file
+                part.unlink()
+                _receive(url, part, max_bytes, timeout, end)
+        if (actual := digest(part)) not in sha256:
+            size = part.stat().st_size
+            part.unlink()
+            raise ValueError(f"a file of {size} bytes with another sha256, {actual}, which was deleted")
+        os.replace(part, file)
+
+
+def digest(file: Path) -> str:
+    """The sha256 of a file, in hexadecimal."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -> bool:
+    """Appends to `part` what it lacks, or writes it anew; returns whether it appended."""
+    have = part.stat().st_size if part.is_file() else 0
+    with _request(url, have, timeout) as response:
+        resumed = have > 0 and response.status == 206
+        start = have if resumed else 0
+        length = response.headers.get("Content-Length")
+        total = start + int(length) if length is not None else None
+        received = start
+        try:
+            with part.open("ab" if resumed else "wb") as stream:
+                while received <= max_bytes and (block := response.read1(BLOCK)):
+                    stream.write(block)
+                    received += len(block)
+                    if time.monotonic() > end:
+                        raise TimeoutError("the download took too long")
+        except (HTTPException, OSError) as error:
+            raise ConnectionError(f"{_cut(received, total)} ({error or type(error).__name__})") from error
+    if received > max_bytes:
+        part.unlink()
+        raise ValueError(f"a file of more than {max_bytes} bytes, which was deleted")
+    if total is not None and received < total:
+        raise ConnectionError(_cut(received, total))
+    return resumed
+
+
+def _request(url: str, have: int, timeout: float) -> HTTPResponse:
+    """The server's answer: the bytes from `have` on if it can (status 206), otherwise all of them."""
+    headers = {"User-Agent": "fedtorch", "Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    try:
+        response: HTTPResponse = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416 and have:  # the server's file is not longer than our part
+            return _request(url, 0, timeout)
+        raise
+    except HTTPException as error:
+        raise ConnectionError(f"no valid answer ({error or type(error).__name__})") from error
+    if response.status == 206 and not response.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+        response.close()
+        if not have:
+            raise ConnectionError("a part of the file that was not asked for")
+        return _request(url, 0, timeout)
+    return response
+
+
+def _cut(received: int, total: int | None) -> str:
+    of = "" if total is None else f" of {total}"
+    return f"the connection was cut after {received}{of} bytes; they are kept, so call again to get the rest"
