@@ -1,14 +1,14 @@
 # `make demo` and `make test` are all that a fresh machine needs: both make .venv and install into it.
-PYTHON ?= python3.11
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12,$(if $(shell command -v $(p)),$(p))) python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-slow lint format bench clean
+.PHONY: demo test test-slow lint format bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; use 'make PYTHON=python3.12 …' (3.11 or 3.12)"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or 3.12 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -35,5 +35,8 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m experiments.benchmarks.core
 
+bench-peers: $(STAMP)
+	$(BIN)/python -m experiments.benchmarks.peers
+
 clean:
-	rm -rf $(VENV) experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) .venv-peers experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info

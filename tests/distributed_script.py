@@ -88,6 +88,7 @@ def rounds() -> dict[str, float]:
     personal = ft.personal_layers(solver("adam", torch.float64, reset="never"), "head.*")
     fedavg = ft.fedavg(sgd(0.05, steps=3, batch_size=4), mu=0.1)
     half = ft.Faults(after=lambda key, ids: ids % 2 == 0)
+    faults = ft.dropouts(0.2) | ft.stragglers(1.0, 0.1 * LINEAR.counts) | ft.lost_messages(after=0.2)
     cases: dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, Any]]] = {
         "everybody": (fedavg, LINEAR, {}),
         "a cohort": (fedavg, LINEAR, {"cohort": 3}),
@@ -99,6 +100,9 @@ def rounds() -> dict[str, float]:
         "rank 0 loses all": (fedavg, LINEAR, {"faults": half}),
         "some do not hear": (personal, CLASSES, {"faults": ft.Faults(before=lambda key, ids: ids == 1)}),
         "nobody answers": (fedavg, LINEAR, {"faults": ft.Faults(after=lambda key, ids: ids >= 0)}),
+        "a cohort of coins": (fedavg, LINEAR, {"cohort": ft.poisson_cohort(0.3, len(LINEAR))}),
+        "a cohort by weights": (fedavg, LINEAR, {"cohort": ft.weighted_cohort(LINEAR.counts, 3)}),
+        "all faults": (fedavg, LINEAR, {"cohort": 5, "faults": faults}),
         "nobody hears": (fedavg, LINEAR, {"faults": ft.Faults(before=lambda key, ids: ids >= 0)}),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
@@ -111,6 +115,8 @@ def rounds() -> dict[str, float]:
             expected = some_rounds(algorithm, ft.InProcess(data), **arguments)
             got = some_rounds(algorithm, ft.Distributed(data, chunk=chunk), **arguments)
             found[f"{name}, chunk {chunk}"] = worst(expected, got)
+        got = some_rounds(algorithm, ft.Redelivered(ft.Distributed(data), 0.6), **arguments)
+        found[f"{name}, messages twice"] = worst(expected, got)
     return found
 
 
@@ -170,7 +176,18 @@ def lightning(folder: Path) -> dict[str, Any]:
         "resumed is equal": same_bits(everything(whole), everything(resumed)),
         "rounds": [resumed.round, outer.global_step, outer.current_epoch],
         "logged": {name: float(value) for name, value in outer.callback_metrics.items()},
+        "history": whole.history.drop(columns="seconds").to_dict("list"),
+        "losses": whole.client_losses.to_dict("list"),
+        "twice": distance(whole.server, twice(folder).server),
     }
+
+
+def twice(folder: Path) -> ft.Federation:
+    """The same federation behind a network that delivers messages again."""
+    plain = sharded()
+    model = ft.Federation(plain.algorithm, ft.Redelivered(plain.population, 0.6), cohort=3, seed=7)
+    trainer(max_epochs=4, strategy=ft.ClientSharding(), devices=2, default_root_dir=folder).fit(model)
+    return model
 
 
 def refusals(folder: Path) -> dict[str, str]:

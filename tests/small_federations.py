@@ -77,5 +77,5 @@ def trainer(**arguments: Any) -> L.Trainer:
 
 
 def everything(federation: ft.Federation) -> dict[str, Tensor]:
-    """Server and client states, round and bytes, flat."""
-    return federation.get_extra_state()
+    """Server and client states, round and bytes, flat; the history has seconds, which no two runs share."""
+    return {name: leaf for name, leaf in federation.get_extra_state().items() if not name.startswith("history.")}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, copy_of, distance, linear_clients, same_bits, sgd
+from closed_forms import ROUNDING, copy_of, distance, linear, linear_clients, mean_squared_error, same_bits, sgd
 from torch import Tensor
 
 import fedtorch as ft
@@ -29,11 +29,26 @@ SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)
 ROUNDS = 3
 
+
+def normalised() -> torch.nn.Module:
+    """A module with batch normalisation."""
+    return torch.nn.Sequential(linear(3, 2), torch.nn.BatchNorm1d(2, dtype=torch.float64), linear(2, 1, seed=1))
+
+
 ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
+    "ditto": lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
+    "fedadagrad": lambda: ft.fedadagrad(sgd(0.1, steps=2)),
+    "fedadam": lambda: ft.fedadam(sgd(0.1, steps=2)),
     "fedavg": lambda: ft.fedavg(sgd(0.1, epochs=1, batch_size=4)),
+    "fedbn": lambda: ft.fedbn(sgd(0.1, normalised(), steps=2, buffers="local")),
+    "feddyn": lambda: ft.feddyn(ft.least_squares(linear()), 3.0),
+    "fedopt": lambda: ft.fedopt(sgd(0.1, steps=2), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)),
     "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
+    "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
+    "fedyogi": lambda: ft.fedyogi(sgd(0.1, steps=2)),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
+    "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
 }
 POOLED = {"pooled"}  # algorithms that want one client with all rows

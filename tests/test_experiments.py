@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import quickstart
+from experiments import fedavg_family, quickstart
 from experiments.benchmarks import core
 
 
@@ -33,3 +33,13 @@ def test_core_benchmark(tmp_path):
 def test_core_benchmark_parts(tmp_path, part):
     core.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
     assert all(value == value for value in rows(tmp_path / "rows.json").values())
+
+
+def test_fedavg_family(tmp_path):
+    fedavg_family.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for participation in ("all clients", "2 of 10 clients"):
+        error = {name: found[name, f"relative error, {participation}"] for name in fedavg_family.algorithms()}
+        assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
+        assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
+    assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,21 +21,15 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.faults import Faults, fates
 from fedtorch.federation.population import Clients, Population
+from fedtorch.federation.sampling import Cohort, check_ids, cohort_function
 from fedtorch.tree import Tree
 
-__all__ = ["Cohort", "Faults", "Progress", "Round", "begin", "check_cohort", "run", "uniform_cohort"]
+__all__ = ["Progress", "Round", "begin", "run"]
 
-Cohort = Callable[[Tensor], Tensor | None]  # round key -> ascending ids of the clients asked, None for all
 _PURPOSES = 4  # of a round's keys
 _COHORT, _CLIENT, _SERVER, _FAULTS = range(_PURPOSES)
-
-
-class Faults(NamedTuple):
-    """Which messages are lost. Both take (key, ids `(M,)`) and return `(M,)` bool."""
-
-    before: Callable[[Tensor, Tensor], Tensor] | None = None  # the server's, before the client's work
-    after: Callable[[Tensor, Tensor], Tensor] | None = None  # the client's, after its work: its state is rolled back
 
 
 class Progress(NamedTuple):
@@ -56,6 +50,11 @@ class Round(NamedTuple):
     info: dict[str, Tensor]  # (M,) each
     bytes_up: int
     bytes_down: int
+    asked: Tensor  # ids of the clients that were asked: those that answered, and the three below
+    lost_before: Tensor  # ids of those that did not hear the server
+    late: Tensor  # ids of those that answered after the deadline
+    lost_after: Tensor  # ids of those whose message was lost
+    repeated: Tensor  # ids of those whose message came more than once, and was taken once
 
 
 def begin(algorithm: Algorithm, population: Population, parameters: Tree = None) -> Progress:
@@ -95,56 +94,37 @@ def run(
         parameters: where training starts; default: the parameters of the algorithm's local solver.
         rounds: stop after so many rounds in all; None goes on for ever.
         cohort: how many clients are asked each round, drawn uniformly without replacement; or a function of the
-            round's key; None asks everybody.
+            round's key, such as `ft.poisson_cohort`; None asks everybody.
         seed: of all randomness.
-        faults: messages that are lost.
+        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
         start: where to go on from; a new run if None.
     """
-    draw = _cohort(cohort, len(population.data))
+    everybody = torch.arange(len(population.data))
+    draw = cohort_function(cohort, len(everybody))
     number, server, clients = start if start is not None else begin(algorithm, population, parameters)
     root = random.key(seed)
     while rounds is None or number < rounds:
         keys = random.fold_in(random.fold_in(root, number), torch.arange(_PURPOSES))
-        asked, lost = _lose(faults, keys[_FAULTS], draw(keys[_COHORT]), len(population.data))
-        pending = clients.step(algorithm.outbox(server), asked, keys[_CLIENT], lost)
+        asked = draw(keys[_COHORT])
+        if asked is not None:
+            check_ids(asked, len(everybody))
+        hear, silent, before, late, after = fates(faults, keys[_FAULTS], asked, len(everybody))
+        pending = clients.step(algorithm.outbox(server), hear, keys[_CLIENT], silent)
         if pending.aggregate is not None:
             server = algorithm.server(server, pending.aggregate, keys[_SERVER])
             pending.commit()
         number += 1
-        yield Round(number, server, clients, pending.ids, pending.info, pending.bytes_up, pending.bytes_down)
-
-
-def uniform_cohort(size: int, clients: int) -> Cohort:
-    """`size` of `clients` clients, uniformly without replacement, the same on every rank.
-
-    Raises:
-        ValueError: fewer than one, or more than there are.
-    """
-    if not 1 <= size <= clients:
-        raise ValueError(f"Expected a cohort between 1 and the population's {clients} clients, but got {size}")
-    return lambda key: random.choice(key, clients, size)
-
-
-def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
-    """Raises ValueError if `cohort` asks for more clients than there are."""
-    _cohort(cohort, clients)
-
-
-def _cohort(cohort: int | Cohort | None, clients: int) -> Cohort:
-    if cohort is None:
-        return lambda key: None
-    if isinstance(cohort, int):
-        return uniform_cohort(cohort, clients)
-    return cohort
-
-
-def _lose(
-    faults: Faults | None, key: Tensor, asked: Tensor | None, clients: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """(the clients that hear the server, those among them whose message is lost)."""
-    if faults is None:
-        return asked, None
-    ids = torch.arange(clients) if asked is None else asked
-    if faults.before is not None:
-        ids = ids[~faults.before(random.fold_in(key, 0), ids)]
-    return ids, ids[faults.after(random.fold_in(key, 1), ids)] if faults.after is not None else None
+        yield Round(
+            number,
+            server,
+            clients,
+            pending.ids,
+            pending.info,
+            pending.bytes_up,
+            pending.bytes_down,
+            everybody if asked is None else asked,
+            before,
+            late,
+            after,
+            pending.ids[:0] if pending.repeated is None else pending.repeated,
+        )

@@ -6,10 +6,11 @@ One communication round is one training step and one epoch, so validation, check
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -21,11 +22,16 @@ from fedtorch.data import FederatedData
 from fedtorch.federation import coordinator
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.client_sharding import ClientSharding, check_place
-from fedtorch.federation.coordinator import Cohort, Faults
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, evaluate, inputs_and_targets
+from fedtorch.federation.faults import Faults
+from fedtorch.federation.history import History, means
 from fedtorch.federation.population import Population
+from fedtorch.federation.sampling import Cohort, check_cohort
 from fedtorch.models import functional
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["ClientSharding", "Federation"]
 
@@ -43,13 +49,15 @@ class Federation(L.LightningModule):
         population: who computes, and where.
         parameters: where training starts; default: the parameters of the algorithm's local solver.
         cohort: how many clients are asked each round (uniformly without replacement), or a function of the round's
-            key; None asks everybody.
+            key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
         metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, or a function
             (prediction, target) -> per-example values.
         split: rows -> (inputs, targets), for `metrics`.
         seed: of all randomness.
-        faults: messages that are lost.
+        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
+        keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
+            in checkpoints), those of the latest rounds; 0 keeps none.
 
     Raises:
         ValueError: a cohort larger than the population, clients that cannot take part, data that do not fit.
@@ -78,10 +86,11 @@ class Federation(L.LightningModule):
         split: Split = inputs_and_targets,
         seed: int = 0,
         faults: Faults | None = None,
+        keep_losses: int = 1_000_000,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        coordinator.check_cohort(cohort, len(population.data))
+        check_cohort(cohort, len(population.data))
         if (validation is None) != (not metrics):
             raise ValueError("Expected validation= and metrics= together, but got only one of them")
         if validation is not None:
@@ -93,6 +102,7 @@ class Federation(L.LightningModule):
         self._metrics = {name: fm.as_stacked(metric) for name, metric in (metrics or {}).items()}
         self._progress = coordinator.begin(algorithm, population, parameters)
         self.bytes_up = self.bytes_down = 0
+        self._history = History(keep_losses)
         self._warned = False
         if validation is None:
             # Lightning then sees that there is nothing to validate.
@@ -109,6 +119,16 @@ class Federation(L.LightningModule):
     def server(self) -> Tree:
         """The server's state."""
         return self._progress.server
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """A row per round: who was asked and answered, losses, bytes, scores, seconds; see `ft.History.frame`."""
+        return self._history.frame()
+
+    @property
+    def client_losses(self) -> pd.DataFrame:
+        """The clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
+        return self._history.losses(self.population.data.names)
 
     def client_module(self, client: int | str) -> nn.Module:
         """A copy of the module with the tensors that `client` (number or name) predicts with."""
@@ -141,6 +161,7 @@ class Federation(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Runs one communication round."""
+        began = time.perf_counter()
         with self._own_precision():
             rounds = coordinator.run(
                 self.algorithm,
@@ -154,9 +175,8 @@ class Federation(L.LightningModule):
         self._progress = coordinator.Progress(done.number, done.server, done.clients)
         self.bytes_up += done.bytes_up
         self.bytes_down += done.bytes_down
-        values = {name: float(value.nanmean()) for name, value in done.info.items()}
-        if "loss" in values:
-            values.setdefault("train_loss", values.pop("loss"))
+        values = means(done.info)
+        self._history.append(done, time.perf_counter() - began, values)
         self._log_values(values, prog_bar=("train_loss",))
         self._log_values({"bytes_up": self.bytes_up, "bytes_down": self.bytes_down})
         self.optimizers().step()  # type: ignore[union-attr]
@@ -172,6 +192,7 @@ class Federation(L.LightningModule):
             values[f"val_{name}_mean"] = score.mean()
             values[f"val_{name}_min"] = score.worst(largest_is_best=True)
             values[f"val_{name}_max"] = score.worst(largest_is_best=False)
+        self._history.validated(self.round, values)
         self._log_values(values, prog_bar=tuple(f"val_{name}" for name in scores))
 
     def train_dataloader(self) -> Iterable[int]:
@@ -189,7 +210,7 @@ class Federation(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuses to train the same clients several times over."""
         trainer = self.trainer
-        check_place(trainer, self.population)
+        check_place(trainer, getattr(self.population, "population", self.population))
         if trainer.scaler is not None:
             raise ValueError(
                 f"Expected a Trainer that leaves precision to the clients' module, but got precision="
@@ -230,7 +251,7 @@ class Federation(L.LightningModule):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, flat: server and client states, round, bytes, seed."""
+        """Everything a resumed run needs, flat: server and client states, round, bytes, history, seed."""
         flat = self._extra_state()
         size = tree.nbytes(flat)
         if size > _LARGE and not self._warned:
@@ -246,6 +267,7 @@ class Federation(L.LightningModule):
         number, server, clients = self._progress
         flat = {f"clients.{name}": leaf for name, leaf in clients.state_dict().items()}
         flat.update(tree.flatten(tree.to(server, "cpu", copy=True), "server"))
+        flat.update({f"history.{name}": leaf for name, leaf in self._history.state_dict().items()})
         population = len(self.population.data)
         counts = {"round": number, "bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
         flat.update({n: torch.tensor(v) for n, v in {**counts, "seed": self.seed, "population": population}.items()})
@@ -259,8 +281,8 @@ class Federation(L.LightningModule):
         """
         _, server, clients = self._progress
         _check(state, self._extra_state())
-        prefix = "clients."
-        clients.load_state_dict({n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)})
+        clients.load_state_dict(_below("clients.", state))
+        self._history.load_state_dict(_below("history.", state))
         loaded = tree.unflatten(state, server, "server")
         loaded = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, server)
         self._progress = coordinator.Progress(int(state["round"]), loaded, clients)
@@ -285,6 +307,11 @@ class Federation(L.LightningModule):
         return client
 
 
+def _below(prefix: str, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `flat` has under a prefix."""
+    return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}
+
+
 class _RoundCounter(torch.optim.Optimizer):
     """An optimiser of nothing."""
 
@@ -307,6 +334,8 @@ def _check(state: dict[str, Tensor], mine: dict[str, Tensor]) -> None:
         if int(state[name]) != int(mine[name]):
             raise ValueError(f"Expected a checkpoint of {name} {int(mine[name])}, but got {int(state[name])}")
     for name, leaf in mine.items():
+        if name.startswith("history."):
+            continue
         rows = name.startswith("clients.")
         want, got = leaf.shape[rows:], state[name].shape[rows:]
         if want != got or leaf.dtype != state[name].dtype:

@@ -40,6 +40,7 @@ class Pending(NamedTuple):
     bytes_up: int  # of all messages sent, also those that were lost
     bytes_down: int
     commit: Callable[[], None]  # keeps the new states of the clients that answered
+    repeated: Tensor | None = None  # the clients whose message came more than once and was taken once
 
 
 class Clients(Protocol):

@@ -74,6 +74,15 @@ def test_what_ranks_log_is_what_one_process_logs(findings: dict[str, Any]) -> No
     assert findings["lightning"]["logged"] == pytest.approx(
         {name: float(value) for name, value in outer.callback_metrics.items()}, rel=ROUNDING
     )
+    history = model.history.drop(columns="seconds").to_dict("list")
+    assert findings["lightning"]["history"].keys() == history.keys()
+    for name, column in history.items():
+        assert findings["lightning"]["history"][name] == pytest.approx(column, rel=ROUNDING)
+    losses = model.client_losses.to_dict("list")
+    assert findings["lightning"]["losses"].pop("client") == losses.pop("client")
+    for name, column in losses.items():
+        assert findings["lightning"]["losses"][name] == pytest.approx(column, rel=1e-6)  # kept in float32
+    assert findings["lightning"]["twice"] < ROUNDING
 
 
 def test_what_cannot_run_over_ranks_is_refused(findings: dict[str, Any]) -> None:

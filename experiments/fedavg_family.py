@@ -1,0 +1,122 @@
+"""Client drift: which of the FedAvg family reaches the pooled optimum when clients differ.
+
+Least squares on clients with different numbers of rows, different scales of the features and different answers. Every
+client takes ten gradient steps a round. What is left of the distance to the least squares fit of all rows together is
+shown over the rounds, when everybody takes part and when a tenth does. FedAvg and FedProx stop at a fixed point of
+their own, and wander around it with small cohorts; SCAFFOLD and FedDyn go to the pooled optimum; Ditto's shared model
+is FedAvg's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fedtorch as ft
+from experiments import common
+
+FEATURES, STEPS, RATE = 5, 10, 0.05
+
+
+def problem(clients: int, seed: int) -> ft.data.FederatedData:
+    """Clients of 10 to 60 rows whose features differ in scale and whose coefficients differ."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    rows = []
+    for _ in range(clients):
+        size = int(torch.randint(10, 61, (), generator=generator))
+        x = draw(size, FEATURES) * (0.3 * draw(FEATURES)).exp()
+        rows.append((x, x @ (1 + draw(FEATURES)) + 0.1 * draw(size)))
+    return ft.data.from_tensors(rows)
+
+
+def algorithms() -> dict[str, ft.Algorithm]:
+    """The family by name, all from zero."""
+    module = nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(module.weight)
+    local = ft.gradient_descent(
+        module,
+        steps=STEPS,
+        loss=lambda output, target: (output[:, 0] - target).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
+    )
+    return {
+        "FedAvg": ft.fedavg(local),
+        "FedProx": ft.fedprox(local, 1.0),
+        "Ditto (shared)": ft.ditto(local, 1.0),
+        "SCAFFOLD": ft.scaffold(local),
+        "FedDyn": ft.feddyn(local, 5.0),
+    }
+
+
+def errors(algorithm: ft.Algorithm, data: ft.data.FederatedData, cohort: int | None, rounds: int, seed: int) -> Tensor:
+    """‖θ − θ*‖ / ‖θ*‖ after every round, θ* being the least squares fit of all rows, `(rounds,)`."""
+    x, y = data.rows
+    best = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
+    found = []
+    for round in ft.run(algorithm, ft.InProcess(data), rounds=rounds, cohort=cohort, seed=seed):
+        shared = round.server if isinstance(round.server, dict) else round.server.parameters
+        found.append((shared["weight"][0] - best).norm() / best.norm())
+    return torch.stack(found)
+
+
+def draw(curves: dict[str, dict[str, Tensor]], folder: Path) -> Path:
+    """The errors over the rounds, a panel per participation."""
+    figure, axes = plt.subplots(1, len(curves), figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, (title, lines) in zip(axes, curves.items()):
+        for i, (name, values) in enumerate(lines.items()):
+            style = {"FedAvg": {"linewidth": 5, "alpha": 0.35}, "Ditto (shared)": {"linestyle": "--"}}.get(name, {})
+            every = max(1, len(values) // 100)  # readable where the cohort's noise is large
+            at = torch.arange(every - 1, len(values), every)
+            axis.plot(at + 1, values[at], color=f"C{i}", label=name, **{"linewidth": 1.5, **style})
+        axis.set_yscale("log")
+        axis.set_title(title)
+        axis.set_xlabel("communication round")
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("relative distance to the pooled optimum")
+    axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "fedavg_family.png"
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs all algorithms at both participations, prints the final errors and draws their course."""
+    options = common.arguments(__doc__ or "").parse_args(argv)
+    clients, cohort = (10, 2) if options.smoke else (40, 4)
+    settings = {
+        "all clients": (None, 20 if options.smoke else 100),
+        f"{cohort} of {clients} clients": (cohort, 60 if options.smoke else 1000),
+    }
+    curves: dict[str, dict[str, Tensor]] = {title: {} for title in settings}
+    rows, lines = [], []
+    for name, algorithm in algorithms().items():
+        line = [name]
+        for title, (size, rounds) in settings.items():
+            runs = [errors(algorithm, problem(clients, s), size, rounds, s) for s in range(options.seeds)]
+            curves[title][name] = runs[0]
+            final = [float(run[-1]) for run in runs]
+            sd = float(np.std(final, ddof=1)) if len(final) > 1 else None
+            rows.append(common.Row(name, f"relative error, {title}", float(np.mean(final)), sd))
+            line.append(f"{np.mean(final):.1e}")
+        lines.append(line)
+    columns = ["relative error after", *(f"{rounds} rounds, {title}" for title, (_, rounds) in settings.items())]
+    common.show("Distance to the pooled optimum of heterogeneous least squares", columns, lines)
+    common.write("fedavg_family", rows, options.json)
+    if options.out is not None:
+        common.show_path(draw(curves, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+r"""Ditto: a shared model, and for every client a personal one that is drawn towards it.
+
+The shared parameters θ are trained by federated averaging. Besides, a client of the cohort goes on with its personal
+v_k, which never leave it, on
+
+.. math:: \min_v L_k(v) + \frac{\lambda}{2} \|v - \theta\|^2,
+
+with the θ it has received. λ = 0 is separate training, large λ is FedAvg. Predictions are made with v_k.
+
+Source: Li et al. (2021), "Ditto: fair and robust federated learning through personalization", Algorithm 1 and
+the objective called (Ditto).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
+from fedtorch.federation.algorithms.fedavg import (
+    Message,
+    Weight,
+    check_settings,
+    checked_weight,
+    proximal,
+    rows_weight,
+)
+from fedtorch.federation.exchange import Mean
+from fedtorch.tree import Tree
+
+__all__ = ["ditto"]
+
+_PERSONAL = 0x44697474  # purpose of a client's key: the personal model's draws
+
+
+class State(NamedTuple):
+    """A client's own; leaves `(K, ...)`."""
+
+    personal: Tree  # v_k
+    personal_solver: Tree
+    solver: Tree  # for the shared parameters
+
+
+def ditto(
+    local: LocalSolver,
+    strength: float,
+    *,
+    mu: float = 0.0,
+    lr: float = 1.0,
+    weight: Weight = rows_weight,
+) -> Algorithm:
+    """Ditto; `Reply.info` has the shared training's values, and the personal one's as `personal_…`.
+
+    Args:
+        local: how a client works on both of its problems.
+        strength: weight λ of the pull of the personal parameters to the shared ones.
+        mu: weight of a proximal term on the shared training, as in FedProx.
+        lr: the server's step.
+        weight: data -> `(K,)` positive weights; default: the number of rows.
+
+    Shapes: server state and outbox are the shared parameters; client state is `State`, `(K, ...)`.
+
+    Raises:
+        ValueError: `strength` or `mu` is negative, or `lr` is not positive.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2)), (torch.ones(2, 1), -torch.ones(2))])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> *_, final = ft.run(ft.ditto(local, strength=2.0), ft.InProcess(data), rounds=2)
+        >>> [round(float(final.clients.tensors(final.server, k)["weight"]), 2) for k in range(2)]  # 2 / (2 + λ)
+        [0.5, -0.5]
+    """
+    check_settings(mu, lr)
+    if not strength >= 0:
+        raise ValueError(f"Expected a strength of at least 0, but got {strength}")
+
+    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
+        shared = local(inbox, state.solver, data, proximal(inbox, mu), key)
+        own_key = random.fold_in(key, _PERSONAL)
+        own = local(state.personal, state.personal_solver, data, proximal(inbox, strength), own_key)
+        message = Message(Mean(tree.subtract(shared.parameters, inbox), weight(data)))
+        info = {**shared.info, **{f"personal_{name}": value for name, value in own.info.items()}}
+        return Reply(message, State(own.parameters, own.state, shared.state), info)
+
+    def init(parameters: Tree, clients: int) -> tuple[Tree, State]:
+        return parameters, State(parameters, local.init(parameters), local.init(parameters))
+
+    return Algorithm(
+        init=init,
+        outbox=lambda shared: shared,
+        client=client,
+        server=lambda shared, aggregate, key: tree.add_scaled(shared, aggregate.change.value, lr),
+        model=lambda inbox, state: local.tensors(state.personal, state.personal_solver),
+        prepare=lambda data: checked_weight(local.prepare(data), weight),
+        local=local,
+    )

@@ -1,0 +1,267 @@
+r"""FedOpt: the server takes the mean of the clients' changes as a gradient for an optimiser of its own.
+
+.. math::
+    \Delta = \sum_{k \in S} \frac{w_k}{\sum_{j \in S} w_j} (\theta_k - \theta), \qquad
+    \theta \leftarrow \text{optimizer}(\theta, \text{gradient} = -\Delta).
+
+Any `torch.optim.Optimizer` will do: `SGD(lr=1)` is FedAvg, with `momentum` it is FedAvgM (Hsu et al. 2019).
+
+Source: Reddi et al. (2021), "Adaptive federated optimization", Algorithm 1; FedAdagrad, FedYogi and FedAdam are its
+Algorithm 2 (τ is `eps`). PyTorch's Adam corrects the bias of its moments, which the paper's does not, and PyTorch's
+Adagrad has no momentum, which is the paper's β₁ = 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver
+from fedtorch.federation.algorithms.fedavg import Message, Weight, fedavg, rows_weight
+from fedtorch.federation.local_solvers.optimisers import MakeOptimizer, rebind
+from fedtorch.tree import Tree
+
+__all__ = ["Yogi", "averaged_buffers", "fedadagrad", "fedadam", "fedopt", "fedyogi"]
+
+
+class Server(NamedTuple):
+    """What the server keeps."""
+
+    parameters: Tree
+    optimizer: dict[str, dict[str, Tensor]]  # by parameter, then by the optimiser's own names
+    steps: Tensor  # () taken so far
+
+
+def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, weight: Weight = rows_weight) -> Algorithm:
+    """Federated averaging whose server step is that of an optimiser; its state is part of the server's.
+
+    Averaged buffers (`gradient_descent(buffers="average")`) have no gradient: they are averaged as in FedAvg.
+
+    Args:
+        local: how a client works on its own problem.
+        optimizer: `parameters -> torch.optim.Optimizer`, the server's.
+        mu: weight of a proximal term, as in FedProx.
+        weight: data -> `(K,)` positive weights; default: the number of rows.
+
+    Shapes: server state is `Server`; outbox the parameters; client state is the solver's, `(K, ...)`.
+
+    Raises:
+        TypeError: the optimiser needs a closure, or keeps its state where it cannot be saved.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> local = ft.least_squares(torch.nn.Linear(3, 1))
+        >>> fedavgm = ft.fedopt(local, lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9))
+        >>> server, _ = fedavgm.init(local.parameters, 2)
+        >>> sorted(server.optimizer["weight"])
+        ['momentum_buffer']
+    """
+    averaged = averaged_buffers(local)
+    plain = fedavg(local, mu=mu, weight=weight)
+    steps = _ServerSteps(optimizer, {n: p for n, p in local.parameters.items() if n not in averaged})
+
+    def init(parameters: Tree, clients: int) -> tuple[Server, Tree]:
+        return Server(parameters, steps.init(parameters), torch.tensor(0)), plain.init(parameters, clients)[1]
+
+    def server(state: Server, aggregate: Message, key: Tensor) -> Server:
+        moved, kept = steps(state, aggregate.change.value)
+        mean = tree.add_scaled(state.parameters, aggregate.change.value)
+        return Server({**mean, **moved}, kept, state.steps + 1)
+
+    return Algorithm(
+        init=init,
+        outbox=lambda server: server.parameters,
+        client=plain.client,
+        server=server,
+        model=plain.model,
+        prepare=plain.prepare,
+        local=local,
+    )
+
+
+def fedadam(
+    local: LocalSolver,
+    *,
+    lr: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 1e-3,
+    mu: float = 0.0,
+    weight: Weight = rows_weight,
+) -> Algorithm:
+    """FedAdam: `fedopt` with `torch.optim.Adam` (Reddi et al. 2021, Algorithm 2, but bias-corrected).
+
+    Args:
+        local: how a client works on its own problem.
+        lr: the server's learning rate η.
+        betas: decay β₁ and β₂ of the moments.
+        eps: degree of adaptivity τ, in units of a change of the parameters.
+        mu: weight of a proximal term, as in FedProx.
+        weight: data -> `(K,)` positive weights; default: the number of rows.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> algorithm = ft.fedadam(ft.least_squares(torch.nn.Linear(3, 1)), lr=0.1)
+    """
+    return fedopt(local, lambda p: torch.optim.Adam(p, lr=lr, betas=betas, eps=eps), mu=mu, weight=weight)
+
+
+def fedyogi(
+    local: LocalSolver,
+    *,
+    lr: float = 0.01,
+    betas: tuple[float, float] = (0.9, 0.99),
+    eps: float = 1e-3,
+    mu: float = 0.0,
+    weight: Weight = rows_weight,
+) -> Algorithm:
+    """FedYogi: `fedopt` with `Yogi` (Reddi et al. 2021, Algorithm 2). Arguments as those of `fedadam`."""
+    return fedopt(local, lambda p: Yogi(p, lr=lr, betas=betas, eps=eps), mu=mu, weight=weight)
+
+
+def fedadagrad(
+    local: LocalSolver, *, lr: float = 0.01, eps: float = 1e-3, mu: float = 0.0, weight: Weight = rows_weight
+) -> Algorithm:
+    """FedAdagrad: `fedopt` with `torch.optim.Adagrad` whose sums start at τ² (Reddi et al. 2021, Algorithm 2, β₁ = 0).
+
+    Arguments as those of `fedadam`.
+    """
+    return fedopt(
+        local,
+        lambda p: torch.optim.Adagrad(p, lr=lr, eps=eps, initial_accumulator_value=eps**2),
+        mu=mu,
+        weight=weight,
+    )
+
+
+class Yogi(Optimizer):
+    r"""Adam whose second moment grows and shrinks at a bounded rate, without correction of bias.
+
+    .. math::
+        m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
+        v \leftarrow v - (1 - \beta_2) g^2 \operatorname{sign}(v - g^2), \quad
+        \theta \leftarrow \theta - \eta\, m / (\sqrt v + \tau),
+
+    from m = 0 and v = τ². Source: Zaheer et al. (2018), Algorithm 2, as in Reddi et al. (2021), Algorithm 2.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr: learning rate η.
+        betas: decay β₁ and β₂ of the moments.
+        eps: degree of adaptivity τ.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-3,
+    ) -> None:
+        if not (lr > 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ValueError(
+                f"Expected lr > 0, eps > 0 and betas of at least 0 and below 1, but got lr={lr}, eps={eps}, "
+                f"betas={betas}"
+            )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step; returns what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.full_like(parameter, group["eps"] ** 2)
+                mean, square, new = state["exp_avg"], state["exp_avg_sq"], parameter.grad.square()
+                mean.lerp_(parameter.grad, 1 - beta1)
+                square.addcmul_((square - new).sign(), new, value=beta2 - 1)
+                parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
+        return loss
+
+
+def averaged_buffers(local: LocalSolver) -> set[str]:
+    """The names of buffers that `local` treats as parameters: they are averaged, and have no gradient."""
+    return {name for name, _ in local.module.named_buffers() if name in local.parameters}
+
+
+class _ServerSteps:
+    """An optimiser as a function of its state, which is a tree of tensors.
+
+    Args:
+        make: of the optimiser.
+        parameters: that it trains.
+    """
+
+    def __init__(self, make: MakeOptimizer, parameters: dict[str, Tensor]) -> None:
+        own = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
+        names = {id(parameter): name for name, parameter in own.items()}
+        self.original = make(own.values())
+        if not isinstance(self.original, Optimizer):
+            raise TypeError(f"Expected optimizer= to make a torch.optim.Optimizer, but got {type(self.original)}")
+        self.names = [[names[id(p)] for p in group["params"]] for group in self.original.param_groups]
+        self.trained = [name for group in self.names for name in group]
+        self.numbers: dict[str, type] = {}  # parts of the state that are Python numbers
+        self.init(parameters)  # refuses at construction what cannot be saved
+
+    def init(self, parameters: Tree) -> dict[str, dict[str, Tensor]]:
+        """The state before the first step, all zeros, in the structure of the state after it."""
+        name = type(self.original).__name__
+        tensors, optimizer = self._bind(parameters)
+        before = _settings(optimizer)
+        for tensor in tensors.values():
+            tensor.grad = torch.zeros_like(tensor)
+        try:
+            optimizer.step()
+        except TypeError as error:
+            raise TypeError(f"Expected an optimiser that needs no closure, but got {name} ({error})") from error
+        if _settings(optimizer) != before:
+            raise TypeError(f"Expected an optimiser whose state can be saved, but {name} keeps it in its settings")
+        for tensor in tensors.values():
+            for part, value in optimizer.state[tensor].items():
+                if value is not None and not isinstance(value, Tensor):
+                    self.numbers[part] = type(value)
+        return tree.map(torch.zeros_like, self._state(optimizer, tensors))
+
+    def __call__(self, state: Server, change: Tree) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """The parameters after a step with the gradient −change, and the optimiser's state."""
+        tensors, optimizer = self._bind(state.parameters)
+        if int(state.steps) > 0:
+            for name, parts in state.optimizer.items():
+                for part, value in parts.items():
+                    number = self.numbers.get(part)
+                    optimizer.state[tensors[name]][part] = value.clone() if number is None else number(value)
+        for name, tensor in tensors.items():
+            tensor.grad = change[name].to(tensor.device, tensor.dtype).neg()
+        optimizer.step()
+        return {name: tensor.detach() for name, tensor in tensors.items()}, self._state(optimizer, tensors)
+
+    def _bind(self, parameters: Tree) -> tuple[dict[str, Tensor], Optimizer]:
+        tensors = {name: parameters[name].detach().clone().requires_grad_() for name in self.trained}
+        return tensors, rebind(self.original, [[tensors[name] for name in group] for group in self.names])
+
+    def _state(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        return {
+            name: {
+                part: value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+                for part, value in optimizer.state[tensor].items()
+                if value is not None
+            }
+            for name, tensor in tensors.items()
+        }
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

@@ -1,0 +1,161 @@
+r"""SCAFFOLD: control variates take the clients' drift out of federated averaging.
+
+A client's steps from the server's parameters θ are corrected by the difference of the server's control c and its own
+c_k, which is the `Quadratic` with λ = 0 and h = c_k − c; then it renews its control (the paper's option II), s_k being
+the sum of the learning rates it took:
+
+.. math::
+    x &\leftarrow x - \eta_l (\nabla L_k(x) - c_k + c), \qquad
+    c_k^+ = c_k - c + (\theta - \theta_k) / s_k \\
+    \theta &\leftarrow \theta + \eta \sum_{k \in S} \frac{w_k}{\sum_{j \in S} w_j} (\theta_k - \theta), \qquad
+    c = \sum_k w_k c_k / \sum_k w_k.
+
+Weights. At a fixed point no client moves, so c_k − c = ∇L_k(θ) for all k, and c_k⁺ = c_k gives c = 0. Hence
+Σ w_k c_k = 0 and Σ w_k ∇L_k(θ) = 0: with w_k the number of rows this is the optimum of the pooled rows, whatever the
+number of local steps and whoever takes part. The paper's c is the plain mean, that is w_k = 1.
+
+The server keeps the running sum of all w_k c_k. It knows the weights of the clients that it has heard only, so it takes
+N times their mean for Σ w_k, and counts the controls of the others as 0: with equal weights this is the paper's update
+c ← c + (|S|/N) · mean of the changes, and when all have been heard it is exact.
+
+Source: Karimireddy et al. (2020), "SCAFFOLD: stochastic controlled averaging for federated learning", Algorithm 1 with
+option II, equations (3) to (5).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithms.fedavg import Weight, check_settings, checked_weight, rows_weight
+from fedtorch.federation.exchange import Increment, Mean
+from fedtorch.tree import Tree
+
+__all__ = ["Controls", "Message", "Server", "State", "mean_control", "no_controls", "scaffold"]
+
+
+class Controls(NamedTuple):
+    """Controls that can be added up: one client's, or the sum over those that have been heard."""
+
+    weighted: Tree  # Σ w_k c_k, in the structure of the parameters
+    weight: Tensor  # Σ w_k
+    clients: Tensor  # how many
+
+
+class Message(NamedTuple):
+    """What a client tells the server."""
+
+    change: Mean  # of the parameters
+    controls: Increment  # of the client's `Controls`
+
+
+class State(NamedTuple):
+    """A client's own; leaves `(K, ...)`."""
+
+    sent: Controls  # all that it has told of its control
+    solver: Tree
+
+
+class Server(NamedTuple):
+    """What the server keeps."""
+
+    parameters: Tree  # θ
+    heard: Controls  # the sum of all `sent`, float64
+    population: Tensor  # () number of clients N
+
+
+class Outbox(NamedTuple):
+    """What the server sends out."""
+
+    parameters: Tree  # θ
+    control: Tree  # c
+
+
+def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
+    """SCAFFOLD.
+
+    The local solver should take plain (stochastic) gradient steps, with or without schedule and weight decay: momentum
+    and adaptive steps make θ − θ_k another multiple of the gradient than the sum of the learning rates.
+
+    Args:
+        local: how a client works on its own problem, by steps.
+        lr: the server's step η.
+        weight: data -> `(K,)` positive weights w_k; default: the number of rows.
+
+    Shapes: server state is `Server`, outbox `Outbox`; client state is `State`, `(K, ...)`.
+
+    Raises:
+        ValueError: `lr` is not positive; or, in the first round, the local solver takes no steps, as the closed forms
+            do: an exact solution does not depend on where it starts, and has no mean gradient along the way.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (2 * torch.ones(3, 1), -torch.ones(3))])
+        >>> local = ft.gradient_descent(
+        ...     torch.nn.Linear(1, 1, bias=False), steps=5, loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+        >>> *_, final = ft.run(ft.scaffold(local), ft.InProcess(data), rounds=100)
+        >>> round(float(final.server.parameters["weight"]), 4)  # Σ x y / Σ x² = −5 / 13
+        -0.3846
+    """
+    check_settings(0.0, lr)
+
+    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
+        nothing = no_controls(parameters)
+        server = Server(parameters, tree.to(nothing, torch.float64), torch.tensor(clients))
+        return server, State(nothing, local.init(parameters))
+
+    def outbox(server: Server) -> Outbox:
+        control = mean_control(server.heard, server.population)
+        return Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, server.parameters))
+
+    def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
+        weights = weight(data).to(torch.float64)
+        correction = tree.subtract(tree.scale(state.sent.weighted, 1 / weights), inbox.control)
+        precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
+        solved = local(inbox.parameters, state.solver, data, Quadratic(precision, correction), key)
+        change = tree.subtract(solved.parameters, inbox.parameters)
+        control = tree.add_scaled(correction, change, -1 / _checked(solved.steps))
+        sent = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
+        message = Message(Mean(change, weight(data)), Increment(tree.subtract(sent, state.sent)))
+        return Reply(message, State(sent, solved.state), solved.info)
+
+    def server(state: Server, aggregate: Message, key: Tensor) -> Server:
+        parameters = tree.add_scaled(state.parameters, aggregate.change.value, lr)
+        return Server(parameters, tree.add(state.heard, aggregate.controls.value), state.population)
+
+    return Algorithm(
+        init=init,
+        outbox=outbox,
+        client=client,
+        server=server,
+        model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
+        prepare=lambda data: checked_weight(local.prepare(data), weight),
+        local=local,
+    )
+
+
+def no_controls(parameters: Tree) -> Controls:
+    """The controls of nobody."""
+    nothing = torch.zeros((), dtype=torch.float64, device=tree.leaves(parameters)[0].device)
+    return Controls(tree.zeros_like(parameters), nothing, nothing)
+
+
+def mean_control(heard: Controls, population: Tensor) -> Tree:
+    """Σ w_k c_k / Σ w_k, where Σ w_k is the number of clients times the mean weight of those that have been heard."""
+    total = population * heard.weight / heard.clients.clamp(min=1)
+    return tree.scale(heard.weighted, torch.where(total > 0, 1 / total, 0.0))
+
+
+def _checked(steps: Tensor) -> Tensor:
+    if not bool((steps > 0).all()):
+        raise ValueError(
+            "Expected a local solver that takes gradient steps, but got a sum of learning rates of "
+            f"{float(steps.min())}; SCAFFOLD is not defined for an exact local solver: use ft.feddyn, or "
+            "ft.gradient_descent"
+        )
+    return steps

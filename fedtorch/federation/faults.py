@@ -1,0 +1,162 @@
+"""What goes wrong between server and clients, as values: drop-outs, stragglers, lost messages.
+
+A fault says, from a key and the clients' ids, whom it hits; the clients' draws are independent of the cohort, the
+population and the order of blocks. A silent client is rolled back: its state is what it was before the round. Faults
+are joined with `|`, and a client that several of them hit is counted once, by the first in the order before, late,
+after.
+
+>>> import torch, fedtorch as ft
+>>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
+>>> slow = ft.stragglers(deadline=1.0, seconds=0.02 * data.counts)
+>>> local = ft.least_squares(torch.nn.Linear(10, 1))
+>>> round = next(ft.run(ft.fedavg(local), ft.InProcess(data), faults=ft.dropouts(0.2) | slow))
+>>> len(round.asked) == len(round.ids) + len(round.lost_before) + len(round.late) + len(round.lost_after)
+True
+
+What comes twice or out of order is `ft.Redelivered`, a population.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+
+__all__ = [
+    "Fates",
+    "Faults",
+    "dropouts",
+    "exponential_noise",
+    "fates",
+    "lognormal_noise",
+    "lost_messages",
+    "stragglers",
+]
+
+Hit = Callable[[Tensor, Tensor], Tensor]  # (key, ids (M,)) -> (M,) bool
+Noise = Callable[[Tensor], Tensor]  # keys (M,) -> (M,) positive factors of mean one
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Whom faults hit in a round; every function takes (key, ids `(M,)`) and returns `(M,)` bool.
+
+    Attributes:
+        before: the client does not hear the server, and does nothing.
+        after: the client's message is lost after its work, which is rolled back.
+        late: the client's message comes after the deadline, and its work is rolled back.
+    """
+
+    before: Hit | None = None
+    after: Hit | None = None
+    late: Hit | None = None
+
+    def __or__(self, other: Faults) -> Faults:
+        """Both, independently of each other."""
+        return Faults(
+            _either(self.before, other.before), _either(self.after, other.after), _either(self.late, other.late)
+        )
+
+
+class Fates(NamedTuple):
+    """What happens to the clients that are asked; ids, ascending and disjoint."""
+
+    hear: Tensor | None  # the clients that work, None for all
+    silent: Tensor | None  # those of them that do not answer
+    before: Tensor  # hit before their work
+    late: Tensor
+    after: Tensor
+
+
+_NOBODY = torch.zeros(0, dtype=torch.int64)
+
+
+def dropouts(probability: float) -> Faults:
+    """Clients that are away: each, with this probability, neither hears the server nor answers in a round."""
+    return lost_messages(before=probability)
+
+
+def lost_messages(before: float = 0.0, after: float = 0.0) -> Faults:
+    """Messages that are lost on the way, each with a probability of its own.
+
+    Args:
+        before: of losing the server's message to a client: it does nothing.
+        after: of losing a client's message to the server: its work is rolled back.
+    """
+    return Faults(_coin(before), _coin(after))
+
+
+def exponential_noise(keys: Tensor) -> Tensor:
+    """Exponential factors of mean one."""
+    return random.exponential(keys, (), torch.float64)
+
+
+def lognormal_noise(sigma: float) -> Noise:
+    """Log-normal factors of mean one, exp(σz − σ²/2).
+
+    Raises:
+        ValueError: a negative σ.
+    """
+    if not (sigma >= 0 and math.isfinite(sigma)):
+        raise ValueError(f"Expected sigma of at least 0, but got {sigma}")
+    return lambda keys: (sigma * random.normal(keys, (), torch.float64) - sigma**2 / 2).exp()
+
+
+def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_noise) -> Faults:
+    """Clients that answer after the deadline, whose work is rolled back.
+
+    Args:
+        deadline: in seconds from the start of the round, positive.
+        seconds: `(K,)` every client's mean duration, such as `0.01 * data.counts / speed`.
+        noise: what each round multiplies them by: `exponential_noise`, `lognormal_noise(sigma)`, or a function of
+            stacked keys.
+
+    Raises:
+        ValueError: a deadline or durations that are not positive.
+    """
+    if not deadline > 0:
+        raise ValueError(f"Expected a positive deadline in seconds, but got {deadline}")
+    mean = torch.as_tensor(seconds, dtype=torch.float64, device="cpu")
+    if mean.ndim != 1 or not bool(((mean > 0) & mean.isfinite()).all()):
+        raise ValueError(f"Expected positive finite seconds (K,), but got {mean.tolist()}")
+    return Faults(late=lambda key, ids: mean[ids] * noise(random.fold_in(key, ids)) > deadline)
+
+
+def fates(faults: Faults | None, key: Tensor, asked: Tensor | None, clients: int) -> Fates:
+    """What happens in a round to the clients that are `asked`, None for all."""
+    if faults is None:
+        return Fates(asked, None, _NOBODY, _NOBODY, _NOBODY)
+    ids = torch.arange(clients) if asked is None else asked
+
+    def split(hit: Hit | None, purpose: int, among: Tensor) -> tuple[Tensor, Tensor]:
+        """(hit, the others)."""
+        if hit is None or len(among) == 0:
+            return among[:0], among
+        chosen = hit(random.fold_in(key, purpose), among)
+        return among[chosen], among[~chosen]
+
+    before, hear = split(faults.before, 0, ids)
+    late, timely = split(faults.late, 2, hear)
+    after, _ = split(faults.after, 1, timely)
+    silent = torch.cat([late, after]).sort().values
+    return Fates(hear, silent if len(silent) else None, before, late, after)
+
+
+def _coin(probability: float) -> Hit | None:
+    if not 0 <= probability <= 1:
+        raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
+    if probability == 0:
+        return None
+    return lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability)
+
+
+def _either(first: Hit | None, second: Hit | None) -> Hit | None:
+    if first is None or second is None:
+        return first or second
+    return lambda key, ids: first(random.fold_in(key, 0), ids) | second(random.fold_in(key, 1), ids)

@@ -1,0 +1,131 @@
+"""Who is asked in a round: cohorts as functions of the round's key.
+
+A cohort is computed from integers and exact comparisons, so that every rank draws the same one, and its ids are
+distinct and ascending. One that is empty is a round in which nothing happens.
+
+>>> from fedtorch import random
+>>> from fedtorch.federation import sampling
+>>> key = random.key(0)
+>>> [len(cohort(key)) for cohort in (sampling.uniform_cohort(3, 10), sampling.weighted_cohort([1.0, 2.0, 9.0], 2))]
+[3, 2]
+>>> sampling.fixed_cohort([4, 1])(key)
+tensor([1, 4])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+
+__all__ = [
+    "Cohort",
+    "check_cohort",
+    "check_ids",
+    "cohort_function",
+    "fixed_cohort",
+    "poisson_cohort",
+    "uniform_cohort",
+    "weighted_cohort",
+]
+
+Cohort = Callable[[Tensor], Tensor | None]  # round key -> ascending ids of the clients asked, None for all
+
+
+def uniform_cohort(size: int, clients: int) -> Cohort:
+    """`size` of `clients` clients, uniformly without replacement.
+
+    Raises:
+        ValueError: fewer than one, or more than there are.
+    """
+    if not 1 <= size <= clients:
+        raise ValueError(f"Expected a cohort between 1 and the population's {clients} clients, but got {size}")
+    return lambda key: random.choice(key, clients, size)
+
+
+def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
+    """The same clients every round, in ascending order.
+
+    Raises:
+        ValueError: negative ids, or some twice; ids beyond the population are refused where the cohort is used.
+    """
+    clients = torch.as_tensor(ids, dtype=torch.int64, device="cpu").sort().values
+    check_ids(clients, torch.iinfo(torch.int64).max)
+    return lambda key: clients
+
+
+def poisson_cohort(rate: float, clients: int) -> Cohort:
+    """Each of `clients` clients independently with probability `rate`, to a resolution of 2⁻³².
+
+    The cohort's size varies and may be zero. This is the sampling that the privacy accountants of subsampled
+    mechanisms assume.
+
+    Raises:
+        ValueError: a rate outside (0, 1], or fewer than one client.
+    """
+    if not 0 < rate <= 1:
+        raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
+    if clients < 1:
+        raise ValueError(f"Expected at least one client, but got {clients}")
+    return lambda key: random.bernoulli(key, rate, (clients,)).nonzero()[:, 0]
+
+
+def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
+    """`size` clients without replacement, clients of large weight more often.
+
+    Exponential races: client k draws E_k / w_k with E_k exponential, and the `size` smallest win. It is the same as
+    drawing one client after another with probabilities proportional to the weights of those that are left. For
+    `size` > 1 the probabilities of being in the cohort are therefore *not exactly* proportional to the weights: they
+    are closer together, and no client's exceeds one.
+
+    Args:
+        weights: `(K,)` positive, one per client of the population.
+        size: of the cohort, from 1 to K.
+
+    Source: Efraimidis and Spirakis (2006), "Weighted random sampling with a reservoir", Algorithm A.
+
+    Raises:
+        ValueError: weights that are not positive and finite, or an impossible size.
+    """
+    known = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if known.ndim != 1 or not bool(((known > 0) & known.isfinite()).all()):
+        raise ValueError(
+            f"Expected positive finite weights (K,), but got {known.tolist()}; leave clients out with data.select"
+        )
+    if not 1 <= size <= len(known):
+        raise ValueError(f"Expected a cohort between 1 and the {len(known)} clients with weights, but got {size}")
+
+    def draw(key: Tensor) -> Tensor:
+        arrival = random.exponential(key, (len(known),), torch.float64) / known
+        return arrival.argsort(dim=-1, stable=True)[..., :size].sort(dim=-1).values
+
+    return draw
+
+
+def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort:
+    """A number as the uniform cohort of that size, None as everybody."""
+    if cohort is None:
+        return lambda key: None
+    if isinstance(cohort, int):
+        return uniform_cohort(cohort, clients)
+    return cohort
+
+
+def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
+    """Raises ValueError if `cohort` asks for clients that are not there, as far as one draw tells."""
+    ids = cohort_function(cohort, clients)(random.key(0))
+    if ids is not None:
+        check_ids(ids, clients)
+
+
+def check_ids(ids: Tensor, clients: int) -> None:
+    """Raises ValueError unless `ids` are distinct, ascending clients of a population."""
+    if ids.ndim != 1 or ids.dtype != torch.int64:
+        raise ValueError(f"Expected a cohort of int64 ids (M,), but got {ids.dtype} of shape {tuple(ids.shape)}")
+    if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < clients and bool((ids[1:] > ids[:-1]).all())):
+        raise ValueError(
+            f"Expected distinct ascending ids of the population's {clients} clients, but got {ids.tolist()}"
+        )

@@ -1,0 +1,261 @@
+"""Figures of federations and their data.
+
+Every function returns a matplotlib `Figure` that belongs to no window: save it with `figure.savefig`, or let a notebook
+show it. Where a function takes a run, that is a `Federation`, a `History`, or the table that either gives.
+
+>>> import fedtorch as ft
+>>> data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3), clients=20, seed=0)
+>>> figure = ft.plots.client_distribution(data)
+>>> figure.axes[0].get_ylabel()
+'rows'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import FederatedData
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["bytes_against", "client_distribution", "curves", "worst_client"]
+
+_MOST_BARS = 30  # clients whose labels are drawn as bars; more make a map
+_MOST_COLOURS = 10  # labels that colours tell apart
+
+
+def curves(run: Any, values: Sequence[str] | None = None) -> Figure:
+    """Training loss and scores by round, with the spread over clients as bands.
+
+    Args:
+        run: a `Federation`, `History`, or table.
+        values: columns of the history to draw, one panel each; default: `train_loss` and every `val_<metric>`.
+
+    Raises:
+        ValueError: a value that is not in the history, or a history without rounds.
+    """
+    table = _table(run)
+    if values is None:
+        scores = [name for name in table if name.startswith("val_") and f"{name}_mean" in table]
+        values = ["train_loss"] * ("train_loss" in table) + scores
+    figure = _figure(4.2 * max(1, len(values)), 3.8)
+    for axes, name in zip(figure.subplots(1, max(1, len(values)), squeeze=False)[0], values):
+        rounds, value = _column(table, name)
+        _band(axes, table, f"{name}_min", f"{name}_max", 0.12, "lowest to highest client")
+        _band(axes, table, f"{name}_q25", f"{name}_q75", 0.25, "middle half of the clients")
+        if f"{name}_mean" in table:
+            axes.plot(rounds, value, color="C0", label="all rows")
+            axes.plot(*_column(table, f"{name}_mean"), color="C0", linestyle="--", label="mean over clients")
+        else:
+            axes.plot(rounds, value, color="C0", linestyle="--", label="mean over clients")
+        if f"{name}_median" in table:
+            axes.plot(*_column(table, f"{name}_median"), color="C0", linestyle=":", label="median client")
+        _finish(axes, "communication round", _in_words(name))
+        _whole_numbers(axes)
+    parts = {name: part for axes in figure.axes for part, name in zip(*axes.get_legend_handles_labels())}
+    figure.legend(parts.values(), parts.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    return figure
+
+
+def client_distribution(data: FederatedData, label: int | str = 1) -> Figure:
+    """Which labels the clients have, and how many rows.
+
+    Up to thirty clients and ten labels are stacked bars, whose heights are the clients' rows; more are a map of each
+    label's share, with the rows below. Labels that are real numbers are drawn as quantiles.
+
+    Args:
+        data: the clients' rows.
+        label: the field of the rows that has the labels `(total,)`: a place in a tuple or a name.
+
+    Raises:
+        ValueError: there is no such field, or it has more than one number per row.
+    """
+    target = _labels(data, label).cpu()
+    if target.is_floating_point():
+        return _draw_quantiles(data, target)
+    known, index = target.unique(return_inverse=True)
+    client = torch.arange(len(data)).repeat_interleave(data.counts)
+    counts = torch.bincount(client * len(known) + index, minlength=len(data) * len(known)).reshape(len(data), -1)
+    if len(data) <= _MOST_BARS and len(known) <= _MOST_COLOURS:
+        return _draw_bars(data, known.tolist(), counts.numpy())
+    return _draw_map(data, known.tolist(), counts.numpy())
+
+
+def worst_client(runs: Mapping[str, Any], metric: str, largest_is_best: bool = True) -> Figure:
+    """The worst client's score beside that of all rows and the mean over clients, by round.
+
+    Args:
+        runs: by name: `Federation`, `History`, or table.
+        metric: the name of a metric that was validated.
+        largest_is_best: whether the worst client is the lowest.
+    """
+    worst = "min" if largest_is_best else "max"
+    lines = {"all rows": ("", "-"), "mean over clients": ("_mean", "--"), "worst client": (f"_{worst}", ":")}
+    figure = _figure(6.4, 4.0)
+    axes = figure.subplots()
+    for i, (name, run) in enumerate(runs.items()):
+        table = _table(run)
+        for what, (suffix, style) in lines.items():
+            axes.plot(*_column(table, f"val_{metric}{suffix}"), color=f"C{i}", linestyle=style, label=f"{name}: {what}")
+    _finish(axes, "communication round", _in_words(f"val_{metric}"))
+    _whole_numbers(axes)
+    _two_legends(axes, list(runs), {what: style for what, (_, style) in lines.items()})
+    return figure
+
+
+def bytes_against(runs: Mapping[str, Any], metric: str) -> Figure:
+    """A score against the bytes sent so far, up and down together.
+
+    Args:
+        runs: by name: `Federation`, `History`, or table.
+        metric: the name of a metric that was validated, or a column of the history such as `train_loss`.
+    """
+    figure = _figure(6.4, 4.0)
+    axes = figure.subplots()
+    column = metric
+    for i, (name, run) in enumerate(runs.items()):
+        table = _table(run)
+        column = f"val_{metric}" if f"val_{metric}" in table else metric
+        rounds, values = _column(table, column)
+        sent = (table["bytes_up"] + table["bytes_down"])[table[column].notna()].to_numpy()
+        axes.plot(sent / 1e6, values, color=f"C{i}", label=name, marker="." if len(rounds) < 30 else "")
+    _finish(axes, "bytes up and down so far (MB)", _in_words(column))
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def _draw_bars(data: FederatedData, known: list[int], counts: np.ndarray) -> Figure:
+    figure = _figure(max(5.0, 1.6 + 0.25 * len(data)), 3.6)
+    axes = figure.subplots()
+    below = np.zeros(len(data))
+    for i, value in enumerate(known):
+        axes.bar(range(len(data)), counts[:, i], 0.8, below, color=f"C{i}", label=str(value))
+        below = below + counts[:, i]
+    axes.set_ylim(0, 1.05 * float(data.counts.max()))
+    _finish(axes, "client", "rows")
+    _name_clients(axes, data)
+    handles, names = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], names[::-1], title="label", loc="outside right upper", frameon=False, fontsize="small")
+    return figure
+
+
+def _draw_map(data: FederatedData, known: list[int], counts: np.ndarray) -> Figure:
+    figure = _figure(min(14.0, max(6.0, 2.0 + 0.07 * len(data))), 4.6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.2, 1])
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    image = above.imshow(share.T, aspect="auto", origin="lower", vmin=0, vmax=1, cmap="Blues", interpolation="nearest")
+    step = -(-len(known) // 20)
+    above.set_yticks(range(0, len(known), step), [str(value) for value in known[::step]])
+    above.set_ylabel("label")
+    above.tick_params(bottom=False)
+    figure.colorbar(image, ax=above, label="share of the client's rows")
+    _draw_sizes(below, data)
+    return figure
+
+
+def _draw_quantiles(data: FederatedData, target: Tensor) -> Figure:
+    figure = _figure(min(14.0, max(6.0, 2.0 + 0.07 * len(data))), 4.6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.2, 1])
+    parts = [values.double().numpy() for values in target.split(data.counts.tolist())]
+    every = np.array([np.quantile(v, [0.05, 0.25, 0.5, 0.75, 0.95]) if len(v) else np.full(5, np.nan) for v in parts]).T
+    places = np.arange(len(data))
+    above.vlines(places, every[0], every[4], color="C0", alpha=0.4, linewidth=1, label="middle 90 %")
+    above.vlines(places, every[1], every[3], color="C0", linewidth=3, label="middle half")
+    above.plot(places, every[2], "o", color="white", markeredgecolor="C0", markersize=4, label="median")
+    _finish(above, "", "label")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize="small")
+    _draw_sizes(below, data)
+    return figure
+
+
+def _draw_sizes(axes: Axes, data: FederatedData) -> None:
+    axes.bar(range(len(data)), data.counts.numpy(), 0.8, color="0.5")
+    _finish(axes, "client", "rows")
+    _name_clients(axes, data)
+
+
+def _name_clients(axes: Axes, data: FederatedData) -> None:
+    """The names of some clients: of all where they fit."""
+    step = -(-len(data) // _MOST_BARS)
+    names = data.names[::step]
+    long = max(map(len, names)) > 3
+    axes.set_xticks(range(0, len(data), step), names, rotation=45 if long else 0, ha="right" if long else "center")
+    axes.set_xlim(-0.5, len(data) - 0.5)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _finish(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _whole_numbers(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _two_legends(axes: Axes, names: list[str], styles: Mapping[str, str]) -> None:
+    """Colours by name and line styles by meaning, beside the axes."""
+    from matplotlib.lines import Line2D
+
+    colours = [Line2D([], [], color=f"C{i}", label=name) for i, name in enumerate(names)]
+    lines = [Line2D([], [], color="0.3", ls=style, label=what) for what, style in styles.items()]
+    assert axes.figure is not None
+    axes.figure.legend(handles=[*colours, *lines], loc="outside right upper", frameon=False, fontsize="small")
+
+
+def _band(axes: Axes, table: pd.DataFrame, low: str, high: str, alpha: float, label: str) -> None:
+    if low in table and high in table:
+        rounds, lowest = _column(table, low)
+        axes.fill_between(rounds, lowest, _column(table, high)[1], color="C0", alpha=alpha, linewidth=0, label=label)
+
+
+def _table(run: Any) -> pd.DataFrame:
+    """The history of a Federation or a History, or the table as it is."""
+    table = run.history if hasattr(run, "history") else run.frame() if hasattr(run, "frame") else run
+    if not hasattr(table, "columns"):
+        raise TypeError(f"Expected a Federation, a History or its table, but got {type(run).__name__}")
+    if len(table) == 0:
+        raise ValueError("Expected a history with rounds, but got none; train first")
+    return table
+
+
+def _column(table: pd.DataFrame, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """(rounds, values) where there is a value."""
+    if name not in table:
+        raise ValueError(f"Expected one of {sorted(table.columns)}, but got {name!r}; pass validation= to Federation")
+    known = table[table[name].notna()]
+    return known["round"].to_numpy(), known[name].to_numpy()
+
+
+def _in_words(name: str) -> str:
+    """`val_cross_entropy` as "validation cross entropy"."""
+    words = {"train_loss": "training loss"}
+    return words.get(name, name.replace("val_", "validation ", 1).replace("_", " "))
+
+
+def _labels(data: FederatedData, label: int | str) -> Tensor:
+    fields = dict(tree.items(data.rows))
+    if str(label) not in fields:
+        raise ValueError(f"Expected label= one of the fields {sorted(fields)}, but got {label!r}")
+    target = fields[str(label)]
+    if target.numel() != len(target):
+        raise ValueError(f"Expected one label per row, but got shape {tuple(target.shape)} in field {label!r}")
+    return target.flatten()

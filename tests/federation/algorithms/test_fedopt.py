@@ -1,0 +1,172 @@
+"""FedOpt against the server's optimiser on explicit pseudo-gradients, the paper's updates, and resumed runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, moments, same_bits, sgd
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam
+
+import fedtorch as ft
+from fedtorch import random, tree
+from fedtorch.federation import coordinator
+from fedtorch.federation.algorithms.fedopt import Yogi
+
+SIZES = [5, 2, 9, 4, 17, 6]
+K = len(SIZES)
+COUNTS = torch.tensor(SIZES, dtype=torch.float64)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "momentum": lambda p: SGD(p, lr=0.7, momentum=0.9),
+    "Nesterov": lambda p: SGD(p, lr=0.3, momentum=0.9, nesterov=True),
+    "Adam": lambda p: Adam(p, lr=0.1, betas=(0.9, 0.99), eps=1e-3),
+    "AMSGrad with decay": lambda p: AdamW(p, lr=0.1, amsgrad=True),
+    "NAdam": lambda p: NAdam(p, lr=0.1),
+    "Adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=1e-6),
+    "Yogi": lambda p: Yogi(p, lr=0.1),
+}
+SHORT: dict[str, Callable[[ft.LocalSolver], ft.Algorithm]] = {
+    "Adam": lambda local: ft.fedadam(local, lr=0.1),
+    "Yogi": lambda local: ft.fedyogi(local, lr=0.1),
+    "Adagrad": lambda local: ft.fedadagrad(local, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_servers_optimiser_on_the_mean_change(name: str, chunk: int | None) -> None:
+    """Each round's Δ is that of one round of FedAvg over the cohort; the optimiser is an ordinary one that lives on."""
+    data, local = linear_clients(SIZES), sgd(0.1, steps=2)
+    own = {n: torch.nn.Parameter(p.clone()) for n, p in local.parameters.items()}
+    optimizer = OPTIMIZERS[name](own.values())
+    algorithm = ft.fedopt(local, OPTIMIZERS[name], mu=0.2)
+    for round in ft.run(algorithm, ft.InProcess(data, chunk), rounds=6, cohort=4, seed=3):
+        start = {n: p.detach().clone() for n, p in own.items()}
+        cohort = ft.InProcess(data.select(round.ids))
+        mean = next(ft.run(ft.fedprox(local, 0.2), cohort, start)).server
+        for n, p in own.items():
+            p.grad = start[n] - mean[n]
+        optimizer.step()
+        assert distance(round.server.parameters, {n: p.detach() for n, p in own.items()}) < 100 * ROUNDING  # g / √v
+
+
+@pytest.mark.parametrize("name", ["Adam", "Yogi", "Adagrad"])
+def test_algorithm_2_of_the_paper(name: str) -> None:
+    data, local, tau, rate = linear_clients(SIZES), ft.least_squares(linear()), 1e-3, 0.1
+    x = joined(local.parameters)
+    m, v = torch.zeros_like(x), torch.full_like(x, tau**2) if name != "Adam" else torch.zeros_like(x)
+    for t, round in enumerate(ft.run(SHORT[name](local), ft.InProcess(data), rounds=5), 1):
+        best = [torch.linalg.pinv(a, hermitian=True) @ (b - a @ x) + x for a, b in (moments(*rows) for rows in data)]
+        delta = sum(n / COUNTS.sum() * (end - x) for n, end in zip(COUNTS, best))
+        beta = 0.0 if name == "Adagrad" else 0.9
+        m = beta * m + (1 - beta) * delta
+        if name == "Adagrad":
+            v = v + delta**2
+        elif name == "Yogi":
+            v = v - 0.01 * delta**2 * torch.sign(v - delta**2)
+        else:
+            v = 0.99 * v + 0.01 * delta**2
+        corrected = (m / (1 - 0.9**t), v / (1 - 0.99**t)) if name == "Adam" else (m, v)
+        x = x + rate * corrected[0] / (corrected[1].sqrt() + tau)
+        assert distance(joined(round.server.parameters), x) < 100 * ROUNDING
+
+
+def test_gradient_descent_of_step_one_is_fedavg() -> None:
+    data, local = linear_clients(SIZES), sgd(0.1, epochs=1, batch_size=4)
+    ours = last(ft.run(ft.fedopt(local, lambda p: SGD(p, lr=1.0)), ft.InProcess(data), rounds=4, cohort=3))
+    plain = last(ft.run(ft.fedavg(local), ft.InProcess(data), rounds=4, cohort=3))
+    assert distance(ours.server.parameters, plain.server) < ROUNDING
+    assert all(not parts for parts in ours.server.optimizer.values())
+
+
+def test_the_mean_change_is_minus_the_gradient() -> None:
+    data, local = linear_clients(SIZES), sgd(0.1)
+    round = next(ft.run(ft.fedopt(local, lambda p: SGD(p, lr=2.0)), ft.InProcess(data)))
+    x = joined(local.parameters).requires_grad_()
+    systems = [moments(*rows) for rows in data]
+    losses = torch.stack([(x * (a @ x)).sum() / 2 - (b * x).sum() for a, b in systems])
+    (gradient,) = torch.autograd.grad((COUNTS / COUNTS.sum()) @ losses, x)
+    assert distance(joined(round.server.parameters) - x.detach(), -0.2 * gradient) < ROUNDING
+
+
+def test_momentum_reaches_the_fixed_point_of_fedprox() -> None:
+    data, local = linear_clients([30, 12, 50, 9]), ft.least_squares(linear())
+    plain = last(ft.run(ft.fedprox(local, 1.0), ft.InProcess(data), rounds=200))
+    heavy = ft.fedopt(local, lambda p: SGD(p, lr=0.5, momentum=0.5), mu=1.0)
+    assert distance(last(ft.run(heavy, ft.InProcess(data), rounds=200)).server.parameters, plain.server) < ROUNDING
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_resumed_run_gives_the_same_bits(name: str) -> None:
+    population = ft.InProcess(linear_clients(SIZES))
+
+    def federation() -> ft.Federation:
+        return ft.Federation(ft.fedopt(sgd(0.1, epochs=1, batch_size=4), OPTIMIZERS[name]), population, cohort=3)
+
+    def go(model: ft.Federation, rounds: int) -> ft.Federation:
+        for round in ft.run(model.algorithm, population, rounds=rounds, cohort=3, start=model._progress):
+            model._progress = coordinator.Progress(round.number, round.server, round.clients)
+        return model
+
+    for before in (0, 3):
+        half = go(federation(), before).get_extra_state()
+        assert all(isinstance(leaf, Tensor) for leaf in half.values())
+        resumed = federation()
+        resumed.set_extra_state(tree.map(torch.clone, half))
+        assert same_bits(go(resumed, 6).server, go(federation(), 6).server)
+
+
+def test_the_order_of_the_clients_does_not_matter() -> None:
+    data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
+    algorithm = ft.fedadam(sgd(0.1, steps=3), lr=0.1)
+    one = last(ft.run(algorithm, ft.InProcess(data), rounds=4))
+    two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=4))
+    assert distance(one.server, two.server) < 100 * ROUNDING
+
+
+def test_those_who_answer_are_the_federation_and_silence_is_no_step() -> None:
+    data, local = linear_clients(SIZES), sgd(0.1, steps=2)
+    start = tree.map(lambda leaf: leaf + 2, local.parameters)
+    lost = ft.Faults(after=lambda key, ids: (ids == 1) | (ids == 4))
+    some = last(ft.run(ft.fedyogi(local), ft.InProcess(data), start, rounds=3, faults=lost))
+    others = last(ft.run(ft.fedyogi(local), ft.InProcess(data.select([0, 2, 3, 5])), start, rounds=3))
+    assert distance(some.server, others.server) < 100 * ROUNDING
+    nobody = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 1.0))
+    silent = last(ft.run(ft.fedyogi(local), ft.InProcess(data), start, rounds=3, faults=nobody))
+    assert same_bits(silent.server.parameters, start)
+    assert int(silent.server.steps) == 0
+
+
+def test_averaged_buffers_are_averaged() -> None:
+    module = torch.nn.Sequential(linear(), torch.nn.BatchNorm1d(1, dtype=torch.float64))
+    local, data = sgd(0.05, module, buffers="average"), ft.InProcess(linear_clients([5, 9, 4, 17]))
+    ours, plain = (next(ft.run(make(local), data)).server for make in (ft.fedadam, ft.fedavg))
+    assert "1.running_var" not in ours.optimizer
+    assert distance(ours.parameters["1.running_var"], plain["1.running_var"]) < ROUNDING
+
+
+def test_parameter_groups_and_frozen_ones() -> None:
+    local = sgd(0.1)
+
+    def groups(parameters: Any) -> torch.optim.Optimizer:
+        weight, bias = parameters
+        return SGD([{"params": [bias], "lr": 1.0}, {"params": [weight], "lr": 0.5}], momentum=0.9)
+
+    data = ft.InProcess(linear_clients(SIZES))
+    ours, plain = next(ft.run(ft.fedopt(local, groups), data)), next(ft.run(ft.fedavg(local), data))
+    assert distance(ours.server.parameters["bias"], plain.server["bias"]) < ROUNDING
+    half = (local.parameters["weight"] + plain.server["weight"]) / 2
+    assert distance(ours.server.parameters["weight"], half) < ROUNDING
+
+
+def test_what_cannot_be_saved_or_run_is_refused() -> None:
+    with pytest.raises(TypeError, match="Expected an optimiser that needs no closure, but got LBFGS"):
+        ft.fedopt(sgd(0.1), lambda p: torch.optim.LBFGS(list(p)))
+    with pytest.raises(TypeError, match=r"Expected optimizer= to make a torch\.optim\.Optimizer"):
+        ft.fedopt(sgd(0.1), lambda p: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match="Expected lr > 0, eps > 0 and betas"):
+        ft.fedyogi(sgd(0.1), lr=-1.0)

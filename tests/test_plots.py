@@ -1,0 +1,156 @@
+"""Figures show the numbers of the history and of the data, and can be drawn."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from closed_forms import linear_clients, sgd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from small_federations import classes, solver, trainer
+
+import fedtorch as ft
+
+DATA = classes()
+LOCAL = solver()
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Any]:
+    """A federation, and the history of another one."""
+    made = {}
+    for name, algorithm in {"FedAvg": ft.fedavg(LOCAL), "personal": ft.personal_layers(LOCAL, "head.*")}.items():
+        metrics = {"accuracy": ft.metrics.accuracy(), "cross_entropy": ft.metrics.cross_entropy()}
+        made[name] = ft.Federation(algorithm, ft.InProcess(DATA), cohort=4, validation=DATA, metrics=metrics)
+        trainer(max_epochs=5, check_val_every_n_epoch=2 if name == "FedAvg" else 1).fit(made[name])
+    return {"FedAvg": made["FedAvg"], "personal": made["personal"].history}
+
+
+def table(run: Any) -> pd.DataFrame:
+    return run if isinstance(run, pd.DataFrame) else run.history
+
+
+def drawn(figure: Figure) -> bytes:
+    """The picture, made without warnings."""
+    target = io.BytesIO()
+    figure.savefig(target, format="png", dpi=40)
+    return target.getvalue()
+
+
+def lines(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
+    return {str(x.get_label()): (list(x.get_xdata()), list(x.get_ydata())) for x in axes.get_lines()}
+
+
+def known(run: Any, column: str) -> tuple[list[float], list[float]]:
+    rows = table(run).dropna(subset=[column])
+    return rows["round"].tolist(), rows[column].tolist()
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "personal"])
+def test_curves(runs: dict[str, Any], name: str) -> None:
+    figure = ft.plots.curves(runs[name])
+    assert drawn(figure)
+    loss, accuracy, entropy = figure.axes
+    assert lines(loss)["mean over clients"] == known(runs[name], "train_loss")
+    assert lines(loss)["median client"] == known(runs[name], "train_loss_median")
+    for axes, metric in ((accuracy, "accuracy"), (entropy, "cross_entropy")):
+        assert lines(axes)["all rows"] == known(runs[name], f"val_{metric}")
+        assert lines(axes)["mean over clients"] == known(runs[name], f"val_{metric}_mean")
+    assert [axes.get_ylabel() for axes in figure.axes] == [
+        "training loss",
+        "validation accuracy",
+        "validation cross entropy",
+    ]
+    assert {axes.get_xlabel() for axes in figure.axes} == {"communication round"}
+    wide, middle = loss.collections
+    for band, low, high in ((wide, "min", "max"), (middle, "q25", "q75")):
+        heights = band.get_paths()[0].vertices[:, 1]
+        assert heights.min() == table(runs[name])[f"train_loss_{low}"].min()
+        assert heights.max() == table(runs[name])[f"train_loss_{high}"].max()
+    assert len(figure.legends[0].get_texts()) == 5
+
+
+def test_curves_of_a_history_without_validation() -> None:
+    history = ft.History()
+    for round in ft.run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6])), rounds=4):
+        history.append(round)
+    figure = ft.plots.curves(history, ["train_loss"])
+    assert drawn(figure)
+    assert lines(figure.axes[0])["mean over clients"] == known(history.frame(), "train_loss")
+
+
+def test_worst_client(runs: dict[str, Any]) -> None:
+    figure = ft.plots.worst_client(runs, "accuracy")
+    assert drawn(figure)
+    shown = lines(figure.axes[0])
+    for name, run in runs.items():
+        for what, column in (("all rows", ""), ("mean over clients", "_mean"), ("worst client", "_min")):
+            assert shown[f"{name}: {what}"] == known(run, f"val_accuracy{column}")
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["FedAvg", "personal", "all rows", "mean over clients", "worst client"]
+    other = ft.plots.worst_client(runs, "cross_entropy", largest_is_best=False)
+    assert lines(other.axes[0])["FedAvg: worst client"] == known(runs["FedAvg"], "val_cross_entropy_max")
+
+
+@pytest.mark.parametrize(("metric", "column"), [("accuracy", "val_accuracy"), ("train_loss", "train_loss")])
+def test_bytes_against(runs: dict[str, Any], metric: str, column: str) -> None:
+    figure = ft.plots.bytes_against(runs, metric)
+    assert drawn(figure)
+    for name, run in runs.items():
+        rows = table(run).dropna(subset=[column])
+        sent, values = lines(figure.axes[0])[name]
+        assert values == rows[column].tolist()
+        assert sent == pytest.approx(((rows["bytes_up"] + rows["bytes_down"]) / 1e6).tolist())
+    assert "MB" in figure.axes[0].get_xlabel()
+
+
+def test_few_clients_are_bars() -> None:
+    figure = ft.plots.client_distribution(DATA)
+    assert drawn(figure)
+    [axes] = figure.axes
+    bars = {container.get_label(): [bar.get_height() for bar in container] for container in axes.containers}
+    assert bars == {str(c): [int((y == c).sum()) for _, y in DATA] for c in range(3)}
+    tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
+    assert tops == DATA.counts.tolist()
+    assert [text.get_text() for text in axes.get_xticklabels()] == list(DATA.names)
+
+
+def test_many_clients_are_a_map() -> None:
+    data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3), clients=100, seed=0)
+    figure = ft.plots.client_distribution(data)
+    assert drawn(figure)
+    above, below = figure.axes[:2]
+    share = torch.tensor(above.images[0].get_array())
+    expected = torch.stack([torch.bincount(y, minlength=10) / len(y) for _, y in data], 1)
+    assert torch.allclose(share, expected.double())
+    assert [bar.get_height() for bar in below.containers[0]] == data.counts.tolist()
+    assert len(below.get_xticklabels()) <= 30
+
+
+def test_real_labels_are_quantiles() -> None:
+    data = linear_clients([5, 8, 13])
+    figure = ft.plots.client_distribution(data)
+    assert drawn(figure)
+    medians = lines(figure.axes[0])["median"][1]
+    assert medians == pytest.approx([float(y.quantile(0.5)) for _, y in data])
+    named = ft.data.from_tensors([{"x": x, "group": (y > 0).long()} for x, y in data])
+    assert len(ft.plots.client_distribution(named, "group").axes[0].containers) == 2
+    empty = linear_clients([1, 8]).split(0.7, seed=0)[1]
+    assert drawn(ft.plots.client_distribution(empty))
+
+
+def test_refusals(runs: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"Expected one of \[.*'val_accuracy'.*\], but got 'val_f1'"):
+        ft.plots.worst_client(runs, "f1")
+    with pytest.raises(ValueError, match=r"fields \['0', '1'\], but got 2"):
+        ft.plots.client_distribution(DATA, 2)
+    with pytest.raises(ValueError, match="one label per row"):
+        ft.plots.client_distribution(DATA, 0)
+    with pytest.raises(ValueError, match="train first"):
+        ft.plots.curves(ft.History())
+    with pytest.raises(TypeError, match="but got dict"):
+        ft.plots.curves(runs)
