@@ -178,9 +178,13 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:
-    """Whether an optimiser with two moments can do with one pass over memory, and the user has not decided about it."""
+    """Whether an optimiser with two moments can do with one pass over memory, and the user has not decided about it.
+
+    Fused optimisers read memory in order, whatever the strides: parameters, and later their gradients, are contiguous.
+    """
     undecided = group.get("fused", False) is None and group.get("foreach") is None
-    return "betas" in group and undecided and not group.get("differentiable") and not group.get("capturable")
+    plain = not group.get("differentiable") and not group.get("capturable")
+    return "betas" in group and undecided and plain and all(p.is_contiguous() for p in group["params"])
 
 
 def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
