@@ -14,6 +14,7 @@ from fedtorch.tree import Tree
 
 __all__ = ["MODULE", "PERMUTATIONS", "Batch", "Batches"]
 
+_DRAWN = 2**20  # integers of permutations that are drawn at a time
 PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
 
 
@@ -58,28 +59,31 @@ class Batches:
         self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
         self.total = self.per_epoch * epochs if epochs is not None else torch.full_like(count, steps or 0)
         self._full = batch_size is None
-        if not self._full:
-            self._permutations = random.fold_in(key, PERMUTATIONS)
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
         self._client = torch.arange(len(count), device=self._device)[:, None]
         self._everything: Batch | None = None
-        self._order: Tensor | None = None  # (K, N) the current epoch's permutation of each client
+        if not self._full:
+            self._permutations = random.fold_in(key, PERMUTATIONS)
+            longest = int((-(-self.total // self.per_epoch)).max()) if len(count) else 1
+            self._ahead = min(longest, max(1, _DRAWN // max(1, len(count) * self._width)))
+            self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
+            self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
 
     def __getitem__(self, step: int) -> Batch:
         """The batches of step `step`; a client that is done repeats rows of its own."""
         if self._full:
             return self._all_rows()
         epoch = step // self.per_epoch
-        within = step % self.per_epoch
         active = step < self.total
-        self._shuffle(epoch, (within == 0) & active)
-        start = (within * self._size)[:, None]  # (K, 1)
+        self._shuffle(epoch, active)
+        start = (step % self.per_epoch * self._size)[:, None]  # (K, 1)
         size = (self._count - start[:, 0]).clamp(max=self._size)
         width = int(size[active].max()) if bool(active.any()) else int(size.max())
         # Padding repeats a row of the batch: the gradient of a loss that is infinite on a row of zeros would be NaN.
         columns = (start + torch.arange(width)).minimum((start[:, 0] + size - 1)[:, None])
-        chosen = self._order.gather(1, columns.to(self._device))  # type: ignore[union-attr]
+        drawn = (epoch - self._first).clamp(0, self._ahead - 1)[:, None] * self._width
+        chosen = self._order.gather(1, (columns + drawn).to(self._device))
         rows = tree.map(lambda leaf: leaf[self._client, chosen], self._rows)
         return Batch(rows, torch.where(active, size, width), active)
 
@@ -94,15 +98,14 @@ class Batches:
             self._everything = Batch(rows, self._count, torch.ones_like(self._count, dtype=torch.bool))
         return self._everything
 
-    def _shuffle(self, epoch: Tensor, begins: Tensor) -> None:
-        """Draws a new permutation for the clients that begin an epoch."""
-        if not bool(begins.any()):
+    def _shuffle(self, epoch: Tensor, active: Tensor) -> None:
+        """Draws the next epochs' permutations for the clients that have come to the end of theirs."""
+        some = (active & (epoch >= self._first + self._ahead)).nonzero()[:, 0]
+        if len(some) == 0:
             return
-        device = self._permutations.device
-        if self._order is None or bool(begins.all()):
-            keys = random.fold_in(self._permutations, epoch.to(device))
-            self._order = random.permutation(keys, self._width, self._count.to(device))
-            return
-        some = begins.nonzero()[:, 0]
-        keys = random.fold_in(self._permutations[some.to(device)], epoch[some].to(device))
-        self._order[some.to(device)] = random.permutation(keys, self._width, self._count[some].to(device))
+        self._first[some] = epoch[some]
+        at = some.to(self._order.device)
+        epochs = (epoch[some, None] + torch.arange(self._ahead)).to(at.device)
+        keys = random.fold_in(self._permutations[at, None], epochs)
+        counts = self._count[some, None].to(at.device).expand(-1, self._ahead)
+        self._order[at] = random.permutation(keys, self._width, counts).flatten(1)
