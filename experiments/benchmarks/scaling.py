@@ -1,0 +1,70 @@
+"""The cost of a round against the number of clients: a linear model, 40 rows and 5 full-batch steps each."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+
+import fedtorch as ft
+from experiments import common
+from experiments.benchmarks import core
+
+
+def seconds_per_round(clients: int, compile: bool) -> float:
+    """The median of some rounds after a round of warm-up."""
+    key = ft.random.key(0)
+    x = ft.random.normal(key, (clients * 40, 8))
+    y = x.sum(-1) + ft.random.normal(ft.random.fold_in(key, 1), (clients * 40,))
+    data = ft.data.FederatedData((x, y), torch.full((clients,), 40))
+    rounds = ft.run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=5, compile=compile)), ft.InProcess(data))
+    next(rounds)
+    count = 20 if clients < 10_000 else 5
+    return statistics.median(core.seconds(lambda: next(rounds)) for _ in range(count))
+
+
+def draw(counts: Sequence[int], found: dict[str, list[float]], folder: Path) -> Path:
+    """Seconds of a round, and of a round per client, on logarithmic axes."""
+    figure, (whole, each) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    for name, seconds in found.items():
+        whole.loglog(counts, seconds, marker="o", label=name)
+        each.loglog(counts, [s / k for s, k in zip(seconds, counts)], marker="o", label=name)
+    for axes, label in ((whole, "seconds per round"), (each, "seconds per round and client")):
+        axes.set_xlabel("clients")
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+    whole.legend(frameon=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "scaling.png"
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints the table and draws it."""
+    options = common.arguments(__doc__ or "").parse_args(argv)
+    counts = [10, 100] if options.smoke else [10, 100, 1000, 10_000, 100_000]
+    names = {"stacked": False, "compile=True": True}
+    with common.quiet():
+        found = {name: [seconds_per_round(k, compile) for k in counts] for name, compile in names.items()}
+    rows, lines = [], []
+    for i, k in enumerate(counts):
+        lines.append([f"{k}"])
+        for name in names:
+            seconds = found[name][i]
+            rows.append(common.Row(f"{k} clients, {name}", "s a round", seconds))
+            rows.append(common.Row(f"{k} clients, {name}", "µs a round and client", seconds / k * 1e6))
+            lines[-1] += [f"{seconds:.3g}", f"{seconds / k * 1e6:.3g}"]
+    columns = ["clients", *(f"{name}, {unit}" for name in names for unit in ("s a round", "µs a client"))]
+    common.show(f"A round of 5 full-batch steps of a linear model ({common.machine()})", columns, lines)
+    common.write("benchmarks.scaling", rows, options.json)
+    if options.out is not None:
+        common.show_path(draw(counts, found, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The comparison with other simulators and the scaling benchmark run with --smoke."""
+
+import json
+
+import pytest
+import torch
+
+from experiments.benchmarks import scaling
+from experiments.benchmarks.peers import __main__ as peers
+from experiments.benchmarks.peers import ours, work
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads that wait for each other on busy cores would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def figures(path):
+    return {(row["setting"], row["metric"]): row["ours"] for row in json.loads(path.read_text())["rows"]}
+
+
+def test_ours_and_the_plain_loop_do_the_same_work(tmp_path):
+    peers.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = figures(tmp_path / "rows.json")
+    for task in work.TASKS:
+        plain = found[f"{task}: plain PyTorch loop", "loss"]
+        for name in peers.OURS:  # the same minibatches: only rounding differs
+            assert found[f"{task}: {name}", "loss"] == pytest.approx(plain, rel=1e-5)
+            assert found[f"{task}: plain PyTorch loop", f"times slower than {name}"] > 0
+
+
+def test_a_system_runs_as_a_program(tmp_path):
+    file = tmp_path / "work.npz"
+    work.write(file, {"linear": work.Size(3, 2)}, ours.schedule)
+    found = peers.measure(peers.SYSTEMS["plain PyTorch loop"], file, "linear", here=False)
+    assert found.keys() == {"version", "startup", "seconds", "loss"}
+
+
+def test_scaling(tmp_path):
+    scaling.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(figures(tmp_path / "rows.json")) == 8
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
