@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation import coordinator
 from fedtorch.federation.evaluation import evaluate
 
 LINEAR = linear_clients([3, 12, 5, 9, 7, 4, 20])
@@ -84,7 +85,8 @@ def only(*clients: int) -> Callable[[Tensor], Tensor]:
 
 
 def rounds() -> dict[str, float]:
-    """Rounds on two ranks beside rounds in one process."""
+    """Rounds on two ranks beside rounds in one process; running sums are made anew in between."""
+    coordinator.RECOUNT_EVERY = 2
     personal = ft.personal_layers(solver("adam", torch.float64, reset="never"), "head.*")
     fedavg = ft.fedavg(sgd(0.05, steps=3, batch_size=4), mu=0.1)
     half = ft.Faults(after=lambda key, ids: ids % 2 == 0)
@@ -104,6 +106,11 @@ def rounds() -> dict[str, float]:
         "a cohort by weights": (fedavg, LINEAR, {"cohort": ft.weighted_cohort(LINEAR.counts, 3)}),
         "all faults": (fedavg, LINEAR, {"cohort": 5, "faults": faults}),
         "nobody hears": (fedavg, LINEAR, {"faults": ft.Faults(before=lambda key, ids: ids >= 0)}),
+        "SCAFFOLD": (ft.scaffold(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": 3}),
+        "SCAFFOLD on rank 0": (ft.scaffold(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": only(0, 4)}),
+        "FedDyn": (ft.feddyn(sgd(0.05, steps=3, batch_size=4), alpha=2.0), LINEAR, {"faults": faults}),
+        "Ditto": (ft.ditto(sgd(0.05, steps=3, batch_size=4), 0.5), LINEAR, {"cohort": 3}),
+        "FedAdam": (ft.fedadam(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": 3}),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),

@@ -304,6 +304,28 @@ def test_increments_add_up_to_what_was_sent(name: str) -> None:
         assert all(distance(one, two) < ROUNDING for one, two in zip(told, kept))
 
 
+@every_algorithm
+def test_running_sums_are_made_anew_from_what_was_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recount takes out what has crept into the server's running sums, in every population."""
+    algorithm = ALGORITHMS[name]()
+    messages = algorithm.sent is not None
+    assert messages == (algorithm.recount is not None)
+    if not messages:
+        pytest.skip(f"{name} keeps no running sums, or its server cannot have them made anew")
+    monkeypatch.setattr(coordinator, "RECOUNT_EVERY", 3)
+    for wrap in (lambda population: population, ft.Redelivered):
+        exact = list(ft.run(algorithm, population(name, 3), start(name, algorithm), rounds=3))[-1]
+        begun = coordinator.begin(algorithm, wrap(population(name, 3)), start(name, algorithm))
+        *_, before = ft.run(algorithm, wrap(population(name, 3)), start=begun, rounds=2)
+        wrong = tree.map(lambda leaf: leaf + 1, before.server.heard)
+        spoiled = coordinator.Progress(2, before.server._replace(heard=wrong), before.clients)
+        after = next(ft.run(algorithm, wrap(population(name, 3)), start=spoiled))
+        pairs = zip(tree.leaves(after.server.heard), tree.leaves(after.clients.told().value))
+        assert all(distance(one, two) < ROUNDING for one, two in pairs)
+        told = zip(tree.leaves(exact.server.heard), tree.leaves(exact.clients.told().value))
+        assert all(distance(one, two) < ROUNDING for one, two in told)
+
+
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_every_exchange_aggregates_alike_in_any_blocks(name: str) -> None:
     made = EXCHANGES[name]()

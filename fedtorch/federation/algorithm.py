@@ -109,6 +109,10 @@ class Algorithm:
         exchange: who hears whom, and how messages add up.
         prepare: data -> data, once per block.
         local: the local solver whose module makes the predictions, if there is one.
+        sent: state `(K, ...)` -> all that a client has told by increments, as a message of `Increment`s; for
+            algorithms that send some.
+        recount: (server state, aggregate of `sent` over all clients) -> server state whose running sums are that
+            aggregate: what rounding has added to them over many rounds is gone.
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
@@ -119,3 +123,5 @@ class Algorithm:
     exchange: Exchange = field(default_factory=star)
     prepare: Callable[[Any], Any] = identity
     local: LocalSolver | None = None
+    sent: Callable[[Tree], Tree] | None = None
+    recount: Callable[[Tree, Tree], Tree] | None = None

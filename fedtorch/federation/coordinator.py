@@ -28,6 +28,7 @@ from fedtorch.tree import Tree
 
 __all__ = ["Progress", "Round", "begin", "run"]
 
+RECOUNT_EVERY = 100  # rounds, after which running sums are made anew from what the clients have told
 _PURPOSES = 4  # of a round's keys
 _COHORT, _CLIENT, _SERVER, _FAULTS = range(_PURPOSES)
 
@@ -114,6 +115,8 @@ def run(
             server = algorithm.server(server, pending.aggregate, keys[_SERVER])
             pending.commit()
         number += 1
+        if algorithm.recount is not None and number % RECOUNT_EVERY == 0:
+            server = algorithm.recount(server, clients.told())
         yield Round(
             number,
             server,

@@ -93,6 +93,11 @@ class DistributedClients:
         aggregate = exchange.finish(partial) if len(ids) else None
         return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(states))
 
+    def told(self) -> Tree:
+        """What all ranks' clients have told by increments; see `Clients.told`."""
+        exchange, partial = self.local.algorithm.exchange, self.local.told_here()
+        return exchange.finish(self._add(partial) if exchange.additive else self._gather(partial))
+
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
         """Evaluates this rank's clients and gathers everybody's results; see `Clients.evaluate`."""
         if len(data) != self.local.clients:

@@ -54,6 +54,10 @@ class Clients(Protocol):
         """`function(tensors each client predicts with, its data)` for the clients of `data`, `(K, ...)` in order."""
         ...
 
+    def told(self) -> Tree:
+        """The aggregate of `Algorithm.sent` over all clients that have committed."""
+        ...
+
     def tensors(self, outbox: Tree, client: int) -> Tree:
         """The tensors that one client predicts with."""
         ...
@@ -229,6 +233,17 @@ class LocalClients:
         aggregate = None if partial is None else self.algorithm.exchange.finish(partial)
         ids, info = joined(infos)
         return Pending(aggregate, ids, info, up, down, lambda: self.commit(states))
+
+    def told(self) -> Tree:
+        """What all clients have told by increments; see `Clients.told`."""
+        return self.algorithm.exchange.finish(self.told_here())
+
+    def told_here(self) -> Tree:
+        """The partial aggregate of what the clients here have told."""
+        assert self.algorithm.sent is not None
+        exchange, touched = self.algorithm.exchange, self.table.touched()
+        parts = touched.split(max(1, int(_BLOCK_BYTES / max(2 * tree.nbytes(self.table.initial), 1))))
+        return exchange.merge([exchange.gather(self.algorithm.sent(self.table.read(ids)), ids) for ids in parts])
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
         """Applies `function` to stacked clients; see `Clients.evaluate`."""

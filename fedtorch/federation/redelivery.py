@@ -125,6 +125,11 @@ class RedeliveredClients:
         """Applies `function` to stacked clients; see `Clients.evaluate`."""
         return self.clients.evaluate(outbox, data, function)
 
+    def told(self) -> Tree:
+        """What all clients have told by increments, in a round of its own; see `Clients.told`."""
+        self.network.open(self.network.next_key())
+        return self.clients.told()
+
     def tensors(self, outbox: Tree, client: int) -> Tree:
         """The tensors that one client predicts with."""
         return self.clients.tensors(outbox, client)
@@ -163,6 +168,10 @@ class _Network:
         """Starts the round of this key."""
         self._round, self._key = int(key), random.fold_in(key, _NETWORK)
         self.receiver.open(self._round)
+
+    def next_key(self) -> Tensor:
+        """The key of a round that follows from the open one."""
+        return random.fold_in(self._key, 3)
 
     def repeats(self, ids: Tensor) -> Tensor:
         """Whose messages are delivered twice, `(M,)` bool."""

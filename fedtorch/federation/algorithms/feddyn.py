@@ -96,4 +96,6 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         model=lambda inbox, state: local.tensors(inbox, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         local=local,
+        sent=lambda state: Increment(state.sent),
+        recount=lambda server, told: server._replace(heard=told.value),
     )

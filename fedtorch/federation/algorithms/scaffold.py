@@ -136,6 +136,8 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         local=local,
+        sent=lambda state: Increment(state.sent),
+        recount=lambda server, told: server._replace(heard=told.value),
     )
 
 
