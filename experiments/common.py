@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,15 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
+
+
+def save(figure: Figure, folder: Path, name: str) -> Path:
+    """Writes a figure as `<folder>/<name>.png`, and closes it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.png"
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return path
 
 
 def show_path(path: Path) -> None:

@@ -84,11 +84,7 @@ def draw(curves: dict[str, dict[str, Tensor]], folder: Path) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("relative distance to the pooled optimum")
     axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "fedavg_family.png"
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return common.save(figure, folder, "fedavg_family")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -123,11 +123,7 @@ def draw(results: Sequence[Result], folder: Path) -> Path:
     axes.set_xlim(-0.02, 1.02)
     axes.set_xlabel("accuracy on held-out rows: each dot a client, the bar all rows together")
     axes.spines[["top", "right"]].set_visible(False)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "quickstart.png"
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return common.save(figure, folder, "quickstart")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -37,11 +37,7 @@ def draw(counts: Sequence[int], found: dict[str, list[float]], folder: Path) -> 
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
     whole.legend(frameon=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "scaling.png"
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    return path
+    return common.save(figure, folder, "scaling")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

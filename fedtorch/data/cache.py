@@ -62,7 +62,8 @@ def path(data_set: DataSet, file: File) -> Path:
             f"no address for this file alone\n{_instructions(data_set, file)}"
         )
     try:
-        download(file.url, cached, file.sha256, max_bytes=file.size)
+        # The checksum decides; the bound only stops a server that sends something else without end.
+        download(file.url, cached, file.sha256, max_bytes=2 * file.size + 2**20)
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
             f"Expected to download {data_set.folder}/{file.name} from {file.url}, but got: {error}\n"

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedtorch import metrics as fm
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.evaluation import Score, Split, inputs_and_targets
+from fedtorch.federation.evaluation import Score, Split, inputs_and_targets, score_of
 from fedtorch.tree import Tree
 
 __all__ = ["Comparison", "Line", "compare", "constant"]
@@ -83,7 +83,7 @@ def compare(
                 if hasattr(model, "evaluate")
                 else _evaluate_predictor(model, rows, metrics, split)
             )
-            lines += [Line(name, part, metric, score) for metric, score in scores.items()]
+            lines += [Line(name, part, metric, found) for metric, found in scores.items()]
     return Comparison(tuple(lines))
 
 
@@ -122,9 +122,4 @@ def _evaluate_predictor(
         blocks = data.buckets()
         order = torch.cat([ids for ids, _ in blocks]).argsort()
         every = tree.take(tree.concatenate([sums(block) for _, block in blocks]), order)
-        return {name: _score(metric, every[name]) for name, metric in stacked.items()}
-
-
-def _score(metric: fm.StackedMetric, sums: Tree) -> Score:
-    overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
-    return Score(float(overall), metric.compute(sums).to("cpu", torch.float64))
+        return {name: score_of(metric, every[name]) for name, metric in stacked.items()}

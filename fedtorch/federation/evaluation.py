@@ -14,7 +14,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.population import Clients
 from fedtorch.tree import Tree
 
-__all__ = ["Score", "check_same_clients", "evaluate", "inputs_and_targets"]
+__all__ = ["Score", "check_same_clients", "evaluate", "inputs_and_targets", "score_of"]
 
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
 
@@ -80,13 +80,13 @@ def evaluate(
 
     with torch.inference_mode(False), torch.no_grad():
         every = clients.evaluate(outbox, data, sums)
-        return {
-            name: Score(
-                float(metric.compute(tree.map(lambda leaf: leaf.sum(0), every[name]))),
-                metric.compute(every[name]).to("cpu", torch.float64),
-            )
-            for name, metric in stacked.items()
-        }
+        return {name: score_of(metric, every[name]) for name, metric in stacked.items()}
+
+
+def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
+    """The score of the clients' sums, leaves `(K, ...)`."""
+    overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
+    return Score(float(overall), metric.compute(sums).to("cpu", torch.float64))
 
 
 def check_same_clients(validation: FederatedData, training: FederatedData) -> None:

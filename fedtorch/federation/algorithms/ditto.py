@@ -13,21 +13,14 @@ the objective called (Ditto).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import random
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
-from fedtorch.federation.algorithms.fedavg import (
-    Message,
-    Weight,
-    check_settings,
-    checked_weight,
-    proximal,
-    rows_weight,
-)
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.algorithms.fedavg import Weight, fedavg, proximal, rows_weight
 from fedtorch.tree import Tree
 
 __all__ = ["ditto"]
@@ -73,27 +66,23 @@ def ditto(
         >>> [round(float(final.clients.tensors(final.server, k)["weight"]), 2) for k in range(2)]  # 2 / (2 + λ)
         [0.5, -0.5]
     """
-    check_settings(mu, lr)
+    shared = fedavg(local, mu=mu, lr=lr, weight=weight)
     if not strength >= 0:
         raise ValueError(f"Expected a strength of at least 0, but got {strength}")
 
     def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
-        shared = local(inbox, state.solver, data, proximal(inbox, mu), key)
+        averaged = shared.client(inbox, state.solver, data, key)
         own_key = random.fold_in(key, _PERSONAL)
         own = local(state.personal, state.personal_solver, data, proximal(inbox, strength), own_key)
-        message = Message(Mean(tree.subtract(shared.parameters, inbox), weight(data)))
-        info = {**shared.info, **{f"personal_{name}": value for name, value in own.info.items()}}
-        return Reply(message, State(own.parameters, own.state, shared.state), info)
+        info = {**averaged.info, **{f"personal_{name}": value for name, value in own.info.items()}}
+        return Reply(averaged.message, State(own.parameters, own.state, averaged.state), info)
 
     def init(parameters: Tree, clients: int) -> tuple[Tree, State]:
         return parameters, State(parameters, local.init(parameters), local.init(parameters))
 
-    return Algorithm(
+    return dataclasses.replace(
+        shared,
         init=init,
-        outbox=lambda shared: shared,
         client=client,
-        server=lambda shared, aggregate, key: tree.add_scaled(shared, aggregate.change.value, lr),
         model=lambda inbox, state: local.tensors(state.personal, state.personal_solver),
-        prepare=lambda data: checked_weight(local.prepare(data), weight),
-        local=local,
     )
