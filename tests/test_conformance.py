@@ -23,6 +23,7 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
+from fedtorch.models import sparse
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -46,11 +47,13 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
     "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
     "fedyogi": lambda: ft.fedyogi(sgd(0.1, steps=2)),
+    "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
 }
+STARTS = {"gibbs": torch.full((3,), 0.5, dtype=torch.float64)}  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
 EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
 
@@ -169,6 +172,8 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 def start(name: str, algorithm: ft.Algorithm) -> Tree:
     """Parameters that are not what the local solver would start from."""
+    if algorithm.local is None:
+        return STARTS[name]
     return tree.map(lambda leaf: leaf + 0.5, algorithm.local.parameters)
 
 
