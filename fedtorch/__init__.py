@@ -35,6 +35,7 @@ from fedtorch.federation.local_solvers import gradient_descent, least_squares, l
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
+from fedtorch.federation.sampler import Sampler
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
 from fedtorch.models import functional
 from fedtorch.module_randomness import Drawn
@@ -61,6 +62,7 @@ __all__ = [
     "Reply",
     "Round",
     "RoundProgressBar",
+    "Sampler",
     "Score",
     "compare",
     "constant",

@@ -24,6 +24,7 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation import coordinator
 from fedtorch.federation.evaluation import evaluate
+from fedtorch.models import sparse
 
 LINEAR = linear_clients([3, 12, 5, 9, 7, 4, 20])
 CLASSES = classes((9, 14, 5, 11, 20), dtype=torch.float64)
@@ -111,6 +112,11 @@ def rounds() -> dict[str, float]:
         "FedDyn": (ft.feddyn(sgd(0.05, steps=3, batch_size=4), alpha=2.0), LINEAR, {"faults": faults}),
         "Ditto": (ft.ditto(sgd(0.05, steps=3, batch_size=4), 0.5), LINEAR, {"cohort": 3}),
         "FedAdam": (ft.fedadam(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": 3}),
+        "Gibbs": (
+            ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
+            LINEAR,
+            {"parameters": torch.zeros(3), "cohort": 5},
+        ),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),

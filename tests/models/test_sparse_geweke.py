@@ -39,7 +39,7 @@ SETTING = geweke.Setting(design(6, 2), 3, SHAPE, geweke.horseshoe_scales, normal
 def spike_and_slab(
     groups: list[int], shared: bool
 ) -> Callable[[Tensor, int], tuple[Tensor, global_priors.SpikeAndSlab]]:
-    def draw(keys: Tensor, p: int) -> Drawn:
+    def draw(keys: Tensor, p: int) -> tuple[Tensor, global_priors.SpikeAndSlab]:
         fold, f64 = lambda i: random.fold_in(keys, i), torch.float64
         rho = random.beta(fold(0), 1.5, 2.0, (), f64)
         blocks = max(groups) + 1
