@@ -41,6 +41,7 @@ __all__ = [
     "normal",
     "permutation",
     "randint",
+    "split",
     "uniform",
 ]
 
@@ -166,6 +167,15 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         data = data.to(key.device, torch.int64)
     even, odd = _philox(key, (data & _WORD, (data >> 32) & _WORD, 0, _FOLD))
     return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
+
+
+def split(key: Tensor, count: int) -> tuple[Tensor, ...]:
+    """`count` new keys of each key, for as many purposes: `fold_in(key, 0)`, `fold_in(key, 1)`, … in one call.
+
+    Returns:
+        `count` tensors of the shape of `key`.
+    """
+    return fold_in(key.unsqueeze(-1), torch.arange(count, device=key.device)).unbind(-1)
 
 
 def bits(key: Tensor, count: int) -> Tensor:
@@ -340,8 +350,8 @@ def beta(
     Returns:
         `(*key.shape, *shape)`, between 0 and 1.
     """
-    first = gamma(fold_in(key, 0), a, shape, torch.float64)
-    second = gamma(fold_in(key, 1), b, shape, torch.float64)
+    one, other = split(key, 2)
+    first, second = gamma(one, a, shape, torch.float64), gamma(other, b, shape, torch.float64)
     return (first / (first + second)).to(dtype)
 
 

@@ -87,6 +87,12 @@ def test_fold_in_broadcasts(keys):
     assert folded.unique().numel() == folded.numel()
 
 
+def test_split_is_fold_in(keys):
+    for i, found in enumerate(random.split(keys, 3)):
+        assert torch.equal(found, random.fold_in(keys, i))
+    assert random.split(keys[:0], 2)[1].shape == (0, 3)
+
+
 def test_new_keys_are_not_drawn():
     # A key's draws and the keys folded from it have different counters, so none of the words coincide
     # (two of 6 · 10⁴ 32-bit words by chance: whole 64-bit keys are compared instead).

@@ -51,7 +51,10 @@ def horseshoe() -> Deviation:
         w = first / (u + energy)
         return w, second / (w + 1)
 
-    return Deviation(lambda keys, shape: tuple(_exponential(keys, i, shape) for i in range(2)), update)
+    def noise(keys: Tensor, shape: tuple[int, ...]) -> Noise:
+        return tuple(random.exponential(key, shape, torch.float64) for key in random.split(keys, 2))
+
+    return Deviation(noise, update)
 
 
 def laplace() -> Deviation:
@@ -65,8 +68,8 @@ def laplace() -> Deviation:
     """
 
     def noise(keys: Tensor, shape: tuple[int, ...]) -> Noise:
-        square = random.normal(random.fold_in(keys, 0), shape, torch.float64).square_()
-        return square, random.uniform(random.fold_in(keys, 1), shape, torch.float64)
+        for_square, for_root = random.split(keys, 2)
+        return random.normal(for_square, shape, torch.float64).square_(), random.uniform(for_root, shape, torch.float64)
 
     def update(w: Tensor, u: Tensor, energy: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
         square, uniform = noise
@@ -81,7 +84,3 @@ def laplace() -> Deviation:
 def normal() -> Deviation:
     """λ = 1: normal deviations of standard deviation τ_j, the conjugate case."""
     return Deviation(lambda keys, shape: (), lambda w, u, energy, noise: (w, u))
-
-
-def _exponential(keys: Tensor, purpose: int, shape: tuple[int, ...]) -> Tensor:
-    return random.exponential(random.fold_in(keys, purpose), shape, torch.float64)

@@ -101,30 +101,30 @@ def spike_and_slab(
 
     def update(state: SpikeAndSlab, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, SpikeAndSlab]:
         p = estimate.shape[-1]
-        draw = lambda purpose: random.fold_in(keys, purpose)
+        for_flips, for_theta, for_variance, for_inclusion = random.split(keys, 4)
         evidence = _log_density(estimate, state.variance + 1 / precision)
         evidence = evidence - _log_density(estimate, spike * state.variance + 1 / precision)
         index = torch.arange(p) if blocks is None else blocks
         total = torch.zeros(len(keys), int(index.max()) + 1, dtype=torch.float64, device=estimate.device)
         total.index_add_(1, index.to(estimate.device), evidence)
         first = state.included[:, _first_of_each(index)]
-        uniform = random.uniform(draw(0), (total.shape[1],), torch.float64)
+        uniform = random.uniform(for_flips, (total.shape[1],), torch.float64)
         each = _flip(first, total, uniform, *inclusion)
         included = each[:, index]
         factor = torch.where(included > 0, 1.0, spike)
         posterior = precision + 1 / (factor * state.variance)
         theta = precision * estimate / posterior
-        theta = theta + random.normal(draw(1), (p,), torch.float64) / posterior.sqrt()
+        theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()
         energy = theta.square() / factor / 2
         shape, rate = variance
         if shared_variance:
-            gamma = random.gamma(draw(2), shape + p / 2, (1,), torch.float64)
+            gamma = random.gamma(for_variance, shape + p / 2, (1,), torch.float64)
             eta = (rate + energy.sum(-1, keepdim=True)) / gamma
         else:
-            eta = (rate + energy) / random.gamma(draw(2), shape + 0.5, (p,), torch.float64)
+            eta = (rate + energy) / random.gamma(for_variance, shape + 0.5, (p,), torch.float64)
         a, b = inclusion
         count = each.sum(-1)
-        rho = random.beta(draw(3), a + count, b + each.shape[1] - count, (), torch.float64)
+        rho = random.beta(for_inclusion, a + count, b + each.shape[1] - count, (), torch.float64)
         return theta, SpikeAndSlab(included, eta, rho)
 
     return GlobalPrior(init, update)
@@ -148,9 +148,9 @@ def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
 
     def mix(state: Mixture, energy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         p = energy.shape[-1]
-        exponential = lambda purpose: random.exponential(random.fold_in(keys, purpose), (p,), torch.float64)
-        precision = exponential(0) / (state.auxiliary + energy)
-        return precision, exponential(1) / (1 + precision)
+        first, second = (random.exponential(key, (p,), torch.float64) for key in random.split(keys, 2))
+        precision = first / (state.auxiliary + energy)
+        return precision, second / (1 + precision)
 
     return _scale_mixture(mix, 1 / slab**2)
 
@@ -185,12 +185,13 @@ def _scale_mixture(mix: Callable[[Mixture, Tensor, Tensor], tuple[Tensor, Tensor
 
     def update(state: Mixture, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, Mixture]:
         p = estimate.shape[-1]
-        theta = _normal(estimate, precision, precision + state.precision * state.scale + slab, random.fold_in(keys, 0))
+        for_theta, for_mixing, for_scale, for_auxiliary = random.split(keys, 4)
+        theta = _normal(estimate, precision, precision + state.precision * state.scale + slab, for_theta)
         half = theta.square() / 2
-        local, auxiliary = mix(state, half * state.scale, random.fold_in(keys, 1))
-        gamma = random.gamma(random.fold_in(keys, 2), (p + 1) / 2, (1,), torch.float64)
+        local, auxiliary = mix(state, half * state.scale, for_mixing)
+        gamma = random.gamma(for_scale, (p + 1) / 2, (1,), torch.float64)
         scale = gamma / (state.scale_auxiliary + (half * local).sum(-1, keepdim=True))
-        exponential = random.exponential(random.fold_in(keys, 3), (1,), torch.float64)
+        exponential = random.exponential(for_auxiliary, (1,), torch.float64)
         return theta, Mixture(local, auxiliary, scale, exponential / (1 + scale))
 
     return GlobalPrior(init, update)

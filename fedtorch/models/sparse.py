@@ -89,11 +89,12 @@ def regression(*, deviation: Deviation | None = None, noise_shape: float = 1.0, 
 
     def sweep(heard: Heard, site: Site, data: Design, keys: Tensor, sweeps: int) -> Site:
         clients, chains, p = site.theta.shape
-        normals = _blocks(random.normal(random.fold_in(keys, 0), (sweeps, p), torch.float64))
+        for_normals, for_noise, for_mixing, for_draw = random.split(keys, 4)
+        normals = _blocks(random.normal(for_normals, (sweeps, p), torch.float64))
         degrees = noise_shape + data.degrees[:, None, None] / 2
-        gammas = _blocks(random.gamma(random.fold_in(keys, 1), degrees, (sweeps,), torch.float64))
-        mixing = [_blocks(part) for part in deviation.noise(random.fold_in(keys, 2), (sweeps, p))]
-        draw = gaussian_conditional(data, heard.theta, random.fold_in(keys, 3))
+        gammas = _blocks(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
+        mixing = [_blocks(part) for part in deviation.noise(for_mixing, (sweeps, p))]
+        draw = gaussian_conditional(data, heard.theta, for_draw)
         shared = columns(heard.precision)
         half, scale = shared / 2, heard.noise.reshape(-1)
         w, u, noise = columns(site.precision), columns(site.auxiliary), site.noise.reshape(-1)
@@ -156,19 +157,20 @@ def hierarchy(
 
     def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
         p = state.theta.shape[-1]
+        for_scale, for_auxiliary, for_prior, for_noise = random.split(keys, 4)
         clients = exact.value(sums["clients"])
         weight, first, second = exact.about(sums["precision"], sums["first"], sums["second"], state.theta)
         precision, auxiliary = state.precision, state.auxiliary
         if scale is None:
-            gamma = random.gamma(random.fold_in(keys, 0), (clients[:, None] + 1) / 2, (p,), torch.float64)
+            gamma = random.gamma(for_scale, (clients[:, None] + 1) / 2, (p,), torch.float64)
             precision = gamma / (auxiliary + second / 2)
-            auxiliary = random.exponential(random.fold_in(keys, 1), (p,), torch.float64) / (1 + precision)
+            auxiliary = random.exponential(for_auxiliary, (p,), torch.float64) / (1 + precision)
         estimate = state.theta + first / weight
-        theta, variables = prior.update(state.prior, estimate, weight * precision, random.fold_in(keys, 2))
+        theta, variables = prior.update(state.prior, estimate, weight * precision, for_prior)
         noise = state.noise
         if noise_prior is not None:
             shape, rate = noise_prior
-            gamma = random.gamma(random.fold_in(keys, 3), shape + noise_shape * clients, (), torch.float64)
+            gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
             noise = gamma / (rate + exact.value(sums["noise"]))
         return Global(theta, precision, auxiliary, noise, variables)
 
