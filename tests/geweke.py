@@ -158,6 +158,7 @@ def statistics(joint: Joint, sites: int, prior: Callable[[Any], dict[str, Tensor
         "log lambda": each(-joint.sites.precision.log()),
         "log sigma2": each(-joint.sites.noise.log()),
         "log b_sigma": shared.noise.log()[:, None],
+        "tanh intercept": each(getattr(joint.sites, "intercept", torch.zeros(count, sites)).tanh()),
         "tanh product": (shared.theta[:, None] * joint.sites.theta.reshape(count, sites, -1)).tanh().flatten(1),
         **prior(shared.prior),
     }
@@ -172,11 +173,12 @@ def run(
     replicates: int,
     rounds: int,
     sweeps: int = 1,
-    simulate: Callable[[Setting, sparse.Site, Tensor], Any] = regression_data,
+    simulate: Callable[[Setting, Any, Tensor], Any] = regression_data,
+    start: Callable[[Joint], Joint] = lambda joint: joint,
 ) -> dict[str, float]:
     """The z-scores of a sampler."""
-    direct = statistics(draw_joint(setting, 40_000, 1), setting.sites, prior)
-    joint = draw_joint(setting, replicates, 2)
+    direct = statistics(start(draw_joint(setting, 40_000, 1)), setting.sites, prior)
+    joint = start(draw_joint(setting, replicates, 2))
     chains: dict[str, list[Tensor]] = {name: [] for name in direct}
     for t in range(rounds):
         data = simulate(setting, joint.sites, keys(3, replicates * setting.sites, t))

@@ -34,7 +34,7 @@ from fedtorch.tree import Tree
 
 __all__ = ["Global", "Heard", "Site", "hierarchy", "regression"]
 
-_MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
+MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
 _LARGE = 32  # coefficients above which a problem is solved on its own rows
 
 
@@ -105,7 +105,7 @@ def regression(*, deviation: Deviation | None = None, noise_shape: float = 1.0, 
             noise = gammas[s] / (scale + rss / 2)
         rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
         theta = heard.theta + rows(delta)
-        return Site(theta, rows(w.clamp_max(_MOST_PRECISE)), rows(u), rows(noise))
+        return Site(theta, rows(w.clamp_max(MOST_PRECISE)), rows(u), rows(noise))
 
     return LocalKernel(init, lambda data: design(data, intercept), sweep, report)
 
