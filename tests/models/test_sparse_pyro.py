@@ -46,7 +46,7 @@ def test_the_joint_density() -> None:
     program = sparse_pyro.regression(data)
     for seed in range(5):
         keys = random.fold_in(random.key(seed), torch.arange(7))
-        positive = lambda i, shape: random.exponential(keys[i], shape, torch.float64)
+        positive = lambda i, shape, keys=keys: random.exponential(keys[i], shape, torch.float64)
         values = {
             "rho": random.uniform(keys[0], (), torch.float64),
             "eta": positive(1, (2,)),
