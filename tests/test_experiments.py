@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import fedavg_family, quickstart
+from experiments import fedavg_family, quickstart, sparse_regression
 from experiments.benchmarks import core
 
 
@@ -43,3 +43,13 @@ def test_fedavg_family(tmp_path):
         assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
         assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
     assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000
+
+
+def test_sparse_regression(tmp_path):
+    arguments = ["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_regression.main(arguments)
+    found = rows(tmp_path / "rows.json")
+    for way in ("federated", "pooled as iid", "sites, averaged"):
+        assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
+    assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
+    assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000

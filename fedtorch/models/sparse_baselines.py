@@ -2,7 +2,7 @@ r"""What a hierarchy of sites is compared with: every site for itself, all rows 
 
 .. math:: y \sim N(X\theta, \sigma^2),\quad \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j)
 
-with the priors of `fedtorch.models.global_priors.spike_and_slab`, for each site alone, or for `data.pool()` as one site:
+with the priors of `fedtorch.models.global_priors.spike_and_slab`, for each site alone, or for `data.pool()` as one:
 models (b) and (a) of the source's Figure 1. Separate results are joined by averages and majority votes (the source's
 section 2.1), or draw by draw by `consensus`. Nothing is sent while sampling.
 
@@ -12,6 +12,7 @@ Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian mo
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def lone_regression(
             energy = theta.square() / (2 * sites)
             eta = (variance[1] + energy / factor) / etas[s]
             # log of N(θ; 0, η) over N(θ; 0, c₀η), each to the power of 1 over the number of sites
-            evidence = energy / eta * (1 / spike - 1) + 0.5 * torch.log(torch.tensor(spike)) / sites
+            evidence = energy / eta * (1 / spike - 1) + 0.5 * math.log(spike) / sites
             included = _flip(included, evidence, logits[s], a, b)
         rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
         return LoneSite(rows(theta), rows(included), rows(eta), rows(precision))
