@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--study", choices=["simulated", "heart", "both"], default="both", help="default both")
     options = parser.parse_args(argv)
-    sizes = Sizes(40, 10, 2) if options.smoke else Sizes(1000, 100, 4)
+    sizes = Sizes(30, 5, 2) if options.smoke else Sizes(1000, 100, 4)
     rows: list[common.Row] = []
     if options.study in ("simulated", "both"):
         for setting, odd in (("alike", 0.5), ("one site differs", -0.5)):

@@ -7,7 +7,7 @@ as λ τ z with standard normal z. Importing this module imports Pyro.
 >>> from fedtorch.models import sparse_pyro
 >>> x = ft.random.normal(ft.random.key(0), (2, 30, 2))
 >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(2)])
->>> draws = sparse_pyro.nuts(sparse_pyro.regression(data), draws=5, warmup=5)
+>>> draws = sparse_pyro.nuts(sparse_pyro.regression(data), draws=5, warmup=5, depth=3)
 >>> draws["theta"].shape, draws["theta_k"].shape
 (torch.Size([5, 2]), torch.Size([5, 2, 2]))
 """
