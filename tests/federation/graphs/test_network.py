@@ -10,7 +10,6 @@ import torch
 import fedtorch as ft
 from fedtorch.federation.graphs import network as network_module
 
-
 PLACES = ft.random.uniform(ft.random.key(9), (30, 2), torch.float64)
 
 
