@@ -43,7 +43,7 @@ def admm(
     Args:
         problem: losses, network and α.
         penalty: φ: `squared`, `norm2`, `norm1`, `equal` or another.
-        rho: strength ρ of the constraint; default: the losses' mean curvature per neighbour.
+        rho: strength ρ of the constraint; default: three times the losses' mean curvature per neighbour.
         rounds: at most so many.
         tolerance: of the optimality, the Karush–Kuhn–Tucker conditions' relative residual, checked every 20 rounds.
         watch: see `fedgd`.

@@ -27,7 +27,8 @@ class EdgeProblem:
         self.neighbours = problem.network.neighbour_counts.to(problem.cross)  # (n,)
         self._values, self._vectors = torch.linalg.eigh(problem.gram)
         self.curvature = float(2 * self._values.mean())  # of a loss, on average
-        self.scale = max(self.curvature / float(self.neighbours.mean().clamp(min=1)), torch.finfo(self.strength.dtype).eps)
+        per_edge = 3 * self.curvature / float(self.neighbours.mean().clamp(min=1))
+        self.scale = max(per_edge, torch.finfo(self.strength.dtype).eps)  # of the edges' own curvature
 
     def differences(self, w: Tensor) -> Tensor:
         """w_i − w_j of every edge, `(E, d)`."""
