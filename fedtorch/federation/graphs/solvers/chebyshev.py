@@ -8,7 +8,8 @@ themselves. From then on a node hears its neighbours only:
 .. math:: \delta \leftarrow \rho' \rho\, \delta + \frac{2\rho'}{c} P^{-1} r, \qquad w \leftarrow w + \delta, \qquad
     r \leftarrow r - Q\delta, \qquad \rho' = 1 / (2m/c - \rho)
 
-for eigenvalues between m − c and m + c.
+for eigenvalues between m − c and m + c. If the residual falls much slower than it has to, there are smaller eigenvalues
+than was thought. They dominate it by then, so that its Rayleigh quotient tells them, and the iteration starts again.
 
 Source: Golub and Varga (1961); Saad, "Iterative methods for sparse linear systems", Algorithm 12.1.
 """
@@ -24,6 +25,7 @@ from fedtorch.federation.graphs.solvers.solution import Progress, Solution, Watc
 __all__ = ["chebyshev"]
 
 _CHECK_EVERY = 20  # rounds
+_SLOW = 0.3  # a fall of the residual in a window that is no sign of progress
 _MARGIN = 0.5  # Ritz values come down to the eigenvalue; too small an estimate costs less than too large a one
 
 
@@ -64,16 +66,39 @@ def chebyshev(
         for _ in range(lanczos_rounds):
             stop = stop or first.step()
         smallest = 2.0 if stop else _MARGIN * first.smallest_eigenvalue()
-    w, r = first.w, first.residual
-    middle, half = (2 + smallest) / 2, (2 - smallest) / 2
-    rho, delta = half / middle, first.precondition(r) / middle
     while not stop:
+        stop = _iterate(first, progress, smallest)
+        if not stop:
+            smallest = min(_MARGIN * _rayleigh_quotient(first, progress), smallest / 2)
+    return progress.solution(problem.minimum_norm(first.w), "local")
+
+
+def _iterate(state: ConjugateGradients, progress: Progress, smallest: float) -> bool:
+    """Iterates from `state`, in place, until there is nothing left to do, or (False) `smallest` is found too large."""
+    w, r, problem = state.w, state.residual, state.problem
+    middle, half = (2 + smallest) / 2, (2 - smallest) / 2
+    window = max(_CHECK_EVERY, int(2 * (2 / smallest) ** 0.5))  # in which the residual has to fall by e⁻⁴ or so
+    rho, delta = half / middle, state.precondition(r) / middle
+    since, before = progress.rounds, progress.optimality
+    while True:
         w.add_(delta)
         r.sub_(problem.product(delta))
         stop = progress.tell(w)
-        if (stop or progress.due()) and progress.small(r.norm()):
-            stop = True
+        if stop or progress.due():
+            if progress.small(r.norm()) or stop:
+                return True
+            if progress.rounds - since >= window:
+                if progress.optimality > _SLOW * before:
+                    return False
+                since, before = progress.rounds, progress.optimality
         following = 1 / (2 * middle / half - rho)
-        delta.mul_(following * rho).add_(first.precondition(r), alpha=2 * following / half)
+        delta.mul_(following * rho).add_(state.precondition(r), alpha=2 * following / half)
         rho = following
-    return progress.solution(problem.minimum_norm(w), "local")
+
+
+def _rayleigh_quotient(state: ConjugateGradients, progress: Progress) -> float:
+    """z'Qz / z'Pz at z = P⁻¹r, which is not below the smallest eigenvalue; a round of messages and two sums."""
+    z = state.precondition(state.residual)
+    progress.rounds += 1
+    progress.sums += 2
+    return float((z * state.problem.product(z)).sum() / (z * state.residual).sum())
