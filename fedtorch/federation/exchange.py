@@ -10,6 +10,7 @@ of them agree up to that rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -217,10 +218,10 @@ def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
     leaves = tree.leaves(values)
     if not leaves:
         return values
-    columns = [leaf.to(torch.float64).flatten(1) if leaf.ndim > 1 else leaf.to(torch.float64)[:, None] for leaf in leaves]
+    columns = [leaf.to(torch.float64).reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in leaves]
     rows = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
     heard = _product(network, ids.to(rows.device), rows).split([part.shape[1] for part in columns], 1)
-    return tree.refill(values, [part.reshape(-1, *leaf.shape[1:]) for part, leaf in zip(heard, leaves)])
+    return tree.refill(values, [part.reshape(network.nodes, *leaf.shape[1:]) for part, leaf in zip(heard, leaves)])
 
 
 def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:

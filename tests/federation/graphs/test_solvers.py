@@ -39,7 +39,7 @@ def problem(alpha: float = 0.7, seed: int = 0) -> tuple[ft.data.FederatedData, f
 
 
 def singular() -> tuple[ft.data.FederatedData, ft.Network]:
-    """A feature that is always zero, two components, nodes with fewer rows than features, and one without neighbours."""
+    """A feature that is always zero, few rows, two components and a node without neighbours."""
     data = bare_linear_clients([1, 2, 1, 6, 3, 2, 4], features=4)
     x, y = data.rows
     x = x.clone()
@@ -124,7 +124,7 @@ def test_gradient_descent_goes_to_the_nearest_solution() -> None:
 
 def test_the_product_is_that_of_the_matrix_and_half_the_gradient_of_the_objective() -> None:
     data, network, one = problem()
-    q, b = dense_system(data, network, 0.7)
+    q, _ = dense_system(data, network, 0.7)
     w = torch.randn(N, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert distance(one.product(w).flatten(), q @ w.flatten()) < ROUNDING
     assert distance(torch.from_numpy(matrix(one).toarray()), q) < ROUNDING
@@ -233,7 +233,7 @@ def two_groups(alpha: float) -> tuple[ft.data.FederatedData, ft.Network, LinearP
 @every_penalty
 def test_a_strong_coupling_merges_all_into_the_pooled_model(solve: Any, penalty: Any) -> None:
     """KKT: all differences are zero, and flows y within the strength balance the gradients."""
-    data, network, one = two_groups(1e3)
+    _, network, one = two_groups(1e3)
     found: Solution = solve(one, penalty, tolerance=1e-10)
     assert found.converged
     pooled = torch.linalg.solve(one.gram.sum(0), one.cross.sum(0))
@@ -254,7 +254,7 @@ def test_a_strong_coupling_merges_all_into_the_pooled_model(solve: Any, penalty:
 @every_penalty
 def test_a_weak_coupling_leaves_all_separate(solve: Any, penalty: Any) -> None:
     """KKT: every difference has its subgradient, so the gradients are known: solve for the parameters and compare."""
-    data, network, one = two_groups(1e-3)
+    _, network, one = two_groups(1e-3)
     found: Solution = solve(one, penalty, tolerance=1e-11)
     assert found.clusters is None or len(found.clusters.unique()) == 6
     ends = network.edges

@@ -79,8 +79,8 @@ def gradient_step(problem: LinearProblem, rate: float) -> Callable[[Tensor, Tens
 def safe_rate(problem: LinearProblem) -> float:
     """A learning rate at which FedGD converges, 0.95 / max_i (λ_max(Q_i) + 2αd_i).
 
-    Node by node, a sharper form of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i; λ_max(Q_i) is bounded by
-    its largest sum of absolute values in a row. Nodes agree on the maximum once.
+    Node by node, a sharper form of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i; for λ_max(Q_i) stands
+    its largest sum of absolute values in a row, which is not below it. Nodes agree on the maximum once.
     """
     largest = problem.gram.abs().sum(2).amax(1)
     bound = float((largest + 2 * problem.alpha * problem.degrees).max())

@@ -42,7 +42,5 @@ norm2 = Penalty(lambda s: s.norm(dim=1), _shrink)
 norm1 = Penalty(lambda s: s.abs().sum(1), lambda v, t: v.sign() * (v.abs() - t[:, None]).clamp(min=0))
 """‖s‖₁: each parameter of neighbours is equal or not."""
 
-equal = Penalty(
-    lambda s: torch.where((s == 0).all(1), 0.0, torch.inf).to(s.dtype), lambda v, t: torch.zeros_like(v)
-)
+equal = Penalty(lambda s: torch.where((s == 0).all(1), 0.0, torch.inf).to(s.dtype), lambda v, t: torch.zeros_like(v))
 """Infinite unless s = 0: one model per connected component, whatever the strength; ADMM with it is consensus ADMM."""

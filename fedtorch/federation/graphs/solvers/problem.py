@@ -2,8 +2,8 @@ r"""GTV minimisation of linear models: the problem that the solvers of this fold
 
 .. math:: f(w) = \sum_i \frac1{m_i} \|y_i - X_i w_i\|^2 + \alpha \sum_{\{i,j\} \in E} A_{ij} \phi(w_i - w_j)
 
-Of the rows only Q_i = X_i'X_i / m_i, b_i = X_i'y_i / m_i and ‖y_i‖² / m_i are kept. For the squared norm φ the minimisers
-are the solutions of Q w = b, where
+Of the rows only Q_i = X_i'X_i / m_i, b_i = X_i'y_i / m_i and ‖y_i‖² / m_i are kept. For the squared norm φ the
+minimisers are the solutions of Q w = b, where
 
 .. math:: (Q w)_i = Q_i w_i + \alpha \Big(d_i w_i - \sum_j A_{ij} w_j\Big).
 

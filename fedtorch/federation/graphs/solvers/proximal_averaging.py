@@ -46,7 +46,7 @@ def proximal_averaging(
     n, d = problem.cross.shape
     factor = torch.linalg.cholesky(problem.gram + torch.eye(d).to(problem.gram) / rate)
     w = torch.zeros_like(problem.cross[0])
-    for done in range(1, rounds + 1):  # noqa: B007
+    for done in range(1, rounds + 1):
         own = torch.cholesky_solve((problem.cross + w / rate).unsqueeze(2), factor).squeeze(2)
         new = own.mean(0)
         still = float((new - w).norm()) <= tolerance * max(float(new.norm()), torch.finfo(w.dtype).tiny)
