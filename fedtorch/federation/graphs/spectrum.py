@@ -2,7 +2,7 @@
 
 Two methods complete each other. Lanczos multiplies only, and is quick where the smallest positive eigenvalue is not
 small beside the largest. Where it is, as on a grid or a map, the network falls into parts by removing few nodes, so
-that a sparse factorisation stays small, and Lanczos on the inverse is quick.
+that a sparse factorisation stays small, and Lanczos on the inverse is quick. A rough run of Lanczos tells which it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["largest_eigenvalue", "smallest_positive_eigenvalue"]
 
-_RESTARTS = 30
+_ROUGH = 0.005  # relative residual of the rough run
+_SMALL = 0.01  # of the largest eigenvalue: below it, the matrix is factorised
+_FINE = 1e-9  # relative residual, which bounds the error; the error is about its square where eigenvalues are apart
 _SHIFT = 1e-9  # of the largest eigenvalue: what makes a singular matrix one with factors
 
 
@@ -34,7 +36,7 @@ def largest_eigenvalue(matrix: csr_matrix) -> float:
 
 
 def smallest_positive_eigenvalue(
-    matrix: csr_matrix, project: Callable[[np.ndarray], np.ndarray], top: float, restarts: int = _RESTARTS
+    matrix: csr_matrix, project: Callable[[np.ndarray], np.ndarray], top: float, small: float = _SMALL
 ) -> float:
     """The smallest eigenvalue of a positive semi-definite matrix on the complement of its null space.
 
@@ -42,19 +44,26 @@ def smallest_positive_eigenvalue(
         matrix: `(N, N)`, N at least 3.
         project: takes a vector `(N,)` to the complement of the null space.
         top: a number that is not less than the largest eigenvalue.
-        restarts: of Lanczos, 40 products each, before the matrix is factorised.
+        small: the share of `top` below which the eigenvalue is found by factorising the matrix.
     """
-    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+    reverse = lambda x: top * project(x) - matrix @ x
+    value, vector = _largest(reverse, project(_start(matrix.shape[0])), _ROUGH)
+    if top - value > small * top:
+        return top - _largest(reverse, vector, _FINE)[0]
+    inverse = _inverse(matrix, _SHIFT * top, project)
+    return 1 / _largest(inverse, vector, _FINE)[0] - _SHIFT * top
 
-    size = matrix.shape[0]
-    options = {"k": 1, "which": "LA", "ncv": min(40, size), "v0": project(_start(size)), "return_eigenvectors": False}
-    reverse = LinearOperator((size, size), matvec=lambda x: top * project(x) - matrix @ x, dtype=np.float64)
-    try:
-        return top - float(eigsh(reverse, tol=1e-12, maxiter=restarts, **options)[0])
-    except ArpackNoConvergence:
-        inverse = _inverse(matrix, _SHIFT * top, project)
-        operator = LinearOperator((size, size), matvec=inverse, dtype=np.float64)
-        return 1 / float(eigsh(operator, **options)[0]) - _SHIFT * top
+
+def _largest(
+    product: Callable[[np.ndarray], np.ndarray], start: np.ndarray, tolerance: float
+) -> tuple[float, np.ndarray]:
+    """The largest eigenvalue and its vector, of what `product` multiplies with."""
+    from scipy.sparse.linalg import LinearOperator, eigsh
+
+    size = len(start)
+    operator = LinearOperator((size, size), matvec=product, dtype=np.float64)
+    values, vectors = eigsh(operator, 1, which="LA", ncv=min(40, size), v0=start, tol=tolerance, maxiter=10_000)
+    return float(values[0]), vectors[:, 0]
 
 
 def _inverse(
