@@ -120,7 +120,7 @@ def regular(
 
 
 def regular_by_projection(
-    discrepancy: Tensor, degree: float, names: Sequence[str] | None = None, *, step: float = 10.0, iterations: int = 100
+    discrepancy: Tensor, degree: float, names: Sequence[str] | None = None, *, step: float = 1e4, iterations: int = 100
 ) -> Network:
     """(7.6) by projected gradient steps (4.17): A ← P(A − ηD).
 
@@ -294,10 +294,10 @@ def _project(matrix: Tensor, degree: float, rounds: int = 200) -> Tensor:
     shift = matrix.new_full((n,), -float(matrix.sum() / (n * (n - 1))) / 2 + degree / (2 * (n - 1)))
 
     def weights(shift: Tensor) -> Tensor:
-        return (matrix + shift[:, None] + shift).clamp(0, 1).fill_diagonal_(0.0)
+        return (matrix + (shift[:, None] + shift)).clamp(0, 1).fill_diagonal_(0.0)
 
     def dual(shift: Tensor) -> float:
-        inside = (matrix + shift[:, None] + shift).fill_diagonal_(0.0)
+        inside = (matrix + (shift[:, None] + shift)).fill_diagonal_(0.0)
         outside = inside - inside.clamp(0, 1)
         return float((inside.square() - outside.square()).sum() / 4 - degree * shift.sum())
 
