@@ -423,7 +423,8 @@ def _projection(network: Network, null: list[Tensor]) -> Callable[[np.ndarray], 
 def _cluster_bound(network: Network, inside: Tensor, alpha: float) -> ClusterBound:
     ids = inside.nonzero().flatten()
     # A node alone has no deviation from its mean: as good as a connectivity without end.
-    connectivity = network.subnetwork(ids).algebraic_connectivity if len(ids) > 1 else math.inf
+    within = network if len(ids) == network.nodes else network.subnetwork(ids)
+    connectivity = within.algebraic_connectivity if len(ids) > 1 else math.inf
     return ClusterBound(len(ids), connectivity, cluster_boundary(network, inside), alpha)
 
 

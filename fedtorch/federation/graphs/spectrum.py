@@ -27,18 +27,16 @@ _SHIFT = 1e-9  # of the largest eigenvalue: what makes a singular matrix one wit
 
 
 def largest_eigenvalue(matrix: csr_matrix) -> float:
-    """The largest eigenvalue of a symmetric matrix of two rows or more."""
-    from scipy.sparse.linalg import eigsh
-
-    if matrix.shape[0] == 2:
-        return float(np.linalg.eigvalsh(matrix.toarray())[-1])
-    return float(eigsh(matrix, 1, which="LA", return_eigenvectors=False, v0=_start(matrix.shape[0]))[0])
+    """The largest eigenvalue of a symmetric matrix of two rows or more, to a relative 1e-9 or better."""
+    return _largest(lambda x: matrix @ x, _start(matrix.shape[0]), _FINE)[0]
 
 
 def smallest_positive_eigenvalue(
     matrix: csr_matrix, project: Callable[[np.ndarray], np.ndarray], top: float, small: float = _SMALL
 ) -> float:
     """The smallest eigenvalue of a positive semi-definite matrix on the complement of its null space.
+
+    The error is at most 1e-9 of the largest eigenvalue where Lanczos multiplies with the matrix, usually far less.
 
     Args:
         matrix: `(N, N)`, N at least 3.
