@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.federation.graphs.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
 if TYPE_CHECKING:
     import networkx
@@ -38,7 +39,6 @@ __all__ = ["Components", "Network"]
 
 _DENSE = 400  # nodes up to which the eigenvalues come from the whole matrix
 _BLOCK = 2**20  # skips drawn at a time
-_LANCZOS_RESTARTS = 30
 
 
 class Components(NamedTuple):
@@ -174,13 +174,16 @@ class Network:
             raise ValueError(f"Expected at least two nodes for λ₂, but got {self.nodes}")
         if self.components.number > 1:
             return 0.0
-        return float(self._spectrum[1]) if self.nodes <= _DENSE else _second_eigenvalue(self.scipy_laplacian)
+        if self.nodes <= _DENSE:
+            return float(self._spectrum[1])
+        top = 2 * float(self.degrees.max())  # at least λ_n, (5.23)
+        return smallest_positive_eigenvalue(self.scipy_laplacian, lambda x: x - x.mean(), top)
 
     @cached_property
     def extreme_eigenvalues(self) -> tuple[float, float]:
         """(λ₂, λ_n) of the Laplacian, between which all its eigenvalues but one zero lie."""
         second = self.algebraic_connectivity
-        return second, float(self._spectrum[-1]) if self.nodes <= _DENSE else _largest_eigenvalue(self.scipy_laplacian)
+        return second, float(self._spectrum[-1]) if self.nodes <= _DENSE else largest_eigenvalue(self.scipy_laplacian)
 
     @cached_property
     def _spectrum(self) -> Tensor:
@@ -485,43 +488,6 @@ def _as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str
             matrix.shape,
             check_invariants=False,
         )
-
-
-def _start(size: int) -> np.ndarray:
-    """A start for Lanczos that is the same every time."""
-    return random.normal(random.key(size), (size,), torch.float64).numpy()
-
-
-def _largest_eigenvalue(laplacian: csr_matrix) -> float:
-    from scipy.sparse.linalg import eigsh
-
-    return float(eigsh(laplacian, 1, which="LA", return_eigenvectors=False, v0=_start(laplacian.shape[0]))[0])
-
-
-def _second_eigenvalue(laplacian: csr_matrix) -> float:
-    """λ₂ of a connected network: Lanczos, or the inverse by a sparse factorisation where that does not converge.
-
-    The two complete each other: Lanczos is quick where λ₂ is large, and where it is small the network falls into parts
-    by removing few nodes, so that its factors stay sparse.
-    """
-    from scipy.sparse import identity
-    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
-
-    nodes = laplacian.shape[0]
-    top = 2 * float(laplacian.diagonal().max())  # at least λ_n
-    start = _start(nodes)
-
-    def reversed_without_constants(x: np.ndarray) -> np.ndarray:
-        return top * (x - x.mean()) - laplacian @ x
-
-    operator = LinearOperator((nodes, nodes), matvec=reversed_without_constants, dtype=np.float64)
-    try:
-        options = {"which": "LA", "ncv": 40, "maxiter": _LANCZOS_RESTARTS, "tol": 1e-12}
-        return top - float(eigsh(operator, 1, v0=start, return_eigenvectors=False, **options)[0])
-    except ArpackNoConvergence:
-        shifted = (laplacian + 1e-6 * top / nodes * identity(nodes)).tocsc()
-        values = eigsh(shifted, 2, sigma=0.0, which="LM", return_eigenvectors=False, v0=start)
-        return float(values.max() - 1e-6 * top / nodes)
 
 
 def _check_count(nodes: int) -> None:
