@@ -5,6 +5,7 @@ A federation is an algorithm (what clients and server compute) on a population (
 """
 
 from fedtorch import data, metrics, plots, random, tree, wire
+from fedtorch.federation import graphs
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,
@@ -18,6 +19,7 @@ from fedtorch.federation.algorithms import (
     fedsgd,
     fedyogi,
     gibbs,
+    gtv,
     personal_layers,
     pooled,
     scaffold,
@@ -27,8 +29,9 @@ from fedtorch.federation.comparison import compare, constant
 from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score
-from fedtorch.federation.exchange import Exchange, Increment, Mean, private_rows, star
+from fedtorch.federation.exchange import Exchange, Increment, Mean, graph, private_rows, star
 from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
+from fedtorch.federation.graphs import Network
 from fedtorch.federation.history import History
 from fedtorch.federation.lightning import ClientSharding, Federation
 from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit
@@ -57,6 +60,7 @@ __all__ = [
     "Local",
     "LocalSolver",
     "Mean",
+    "Network",
     "Quadratic",
     "Redelivered",
     "Reply",
@@ -83,6 +87,9 @@ __all__ = [
     "functional",
     "gibbs",
     "gradient_descent",
+    "graph",
+    "graphs",
+    "gtv",
     "least_squares",
     "lightning_fit",
     "lognormal_noise",

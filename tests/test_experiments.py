@@ -6,6 +6,8 @@ import pytest
 
 from experiments import fedavg_family, quickstart, sparse_regression
 from experiments.benchmarks import core
+from experiments import fedavg_family, quickstart
+from experiments.benchmarks import core, gtv
 
 
 def rows(path):
@@ -53,3 +55,12 @@ def test_sparse_regression(tmp_path):
         assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
     assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
     assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
+def test_gtv_benchmark(tmp_path):
+    gtv.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    reached = {
+        setting.split(", ")[1]: value for (setting, metric), value in found.items() if metric == "rounds to 1e-8"
+    }
+    assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
+    assert all(value > 0 for value in found.values())
+    assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000

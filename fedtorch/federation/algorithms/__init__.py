@@ -7,6 +7,7 @@ from fedtorch.federation.algorithms.feddyn import feddyn
 from fedtorch.federation.algorithms.fedopt import fedadagrad, fedadam, fedopt, fedyogi
 from fedtorch.federation.algorithms.fedsgd import fedsgd
 from fedtorch.federation.algorithms.gibbs import gibbs
+from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.algorithms.pooled import pooled
 from fedtorch.federation.algorithms.scaffold import scaffold
@@ -24,6 +25,7 @@ __all__ = [
     "fedsgd",
     "fedyogi",
     "gibbs",
+    "gtv",
     "personal_layers",
     "pooled",
     "scaffold",

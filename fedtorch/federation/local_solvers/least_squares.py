@@ -84,8 +84,7 @@ def least_squares(module: nn.Linear) -> LocalSolver:
         matrix = gram.features * (2 / outputs)
         vector = gram.cross * (2 / outputs)
         if quadratic is not None:
-            eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-            matrix = matrix + quadratic.precision.to(matrix.dtype)[:, None, None] * eye
+            matrix = matrix + _precisions(quadratic, start).to(matrix.dtype).diag_embed()
             vector = vector + _join(quadratic.shift)
         inverse = torch.linalg.pinv(matrix, rtol=_NOISE * matrix.shape[-1], hermitian=True)
         new = old + inverse @ (vector - matrix @ old)
@@ -111,6 +110,12 @@ def _join(parameters: Tree) -> Tensor:
     if "bias" in parameters:
         columns.append(parameters["bias"][:, None, :])
     return torch.cat(columns, 1)
+
+
+def _precisions(quadratic: Quadratic, parameters: Tree) -> Tensor:
+    """λ of every row of `_join(parameters)`, `(K, p)`."""
+    weight = quadratic.precision_of("weight")[:, None].expand(-1, parameters["weight"].shape[2])
+    return torch.cat([weight, quadratic.precision_of("bias")[:, None]], 1) if "bias" in parameters else weight
 
 
 def _split(joined: Tensor, bias: bool) -> dict[str, Tensor]:
