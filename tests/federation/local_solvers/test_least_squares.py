@@ -142,7 +142,7 @@ def test_no_clients_and_blocks_of_one() -> None:
     nobody = part(slice(2, 2))
     assert nobody.parameters["weight"].shape == (0, 1, 3)
     assert nobody.info["loss"].shape == nobody.steps.shape == (0,)
-    assert local.prepare(data.stack([])).features.shape == (0, 4, 4)
+    assert local.prepare(data.stack([])).vectors.shape == (0, 4, 4)
     assert same_bits((prepared, start, quadratic), before)
 
 
@@ -189,3 +189,57 @@ def test_data_that_do_not_fit_are_refused_when_bound(features: int, outputs: int
     population = ft.InProcess(linear_clients(SIZES, features, outputs=outputs))
     with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(3,\) and \(1,\), but got"):
         next(ft.run(ft.fedavg(ft.least_squares(linear())), population))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 20])
+@pytest.mark.parametrize("outputs", [0, 2])
+@pytest.mark.parametrize("quadratic", [False, True])
+def test_gradient_steps_in_closed_form_are_those_of_the_loop(steps: int, outputs: int, quadratic: bool) -> None:
+    data = linear_clients(SIZES, outputs=outputs)
+    module = linear(outputs=max(outputs, 1))
+    start = tree.map(lambda leaf: leaf + 1, tree.expand(ft.least_squares(module).parameters, len(SIZES)))
+    added = pull(start) if quadratic else None
+    block, ends = data.stack(range(len(SIZES))), []
+    for local in (ft.least_squares(module, steps=steps, lr=0.07), sgd(0.07, module, steps=steps)):
+        state = tree.expand(local.init(local.parameters), len(SIZES))
+        ends.append(local(start, state, local.prepare(block), added, KEYS))
+    assert distance(ends[0].parameters, ends[1].parameters) < ROUNDING
+    assert distance(ends[0].steps, ends[1].steps) < ROUNDING
+
+
+def test_many_gradient_steps_end_at_the_minimiser_and_too_long_ones_diverge_as_the_loop_does() -> None:
+    data = linear_clients([30, 40])
+    block = data.stack(range(2))
+    start = tree.expand(ft.least_squares(linear()).parameters, 2)
+
+    def end(local: ft.LocalSolver) -> Tree:
+        return local(start, tree.expand(local.init(local.parameters), 2), local.prepare(block), None, KEYS[:2])
+
+    exact, close = end(ft.least_squares(linear())), end(ft.least_squares(linear(), steps=10_000, lr=0.1))
+    assert distance(close.parameters, exact.parameters) < ROUNDING
+    wild = [end(local).parameters for local in (ft.least_squares(linear(), steps=9, lr=3.0), sgd(3.0, steps=9))]
+    assert float(wild[0]["weight"].abs().max()) > 1e3
+    assert distance(*wild) < ROUNDING * float(wild[1]["weight"].abs().max())
+
+
+def test_scaffold_runs_on_gradient_steps_in_closed_form() -> None:
+    population = ft.InProcess(linear_clients(SIZES))
+    ends = [
+        list(ft.run(ft.scaffold(local), population, rounds=5))[-1].server.parameters
+        for local in (ft.least_squares(linear(), steps=4, lr=0.05), sgd(0.05, steps=4))
+    ]
+    assert distance(*ends) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"steps": 3}, "Expected steps and lr together, but got steps without lr"),
+        ({"lr": 0.1}, "Expected steps and lr together, but got lr without steps"),
+        ({"steps": 0, "lr": 0.1}, "Expected steps of at least 1 and a positive lr, but got 0 and 0.1"),
+        ({"steps": 2, "lr": float("nan")}, "Expected steps of at least 1 and a positive lr, but got 2 and nan"),
+    ],
+)
+def test_steps_that_cannot_be_taken_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ft.least_squares(linear(), **arguments)
