@@ -5,6 +5,7 @@ A federation is an algorithm (what clients and server compute) on a population (
 """
 
 from fedtorch import data, metrics, plots, random, tree, wire
+from fedtorch.federation import graphs
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,
@@ -28,6 +29,7 @@ from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score
 from fedtorch.federation.exchange import Exchange, Increment, Mean, private_rows, star
 from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
+from fedtorch.federation.graphs import Network
 from fedtorch.federation.history import History
 from fedtorch.federation.lightning import ClientSharding, Federation
 from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit
@@ -55,6 +57,7 @@ __all__ = [
     "Local",
     "LocalSolver",
     "Mean",
+    "Network",
     "Quadratic",
     "Redelivered",
     "Reply",
@@ -79,6 +82,7 @@ __all__ = [
     "fixed_cohort",
     "functional",
     "gradient_descent",
+    "graphs",
     "least_squares",
     "lightning_fit",
     "lognormal_noise",

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import FederatedData
+from fedtorch.federation.graphs import Network
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["bytes_against", "client_distribution", "curves", "worst_client"]
+__all__ = ["bytes_against", "client_distribution", "curves", "network", "worst_client"]
 
 _MOST_BARS = 30  # clients whose labels are drawn as bars; more make a map
 _MOST_COLOURS = 10  # labels that colours tell apart
@@ -132,6 +133,85 @@ def bytes_against(runs: Mapping[str, Any], metric: str) -> Figure:
     axes.set_xlim(left=0)
     axes.legend(frameon=False, fontsize="small")
     return figure
+
+
+def network(
+    network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None
+) -> Figure:
+    """A network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
+
+    Nodes are drawn at their positions, the first coordinate to the right and the second upwards; for a map, give the
+    network positions (longitude, latitude). Without positions networkx lays the nodes out by springs.
+
+    Args:
+        network: of n nodes.
+        values: `(n,)` numbers, such as one parameter of each node, for a colour bar.
+        clusters: `(n,)` integers instead, such as from `ft.graphs.clustering`, for a legend.
+        label: of the colour bar.
+        names: whether to write the nodes' names; default: up to thirty nodes.
+
+    Raises:
+        ValueError: both values and clusters, or not one of them per node.
+    """
+    if values is not None and clusters is not None:
+        raise ValueError("Expected values or clusters to colour the nodes by, but got both")
+    places = _positions(network)
+    figure = _figure(5.6, 5.0)
+    axes = figure.subplots()
+    _draw_edges(axes, network, places)
+    size = float(np.clip(4000 / max(1, network.nodes), 4, 120))
+    style: dict[str, Any] = {"s": size, "zorder": 2, "linewidths": 0.4, "edgecolors": "white"}
+    if clusters is not None:
+        _draw_clusters(figure, axes, places, _per_node(network, clusters).astype(int), style)
+    elif values is not None:
+        points = axes.scatter(places[:, 0], places[:, 1], c=_per_node(network, values), cmap="viridis", **style)
+        figure.colorbar(points, ax=axes, label=label, shrink=0.7)
+    else:
+        axes.scatter(places[:, 0], places[:, 1], c="C0", **style)
+    if network.nodes <= _MOST_BARS if names is None else names:
+        for name, place in zip(network.names, places):
+            axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize="x-small")
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_axis_off()
+    return figure
+
+
+def _positions(network: Network) -> np.ndarray:
+    if network.positions is not None:
+        return network.positions[:, :2].numpy()
+    import networkx
+
+    laid_out = networkx.spring_layout(network.to_networkx(), seed=0)
+    return np.array([laid_out[node] for node in range(network.nodes)]).reshape(-1, 2)
+
+
+def _draw_edges(axes: Axes, network: Network, places: np.ndarray) -> None:
+    from matplotlib.collections import LineCollection
+
+    weights = network.weights.numpy()
+    strength = 0.15 + 0.55 * weights / weights.max(initial=1e-300)
+    colours = np.column_stack((np.full((len(weights), 3), 0.3), strength))
+    axes.add_collection(LineCollection(places[network.edges.numpy()], colors=colours, linewidths=0.8, zorder=1))
+
+
+def _draw_clusters(figure: Figure, axes: Axes, places: np.ndarray, clusters: np.ndarray, style: dict[str, Any]) -> None:
+    """The largest clusters in a colour each, and what is left in grey."""
+    known, counts = np.unique(clusters, return_counts=True)
+    shown = np.sort(known[np.argsort(-counts, kind="stable")[:_MOST_COLOURS]])
+    for i, cluster in enumerate(shown):
+        inside = clusters == cluster
+        axes.scatter(*places[inside].T, color=f"C{i}", label=f"{cluster} ({inside.sum()})", **style)
+    rest = ~np.isin(clusters, shown)
+    if rest.any():
+        axes.scatter(*places[rest].T, color="0.6", label=f"others ({rest.sum()})", **style)
+    figure.legend(title="cluster (nodes)", loc="outside right upper", frameon=False, fontsize="small")
+
+
+def _per_node(network: Network, values: Any) -> np.ndarray:
+    found = torch.as_tensor(values).detach().cpu().numpy()
+    if found.shape != (network.nodes,):
+        raise ValueError(f"Expected one value per node, ({network.nodes},), but got shape {found.shape}")
+    return found
 
 
 def _draw_bars(data: FederatedData, known: list[int], counts: np.ndarray) -> Figure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -154,3 +155,35 @@ def test_refusals(runs: dict[str, Any]) -> None:
         ft.plots.curves(ft.History())
     with pytest.raises(TypeError, match="but got dict"):
         ft.plots.curves(runs)
+
+
+def test_a_network_is_drawn_where_its_nodes_are_and_in_their_colours() -> None:
+    places = ft.random.uniform(ft.random.key(0), (40, 2), torch.float64)
+    network = ft.Network.k_nearest(places, 3)
+    figure = ft.plots.network(network, places[:, 0], label="first coordinate")
+    axes, bar = figure.axes
+    edges, nodes = axes.collections
+    assert torch.equal(torch.from_numpy(nodes.get_offsets().data), places)
+    assert nodes.get_array().tolist() == places[:, 0].tolist()
+    segments = np.stack(edges.get_segments())
+    assert np.array_equal(segments, places[network.edges])
+    assert bar.get_ylabel() == "first coordinate"
+    assert not axes.texts  # more nodes than have room for their names
+    assert drawn(figure)
+
+
+def test_clusters_of_a_network_are_counted_in_the_legend() -> None:
+    network = ft.Network.ring(14)
+    figure = ft.plots.network(network, clusters=torch.arange(14).clamp(max=12))
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert len(names) == 11
+    assert names[-1] == "others (3)"
+    assert "12 (2)" in names
+    assert [text.get_text() for text in figure.axes[0].texts] == list(network.names)
+    assert drawn(figure)
+    assert drawn(ft.plots.network(ft.Network([], nodes=2)))
+    with pytest.raises(ValueError, match="but got both"):
+        ft.plots.network(network, torch.zeros(14), clusters=torch.zeros(14))
+    with pytest.raises(ValueError, match=r"one value per node, \(14,\)"):
+        ft.plots.network(network, torch.zeros(13))
