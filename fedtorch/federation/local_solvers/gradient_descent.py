@@ -21,7 +21,17 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithm import BadClients, Local, LocalSolver, Quadratic
 from fedtorch.federation.local_solvers.batches import MODULE, Batches
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.local_solvers.optimisers import Configured, MakeOptimizer, configure, probe, rebind
+from fedtorch.federation.local_solvers.optimisers import (
+    Configured,
+    MakeOptimizer,
+    configure,
+    load_state,
+    numbers,
+    probe,
+    rebind,
+    state_of,
+    zero_step,
+)
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss, is_ragged
 from fedtorch.models import functional
@@ -161,25 +171,15 @@ class _Descent:
 
     def _untrained(self, configured: Configured) -> dict[str, dict[str, Tensor]]:
         """The optimiser's state of one client before its first round, all zeros, if it is kept between rounds."""
-        name = type(configured.optimizer).__name__
         if "estimated_stepping_batches" in self.objective.trainer.asked:
             raise TypeError(
                 "Expected configure_optimizers not to ask for trainer.estimated_stepping_batches with reset='never', "
                 "because the number of rounds is not known; use reset='round' or name a number of steps"
             )
         start = {n: self.parameters[n][None].clone() for group in self.names for n in group}
-        optimizer = rebind(configured.optimizer, [[start[n] for n in group] for group in self.names])
-        before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for tensor in start.values():
-            tensor.grad = torch.zeros_like(tensor)
-        optimizer.step()
-        after = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        if before != after:
-            raise TypeError(f"{name} keeps its state outside of the parameters; use reset='round'")
-        for tensor in start.values():
-            for part, value in optimizer.state[tensor].items():
-                if not isinstance(value, Tensor) or value.ndim == 0:
-                    self.shared[part] = Tensor if isinstance(value, Tensor) else type(value)
+        groups = [[start[n] for n in group] for group in self.names]
+        optimizer = zero_step(configured.optimizer, groups, "use reset='round'")
+        self.shared = numbers(optimizer)
         state = {n: _optimizer_state(optimizer, tensor) for n, tensor in start.items()}
         return tree.map(lambda leaf: torch.zeros_like(leaf[0]), state)
 
@@ -376,18 +376,15 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Te
 
 def _optimizer_state(optimizer: Any, tensor: Tensor) -> dict[str, Tensor]:
     """The optimiser's state of one stacked parameter with the clients in front: rows, or one number for all."""
-    found = {}
-    for name, value in optimizer.state.get(tensor, {}).items():
-        if value is None:
-            continue
-        value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    found = state_of(optimizer, tensor)
+    for name, value in found.items():
         if value.ndim and value.shape[0] != tensor.shape[0]:
             raise TypeError(
                 f"Expected {type(optimizer).__name__}'s state {name!r} to have a row per client, but got shape "
                 f"{tuple(value.shape)} for {tensor.shape[0]} clients; use reset='round'"
             )
-        found[name] = value.detach() if value.ndim else value.to(tensor.device).expand(len(tensor)).clone()
-    return found
+    clients = len(tensor)
+    return {n: v if v.ndim else v.to(tensor.device).expand(clients).clone() for n, v in found.items()}
 
 
 def _load_optimizer_state(
@@ -397,10 +394,8 @@ def _load_optimizer_state(
     for name, saved in state.items():
         if not any(bool(value.any()) for value in saved.values()):
             continue  # it has never had a gradient
-        for part, value in saved.items():
-            kind = shared.get(part)
-            one = value.clone() if kind is None else value[0].clone() if kind is Tensor else kind(value[0])
-            optimizer.state[tensors[name]][part] = one
+        one = {part: value[0] if part in shared else value for part, value in saved.items()}
+        load_state(optimizer, tensors[name], one, shared)
 
 
 def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:
