@@ -35,6 +35,7 @@ from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
+from fedtorch.federation.tuning import Grid, grid
 from fedtorch.models import functional
 from fedtorch.module_randomness import Drawn
 
@@ -49,6 +50,7 @@ __all__ = [
     "Exchange",
     "Faults",
     "Federation",
+    "Grid",
     "History",
     "InProcess",
     "Increment",
@@ -79,6 +81,7 @@ __all__ = [
     "fixed_cohort",
     "functional",
     "gradient_descent",
+    "grid",
     "least_squares",
     "lightning_fit",
     "lognormal_noise",
