@@ -157,7 +157,7 @@ def heat_map(grid: Grid, name: str = "score") -> Figure:
         setting = grid.settings[i]
         values[rows.index(setting[down]), columns.index(setting[across])] = grid.scores[i].mean()
     best = None if all(grid.diverged) else grid.settings[grid.order[0]]
-    figure = _figure(2.6 + 0.75 * len(columns), 1.6 + 0.5 * len(rows))
+    figure = _figure(2.6 + 0.75 * len(columns), max(3.2, 1.6 + 0.5 * len(rows)))
     axes = figure.subplots()
     _draw_cells(axes, values, f"{name}, mean over clients", grid.largest_is_best)
     axes.set_xticks(range(len(columns)), [_short(value) for value in columns])
@@ -183,7 +183,7 @@ def _draw_cells(axes: Axes, values: np.ndarray, label: str, largest_is_best: boo
     for (i, j), value in np.ndenumerate(values):
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = np.isfinite(value) and 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-        text = f"{value:.3g}" if np.isfinite(value) else "diverged"
+        text = f"{value:#.3g}" if np.isfinite(value) else "diverged"
         axes.text(j, i, text, ha="center", va="center", fontsize="small", color="white" if dark else "black")
     assert axes.figure is not None
     axes.figure.colorbar(image, ax=axes, label=label)

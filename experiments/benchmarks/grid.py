@@ -32,8 +32,8 @@ class Case(NamedTuple):
     clients: int
 
 
-def cases(clients: int) -> list[Case]:
-    """What people tune: learning rate and proximal term, on a small and on a larger model, and with client states."""
+def cases(clients: int, values: int = 4) -> list[Case]:
+    """What people tune: learning rate and pull on two models and with client states, so many values of each."""
 
     def local(module: nn.Module, make: Callable[..., torch.optim.Optimizer], lr: float) -> ft.LocalSolver:
         return ft.gradient_descent(
@@ -51,15 +51,16 @@ def cases(clients: int) -> list[Case]:
         module = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         return local(module, torch.optim.Adam, lr / 30)
 
-    both = {"lr": RATES, "mu": PULLS}
+    rates, pulls = RATES[-values:], PULLS[-values:]
+    both = {"lr": rates, "mu": pulls}
     return [
         Case("FedProx, linear 64-10, SGD", lambda lr, mu: ft.fedprox(linear(lr), mu), both, clients),
         Case("FedProx, 64-128-10, Adam", lambda lr, mu: ft.fedprox(perceptron(lr), mu), both, clients),
-        Case("SCAFFOLD, linear 64-10, SGD", lambda lr: ft.scaffold(linear(lr)), {"lr": RATES}, clients),
+        Case("SCAFFOLD, linear 64-10, SGD", lambda lr: ft.scaffold(linear(lr)), {"lr": rates}, clients),
         Case(
             "Ditto, linear 64-10, SGD",
             lambda lr, strength: ft.ditto(linear(lr), strength),
-            {"lr": RATES, "strength": PULLS},
+            {"lr": rates, "strength": pulls},
             clients,
         ),
     ]
@@ -112,8 +113,8 @@ def measure(case: Case, rounds: int, repeat: int) -> list[common.Row]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures all grids and prints the table."""
     options = common.arguments(__doc__ or "").parse_args(argv)
-    rounds, repeat, sizes = (2, 1, [5]) if options.smoke else (20, 3, [20, 100])
-    rows = [row for clients in sizes for case in cases(clients) for row in measure(case, rounds, repeat)]
+    rounds, repeat, sizes, values = (2, 1, [5], 2) if options.smoke else (20, 3, [20, 100], 4)
+    rows = [row for clients in sizes for case in cases(clients, values) for row in measure(case, rounds, repeat)]
     table = [[row.ours for row in rows[i : i + 4]] for i in range(0, len(rows), 4)]
     lines = [[row.setting, *(f"{value:.3g}" for value in line)] for row, line in zip(rows[::4], table)]
     common.show(f"Grids ({common.machine()})", ["", "in turn, s", "grid, s", "times faster", "difference"], lines)

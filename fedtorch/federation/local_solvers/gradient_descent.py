@@ -399,12 +399,11 @@ class _Stack:
             running.add(t, losses.detach(), logs)
             ends = total == t + 1
             if t + 1 < longest and bool(ends.any()):
-                finished = _keep_rows(finished, self._results(), ends)
-        results = self._results()
-        if finished is not None:
-            results = _keep_rows(finished, results, total == longest)
+                finished = self._finish(finished, ends)
+        finished = self._now() if finished is None else self._finish(finished, total == longest)
+        tensors, kept = finished
         info = running.info()
-        return [member.local(result, total, info) for member, result in zip(self.members, results)]
+        return [member.local(tensors, state, total, info) for member, state in zip(self.members, kept)]
 
     def _descend(self, gradients: Sequence[Tensor | None]) -> None:
         with torch.no_grad():
@@ -434,8 +433,16 @@ class _Stack:
         for member, part in zip(self.members, parts):
             member.tensors[name].grad = part
 
-    def _results(self) -> tuple[Tree, ...]:
-        return tuple(member.result(self.buffers) for member in self.members)
+    def _now(self) -> tuple[Tree, tuple[Tree, ...]]:
+        """(tensors and buffers of the stack, each optimiser's state) after the steps so far."""
+        tensors = {name: tensor.detach() for name, tensor in (self.tensors | self.buffers).items()}
+        return tensors, tuple(member.kept() for member in self.members)
+
+    def _finish(self, finished: Tree, ends: Tensor) -> Tree:
+        """`finished` with the clients `ends` `(K,)` as they are now."""
+        tensors, kept = self._now()
+        before = (None, None) if finished is None else finished
+        return _keep_rows(before[0], tensors, ends.repeat(len(self.members))), _keep_rows(before[1], kept, ends)
 
 
 class _Member:
@@ -472,25 +479,23 @@ class _Member:
             for name, tensor in self.tensors.items():
                 tensor.copy_(projected[name])
 
-    def result(self, buffers: dict[str, Tensor]) -> Tree:
-        """(parameters, optimiser's state, buffers) as they are now."""
-        kept = {}
-        for name in self.state.optimizer:  # what never had a gradient has no state in the optimiser
-            kept[name] = {**self.state.optimizer[name], **_optimizer_state(self.optimizer, self.tensors[name])}
-        return self.tensors, kept, {name: buffer[self.rows] for name, buffer in buffers.items()}
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """The optimiser's state as it is now, if it is kept; what never had a gradient has none in the optimiser."""
+        state = self.state.optimizer
+        return {n: {**state[n], **_optimizer_state(self.optimizer, self.tensors[n])} for n in state}
 
-    def local(self, result: Tree, total: Tensor, info: dict[str, Tensor]) -> Local:
-        """The solution, after `total` `(K,)` steps of each client."""
-        tensors, optimizer, buffers = result
+    def local(
+        self, tensors: dict[str, Tensor], kept: dict[str, dict[str, Tensor]], total: Tensor, info: dict[str, Tensor]
+    ) -> Local:
+        """The solution, after `total` `(K,)` steps of each client, from the tensors and buffers of the stack."""
         steps, descent = self.state.steps, self.descent
-        own = {name: buffers[name] for name in descent.buffers}
-        new = LocalState(optimizer, own, None if steps is None else steps + total.to(steps.device))
-        every = {**tensors, **buffers}
+        own = {name: tensors[name][self.rows] for name in descent.buffers}
+        new = LocalState(kept, own, None if steps is None else steps + total.to(steps.device))
         taken = torch.tensor([0.0, *self.rates], dtype=torch.float64).cumsum(0)[total]
         return Local(
-            {name: every[name].detach() for name in descent.parameters},
+            {name: tensors[name][self.rows] for name in descent.parameters},
             new,
-            taken.to(every[descent.trained[0]].device),
+            taken.to(tensors[descent.trained[0]].device),
             {name: value[self.rows] for name, value in info.items()},
         )
 
