@@ -372,7 +372,7 @@ class _Stack:
         self.members = []
         for i, problem in enumerate(problems):
             part = slice(i * size, (i + 1) * size)
-            tensors = {name: tensor[part] for name, tensor in self.tensors.items()}
+            tensors = {n: t[part] for n, t in self.tensors.items()} if number > 1 else self.tensors
             self.members.append(_Member(problem, part, tensors, self.batches.total))
         for tensor in self.tensors.values():
             tensor.requires_grad_()
@@ -421,15 +421,15 @@ class _Stack:
 
         Fused optimisers read memory in order, whatever the strides; one contiguous copy is overwritten at every step.
         """
-        if gradient is None or (gradient.is_contiguous() and len(self.members) == 1):
-            parts = [gradient] * len(self.members)
-        else:
-            if name not in self._copies:
-                whole = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-                self._copies[name] = whole, [whole[member.rows] for member in self.members]
-            whole, rows = self._copies[name]
-            whole.copy_(gradient)
-            parts = list(rows)
+        if gradient is None or (len(self.members) == 1 and gradient.is_contiguous()):
+            for member in self.members:
+                member.tensors[name].grad = gradient
+            return
+        if name not in self._copies:
+            whole = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+            self._copies[name] = whole, [whole[member.rows] for member in self.members]
+        whole, parts = self._copies[name]
+        whole.copy_(gradient)
         for member, part in zip(self.members, parts):
             member.tensors[name].grad = part
 
@@ -475,7 +475,7 @@ class _Member:
         """Moves by the gradients that the tensors have been given."""
         self.optimizer.step()
         if self.descent.project is not None:
-            projected = self.descent.project(dict(self.tensors))
+            projected = self.descent.project({name: tensor.detach() for name, tensor in self.tensors.items()})
             for name, tensor in self.tensors.items():
                 tensor.copy_(projected[name])
 
