@@ -37,6 +37,7 @@ from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
+from fedtorch.federation.tuning import Grid, grid
 from fedtorch.models import functional
 from fedtorch.module_randomness import Drawn
 
@@ -51,6 +52,7 @@ __all__ = [
     "Exchange",
     "Faults",
     "Federation",
+    "Grid",
     "History",
     "InProcess",
     "Increment",
@@ -83,6 +85,7 @@ __all__ = [
     "functional",
     "gradient_descent",
     "graphs",
+    "grid",
     "least_squares",
     "lightning_fit",
     "lognormal_noise",

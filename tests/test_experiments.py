@@ -6,6 +6,7 @@ import pytest
 
 from experiments import fedavg_family, quickstart
 from experiments.benchmarks import core
+from experiments.benchmarks import grid as grid_benchmark
 
 
 def rows(path):
@@ -43,3 +44,11 @@ def test_fedavg_family(tmp_path):
         assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
         assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
     assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000
+
+
+def test_grid_benchmark(tmp_path):
+    grid_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 16
+    apart = [value for (_, metric), value in found.items() if metric == "largest difference of a score"]
+    assert max(apart) < 1e-4  # float32 over a few steps
