@@ -17,6 +17,7 @@ from fedtorch.federation.algorithms import (
     fedprox,
     fedsgd,
     fedyogi,
+    matrix_normal,
     personal_layers,
     pooled,
     scaffold,
@@ -30,7 +31,7 @@ from fedtorch.federation.exchange import Exchange, Increment, Mean, private_rows
 from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
 from fedtorch.federation.history import History
 from fedtorch.federation.lightning import ClientSharding, Federation
-from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit
+from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit, linear_descent
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
@@ -81,8 +82,10 @@ __all__ = [
     "gradient_descent",
     "least_squares",
     "lightning_fit",
+    "linear_descent",
     "lognormal_noise",
     "lost_messages",
+    "matrix_normal",
     "metrics",
     "personal_layers",
     "plots",
