@@ -118,7 +118,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
         psi = floor * variance.clamp(min=_LEAST_VARIANCE)
-        return (theta * low_rank.solve(covariance, theta)).sum() + psi * covariance.inverse_trace()
+        return covariance.quadratic_form(theta) + psi * covariance.inverse_trace()
 
     return CovarianceUpdate(update, penalty)
 
@@ -143,7 +143,7 @@ def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
         m, psi = terms(theta, variance, units)
-        fit = (theta * low_rank.solve(covariance, theta)).sum()
+        fit = covariance.quadratic_form(theta)
         return fit + m * covariance.log_determinant() + psi * covariance.inverse_trace()
 
     return CovarianceUpdate(update, penalty)
