@@ -120,7 +120,7 @@ def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tenso
     return right / base + scaled @ torch.cholesky_solve(scaled.mT @ right, inner)
 
 
-def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.01) -> Tensor:
+def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
     r"""A bound c with Ω⁻¹ ≼ c · diag(Ω⁻¹), at most `accuracy` above the smallest.
 
     c is the largest eigenvalue of the partial correlation matrix E − ZZ', E = diag(1 / (a (Ω⁻¹)_kk)), Z `(K, r)`: 1
@@ -133,7 +133,8 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.01) -> Tensor:
     precision = covariance.inverse_diagonal()
     weights = 1 / (covariance.multiple * precision)
     shrunk = covariance.values / (covariance.multiple + covariance.values)
-    z = covariance.vectors * (shrunk * weights[:, None]).sqrt()
+    used = shrunk > 0
+    z = covariance.vectors[:, used] * (shrunk[used] * weights[:, None]).sqrt()
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
 
     def positive(c: float) -> int:

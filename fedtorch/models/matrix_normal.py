@@ -96,7 +96,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
     """Ω = t (ΘΘ')^½ / tr (ΘΘ')^½: the minimiser of tr(Θ'Ω⁻¹Θ) among the covariances of trace t.
 
     ΘΘ' + floor · variance · I takes the place of ΘΘ' so that Ω can be factorised. A trace is in units of the
-    coefficients: rescaling the data calls for another one.
+    coefficients: rescaling the data calls for another one. Cut down to its rank, it is kept only if it is better.
 
     Args:
         trace: t, positive; Zhang and Yeung's is 1.
@@ -114,7 +114,8 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
         factor = left * ((roots - least) * share).sqrt()
         new = low_rank.from_factor(least * share, factor, len(covariance.values))
         worse = penalty(new, theta, variance, units) > penalty(covariance, theta, variance, units)
-        return covariance if bool(worse & covariance.multiple.isfinite()) else new
+        had = len(theta) * covariance.multiple + covariance.values.sum()  # of another trace it is no candidate
+        return covariance if bool(worse & torch.isclose(had, torch.full_like(had, trace))) else new
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
         psi = floor * variance.clamp(min=_LEAST_VARIANCE)
