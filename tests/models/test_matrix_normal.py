@@ -73,7 +73,9 @@ def test_the_closed_form_of_zhang_and_yeung() -> None:
     root = (vectors * values.sqrt()) @ vectors.T
     found = zhang_yeung(floor=1e-14).update(low_rank.identity(4, 64), theta, VARIANCE, 4)
     assert torch.allclose(found.dense(), root / root.trace(), rtol=0, atol=1e-9)  # the floor's root is 1e-8
-    assert float(zhang_yeung(trace=2.0).update(found, draw(7, 2), VARIANCE, 7).diagonal().sum()) == pytest.approx(2)
+    assert float(
+        zhang_yeung(trace=2.0).update(low_rank.identity(7, 3), draw(7, 5), VARIANCE, 7).diagonal().sum()
+    ) == pytest.approx(2)
 
 
 def problem(units: int, rows: int, features: int) -> tuple[SufficientStatistics, Tensor, low_rank.LowRank]:
