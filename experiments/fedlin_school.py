@@ -48,10 +48,11 @@ def pooled(rounds: int) -> dict[str, Candidate]:
 
 def ditto(rounds: int) -> dict[str, Candidate]:
     """A shared model, and one of each school that is drawn towards it."""
-    local = ft.linear_descent(head(), steps=20)
+    locals_ = {f"{steps} steps": ft.linear_descent(head(), steps=steps) for steps in (500, 5000)}
     return {
-        f"strength {strength}": Candidate(ft.ditto(local, strength), rounds)
-        for strength in (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+        f"strength {strength}, {name}": Candidate(ft.ditto(local, strength), rounds)
+        for strength in (0.1, 0.3, 1.0, 3.0, 10.0)
+        for name, local in locals_.items()
     }
 
 
