@@ -17,6 +17,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
@@ -26,11 +27,18 @@ from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 
 FEATURES = 27  # without the file's constant, which is the head's intercept
+PERCENTAGES = slice(3, 5)  # made fractions, so that all features are of one size
 
 
 def load(schools: int) -> FederatedData:
     """The pupils of the first `schools` schools, without the constant column."""
-    return ft.data.school(torch.float64).select(range(schools)).map(lambda rows: (rows[0][:, :FEATURES], rows[1]))
+
+    def of_one_size(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x = rows[0][:, :FEATURES].clone()
+        x[:, PERCENTAGES] /= 100
+        return x, rows[1]
+
+    return ft.data.school(torch.float64).select(range(schools)).map(of_one_size)
 
 
 def separate(rounds: int) -> dict[str, Candidate]:
@@ -65,7 +73,8 @@ def hm1(rounds: int) -> dict[str, Candidate]:
     }
 
 
-METHODS = {"HM1": hm1, "separate": separate, "pooled": pooled, "Ditto": ditto}  # name -> (rounds -> its settings)
+# Name -> (rounds -> its settings by name). HM2's place is here: one more function, one more entry.
+METHODS = {"HM1": hm1, "separate": separate, "pooled": pooled, "Ditto": ditto}
 
 
 def head() -> LinearHead:

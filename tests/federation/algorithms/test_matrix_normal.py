@@ -246,6 +246,20 @@ def test_stochastic_gradient_steps_go_to_the_same_place() -> None:
     assert distance(noisy.parameters, exact.parameters) > 1e-4
 
 
+def test_a_step_goes_down_the_gradient_of_the_stated_objective() -> None:
+    data, learn, rate = related(SIZES), inverse_wishart(), 1e-5
+    algorithm = matrix_normal(ft.linear_descent(head(), steps=1, rate=rate), covariance=learn)
+    before, after = (round.server for round in ft.run(algorithm, ft.InProcess(data), rounds=2))
+    noise = noise_variance(before.summary)
+    theta, omega = before.parameters.clone().requires_grad_(), before.covariance.dense()
+    misfit = sum((y - x @ own).square().sum() / variance for (x, y), own, variance in zip(data, theta, noise))
+    value = misfit + (theta * torch.linalg.solve(omega, theta)).sum()
+    (slope,) = torch.autograd.grad(value, theta)
+    steps = rate * 2 * noise / torch.tensor(SIZES)  # in units of ½L
+    moved = after.parameters - before.parameters
+    assert distance(moved / (steps[:, None] * slope.abs().max()), -slope / (2 * slope.abs().max())) < 1e-9
+
+
 def test_noise_is_that_of_least_squares_drawn_to_all() -> None:
     data = related(SIZES)
     server = next(ft.run(matrix_normal(ft.linear_descent(head())), ft.InProcess(data))).server
