@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 __all__ = [
     "FeatureMap",
+    "LeastSquares",
     "LinearHead",
     "SufficientStatistics",
-    "Uncertain",
     "least_norm",
     "polynomial",
     "raw",
@@ -174,7 +174,7 @@ def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
     return f"Expected a unique least squares solution, but {why}{which}; pass a positive penalty"
 
 
-class Uncertain(NamedTuple):
+class LeastSquares(NamedTuple):
     """Least squares with what the rows leave open."""
 
     solution: Tensor  # (..., p) of least norm where it is not unique
@@ -182,7 +182,7 @@ class Uncertain(NamedTuple):
     spread: Tensor  # (...) mean of 1/eigenvalue of X'X over its rank; times σ² the mean sampling variance
 
 
-def least_norm(statistics: SufficientStatistics) -> Uncertain:
+def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     """The least squares solution of least norm; defined for any rows, also none."""
     values, vectors = torch.linalg.eigh(statistics.gram)
     known = values > _ROUNDING * values.shape[-1] * values.amax(-1, keepdim=True).clamp(min=0)
@@ -190,7 +190,7 @@ def least_norm(statistics: SufficientStatistics) -> Uncertain:
     rotated = (vectors.mT @ statistics.cross[..., None])[..., 0]
     rank = known.sum(-1)
     solution = (vectors @ (inverse * rotated)[..., None])[..., 0]
-    return Uncertain(solution, rank, inverse.sum(-1) / rank.clamp(min=1))
+    return LeastSquares(solution, rank, inverse.sum(-1) / rank.clamp(min=1))
 
 
 def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:
