@@ -18,6 +18,7 @@ from fedtorch.federation.algorithms import (
     fedprox,
     fedsgd,
     fedyogi,
+    matrix_normal,
     personal_layers,
     pooled,
     scaffold,
@@ -32,7 +33,7 @@ from fedtorch.federation.faults import Faults, dropouts, exponential_noise, logn
 from fedtorch.federation.graphs import Network
 from fedtorch.federation.history import History
 from fedtorch.federation.lightning import ClientSharding, Federation
-from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit
+from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit, linear_descent
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
@@ -88,8 +89,10 @@ __all__ = [
     "grid",
     "least_squares",
     "lightning_fit",
+    "linear_descent",
     "lognormal_noise",
     "lost_messages",
+    "matrix_normal",
     "metrics",
     "personal_layers",
     "plots",

@@ -29,10 +29,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fedtorch.federation.tuning import Grid
+    from fedtorch.models.low_rank import LowRank
 
-__all__ = ["bytes_against", "client_distribution", "curves", "heat_map", "network", "worst_client"]
+__all__ = [
+    "bytes_against",
+    "client_distribution",
+    "curves",
+    "device_correlation",
+    "heat_map",
+    "network",
+    "worst_client",
+]
 
 _MOST_BARS = 30  # clients whose labels are drawn as bars; more make a map
+_MOST_DEVICES = 500  # of a correlation matrix that is drawn
 _MOST_COLOURS = 10  # labels that colours tell apart
 
 
@@ -308,6 +318,39 @@ def _draw_line(grid: Grid, name: str, values: Sequence[Any], score: str) -> Figu
 def _short(value: Any) -> str:
     """A hyperparameter's value as a label."""
     return f"{value:.4g}" if isinstance(value, float) else str(getattr(value, "__name__", value))
+
+
+def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) -> Figure:
+    """The correlation between devices that `ft.matrix_normal` has learnt, related devices side by side.
+
+    Devices are ordered by their angle in the plane of the two leading directions of Ω.
+
+    Args:
+        covariance: Ω, such as `round.server.covariance`; of many devices, some are drawn, evenly spaced.
+        names: of all devices, to label a few with.
+
+    Raises:
+        ValueError: another number of names than of devices.
+    """
+    devices = len(covariance.vectors)
+    if names is not None and len(names) != devices:
+        raise ValueError(f"Expected {devices} names, one per device, but got {len(names)}")
+    shown = torch.linspace(0, devices - 1, min(devices, _MOST_DEVICES)).round().long()
+    plane = (covariance.vectors * covariance.values.sqrt())[shown, :2]
+    if plane.shape[1] == 2:
+        shown = shown[torch.atan2(plane[:, 1], plane[:, 0]).argsort().cpu()]
+    figure = _figure(5.2, 4.4)
+    axes = figure.subplots()
+    matrix = covariance.correlation(shown.to(covariance.vectors.device)).cpu().numpy()
+    image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="correlation")
+    axes.set_xlabel("device")
+    axes.set_ylabel("device")
+    step = -(-len(shown) // _MOST_BARS)
+    if names is not None:
+        axes.set_yticks(range(0, len(shown), step), [names[k] for k in shown[::step].tolist()])
+        axes.set_xticks([])
+    return figure
 
 
 def _draw_bars(data: FederatedData, known: list[int], counts: np.ndarray) -> Figure:

@@ -22,7 +22,9 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
-from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
+from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
+from fedtorch.models.linear import LinearHead
+from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -46,12 +48,16 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
     "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
     "fedyogi": lambda: ft.fedyogi(sgd(0.1, steps=2)),
+    "matrix_normal": lambda: ft.matrix_normal(
+        ft.linear_descent(LinearHead(3, dtype=torch.float64), steps=4), covariance=inverse_wishart(alpha=0.7)
+    ),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
 }
 POOLED = {"pooled"}  # algorithms that want one client with all rows
+ROWS = {"matrix_normal"}  # algorithms whose server keeps a row `parameters` for every client, which hears it
 EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
 
 
@@ -285,6 +291,8 @@ def test_increments_add_up_to_what_was_sent(name: str) -> None:
 
     def server(state: Tree, aggregate: Tree, key: Tensor) -> Tree:
         told = increments(aggregate)
+        if isinstance(aggregate, RowsOf):
+            told = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), told)
         total[:] = [tree.add(total[0], told) if total else told]
         return algorithm.server(state, aggregate, key)
 
@@ -293,12 +301,15 @@ def test_increments_add_up_to_what_was_sent(name: str) -> None:
         before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
         after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
     )
-    for round in ft.run(watching, clients, start(name, algorithm), rounds=6, faults=faults):
+    begun = coordinator.begin(watching, clients, start(name, algorithm))
+    for round in ft.run(watching, clients, rounds=6, faults=faults, start=begun):
         if not total or not tree.leaves(total[0]):
             continue
         states = round.clients.table.read(slice(0, len(clients.data)))
-        assert hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
-        sent = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), states.sent)
+        told_rows = name in ROWS  # a client hears its own row of the server's sums, which are thus what it has sent
+        assert told_rows or hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
+        every = round.server.parameters - begun.server.parameters if told_rows else states.sent
+        sent = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), every)
         told, kept = tree.leaves(total[0]), tree.leaves(sent)
         assert len(told) == len(kept)
         assert all(distance(one, two) < ROUNDING for one, two in zip(told, kept))

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from small_federations import classes, solver, trainer
 
 import fedtorch as ft
+from fedtorch.models import low_rank
 
 DATA = classes()
 LOCAL = solver()
@@ -242,3 +243,26 @@ def test_heat_map_of_three_hyperparameters_has_the_best_over_the_third() -> None
 def test_heat_map_where_everything_diverges() -> None:
     assert drawn(tuned(mu=[0.0, 1.0], lr=[1e200, 1e250]).plot())
     assert drawn(tuned(lr=[1e200, 1e250]).plot())
+
+
+def test_device_correlation_shows_the_learnt_matrix_with_related_devices_together() -> None:
+    signs = torch.tensor([1.0, -1, 1, -1, -1, 1], dtype=torch.float64)
+    covariance = low_rank.from_factor(torch.tensor(0.5, dtype=torch.float64), 2 * signs[:, None], 6)
+    names = [f"device {k}" for k in range(6)]
+    figure = ft.plots.device_correlation(covariance, names)
+    assert drawn(figure)
+    axes = figure.axes[0]
+    order = [names.index(label.get_text()) for label in axes.get_yticklabels()]
+    assert sorted(order) == list(range(6))
+    expected = torch.outer(signs, signs)[order][:, order] * 4 / 4.5
+    expected.fill_diagonal_(1)
+    assert torch.allclose(torch.as_tensor(axes.images[0].get_array().data), expected)
+    assert abs(int(signs[order[:3]].sum())) == 3  # the related ones side by side
+    with pytest.raises(ValueError, match="Expected 6 names, one per device, but got 2"):
+        ft.plots.device_correlation(covariance, names[:2])
+
+
+def test_device_correlation_of_many_devices_draws_some() -> None:
+    figure = ft.plots.device_correlation(low_rank.identity(2000, 1))
+    assert drawn(figure)
+    assert figure.axes[0].images[0].get_array().shape == (500, 500)
