@@ -70,7 +70,7 @@ def held_out(training: FederatedData, leak: bool, seed: int) -> tuple[FederatedD
 def candidates(method: str, rounds: int) -> dict[str, Candidate]:
     """The settings of a method to choose from; a rate of None is 1 / the largest curvature."""
     head = LinearHead(DEGREE, polynomial(DEGREE), dtype=torch.float64)
-    locals_ = {f"rate {rate}": ft.linear_descent(head, steps=STEPS, rate=rate) for rate in (0.01, 0.1, None)}
+    locals_ = {f"rate {rate}": ft.least_squares(head, steps=STEPS, lr=rate) for rate in (0.01, 0.1, None)}
     if method == "HM1":
         made = {
             f"scale {scale}, {name}": ft.matrix_normal(local, covariance=inverse_wishart(scale=scale))

@@ -44,19 +44,19 @@ def load(schools: int) -> FederatedData:
 def separate(rounds: int) -> dict[str, Candidate]:
     """Every school alone, by gradient steps from zero that stop early, or to the end."""
     return {
-        f"{steps} steps": Candidate(ft.separate(ft.linear_descent(head(), steps=steps)), 1)
+        f"{steps} steps": Candidate(ft.separate(ft.least_squares(head(), steps=steps)), 1)
         for steps in (10, 30, 100, 300, 1000, None)
     }
 
 
 def pooled(rounds: int) -> dict[str, Candidate]:
     """One model for all schools, from all pupils in one place."""
-    return {"least squares": Candidate(ft.pooled(ft.linear_descent(head())), 1, pooled=True)}
+    return {"least squares": Candidate(ft.pooled(ft.least_squares(head())), 1, pooled=True)}
 
 
 def ditto(rounds: int) -> dict[str, Candidate]:
     """A shared model, and one of each school that is drawn towards it."""
-    locals_ = {f"{steps} steps": ft.linear_descent(head(), steps=steps) for steps in (500, 5000)}
+    locals_ = {f"{steps} steps": ft.least_squares(head(), steps=steps) for steps in (500, 5000)}
     return {
         f"strength {strength}, {name}": Candidate(ft.ditto(local, strength), rounds)
         for strength in (0.1, 0.3, 1.0, 3.0, 10.0)
@@ -66,7 +66,7 @@ def ditto(rounds: int) -> dict[str, Candidate]:
 
 def hm1(rounds: int) -> dict[str, Candidate]:
     """The matrix-normal prior with a learnt correlation between schools."""
-    local = ft.linear_descent(head())
+    local = ft.least_squares(head())
     return {
         f"scale {scale}": Candidate(ft.matrix_normal(local, covariance=inverse_wishart(scale=scale)), rounds)
         for scale in (0.01, 0.03, 0.1, 0.3, 1.0)

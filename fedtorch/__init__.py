@@ -18,6 +18,7 @@ from fedtorch.federation.algorithms import (
     fedprox,
     fedsgd,
     fedyogi,
+    gtv,
     matrix_normal,
     personal_layers,
     pooled,
@@ -28,18 +29,19 @@ from fedtorch.federation.comparison import compare, constant
 from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score
-from fedtorch.federation.exchange import Exchange, Increment, Mean, private_rows, star
+from fedtorch.federation.exchange import Exchange, Increment, Mean, graph, private_rows, star
 from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
 from fedtorch.federation.graphs import Network
 from fedtorch.federation.history import History
 from fedtorch.federation.lightning import ClientSharding, Federation
-from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit, linear_descent
+from fedtorch.federation.local_solvers import gradient_descent, least_squares, lightning_fit
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
 from fedtorch.federation.tuning import Grid, grid
 from fedtorch.models import functional
+from fedtorch.models.linear import LinearHead
 from fedtorch.module_randomness import Drawn
 
 __version__ = "0.1.0"
@@ -57,6 +59,7 @@ __all__ = [
     "History",
     "InProcess",
     "Increment",
+    "LinearHead",
     "Local",
     "LocalSolver",
     "Mean",
@@ -85,11 +88,12 @@ __all__ = [
     "fixed_cohort",
     "functional",
     "gradient_descent",
+    "graph",
     "graphs",
     "grid",
+    "gtv",
     "least_squares",
     "lightning_fit",
-    "linear_descent",
     "lognormal_noise",
     "lost_messages",
     "matrix_normal",

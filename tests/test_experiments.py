@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments import fedavg_family, fedlin_cmapss, fedlin_school, fedlin_simulation, quickstart
-from experiments.benchmarks import core, fedlin
+from experiments.benchmarks import core, fedlin, gtv
 from experiments.benchmarks import grid as grid_benchmark
 
 
@@ -90,3 +90,14 @@ def test_fedlin_school(tmp_path):
 def test_fedlin_benchmark(tmp_path):
     fedlin.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     assert len(rows(tmp_path / "rows.json")) == 8
+
+
+def test_gtv_benchmark(tmp_path):
+    gtv.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    reached = {
+        setting.split(", ")[1]: value for (setting, metric), value in found.items() if metric == "rounds to 1e-8"
+    }
+    assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
+    assert all(value > 0 for value in found.values())
+    assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000

@@ -80,7 +80,7 @@ def against_loops(count: int, rows: int, features: int, rounds: int, repeat: int
     """HM1 under the coordinator, data preparation included, against both loops."""
     x, y = devices(count, rows, features)
     data = ft.data.from_tensors(list(zip(x, y)))
-    local = ft.linear_descent(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
+    local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
 
     def ours() -> None:
         for _ in ft.run(ft.matrix_normal(local), ft.InProcess(data), rounds=rounds):
@@ -101,7 +101,7 @@ def many_devices(count: int, features: int, rank: int, rounds: int) -> list[comm
     """A round of very many devices, and the memory of the process."""
     x, y = devices(count, 12, features)
     data = ft.data.FederatedData((x.flatten(0, 1), y.flatten()), torch.full((count,), 12))
-    local = ft.linear_descent(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
+    local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
     running = ft.run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
     times = [seconds(lambda: next(running)) for _ in range(rounds + 1)]
     title = f"HM1: K = {count}, d = {features}, Ω of rank {rank}"

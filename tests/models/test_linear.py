@@ -117,7 +117,7 @@ def test_it_trains_federated_by_gradients() -> None:
         loss=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
-    in_closed_form = ft.linear_descent(head, steps=2, rate=0.1)
+    in_closed_form = ft.least_squares(head, steps=2, lr=0.1)
     *_, one = ft.run(ft.fedavg(by_gradients), ft.InProcess(DATA), rounds=10)
     *_, two = ft.run(ft.fedavg(in_closed_form), ft.InProcess(DATA), rounds=10)
     assert distance(one.server, two.server) < 10 * ROUNDING

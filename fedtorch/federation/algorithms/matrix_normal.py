@@ -152,7 +152,7 @@ def matrix_normal(
     The prior has mean zero and treats the p coefficients alike: bring features to one scale first.
 
     Args:
-        local: how a device works on its mean squared error: `ft.linear_descent(head, steps=20)` for full-batch gradient
+        local: how a device works on its mean squared error: `ft.least_squares(head, steps=20)` for full-batch gradient
             steps in closed form, without `steps` exactly; `ft.gradient_descent(head, ..., loss=mse_loss)` for
             (stochastic) gradient steps, whose rate is the user's then.
         covariance: how Ω is learnt; default `inverse_wishart()`, see also `exponential_average`, `zhang_yeung`.
@@ -175,7 +175,7 @@ def matrix_normal(
         >>> y = x @ torch.tensor([1.0, -1.0], dtype=torch.float64)
         >>> y = y + 0.5 * ft.random.normal(ft.random.key(1), (6, 5), torch.float64)
         >>> head = LinearHead(2, intercept=False, dtype=torch.float64)
-        >>> algorithm = ft.matrix_normal(ft.linear_descent(head, steps=20))
+        >>> algorithm = ft.matrix_normal(ft.least_squares(head, steps=20))
         >>> *_, last = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
         >>> last.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
         tensor(True)

@@ -3,6 +3,5 @@
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
 from fedtorch.federation.local_solvers.least_squares import least_squares
 from fedtorch.federation.local_solvers.lightning_fit import lightning_fit
-from fedtorch.federation.local_solvers.linear_descent import linear_descent
 
-__all__ = ["gradient_descent", "least_squares", "lightning_fit", "linear_descent"]
+__all__ = ["gradient_descent", "least_squares", "lightning_fit"]

@@ -538,8 +538,9 @@ def _pulls(
     if known is None:
         return None
     none = tree.map(torch.zeros_like, known)
-    precision, shift = _joined([none if quadratic is None else quadratic for quadratic in quadratics])
-    return [(tree.along(precision.to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]  # type: ignore[misc]
+    given = [none if quadratic is None else quadratic for quadratic in quadratics]
+    precision, shift = _joined([({name: q.precision_of(name) for name in tensors}, q.shift) for q in given])
+    return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]  # type: ignore[misc]
 
 
 def _optimizer_state(optimizer: Any, tensor: Tensor) -> dict[str, Tensor]:

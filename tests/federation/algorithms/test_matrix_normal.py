@@ -85,7 +85,7 @@ def gradient(server: Server, known: SufficientStatistics) -> Tensor:
 @pytest.mark.parametrize(("steps", "cohort"), [(None, None), (None, 3), (20, None), (20, 3), (1, None)])
 def test_the_fixed_point_solves_the_stationarity_equations(steps: int | None, cohort: int | None) -> None:
     data, learn = related(SIZES), inverse_wishart(alpha=0.6, scale=3)
-    algorithm = matrix_normal(ft.linear_descent(head(), steps=steps), covariance=learn)
+    algorithm = matrix_normal(ft.least_squares(head(), steps=steps), covariance=learn)
     final = last(ft.run(algorithm, ft.InProcess(data), rounds=500 if steps == 1 else 150, cohort=cohort)).server
     close = 1e-9 if cohort is None else 1e-6  # it converges linearly, a cohort of half at half the pace
     assert float(gradient(final, statistics(data)).abs().max()) < close
@@ -102,7 +102,7 @@ def test_sweeps_with_a_known_covariance_find_its_exact_mode() -> None:
     data = related(SIZES)
     factor = torch.randn(K, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     omega = low_rank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
-    algorithm = matrix_normal(ft.linear_descent(head()), covariance=frozen(omega), noise=0.25)
+    algorithm = matrix_normal(ft.least_squares(head()), covariance=frozen(omega), noise=0.25)
     final = last(ft.run(algorithm, ft.InProcess(data), rounds=300)).server
     noise = torch.full((K,), 0.25, dtype=torch.float64)
     expected = posterior_mode(statistics(data), noise, omega, tolerance=1e-14).coefficients
@@ -116,7 +116,7 @@ def test_a_round_of_proximal_shrinkage_written_out() -> None:
     omega = low_rank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
     rate = eta * 8 / (2 * noise)  # of the mean squared error, for η of ½L
     algorithm = matrix_normal(
-        ft.linear_descent(head(), steps=1, rate=rate),
+        ft.least_squares(head(), steps=1, lr=rate),
         covariance=frozen(omega),
         shrinkage=proximal(),
         noise=noise,
@@ -133,7 +133,7 @@ def test_a_round_of_proximal_shrinkage_written_out() -> None:
 def test_proximal_shrinkage_of_a_cohort_finds_the_mode() -> None:
     data, omega = related(SIZES), low_rank.identity(K, 2, 0.3)
     algorithm = matrix_normal(
-        ft.linear_descent(head(), steps=1), covariance=frozen(omega), shrinkage=proximal(), noise=0.25
+        ft.least_squares(head(), steps=1), covariance=frozen(omega), shrinkage=proximal(), noise=0.25
     )
     final = last(ft.run(algorithm, ft.InProcess(data), rounds=400, cohort=3)).server
     noise = torch.full((K,), 0.25, dtype=torch.float64)
@@ -155,7 +155,7 @@ def never_increases(seed: int) -> None:
     steps = [20, 5, None, 1][seed % 4]
     learn = exponential_average(alpha) if seed % 3 == 1 else inverse_wishart(alpha=alpha)
     algorithm = matrix_normal(
-        ft.linear_descent(head(features), steps=steps),
+        ft.least_squares(head(features), steps=steps),
         covariance=learn,
         shrinkage=proximal() if steps == 1 and seed % 8 == 3 else in_every_step(),
         rank=3 if seed % 7 == 0 else 64,
@@ -186,7 +186,7 @@ def test_the_objective_never_increases_in_1000_random_runs() -> None:
 @pytest.mark.parametrize(("x", "y"), [(1e3, 1.0), (1.0, 1e-4), (1e-3, 1e5)])
 def test_rescaling_the_data_rescales_the_answer(x: float, y: float) -> None:
     for steps in (None, 7):
-        algorithm = matrix_normal(ft.linear_descent(head(), steps=steps), covariance=inverse_wishart(alpha=0.5))
+        algorithm = matrix_normal(ft.least_squares(head(), steps=steps), covariance=inverse_wishart(alpha=0.5))
         one = last(ft.run(algorithm, ft.InProcess(related(SIZES)), rounds=15)).server
         two = last(ft.run(algorithm, ft.InProcess(related(SIZES, x=x, y=y)), rounds=15)).server
         assert distance(two.parameters * (x / y), one.parameters) < 1e-9  # rounding through 15 rounds
@@ -220,7 +220,7 @@ def test_sharing_helps_where_devices_are_related(
     for seed in range(3):
         data, theta, omega = low_rank_setting(clients, features, rows, seed)
         known = statistics(data)
-        algorithm = matrix_normal(ft.linear_descent(head(features), steps=20))
+        algorithm = matrix_normal(ft.least_squares(head(features), steps=20))
         found = last(ft.run(algorithm, ft.InProcess(data), rounds=30)).server.parameters
         values, vectors = torch.linalg.eigh(omega)
         truth = low_rank.from_factor(values[0], vectors * (values - values[0]).sqrt(), clients)
@@ -233,7 +233,7 @@ def test_sharing_helps_where_devices_are_related(
 
 def test_stochastic_gradient_steps_go_to_the_same_place() -> None:
     data = related([40] * K)
-    exact = last(ft.run(matrix_normal(ft.linear_descent(head())), ft.InProcess(data), rounds=60)).server
+    exact = last(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data), rounds=60)).server
 
     def local(**arguments: int) -> ft.LocalSolver:
         optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.02)
@@ -248,7 +248,7 @@ def test_stochastic_gradient_steps_go_to_the_same_place() -> None:
 
 def test_a_step_goes_down_the_gradient_of_the_stated_objective() -> None:
     data, learn, rate = related(SIZES), inverse_wishart(), 1e-5
-    algorithm = matrix_normal(ft.linear_descent(head(), steps=1, rate=rate), covariance=learn)
+    algorithm = matrix_normal(ft.least_squares(head(), steps=1, lr=rate), covariance=learn)
     before, after = (round.server for round in ft.run(algorithm, ft.InProcess(data), rounds=2))
     noise = noise_variance(before.summary)
     theta, omega = before.parameters.clone().requires_grad_(), before.covariance.dense()
@@ -262,7 +262,7 @@ def test_a_step_goes_down_the_gradient_of_the_stated_objective() -> None:
 
 def test_noise_is_that_of_least_squares_drawn_to_all() -> None:
     data = related(SIZES)
-    server = next(ft.run(matrix_normal(ft.linear_descent(head())), ft.InProcess(data))).server
+    server = next(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data))).server
     freedom = torch.tensor([float(max(size - 3, 0)) for size in SIZES], dtype=torch.float64)
     own = torch.zeros(K, dtype=torch.float64)
     for k, (x, y) in enumerate(data):
@@ -275,7 +275,7 @@ def test_noise_is_that_of_least_squares_drawn_to_all() -> None:
 
 def test_the_order_of_the_devices_does_not_matter() -> None:
     data, order = related(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
-    algorithm = matrix_normal(ft.linear_descent(head(), steps=5))
+    algorithm = matrix_normal(ft.least_squares(head(), steps=5))
     one = last(ft.run(algorithm, ft.InProcess(data), rounds=10)).server
     two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=10)).server
     assert distance(two.parameters, one.parameters[order]) < 100 * ROUNDING
@@ -283,7 +283,7 @@ def test_the_order_of_the_devices_does_not_matter() -> None:
 
 
 def test_a_device_that_never_answers_is_as_if_it_were_not_there() -> None:
-    data, algorithm = related(SIZES), matrix_normal(ft.linear_descent(head(), steps=5))
+    data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head(), steps=5))
     silent = ft.Faults(after=lambda key, ids: ids == 2)
     one = last(ft.run(algorithm, ft.InProcess(data), rounds=15, faults=silent)).server
     others = [0, 1, 3, 4, 5]
@@ -293,7 +293,7 @@ def test_a_device_that_never_answers_is_as_if_it_were_not_there() -> None:
 
 
 def test_lost_messages_do_not_move_the_fixed_point() -> None:
-    data, algorithm = related(SIZES), matrix_normal(ft.linear_descent(head()), covariance=inverse_wishart(scale=3))
+    data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head()), covariance=inverse_wishart(scale=3))
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
     start = {"coefficients": torch.full((3,), 2.0, dtype=torch.float64)}
     one = last(ft.run(algorithm, ft.InProcess(data), start, rounds=150, faults=lost)).server
@@ -303,7 +303,7 @@ def test_lost_messages_do_not_move_the_fixed_point() -> None:
 
 
 def test_the_server_s_rows_are_all_that_was_told() -> None:
-    data, algorithm = related(SIZES), matrix_normal(ft.linear_descent(head(), steps=3))
+    data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head(), steps=3))
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
     start = {"coefficients": torch.ones(3, dtype=torch.float64)}
     previous = coordinator.begin(algorithm, ft.InProcess(data), start)
@@ -316,7 +316,7 @@ def test_the_server_s_rows_are_all_that_was_told() -> None:
 
 def test_one_device_is_shrunk_to_zero_by_its_own_scale() -> None:
     data = related([12])
-    final = last(ft.run(matrix_normal(ft.linear_descent(head())), ft.InProcess(data), rounds=100)).server
+    final = last(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data), rounds=100)).server
     assert float(gradient(final, statistics(data)).abs().max()) < 1e-9
     own = torch.linalg.solve(statistics(data).gram[0], statistics(data).cross[0])
     assert 0.5 < float(final.parameters.norm() / own.norm()) < 1
@@ -330,7 +330,7 @@ def test_hard_data() -> None:
     y[30 + 1 + 2 : 30 + 1 + 2 + 12] = 0
     data = ft.data.FederatedData((x, y), torch.tensor([*sizes, 0]), allow_empty=True)
     for steps in (None, 10):
-        local = ft.linear_descent(head(4, intercept=True), steps=steps)
+        local = ft.least_squares(head(4, intercept=True), steps=steps)
         final = last(ft.run(matrix_normal(local), ft.InProcess(data), rounds=40)).server
         assert final.parameters.isfinite().all()
         assert not final.parameters[5].any()  # nobody is related to a device that has nothing to tell
@@ -340,7 +340,7 @@ def test_hard_data() -> None:
 def test_all_zero_data_have_the_answer_zero() -> None:
     data = ft.data.from_tensors([(x, 0 * y) for x, y in related(SIZES)])
     for learn in (inverse_wishart(), exponential_average(), zhang_yeung()):
-        final = last(ft.run(matrix_normal(ft.linear_descent(head()), covariance=learn), ft.InProcess(data), rounds=3))
+        final = last(ft.run(matrix_normal(ft.least_squares(head()), covariance=learn), ft.InProcess(data), rounds=3))
         assert not final.server.parameters.any()
 
 
@@ -349,8 +349,8 @@ def test_noise_that_cannot_be_estimated() -> None:
     with pytest.raises(
         ValueError, match="more rows than independent features, to estimate the noise from, but got none"
     ):
-        next(ft.run(matrix_normal(ft.linear_descent(head())), ft.InProcess(data)))
-    final = last(ft.run(matrix_normal(ft.linear_descent(head()), noise=0.25), ft.InProcess(data), rounds=20))
+        next(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data)))
+    final = last(ft.run(matrix_normal(ft.least_squares(head()), noise=0.25), ft.InProcess(data), rounds=20))
     assert final.server.parameters.isfinite().all()
 
 
@@ -359,17 +359,17 @@ def test_bad_input() -> None:
         matrix_normal(ft.least_squares(nn.Linear(3, 1)))
     for name in ("noise", "start", "rank"):
         with pytest.raises(ValueError, match=f"Expected a positive {name}, but got 0"):
-            matrix_normal(ft.linear_descent(head()), **{name: 0})
-    exact = matrix_normal(ft.linear_descent(head()), shrinkage=proximal(), noise=1.0, start=1.0)
+            matrix_normal(ft.least_squares(head()), **{name: 0})
+    exact = matrix_normal(ft.least_squares(head()), shrinkage=proximal(), noise=1.0, start=1.0)
     with pytest.raises(ValueError, match=r"learning rates of 0\.0; use shrinkage=in_every_step\(\)"):
         next(ft.run(exact, ft.InProcess(related(SIZES))))
 
 
 def test_single_precision() -> None:
     data = linear_clients(SIZES).to(dtype=torch.float32)
-    algorithm = matrix_normal(ft.linear_descent(LinearHead(3), steps=5))
+    algorithm = matrix_normal(ft.least_squares(LinearHead(3), steps=5))
     single = last(ft.run(algorithm, ft.InProcess(data), rounds=20))
-    double = matrix_normal(ft.linear_descent(head(3, intercept=True), steps=5))
+    double = matrix_normal(ft.least_squares(head(3, intercept=True), steps=5))
     exact = last(ft.run(double, ft.InProcess(linear_clients(SIZES)), rounds=20)).server.parameters
     assert distance(single.server.parameters, exact) < 1e-4
     assert single.clients.tensors(algorithm.outbox(single.server), 0)["coefficients"].dtype == torch.float32
