@@ -20,6 +20,7 @@ from fedtorch.federation.algorithms import (
     fedyogi,
     gibbs,
     gtv,
+    matrix_normal,
     personal_layers,
     pooled,
     scaffold,
@@ -40,7 +41,9 @@ from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
 from fedtorch.federation.sampler import Sampler
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
+from fedtorch.federation.tuning import Grid, grid
 from fedtorch.models import functional
+from fedtorch.models.linear import LinearHead
 from fedtorch.module_randomness import Drawn
 
 __version__ = "0.1.0"
@@ -54,9 +57,11 @@ __all__ = [
     "Exchange",
     "Faults",
     "Federation",
+    "Grid",
     "History",
     "InProcess",
     "Increment",
+    "LinearHead",
     "Local",
     "LocalSolver",
     "Mean",
@@ -89,11 +94,13 @@ __all__ = [
     "gradient_descent",
     "graph",
     "graphs",
+    "grid",
     "gtv",
     "least_squares",
     "lightning_fit",
     "lognormal_noise",
     "lost_messages",
+    "matrix_normal",
     "metrics",
     "personal_layers",
     "plots",

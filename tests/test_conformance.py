@@ -24,6 +24,9 @@ from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
 from fedtorch.models import sparse
+from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
+from fedtorch.models.linear import LinearHead
+from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -48,6 +51,9 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
     "fedyogi": lambda: ft.fedyogi(sgd(0.1, steps=2)),
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
+    "matrix_normal": lambda: ft.matrix_normal(
+        ft.least_squares(LinearHead(3, dtype=torch.float64), steps=4), covariance=inverse_wishart(alpha=0.7)
+    ),
     "gtv": lambda: ft.gtv(sgd(0.05, steps=2, batch_size=3), ft.Network.ring(K), {"weight": 0.5, "bias": 0.2}),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
@@ -56,6 +62,8 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 }
 STARTS = {"gibbs": torch.full((3,), 0.5, dtype=torch.float64)}  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
+ROWS = {"matrix_normal"}  # algorithms whose server keeps a row `parameters` for every client, which hears it
+EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "graph": lambda: exchange.graph(ft.Network.ring(K)),
     "private_rows": exchange.private_rows,
@@ -295,6 +303,8 @@ def test_increments_add_up_to_what_was_sent(name: str) -> None:
 
     def server(state: Tree, aggregate: Tree, key: Tensor) -> Tree:
         told = increments(aggregate)
+        if isinstance(aggregate, RowsOf):
+            told = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), told)
         total[:] = [tree.add(total[0], told) if total else told]
         return algorithm.server(state, aggregate, key)
 
@@ -303,10 +313,16 @@ def test_increments_add_up_to_what_was_sent(name: str) -> None:
         before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
         after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
     )
-    for round in ft.run(watching, clients, start(name, algorithm), rounds=6, faults=faults):
+    begun = coordinator.begin(watching, clients, start(name, algorithm))
+    for round in ft.run(watching, clients, rounds=6, faults=faults, start=begun):
         if not total or not tree.leaves(total[0]):
             continue
         states = round.clients.table.read(slice(0, len(clients.data)))
+        told_rows = name in ROWS  # a client hears its own row of the server's sums, which are thus what it has sent
+        assert told_rows or hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
+        every = round.server.parameters - begun.server.parameters if told_rows else states.sent
+        sent = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), every)
+        told, kept = tree.leaves(total[0]), tree.leaves(sent)
         assert hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
         everybody = algorithm.exchange.gather(Increment(states.sent), slice(0, len(clients.data)))
         told, kept = tree.leaves(total[0]), tree.leaves(algorithm.exchange.finish(everybody))

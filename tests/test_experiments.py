@@ -1,6 +1,8 @@
 """Every experiment and benchmark runs with --smoke and writes the rows it promises."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -8,12 +10,21 @@ from experiments import fedavg_family, quickstart, sparse_regression
 from experiments.benchmarks import core
 from experiments import fedavg_family, quickstart
 from experiments.benchmarks import core, gtv
+from experiments import fedavg_family, fedlin_cmapss, fedlin_school, fedlin_simulation, quickstart
+from experiments.benchmarks import core, fedlin, gtv
+from experiments.benchmarks import grid as grid_benchmark
 
 
 def rows(path):
     written = json.loads(path.read_text())
     assert all(row.keys() == {"setting", "metric", "ours", "sd", "published"} for row in written["rows"])
     return {(row["setting"], row["metric"]): row["ours"] for row in written["rows"]}
+
+
+def needs(folder):
+    """Skips where the public data are not at hand."""
+    if not (Path(os.environ.get("FEDTORCH_DATA_DIR", "")) / folder).is_dir():
+        pytest.skip(f"needs the folder {folder} in FEDTORCH_DATA_DIR")
 
 
 def test_quickstart(tmp_path):
@@ -55,6 +66,44 @@ def test_sparse_regression(tmp_path):
         assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
     assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
     assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
+def test_grid_benchmark(tmp_path):
+    grid_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 16
+    apart = [value for (_, metric), value in found.items() if metric == "largest difference of a score"]
+    assert max(apart) < 1e-4  # float32 over a few steps
+
+
+def test_fedlin_simulation(tmp_path):
+    fedlin_simulation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert {setting for setting, _ in found} >= {f"case {name}" for name in ("I", "II", "III", "IV")}
+    few_rows = "related, K = 12, d = 8, N = 20"
+    assert found[few_rows, "knows Ω"] < found[few_rows, "HM1"] < found[few_rows, "least squares"]
+    assert (tmp_path / "fedlin_simulation_correlation.png").stat().st_size > 10_000
+
+
+def test_fedlin_cmapss(tmp_path):
+    needs("cmapss_fd001")
+    fedlin_cmapss.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 2 * len(fedlin_cmapss.METHODS)
+    assert all(0 < value < 5 for value in found.values())
+
+
+def test_fedlin_school(tmp_path):
+    needs("school")
+    fedlin_school.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["HM1", "rmse"] < found["separate", "rmse"]
+    assert (tmp_path / "fedlin_school.png").stat().st_size > 10_000
+
+
+def test_fedlin_benchmark(tmp_path):
+    fedlin.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert len(rows(tmp_path / "rows.json")) == 8
+
+
 def test_gtv_benchmark(tmp_path):
     gtv.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")

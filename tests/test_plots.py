@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from small_federations import classes, solver, trainer
 
 import fedtorch as ft
+from fedtorch.models import low_rank
 
 DATA = classes()
 LOCAL = solver()
@@ -187,3 +188,81 @@ def test_clusters_of_a_network_are_counted_in_the_legend() -> None:
         ft.plots.network(network, torch.zeros(14), clusters=torch.zeros(14))
     with pytest.raises(ValueError, match=r"one value per node, \(14,\)"):
         ft.plots.network(network, torch.zeros(13))
+
+
+def tuned(**settings: list[Any]) -> ft.Grid:
+    data = linear_clients([5, 6, 7])
+    build = lambda lr=0.05, mu=0.0, size=None: ft.fedprox(sgd(lr, batch_size=size), mu)
+    metric = ft.metrics.mean_squared_error()
+    return ft.grid(
+        build,
+        settings,
+        ft.InProcess(data),
+        validation=data,
+        metric=metric,
+        largest_is_best=False,
+        rounds=2,
+        progress=False,
+    )
+
+
+def test_heat_map_shows_every_mean_and_frames_the_best() -> None:
+    grid = tuned(mu=[0.0, 1.0], lr=[0.01, 0.1, 1e200])
+    figure = grid.plot("squared error")
+    assert drawn(figure)
+    axes, bar = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == ("lr", "mu", "squared error, mean over clients")
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.01", "0.1", "1e+200"]
+    cells = {text.get_position(): text.get_text() for text in axes.texts}
+    for i, setting in enumerate(grid.settings):
+        place = [0.01, 0.1, 1e200].index(setting["lr"]), [0.0, 1.0].index(setting["mu"])
+        assert cells[place] == ("diverged" if grid.diverged[i] else f"{grid.scores[i].mean():#.3g}")
+    (frame,) = axes.patches
+    assert frame.get_xy() == ([0.01, 0.1].index(grid.best["lr"]) - 0.5, [0.0, 1.0].index(grid.best["mu"]) - 0.5)
+
+
+def test_heat_map_of_one_hyperparameter_is_a_line() -> None:
+    grid = tuned(lr=[0.1, 0.001, 0.01], mu=[0.5])
+    figure = ft.plots.heat_map(grid)
+    assert drawn(figure)
+    assert figure.axes[0].get_xscale() == "log"
+    means = [grid.scores[i].mean() for i in (1, 2, 0)]
+    assert lines(figure.axes[0])["mean over clients"] == ([0.001, 0.01, 0.1], means)
+
+
+def test_heat_map_of_three_hyperparameters_has_the_best_over_the_third() -> None:
+    grid = tuned(lr=[0.01, 0.1], mu=[0.0, 1.0], size=[2, 4])
+    axes = ft.plots.heat_map(grid).axes[0]
+    assert axes.get_title() == "best over size"
+    cells = {text.get_position(): float(text.get_text()) for text in axes.texts}
+    scores = [score.mean() for score in grid.scores]
+    assert cells[0, 0] == pytest.approx(min(scores[:2]), rel=5e-3)  # three digits
+    assert len(cells) == 4
+
+
+def test_heat_map_where_everything_diverges() -> None:
+    assert drawn(tuned(mu=[0.0, 1.0], lr=[1e200, 1e250]).plot())
+    assert drawn(tuned(lr=[1e200, 1e250]).plot())
+
+
+def test_device_correlation_shows_the_learnt_matrix_with_related_devices_together() -> None:
+    signs = torch.tensor([1.0, -1, 1, -1, -1, 1], dtype=torch.float64)
+    covariance = low_rank.from_factor(torch.tensor(0.5, dtype=torch.float64), 2 * signs[:, None], 6)
+    names = [f"device {k}" for k in range(6)]
+    figure = ft.plots.device_correlation(covariance, names)
+    assert drawn(figure)
+    axes = figure.axes[0]
+    order = [names.index(label.get_text()) for label in axes.get_yticklabels()]
+    assert sorted(order) == list(range(6))
+    expected = torch.outer(signs, signs)[order][:, order] * 4 / 4.5
+    expected.fill_diagonal_(1)
+    assert torch.allclose(torch.as_tensor(axes.images[0].get_array().data), expected)
+    assert abs(int(signs[order[:3]].sum())) == 3  # the related ones side by side
+    with pytest.raises(ValueError, match="Expected 6 names, one per device, but got 2"):
+        ft.plots.device_correlation(covariance, names[:2])
+
+
+def test_device_correlation_of_many_devices_draws_some() -> None:
+    figure = ft.plots.device_correlation(low_rank.identity(2000, 1))
+    assert drawn(figure)
+    assert figure.axes[0].images[0].get_array().shape == (500, 500)

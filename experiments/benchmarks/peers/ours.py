@@ -1,4 +1,4 @@
-"""fedtorch: stacked clients under a Lightning Trainer."""
+"""fedtorch: stacked clients, under a Lightning Trainer or, for the closed form, by the plain loop `ft.run`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 import fedtorch as ft
 from experiments import common
@@ -46,33 +47,56 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
     spec = mine.task
     with common.quiet():
         begin = work.clock()
-        local = ft.gradient_descent(
-            mine.model(),
-            steps=spec.steps,
-            batch_size=spec.batch_size,
-            loss=spec.loss,
-            optimizer=lambda parameters: spec.optimizer(parameters, lr=spec.lr),
-            compile=options.compile,
-        )
+        local = closed_form(mine) if options.closed_form else steps(mine, options.compile)
         population = ft.InProcess(data)
 
-        def fit(rounds: int) -> ft.Federation:
+        def fit(rounds: int) -> nn.Module:
             federation = ft.Federation(ft.fedavg(local), population, cohort=spec.cohort)
             core.trainer(rounds).fit(federation)
-            return federation
+            return federation.global_module()
 
-        fit(1)
+        def loop(rounds: int) -> nn.Module:
+            *_, final = ft.run(ft.fedavg(local), population, rounds=rounds, cohort=spec.cohort)
+            module = mine.model()
+            module.load_state_dict({f"0.{name}": leaf for name, leaf in final.server.items()})
+            return module
+
+        train_rounds = loop if options.closed_form else fit
+        train_rounds(1)
         start = work.clock()
-        federation = fit(mine.rounds)
+        trained = train_rounds(mine.rounds)
         seconds = work.clock() - start
-    return work.Trained(federation.global_module(), start - begin, seconds)
+    return work.Trained(trained, start - begin, seconds)
+
+
+def steps(mine: work.Work, compile: bool) -> ft.LocalSolver:
+    """The task's steps one after another, for any module, loss and optimiser."""
+    spec = mine.task
+    return ft.gradient_descent(
+        mine.model(),
+        steps=spec.steps,
+        batch_size=spec.batch_size,
+        loss=spec.loss,
+        optimizer=lambda parameters: spec.optimizer(parameters, lr=spec.lr),
+        compile=compile,
+    )
+
+
+def closed_form(mine: work.Work) -> ft.LocalSolver:
+    """The same steps of the linear task at once, which full batches and squared errors allow."""
+    linear = mine.model()[0]
+    assert isinstance(linear, nn.Linear)
+    return ft.least_squares(linear, steps=mine.task.steps, lr=mine.task.lr)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """One run."""
-    work.command(
-        "fedtorch", ft.__version__, train, argv, lambda parser: parser.add_argument("--compile", action="store_true")
-    )
+
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--compile", action="store_true")
+        parser.add_argument("--closed-form", action="store_true")
+
+    work.command("fedtorch", ft.__version__, train, argv, options)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from fedtorch.federation.algorithms.fedopt import fedadagrad, fedadam, fedopt, f
 from fedtorch.federation.algorithms.fedsgd import fedsgd
 from fedtorch.federation.algorithms.gibbs import gibbs
 from fedtorch.federation.algorithms.gtv import gtv
+from fedtorch.federation.algorithms.matrix_normal import matrix_normal
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.algorithms.pooled import pooled
 from fedtorch.federation.algorithms.scaffold import scaffold
@@ -26,6 +27,7 @@ __all__ = [
     "fedyogi",
     "gibbs",
     "gtv",
+    "matrix_normal",
     "personal_layers",
     "pooled",
     "scaffold",

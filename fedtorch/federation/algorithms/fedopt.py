@@ -23,7 +23,14 @@ from torch.optim import Optimizer
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.fedavg import Message, Weight, fedavg, rows_weight
-from fedtorch.federation.local_solvers.optimisers import MakeOptimizer, rebind
+from fedtorch.federation.local_solvers.optimisers import (
+    MakeOptimizer,
+    load_state,
+    numbers,
+    rebind,
+    state_of,
+    zero_step,
+)
 from fedtorch.tree import Tree
 
 __all__ = ["Yogi", "averaged_buffers", "fedadagrad", "fedadam", "fedopt", "fedyogi"]
@@ -213,55 +220,31 @@ class _ServerSteps:
             raise TypeError(f"Expected optimizer= to make a torch.optim.Optimizer, but got {type(self.original)}")
         self.names = [[names[id(p)] for p in group["params"]] for group in self.original.param_groups]
         self.trained = [name for group in self.names for name in group]
-        self.numbers: dict[str, type] = {}  # parts of the state that are Python numbers
+        self.numbers: dict[str, type] = {}  # parts of the state that are numbers
         self.init(parameters)  # refuses at construction what cannot be saved
 
     def init(self, parameters: Tree) -> dict[str, dict[str, Tensor]]:
         """The state before the first step, all zeros, in the structure of the state after it."""
-        name = type(self.original).__name__
-        tensors, optimizer = self._bind(parameters)
-        before = _settings(optimizer)
-        for tensor in tensors.values():
-            tensor.grad = torch.zeros_like(tensor)
-        try:
-            optimizer.step()
-        except TypeError as error:
-            raise TypeError(f"Expected an optimiser that needs no closure, but got {name} ({error})") from error
-        if _settings(optimizer) != before:
-            raise TypeError(f"Expected an optimiser whose state can be saved, but {name} keeps it in its settings")
-        for tensor in tensors.values():
-            for part, value in optimizer.state[tensor].items():
-                if value is not None and not isinstance(value, Tensor):
-                    self.numbers[part] = type(value)
-        return tree.map(torch.zeros_like, self._state(optimizer, tensors))
+        tensors = self._start(parameters)
+        optimizer = zero_step(self.original, self._grouped(tensors), "and then it cannot be saved")
+        self.numbers = numbers(optimizer)
+        return {name: tree.zeros_like(state_of(optimizer, tensor)) for name, tensor in tensors.items()}
 
     def __call__(self, state: Server, change: Tree) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
         """The parameters after a step with the gradient −change, and the optimiser's state."""
-        tensors, optimizer = self._bind(state.parameters)
+        tensors = self._start(state.parameters)
+        optimizer = rebind(self.original, self._grouped(tensors))
         if int(state.steps) > 0:
-            for name, parts in state.optimizer.items():
-                for part, value in parts.items():
-                    number = self.numbers.get(part)
-                    optimizer.state[tensors[name]][part] = value.clone() if number is None else number(value)
+            for name, saved in state.optimizer.items():
+                load_state(optimizer, tensors[name], saved, self.numbers)
         for name, tensor in tensors.items():
             tensor.grad = change[name].to(tensor.device, tensor.dtype).neg()
         optimizer.step()
-        return {name: tensor.detach() for name, tensor in tensors.items()}, self._state(optimizer, tensors)
+        kept = {name: state_of(optimizer, tensor) for name, tensor in tensors.items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}, kept
 
-    def _bind(self, parameters: Tree) -> tuple[dict[str, Tensor], Optimizer]:
-        tensors = {name: parameters[name].detach().clone().requires_grad_() for name in self.trained}
-        return tensors, rebind(self.original, [[tensors[name] for name in group] for group in self.names])
+    def _start(self, parameters: Tree) -> dict[str, Tensor]:
+        return {name: parameters[name].detach().clone().requires_grad_() for name in self.trained}
 
-    def _state(self, optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        return {
-            name: {
-                part: value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-                for part, value in optimizer.state[tensor].items()
-                if value is not None
-            }
-            for name, tensor in tensors.items()
-        }
-
-
-def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    def _grouped(self, tensors: dict[str, Tensor]) -> list[list[Tensor]]:
+        return [[tensors[name] for name in group] for group in self.names]

@@ -21,15 +21,27 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithm import BadClients, Local, LocalSolver, Quadratic
 from fedtorch.federation.local_solvers.batches import MODULE, Batches
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.local_solvers.optimisers import Configured, MakeOptimizer, configure, probe, rebind
+from fedtorch.federation.local_solvers.optimisers import (
+    Configured,
+    MakeOptimizer,
+    configure,
+    load_state,
+    numbers,
+    probe,
+    rebind,
+    state_of,
+    zero_step,
+)
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss, is_ragged
+from fedtorch.federation.local_solvers.together import Problem, answer
 from fedtorch.models import functional
 from fedtorch.tree import Tree
 
-__all__ = ["LocalState", "gradient_descent"]
+__all__ = ["LocalState", "gradient_descent", "solve_together", "work"]
 
 
+_STACK_BYTES = 512 * 2**20  # of parameters, their gradients and rows that a stack of several descents may take
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
 
 
@@ -153,33 +165,24 @@ class _Descent:
         self.loss = StackedLoss(self.objective, self.trained, [*averaged, *self.buffers], batched, compile)
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers.update(max_epochs=-1 if epochs is None else epochs)
-        configured = self._configured(_SOME_STEPS)
+        configured = self.configured(_SOME_STEPS)
         probe(configured)
         self.names = configured.names
         self.shared: dict[str, type] = {}  # parts of the optimiser's state that are one number, and their type
         self.untrained = self._untrained(configured) if self.keep else {}
+        self._work: str | Literal[False] | None = False  # not looked at yet
 
     def _untrained(self, configured: Configured) -> dict[str, dict[str, Tensor]]:
         """The optimiser's state of one client before its first round, all zeros, if it is kept between rounds."""
-        name = type(configured.optimizer).__name__
         if "estimated_stepping_batches" in self.objective.trainer.asked:
             raise TypeError(
                 "Expected configure_optimizers not to ask for trainer.estimated_stepping_batches with reset='never', "
                 "because the number of rounds is not known; use reset='round' or name a number of steps"
             )
         start = {n: self.parameters[n][None].clone() for group in self.names for n in group}
-        optimizer = rebind(configured.optimizer, [[start[n] for n in group] for group in self.names])
-        before = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for tensor in start.values():
-            tensor.grad = torch.zeros_like(tensor)
-        optimizer.step()
-        after = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        if before != after:
-            raise TypeError(f"{name} keeps its state outside of the parameters; use reset='round'")
-        for tensor in start.values():
-            for part, value in optimizer.state[tensor].items():
-                if not isinstance(value, Tensor) or value.ndim == 0:
-                    self.shared[part] = Tensor if isinstance(value, Tensor) else type(value)
+        groups = [[start[n] for n in group] for group in self.names]
+        optimizer = zero_step(configured.optimizer, groups, "use reset='round'")
+        self.shared = numbers(optimizer)
         state = {n: _optimizer_state(optimizer, tensor) for n, tensor in start.items()}
         return tree.map(lambda leaf: torch.zeros_like(leaf[0]), state)
 
@@ -196,132 +199,38 @@ class _Descent:
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
-        self._learn(data)
+        self.learn(data)
         return data
 
-    def _learn(self, data: Any) -> None:
+    def learn(self, data: Any) -> None:
+        """Finds out what the module can do, as far as this block tells and it is not known."""
         separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
         if len(data.count) and not (self.loss.probed and separable):
-            self._move(data.count.device)
+            self.move(data.count.device)
             self.loss.probe(data, {**self.parameters, **self.buffers})
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-        """Trains the clients of a block, group by group."""
-        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
-            self._learn(data)
-        count = data.count.to("cpu")
-        if len(count) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
-        groups = self._groups(count, state)
-        if len(groups) == 1:
-            return self._run(start, state, data.batch, count, quadratic, key)
-        done = []
-        for rows in groups:
-            at = rows.to(key.device)
-            mine = tree.take((start, state, data.batch, quadratic, key), at)
-            done.append(self._run(mine[0], mine[1], mine[2], count[rows], mine[3], mine[4]))
-        back = torch.cat(groups).argsort()
-        names = dict.fromkeys(name for local in done for name in local.info)
-        filled = [local._replace(info={n: local.info.get(n, local.steps * torch.nan) for n in names}) for local in done]
-        return tree.take(tree.concatenate(filled), back.to(key.device))
+        """Trains the clients of a block, at once or together with what else is asked for inside of `together`."""
+        problem = Problem(self, start, state, data, quadratic, key)
+        known = answer(problem)
+        return solve_together([problem])[0] if known is None else known
 
-    def _groups(self, count: Tensor, state: LocalState) -> list[Tensor]:
-        """Rows of the block that can share steps exactly."""
-        asked = self.objective.trainer.asked
-        per_epoch = torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size)
-        traits = []
-        if self.loss.batched and not self.loss.separable:
-            traits.append(count)
-        counts_epochs = "current_epoch" in asked or self._configured(_SOME_STEPS).schedule.by_epoch
-        if "estimated_stepping_batches" in asked or (counts_epochs and not self.one_epoch):
-            traits.append(per_epoch)
-        if state.steps is not None:
-            traits.append(state.steps.to("cpu"))
-        if not traits:
-            return [torch.arange(len(count))]
-        _, group = torch.stack(traits, 1).unique(dim=0, return_inverse=True)
-        return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
+    def work(self, data: Any) -> str | None:
+        """What this descent does with a client but for its optimiser, the same for descents that can share steps.
 
-    def _run(
-        self, start: Tree, state: LocalState, rows: Tree, count: Tensor, quadratic: Quadratic | None, key: Tensor
-    ) -> Local:
-        """Trains one group: the clients differ in rows and number of steps only."""
-        self._move(key.device)
-        batches = Batches(rows, count, self.batch_size, self.epochs, self.steps, key)
-        module_key = random.fold_in(key, MODULE) if self.loss.random or not self.loss.batched else key
-        total, longest, per_epoch = batches.total, int(batches.total.max()), int(batches.per_epoch.max())
-        same_epochs = self.one_epoch or bool((batches.per_epoch == per_epoch).all())
-        configured = self._configured(int(total[0]))
-        tensors = {name: start[name].detach().clone(memory_format=torch.contiguous_format) for name in self.trained}
-        buffers = {name: start[name].detach().clone() for name in self.averaged}
-        buffers.update(tree.map(lambda leaf: leaf.detach().clone(), state.buffers))
-        optimizer = rebind(configured.optimizer, [[tensors[n] for n in group] for group in self.names])
-        position = 0 if state.steps is None else int(state.steps[0])
-        if position:
-            _load_optimizer_state(optimizer, tensors, state.optimizer, self.shared)
-        for tensor in tensors.values():
-            tensor.requires_grad_()
-        pulls = None if quadratic is None else _pulls(quadratic, tensors)
-        answers = self.objective.trainer.answers
-        running = _Running(total, key.device)
-        finished: Tree = None
-        for t in range(longest):
-            configured.schedule.apply(optimizer, position + t, per_epoch)
-            answers["global_step"] = position + t
-            answers["current_epoch"] = (position + t) // per_epoch if same_epochs else None
-            losses, logs, buffers, gradients = self.loss.gradients(tensors, buffers, batches[t], t, module_key)
-            self._descend(tensors, gradients, pulls, optimizer)
-            running.add(t, losses.detach(), logs, optimizer.param_groups[0]["lr"])
-            ends = total == t + 1
-            if t + 1 < longest and bool(ends.any()):
-                finished = _keep_rows(finished, self._result(tensors, buffers, optimizer, state), ends)
-        result = self._result(tensors, buffers, optimizer, state)
-        if finished is not None:
-            result = _keep_rows(finished, result, total == longest)
-        parameters, optimizer_state, buffers = result
-        new = LocalState(
-            optimizer_state,
-            {name: buffers[name] for name in self.buffers},
-            None if state.steps is None else state.steps + total.to(state.steps.device),
-        )
-        parameters.update({name: buffers[name] for name in self.averaged})
-        return Local({name: parameters[name] for name in self.parameters}, new, running.steps(), running.info())
+        None if that cannot be told; see `StackedLoss.work`.
+        """
+        if self._work is False:
+            self.move(data.count.device)
+            found = self.loss.work(data, {**self.parameters, **self.buffers})
+            shapes = {
+                name: (tuple(leaf.shape), leaf.dtype) for name, leaf in {**self.parameters, **self.buffers}.items()
+            }
+            fixed = (self.epochs, self.steps, self.batch_size, self.keep, self.policy, self.loss.batched)
+            self._work = None if found is None else f"{found} {shapes} {fixed} {self.loss.compile}"
+        return self._work
 
-    def _descend(
-        self,
-        tensors: dict[str, Tensor],
-        gradients: Sequence[Tensor | None],
-        pulls: list[tuple[Tensor, Tensor]] | None,
-        optimizer: Any,
-    ) -> None:
-        with torch.no_grad():
-            for i, (tensor, gradient) in enumerate(zip(tensors.values(), gradients)):
-                if pulls is not None:
-                    precision, shift = pulls[i]
-                    pull = precision * tensor - shift
-                    gradient = pull if gradient is None else gradient + pull
-                # Fused optimisers read memory in order, whatever the strides; one copy is overwritten at every step.
-                if gradient is None or gradient.is_contiguous():
-                    tensor.grad = gradient
-                elif tensor.grad is None:
-                    tensor.grad = gradient.contiguous()
-                else:
-                    tensor.grad.copy_(gradient)
-            optimizer.step()
-            if self.project is not None:
-                projected = self.project({name: tensor.detach() for name, tensor in tensors.items()})
-                for name, tensor in tensors.items():
-                    tensor.copy_(projected[name])
-
-    def _result(
-        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], optimizer: Any, state: LocalState
-    ) -> Tree:
-        kept = {}
-        for name in state.optimizer:  # what never had a gradient has no state in the optimiser
-            kept[name] = {**state.optimizer[name], **_optimizer_state(optimizer, tensors[name])}
-        return {n: t.detach() for n, t in tensors.items()}, kept, buffers
-
-    def _configured(self, total: int) -> Configured:
+    def configured(self, total: int) -> Configured:
         """The optimiser and schedule; a new one per number of steps only if the module asks for that number."""
         trainer = self.objective.trainer
         trainer.answers["estimated_stepping_batches"] = total
@@ -332,9 +241,263 @@ class _Descent:
             self._configurations[total if by_total else None] = found
         return self._configurations[total if by_total else None]
 
-    def _move(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
+        """Takes the module to the device of the data."""
         if next(self.objective.parameters()).device != device:
             self.objective.to(device)
+
+
+def solve_together(problems: Sequence[Problem]) -> list[Local]:
+    """Trains for several descents; those of the same work on the same clients take their steps together.
+
+    The loss and its gradient do not know the optimiser, so one stack of all their clients serves all of them, and each
+    optimiser moves its own rows of the stack.
+    """
+    solved: dict[int, Local] = {}
+    for stack in _stacks(problems):
+        solved.update(zip(stack, _solve([problems[i] for i in stack])))
+    return [solved[i] for i in range(len(problems))]
+
+
+def work(local: LocalSolver, data: Any) -> str | None:
+    """What a local solver does with clients, the same for those that `solve_together` can stack; see `_Descent.work`.
+
+    Args:
+        local: any local solver.
+        data: a block of clients, looked at if the solver has not been asked yet.
+
+    Returns:
+        None for what is solved alone: solvers other than `gradient_descent`, and modules that cannot be compared.
+    """
+    descent = getattr(local.solve, "__self__", None)
+    return descent.work(data) if isinstance(descent, _Descent) else None
+
+
+def _stacks(problems: Sequence[Problem]) -> list[list[int]]:
+    """Places of the problems that can share steps, as many together as memory allows."""
+    stacks: list[list[int]] = []
+    for i, problem in enumerate(problems):
+        most = max(1, _STACK_BYTES // max(1, _copied_bytes(problem)))
+        fitting = (s for s in stacks if _shares(problems[s[0]], problem) and len(s) < most)
+        stack = next(fitting, None)
+        stacks.append([i]) if stack is None else stack.append(i)
+    return stacks
+
+
+def _copied_bytes(problem: Problem) -> int:
+    """What one more descent takes: parameters with gradients and moments, and a batch of its own."""
+    size, rows = problem.solver.batch_size, tree.leaves(problem.data.batch)[0].shape[1]
+    share = 1.0 if size is None else min(1.0, size / max(1, rows))
+    return int(4 * tree.nbytes(problem.start) + share * tree.nbytes(problem.data.batch))
+
+
+def _shares(first: Problem, second: Problem) -> bool:
+    if second.data is not first.data or not torch.equal(second.key, first.key):
+        return False
+    steps = first.state.steps, second.state.steps
+    if steps[0] is not None and steps[1] is not None and not torch.equal(*steps):
+        return False
+    work = first.solver.work(first.data)
+    return work is not None and work == second.solver.work(second.data)
+
+
+def _solve(problems: Sequence[Problem]) -> list[Local]:
+    """Trains the clients of a block for descents that share steps, group by group of clients."""
+    first, data, key = problems[0].solver, problems[0].data, problems[0].key
+    if not first.loss.probed or (first.loss.batched and first.loss.separable is None):
+        first.learn(data)
+    count = data.count.to("cpu")
+    if len(count) == 0:
+        nothing = torch.zeros(0, dtype=torch.float64, device=key.device)
+        return [Local(problem.start, problem.state, nothing, {}) for problem in problems]
+    groups = _groups(problems, count)
+    if len(groups) == 1:
+        return _Stack(problems, data.batch, count, key).run()
+    done = []
+    for rows in groups:
+        at = rows.to(key.device)
+        mine = [p._replace(**tree.take({n: getattr(p, n) for n in _STACKED}, at)) for p in problems]
+        batch, keys = tree.take((data.batch, key), at)
+        done.append(_Stack(mine, batch, count[rows], keys).run())
+    back = torch.cat(groups).argsort().to(key.device)
+    return [tree.take(tree.concatenate(_same_info(parts)), back) for parts in zip(*done)]
+
+
+_STACKED = ("start", "state", "quadratic")  # what a problem has a row of per client
+
+
+def _same_info(parts: Sequence[Local]) -> list[Local]:
+    """The solutions of groups of clients, NaN for what only others have told."""
+    names = dict.fromkeys(name for local in parts for name in local.info)
+    return [local._replace(info={n: local.info.get(n, local.steps * torch.nan) for n in names}) for local in parts]
+
+
+def _groups(problems: Sequence[Problem], count: Tensor) -> list[Tensor]:
+    """Rows of the block that can share steps exactly."""
+    first, state = problems[0].solver, problems[0].state
+    asked = set().union(*(p.solver.objective.trainer.asked for p in problems))
+    per_epoch = torch.ones_like(count) if first.batch_size is None else -(-count // first.batch_size)
+    traits = []
+    if first.loss.batched and not first.loss.separable:
+        traits.append(count)
+    by_epoch = any(p.solver.configured(_SOME_STEPS).schedule.by_epoch for p in problems)
+    if "estimated_stepping_batches" in asked or (("current_epoch" in asked or by_epoch) and not first.one_epoch):
+        traits.append(per_epoch)
+    if state.steps is not None:
+        traits.append(state.steps.to("cpu"))
+    if not traits:
+        return [torch.arange(len(count))]
+    _, group = torch.stack(traits, 1).unique(dim=0, return_inverse=True)
+    return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
+
+
+class _Stack:
+    """One group of clients, which differ in rows and number of steps only, once for each of `S` problems.
+
+    The problems are of descents that share steps. Problem s has the rows s·K to (s + 1)·K of every stacked tensor.
+    """
+
+    def __init__(self, problems: Sequence[Problem], rows: Tree, count: Tensor, key: Tensor) -> None:
+        self.first: _Descent = problems[0].solver
+        first, device = self.first, key.device
+        first.move(device)
+        size, number = len(count), len(problems)
+        self.batches = Batches(rows, count, first.batch_size, first.epochs, first.steps, key, number)
+        keys = random.fold_in(key, MODULE) if first.loss.random or not first.loss.batched else key
+        self.key = keys.repeat(number)
+        start = _joined([{name: p.start[name].detach() for name in first.parameters} for p in problems])
+        own = _joined([tree.map(torch.detach, p.state.buffers) for p in problems])
+        self.tensors = {name: start[name] for name in first.trained}
+        self.buffers = {**{name: start[name] for name in first.averaged}, **own}
+        self.members = []
+        for i, problem in enumerate(problems):
+            part = slice(i * size, (i + 1) * size)
+            tensors = {n: t[part] for n, t in self.tensors.items()} if number > 1 else self.tensors
+            self.members.append(_Member(problem, part, tensors, self.batches.total))
+        for tensor in self.tensors.values():
+            tensor.requires_grad_()
+        self.pulls = _pulls([p.quadratic for p in problems], self.tensors, size)
+        self._copies: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def run(self) -> list[Local]:
+        """Takes all steps."""
+        total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
+        longest, position = int(total.max()), self.members[0].position
+        same_epochs = self.first.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
+        answers = self.first.objective.trainer.answers
+        running = _Running(total.repeat(len(self.members)), self.key.device)
+        finished: Tree = None
+        for t in range(longest):
+            for member in self.members:
+                member.set_rate(position + t, per_epoch)
+            answers["global_step"] = position + t
+            answers["current_epoch"] = (position + t) // per_epoch if same_epochs else None
+            losses, logs, self.buffers, gradients = self.first.loss.gradients(
+                self.tensors, self.buffers, self.batches[t], t, self.key
+            )
+            self._descend(gradients)
+            running.add(t, losses.detach(), logs)
+            ends = total == t + 1
+            if t + 1 < longest and bool(ends.any()):
+                finished = self._finish(finished, ends)
+        finished = self._now() if finished is None else self._finish(finished, total == longest)
+        tensors, kept = finished
+        info = running.info()
+        return [member.local(tensors, state, total, info) for member, state in zip(self.members, kept)]
+
+    def _descend(self, gradients: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            for i, (name, gradient) in enumerate(zip(self.tensors, gradients)):
+                if self.pulls is not None:
+                    precision, shift = self.pulls[i]
+                    pull = precision * self.tensors[name] - shift
+                    gradient = pull if gradient is None else gradient + pull
+                self._hand_out(name, gradient)
+            for member in self.members:
+                member.step()
+
+    def _hand_out(self, name: str, gradient: Tensor | None) -> None:
+        """Gives every optimiser its rows of a gradient.
+
+        Fused optimisers read memory in order, whatever the strides; one contiguous copy is overwritten at every step.
+        """
+        if gradient is None or (len(self.members) == 1 and gradient.is_contiguous()):
+            for member in self.members:
+                member.tensors[name].grad = gradient
+            return
+        if name not in self._copies:
+            whole = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+            self._copies[name] = whole, [whole[member.rows] for member in self.members]
+        whole, parts = self._copies[name]
+        whole.copy_(gradient)
+        for member, part in zip(self.members, parts):
+            member.tensors[name].grad = part
+
+    def _now(self) -> tuple[Tree, tuple[Tree, ...]]:
+        """(tensors and buffers of the stack, each optimiser's state) after the steps so far."""
+        tensors = {name: tensor.detach() for name, tensor in (self.tensors | self.buffers).items()}
+        return tensors, tuple(member.kept() for member in self.members)
+
+    def _finish(self, finished: Tree, ends: Tensor) -> Tree:
+        """`finished` with the clients `ends` `(K,)` as they are now."""
+        tensors, kept = self._now()
+        before = (None, None) if finished is None else finished
+        return _keep_rows(before[0], tensors, ends.repeat(len(self.members))), _keep_rows(before[1], kept, ends)
+
+
+class _Member:
+    """One problem's rows of a stack, and the optimiser that moves them.
+
+    Args:
+        problem: of one descent.
+        rows: of the stack.
+        tensors: these rows of what is trained, as views.
+        total: `(K,)` how many steps each client takes.
+    """
+
+    def __init__(self, problem: Problem, rows: slice, tensors: dict[str, Tensor], total: Tensor) -> None:
+        self.descent: _Descent = problem.solver
+        self.rows, self.tensors, self.state = rows, tensors, problem.state
+        configured = self.descent.configured(int(total[0]))
+        self.schedule = configured.schedule
+        self.optimizer = rebind(configured.optimizer, [[tensors[n] for n in group] for group in self.descent.names])
+        self.position = 0 if self.state.steps is None else int(self.state.steps[0])
+        if self.position:
+            _load_optimizer_state(self.optimizer, tensors, self.state.optimizer, self.descent.shared)
+        self.rates: list[float] = []
+
+    def set_rate(self, position: int, per_epoch: int) -> None:
+        """Gives the optimiser its hyperparameters of a step."""
+        self.schedule.apply(self.optimizer, position, per_epoch)
+        self.rates.append(float(self.optimizer.param_groups[0]["lr"]))
+
+    def step(self) -> None:
+        """Moves by the gradients that the tensors have been given."""
+        self.optimizer.step()
+        if self.descent.project is not None:
+            projected = self.descent.project({name: tensor.detach() for name, tensor in self.tensors.items()})
+            for name, tensor in self.tensors.items():
+                tensor.copy_(projected[name])
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """The optimiser's state as it is now, if it is kept; what never had a gradient has none in the optimiser."""
+        state = self.state.optimizer
+        return {n: {**state[n], **_optimizer_state(self.optimizer, self.tensors[n])} for n in state}
+
+    def local(
+        self, tensors: dict[str, Tensor], kept: dict[str, dict[str, Tensor]], total: Tensor, info: dict[str, Tensor]
+    ) -> Local:
+        """The solution, after `total` `(K,)` steps of each client, from the tensors and buffers of the stack."""
+        steps, descent = self.state.steps, self.descent
+        own = {name: tensors[name][self.rows] for name in descent.buffers}
+        new = LocalState(kept, own, None if steps is None else steps + total.to(steps.device))
+        taken = torch.tensor([0.0, *self.rates], dtype=torch.float64).cumsum(0)[total]
+        return Local(
+            {name: tensors[name][self.rows] for name in descent.parameters},
+            new,
+            taken.to(tensors[descent.trained[0]].device),
+            {name: value[self.rows] for name, value in info.items()},
+        )
 
 
 class _Running:
@@ -342,18 +505,12 @@ class _Running:
 
     def __init__(self, total: Tensor, device: torch.device) -> None:
         self.total, self.device = total, device
-        self.rates: list[float] = []
         self.seen: dict[str, list[tuple[int, Tensor]]] = {}
 
-    def add(self, step: int, losses: Tensor, logs: dict[str, Tensor], rate: float | Tensor) -> None:
+    def add(self, step: int, losses: Tensor, logs: dict[str, Tensor]) -> None:
         """Takes in one step."""
-        self.rates.append(float(rate))
         for name, value in {**logs, "loss": losses}.items():
             self.seen.setdefault(name, []).append((step, value.detach()))
-
-    def steps(self) -> Tensor:
-        """The sum of the learning rates that each client took, `(K,)` float64."""
-        return torch.tensor([0.0, *self.rates], dtype=torch.float64).cumsum(0)[self.total].to(self.device)
 
     def info(self) -> dict[str, Tensor]:
         """The means, `(K,)` each; NaN for what a client has not told."""
@@ -366,28 +523,37 @@ class _Running:
         return means
 
 
-def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """λ and h of each parameter, in its dtype."""
-    return [
-        (tree.along(quadratic.precision_of(name).to(tensor), tensor), quadratic.shift[name].to(tensor))  # type: ignore[misc]
-        for name, tensor in tensors.items()
-    ]
+def _joined(trees: Sequence[Tree]) -> Tree:
+    """Copies of stacked trees one after the other, contiguous."""
+    if len(trees) > 1:
+        return tree.concatenate(trees)
+    return tree.map(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), trees[0])
+
+
+def _pulls(
+    quadratics: Sequence[Quadratic | None], tensors: Mapping[str, Tensor], size: int
+) -> list[tuple[Tensor, Tensor]] | None:
+    """λ and h of each parameter, in its dtype, for stacks of `size` clients; None where nobody has any."""
+    known = next((quadratic for quadratic in quadratics if quadratic is not None), None)
+    if known is None:
+        return None
+    none = tree.map(torch.zeros_like, known)
+    given = [none if quadratic is None else quadratic for quadratic in quadratics]
+    precision, shift = _joined([({name: q.precision_of(name) for name in tensors}, q.shift) for q in given])
+    return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]  # type: ignore[misc]
 
 
 def _optimizer_state(optimizer: Any, tensor: Tensor) -> dict[str, Tensor]:
     """The optimiser's state of one stacked parameter with the clients in front: rows, or one number for all."""
-    found = {}
-    for name, value in optimizer.state.get(tensor, {}).items():
-        if value is None:
-            continue
-        value = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    found = state_of(optimizer, tensor)
+    for name, value in found.items():
         if value.ndim and value.shape[0] != tensor.shape[0]:
             raise TypeError(
                 f"Expected {type(optimizer).__name__}'s state {name!r} to have a row per client, but got shape "
                 f"{tuple(value.shape)} for {tensor.shape[0]} clients; use reset='round'"
             )
-        found[name] = value.detach() if value.ndim else value.to(tensor.device).expand(len(tensor)).clone()
-    return found
+    clients = len(tensor)
+    return {n: v if v.ndim else v.to(tensor.device).expand(clients).clone() for n, v in found.items()}
 
 
 def _load_optimizer_state(
@@ -397,10 +563,8 @@ def _load_optimizer_state(
     for name, saved in state.items():
         if not any(bool(value.any()) for value in saved.values()):
             continue  # it has never had a gradient
-        for part, value in saved.items():
-            kind = shared.get(part)
-            one = value.clone() if kind is None else value[0].clone() if kind is Tensor else kind(value[0])
-            optimizer.state[tensors[name]][part] = one
+        one = {part: value[0] if part in shared else value for part, value in saved.items()}
+        load_state(optimizer, tensors[name], one, shared)
 
 
 def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:

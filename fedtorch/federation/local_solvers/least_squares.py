@@ -1,17 +1,25 @@
-r"""Least squares in closed form: the local problem solved exactly from Gram matrices.
+r"""Least squares in closed form: the local problem solved exactly, or by T gradient steps at once, from Gram matrices.
 
-For an `nn.Linear` with weight W and bias b, client k minimises
+For an `nn.Linear` or a `LinearHead` with coefficients θ on features X, client k's objective is
 
-.. math:: \frac1{n_k o}\|Y_k - X_k W' - b\|^2 + \frac{\lambda}{2}\|(W, b)\|^2 - \langle h, (W, b)\rangle,
+.. math:: \frac1{n_k o}\|Y_k - X_k \theta\|^2 + \frac{\lambda}{2}\|\theta\|^2 - \langle h, \theta\rangle,
 
-the objective of `torch.nn.functional.mse_loss` plus the `Quadratic` of the others, o being the number of outputs. Only
-X'X and X'Y are kept of the data, so a round costs O(d³) whatever the number of rows. They are kept in float64, because
-forming them squares the condition number.
+that of `torch.nn.functional.mse_loss` plus the `Quadratic` of the others, o being the number of outputs. With its
+curvature V diag(m) V' and its gradient g at the start θ⁰, both the minimiser and the end of T full-batch gradient steps
+of size η are
+
+.. math::
+    \theta^0 - V \mathrm{diag}(f) V' g, \qquad f = 1 / m \quad\text{or}\quad f = \eta \sum_{t < T} (1 - \eta m)^t.
+
+A λ that all parameters share only adds to m, so V comes from one eigendecomposition of X'X when the data are prepared,
+and a round costs O(p²) whatever the number of rows and steps. Everything is kept in float64, because X'X squares the
+condition number.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +30,7 @@ from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.local_solvers.gradient_descent import LocalState
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.models import functional
+from fedtorch.models.linear import LinearHead
 from fedtorch.tree import Tree
 
 __all__ = ["Gram", "least_squares"]
@@ -30,68 +39,95 @@ _NOISE = 64 * torch.finfo(torch.float64).eps  # eigenvalues below, times p, are 
 
 
 class Gram(NamedTuple):
-    """Second moments of each client's rows, per row, in float64; p counts the features and the bias."""
+    """Second moments of each client's rows, per row, in float64; p counts the features and the constant one."""
 
-    features: Tensor  # (K, p, p) X'X / n
-    cross: Tensor  # (K, p, o) X'Y / n
+    values: Tensor  # (K, p) eigenvalues of X'X / n
+    vectors: Tensor  # (K, p, p) its eigenvectors V, as columns
+    cross: Tensor  # (K, p, o) V'X'Y / n
     response: Tensor  # (K,) ‖Y‖² / n
     count: Tensor  # type: ignore[assignment]  # (K,)
 
 
-def least_squares(module: nn.Linear) -> LocalSolver:
-    """A local solver that minimises the mean squared error of `module` exactly.
+def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, lr: float | None = None) -> LocalSolver:
+    """A local solver of the mean squared error of `module`: its minimiser, or the end of `steps` gradient steps.
 
     Where the minimiser is not unique (fewer rows than features and no quadratic), it is the one nearest to the start,
-    which is where gradient descent would have gone. `Local.info` has the mean squared `loss` at the solution.
+    which is where gradient descent would have gone. With `steps` it is where full-batch `torch.optim.SGD` on
+    `torch.nn.functional.mse_loss` stops. `Local.info` has the mean squared `loss` at the solution.
 
     Args:
-        module: an `nn.Linear`; data are rows `(x, y)` with x `(N, d)` and y `(N, o)` or, for one output, `(N,)`.
+        module: an `nn.Linear`, whose data are rows `(x, y)` with x `(N, d)` and y `(N, o)` or, for one output, `(N,)`;
+            or a `LinearHead`, with the inputs of its feature map and y `(N,)`.
+        steps: gradient steps T of a round; None for the minimiser.
+        lr: their size η; default: 1 / the largest curvature of each client with its quadratic, by which its objective
+            never increases.
 
     Raises:
-        TypeError: `module` is not an `nn.Linear`.
-        ValueError: a parameter is frozen; or the data do not fit the module (when a population is bound).
+        TypeError: `module` is neither.
+        ValueError: a parameter is frozen; `steps` or `lr` is not positive, or there is `lr` without `steps`; or the
+            data do not fit the module (when a population is bound).
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
+        >>> local = ft.least_squares(ft.LinearHead(1, intercept=False), steps=1, lr=0.25)
+        >>> next(ft.run(ft.fedavg(local), ft.InProcess(data))).server
+        {'coefficients': tensor([1.])}
     """
-    if not isinstance(module, nn.Linear):
-        raise TypeError(f"Expected an nn.Linear, but got {type(module).__name__}; use ft.gradient_descent")
+    form = _form(module)
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     if frozen:
         raise ValueError(f"Expected trainable parameters, but got frozen {', '.join(frozen)}; use ft.gradient_descent")
+    if steps is None and lr is not None:
+        raise ValueError("Expected steps with lr, but got lr alone; leave both out for the minimiser")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"Expected steps to be a whole number of at least 1, or None, but got {steps}")
+    if lr is not None and not lr > 0:
+        raise ValueError(f"Expected a positive lr, but got {lr}; leave it out to have it from the data")
     module = copy.deepcopy(module)
     parameters = functional.parameters(module)
-    outputs = module.out_features
+    design = _form(module).design
 
     def prepare(data: Any) -> Gram:
         if isinstance(data, Gram):
             return data
         x, y = data.batch
-        y = y[..., None] if y.ndim == 2 else y
-        if x.shape[2:] != (module.in_features,) or y.shape[2:] != (outputs,):
-            raise ValueError(
-                f"Expected rows (x, y) of shapes ({module.in_features},) and ({outputs},), but got "
-                f"{tuple(x.shape[2:])} and {tuple(y.shape[2:])}"
-            )
-        x, y = x.to(torch.float64), y.to(torch.float64)
-        if "bias" in parameters:
-            x = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+        y = (y[..., None] if y.ndim == 2 else y).to(torch.float64)
+        with torch.no_grad():
+            x = design(x).to(torch.float64)
+        if y.shape[2:] != (form.outputs,):
+            raise ValueError(f"Expected targets of shape ({form.outputs},), but got {tuple(y.shape[2:])}")
         mask = (torch.arange(x.shape[1], device=x.device) < data.count[:, None]).to(x.dtype)[..., None]
         n = data.count.clamp(min=1).to(x.dtype)[:, None, None]  # a client without rows stays at the start
         x, y = x * mask, y * mask
-        return Gram(x.mT @ x / n, x.mT @ y / n, (y.square().sum(1, keepdim=True) / n).sum((1, 2)), data.count)
+        values, vectors = torch.linalg.eigh(x.mT @ x / n)
+        response = (y.square().sum(1, keepdim=True) / n).sum((1, 2))
+        return Gram(values.clamp(min=0), vectors, vectors.mT @ (x.mT @ y / n), response, data.count)
 
     def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
         gram = prepare(data)
-        old = _join(start).to(torch.float64)
-        matrix = gram.features * (2 / outputs)
-        vector = gram.cross * (2 / outputs)
+        old = form.join(start).to(torch.float64)
+        basis, curvature = gram.vectors, gram.values * (2 / form.outputs)
+        descent = gram.cross * (2 / form.outputs)  # minus the gradient, in the basis of the eigenvectors
         if quadratic is not None:
-            matrix = matrix + _precisions(quadratic, start).to(matrix.dtype).diag_embed()
-            vector = vector + _join(quadratic.shift)
-        inverse = torch.linalg.pinv(matrix, rtol=_NOISE * matrix.shape[-1], hermitian=True)
-        new = old + inverse @ (vector - matrix @ old)
-        fitted = (new * (gram.features @ new - 2 * gram.cross)).sum((1, 2))
-        loss = ((gram.response + fitted) / outputs).clamp(min=0)
-        solution = tree.map(lambda leaf, like: leaf.to(like.dtype), _split(new, "bias" in start), start)
-        return Local(solution, state, torch.zeros_like(loss), {"loss": loss})
+            if isinstance(quadratic.precision, Tensor):
+                curvature = curvature + quadratic.precision.to(torch.float64)[:, None]
+            else:
+                precision = _precisions(quadratic, start, form).to(torch.float64)
+                curvature, basis = torch.linalg.eigh((basis * curvature[:, None]) @ basis.mT + precision.diag_embed())
+                descent = basis.mT @ (gram.vectors @ descent)
+            descent = descent + basis.mT @ form.join(quadratic.shift).to(torch.float64)
+        descent = descent - curvature[..., None] * (basis.mT @ old)
+        if steps is None:
+            reach, taken = _minimiser(curvature), torch.zeros_like(curvature[:, 0])
+        else:
+            reach, taken = _gradient_steps(curvature, steps, lr)
+        new = old + basis @ (reach[..., None] * descent)
+        rotated = gram.vectors.mT @ new
+        fitted = (rotated * (gram.values[..., None] * rotated - 2 * gram.cross)).sum((1, 2))
+        loss = ((gram.response + fitted) / form.outputs).clamp(min=0)
+        solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
+        return Local(solution, state, taken, {"loss": loss})
 
     return LocalSolver(
         solve=solve,
@@ -104,21 +140,67 @@ def least_squares(module: nn.Linear) -> LocalSolver:
     )
 
 
-def _join(parameters: Tree) -> Tensor:
-    """Weight and bias as one matrix, `(K, p, o)`."""
-    columns = [parameters["weight"].mT]
-    if "bias" in parameters:
-        columns.append(parameters["bias"][:, None, :])
-    return torch.cat(columns, 1)
+def _minimiser(curvature: Tensor) -> Tensor:
+    """1 / m, and 0 where m is rounding."""
+    noise = _NOISE * curvature.shape[-1] * curvature.abs().amax(-1, keepdim=True)
+    return torch.where(curvature.abs() > noise, 1 / curvature, 0.0)
 
 
-def _precisions(quadratic: Quadratic, parameters: Tree) -> Tensor:
-    """λ of every row of `_join(parameters)`, `(K, p)`."""
-    weight = quadratic.precision_of("weight")[:, None].expand(-1, parameters["weight"].shape[2])
-    return torch.cat([weight, quadratic.precision_of("bias")[:, None]], 1) if "bias" in parameters else weight
+def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Tensor, Tensor]:
+    """η Σ_{t<T} (1 − η m)^t of every curvature m `(K, p)`, and the sum of the learning rates `(K,)`."""
+    largest = curvature.amax(1, keepdim=True)
+    rate = torch.where(largest > 0, 1 / largest, 0.0) if lr is None else torch.full_like(largest, lr)
+    # From T's binary digits: a sum of T powers twice over is that sum times 1 + q^T, and one more term is q^T.
+    ratio = 1 - rate * curvature
+    power, total = torch.ones_like(ratio), torch.zeros_like(ratio)
+    for digit in f"{steps:b}":
+        power, total = power * power, total + total * power
+        if digit == "1":
+            power, total = power * ratio, total + power
+    return rate * total, steps * rate[:, 0]
 
 
-def _split(joined: Tensor, bias: bool) -> dict[str, Tensor]:
-    if not bias:
-        return {"weight": joined.mT}
-    return {"weight": joined[:, :-1].mT, "bias": joined[:, -1]}
+class _Form(NamedTuple):
+    """What differs between the modules."""
+
+    outputs: int  # o
+    design: Callable[[Tensor], Tensor]  # inputs (K, N, ...) -> features (K, N, p)
+    join: Callable[[Tree], Tensor]  # parameters -> θ (K, p, o)
+    split: Callable[[Tensor], dict[str, Tensor]]  # its inverse
+
+
+def _form(module: nn.Module) -> _Form:
+    if isinstance(module, LinearHead):
+        return _Form(
+            1, module.design, lambda tensors: tensors["coefficients"][..., None], lambda θ: {"coefficients": θ[..., 0]}
+        )
+    if not isinstance(module, nn.Linear):
+        raise TypeError(
+            f"Expected an nn.Linear or a LinearHead, but got {type(module).__name__}; use ft.gradient_descent"
+        )
+    features, bias = module.in_features, module.bias is not None
+
+    def design(x: Tensor) -> Tensor:
+        if x.shape[2:] != (features,):
+            raise ValueError(f"Expected inputs of shape ({features},), but got {tuple(x.shape[2:])}")
+        x = x.to(torch.float64)
+        return torch.cat([x, torch.ones_like(x[..., :1])], -1) if bias else x
+
+    def join(tensors: Tree) -> Tensor:
+        weight = tensors["weight"].mT
+        return torch.cat([weight, tensors["bias"][:, None, :]], 1) if bias else weight
+
+    def split(joined: Tensor) -> dict[str, Tensor]:
+        weight = {"weight": joined[:, :features].mT}
+        return {**weight, "bias": joined[:, -1]} if bias else weight
+
+    return _Form(module.out_features, design, join, split)
+
+
+def _precisions(quadratic: Quadratic, parameters: Tree, form: _Form) -> Tensor:
+    """λ of every row of θ, `(K, p)`."""
+    each = {
+        name: tree.along(quadratic.precision_of(name), leaf) * torch.ones_like(leaf)
+        for name, leaf in parameters.items()
+    }
+    return form.join(each)[..., 0]

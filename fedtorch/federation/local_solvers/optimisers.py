@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Configured", "Schedule", "configure", "probe", "rebind"]
+__all__ = ["Configured", "Schedule", "configure", "load_state", "numbers", "probe", "rebind", "state_of", "zero_step"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -197,6 +197,47 @@ def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
             "ft.lightning_fit or another optimiser"
         )
     return value.flatten()[0].to(tensor.device, tensor.dtype).expand(tensor.shape).clone()
+
+
+def zero_step(original: Optimizer, groups: list[list[Tensor]], advice: str) -> Optimizer:
+    """`original` on other tensors after one step with gradients of zero, which shows the state that it keeps.
+
+    Raises:
+        TypeError: it needs a closure, or its step changes its settings, which are not saved; then `advice` follows.
+    """
+    name, optimizer = type(original).__name__, rebind(original, groups)
+    before = [_options(group) for group in optimizer.param_groups]
+    for tensor in (tensor for group in groups for tensor in group):
+        tensor.grad = torch.zeros_like(tensor)
+    try:
+        optimizer.step()
+    except TypeError as error:
+        raise TypeError(f"Expected an optimiser that needs no closure, but got {name} ({error})") from error
+    if [_options(group) for group in optimizer.param_groups] != before:
+        raise TypeError(f"{name} keeps its state outside of the parameters; {advice}")
+    return optimizer
+
+
+def numbers(optimizer: Optimizer) -> dict[str, type]:
+    """The parts of an optimiser's state that are one number for a whole parameter, and what holds it."""
+    parts = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
+    return {part: type(value) for part, value in parts if not isinstance(value, Tensor) or value.ndim == 0}
+
+
+def state_of(optimizer: Optimizer, tensor: Tensor) -> dict[str, Tensor]:
+    """The optimiser's state of one parameter as tensors, by the optimiser's own names."""
+    return {
+        part: value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for part, value in optimizer.state.get(tensor, {}).items()
+        if value is not None
+    }
+
+
+def load_state(optimizer: Optimizer, tensor: Tensor, saved: Mapping[str, Tensor], kinds: Mapping[str, Any]) -> None:
+    """Puts a copy of what `state_of` gave back; `kinds` is from `numbers`."""
+    for part, value in saved.items():
+        kind = kinds.get(part, Tensor)
+        optimizer.state[tensor][part] = value.clone() if issubclass(kind, Tensor) else kind(value)
 
 
 def probe(configured: Configured) -> None:

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fedtorch import random, tree
 from fedtorch.federation.local_solvers.batches import Batch
 from fedtorch.federation.local_solvers.objective import BatchIndex, Objective
+from fedtorch.federation.local_solvers.operations import Operations
 from fedtorch.models import functional
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
@@ -192,6 +193,35 @@ class StackedLoss:
             if self.batched and self.separable is not False and is_ragged(data.count):
                 self.separable = self._splits(own, rows, key)
         self.probed = True
+
+    def work(self, data: Any, values: Mapping[str, Tensor]) -> str | None:
+        """What one client's loss and gradient do, comparable with another module's: a digest of their operations.
+
+        Call it after `probe`. It does not depend on the numbers in `values`, only on their shapes.
+
+        Returns:
+            None where the operations of one step do not say what the next one does: the module reads numbers out of
+            tensors, or counts steps or epochs.
+        """
+        rows = _some_rows(data, _PROBE_ROWS)
+        first, *_ = tree.leaves(rows)
+        size, trained = len(first), len(self.tensors)
+        own = [_perturbed(torch.zeros_like(values[n], device=first.device)) + 0.5 for n in self.tensors]
+        own += [values[n].to(first.device, copy=True) for n in self.buffers]
+        weights = torch.full((size,), 1.0 / size, device=first.device, dtype=torch.float64)
+        index, asked = BatchIndex(0), set(self.objective.trainer.asked)
+        self.objective.trainer.asked.clear()
+        self.objective.trainer.answers.update(global_step=0, current_epoch=0)
+        told = []
+        with Drawn(random.key(0).to(first.device)), Operations() as operations, torch.enable_grad():
+            for some in (None, weights) if self.separable else (None,):
+                leaves = [v.detach().requires_grad_() if i < trained else v.clone() for i, v in enumerate(own)]
+                loss, logs, _ = self.single(leaves, rows, some, index)
+                _gradients(loss, leaves[:trained])
+                told.append(sorted(logs))
+        changing = self.objective.trainer.asked - {"max_epochs", "training"}
+        self.objective.trainer.asked |= asked
+        return None if changing or index.used or operations.reads else f"{told} {operations.digest()}"
 
     def _probe_alone(self, own: list[Tensor], rows: Tree, key: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """One client's loss and new buffers, evaluated without `vmap`."""

@@ -142,7 +142,7 @@ def test_no_clients_and_blocks_of_one() -> None:
     nobody = part(slice(2, 2))
     assert nobody.parameters["weight"].shape == (0, 1, 3)
     assert nobody.info["loss"].shape == nobody.steps.shape == (0,)
-    assert local.prepare(data.stack([])).features.shape == (0, 4, 4)
+    assert local.prepare(data.stack([])).vectors.shape == (0, 4, 4)
     assert same_bits((prepared, start, quadratic), before)
 
 
@@ -176,7 +176,7 @@ def test_predictions() -> None:
 
 
 def test_what_cannot_be_solved_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Expected an nn\.Linear, but got Sequential; use ft\.gradient_descent"):
+    with pytest.raises(TypeError, match=r"Expected an nn\.Linear or a LinearHead, but got Sequential; use ft"):
         ft.least_squares(nn.Sequential(nn.Linear(2, 1)))
     frozen = linear()
     frozen.bias.requires_grad_(False)
@@ -187,5 +187,119 @@ def test_what_cannot_be_solved_is_refused() -> None:
 @pytest.mark.parametrize(("features", "outputs"), [(4, 0), (3, 2)])
 def test_data_that_do_not_fit_are_refused_when_bound(features: int, outputs: int) -> None:
     population = ft.InProcess(linear_clients(SIZES, features, outputs=outputs))
-    with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(3,\) and \(1,\), but got"):
+    with pytest.raises(ValueError, match=r"Expected (inputs of shape \(3,\)|targets of shape \(1,\)), but got"):
         next(ft.run(ft.fedavg(ft.least_squares(linear())), population))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 20])
+@pytest.mark.parametrize("outputs", [0, 2])
+@pytest.mark.parametrize("quadratic", [False, True])
+def test_gradient_steps_in_closed_form_are_those_of_the_loop(steps: int, outputs: int, quadratic: bool) -> None:
+    data = linear_clients(SIZES, outputs=outputs)
+    module = linear(outputs=max(outputs, 1))
+    start = tree.map(lambda leaf: leaf + 1, tree.expand(ft.least_squares(module).parameters, len(SIZES)))
+    added = pull(start) if quadratic else None
+    block, ends = data.stack(range(len(SIZES))), []
+    for local in (ft.least_squares(module, steps=steps, lr=0.07), sgd(0.07, module, steps=steps)):
+        state = tree.expand(local.init(local.parameters), len(SIZES))
+        ends.append(local(start, state, local.prepare(block), added, KEYS))
+    assert distance(ends[0].parameters, ends[1].parameters) < ROUNDING
+    assert distance(ends[0].steps, ends[1].steps) < ROUNDING
+
+
+def test_many_gradient_steps_end_at_the_minimiser_and_too_long_ones_diverge_as_the_loop_does() -> None:
+    data = linear_clients([30, 40])
+    block = data.stack(range(2))
+    start = tree.expand(ft.least_squares(linear()).parameters, 2)
+
+    def end(local: ft.LocalSolver) -> Tree:
+        return local(start, tree.expand(local.init(local.parameters), 2), local.prepare(block), None, KEYS[:2])
+
+    exact, close = end(ft.least_squares(linear())), end(ft.least_squares(linear(), steps=10_000, lr=0.1))
+    assert distance(close.parameters, exact.parameters) < ROUNDING
+    wild = [end(local).parameters for local in (ft.least_squares(linear(), steps=9, lr=3.0), sgd(3.0, steps=9))]
+    assert float(wild[0]["weight"].abs().max()) > 1e3
+    assert distance(*wild) < ROUNDING * float(wild[1]["weight"].abs().max())
+
+
+def test_scaffold_runs_on_gradient_steps_in_closed_form() -> None:
+    population = ft.InProcess(linear_clients(SIZES))
+    ends = [
+        list(ft.run(ft.scaffold(local), population, rounds=5))[-1].server.parameters
+        for local in (ft.least_squares(linear(), steps=4, lr=0.05), sgd(0.05, steps=4))
+    ]
+    assert distance(*ends) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": 0.1}, "Expected steps with lr, but got lr alone"),
+        ({"steps": 0, "lr": 0.1}, "Expected steps to be a whole number of at least 1, or None, but got 0"),
+        ({"steps": 2, "lr": float("nan")}, "Expected a positive lr, but got nan"),
+    ],
+)
+def test_steps_that_cannot_be_taken_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ft.least_squares(linear(), **arguments)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_a_linear_head_is_a_linear_layer_of_its_features(steps: int | None) -> None:
+    data = linear_clients(SIZES)
+    head = ft.LinearHead(3, dtype=torch.float64)
+    start = tree.map(lambda leaf: leaf + 1, tree.expand(ft.least_squares(linear()).parameters, len(SIZES)))
+    added = pull(start)
+    one = ft.least_squares(linear(), steps=steps)
+    state = tree.expand(one.init(one.parameters), len(SIZES))
+    expected = one(start, state, one.prepare(data.stack(range(len(SIZES)))), added, KEYS)
+    two = ft.least_squares(head, steps=steps)
+    mine = ft.Quadratic(added.precision, {"coefficients": joined(added.shift)[..., 0]})
+    prepared = two.prepare(data.stack(range(len(SIZES))))
+    found = two({"coefficients": joined(start)[..., 0]}, state, prepared, mine, KEYS)
+    assert distance(found.parameters["coefficients"], joined(expected.parameters)[..., 0]) < ROUNDING
+    assert distance((found.steps, found.info), (expected.steps, expected.info)) < ROUNDING
+    squares = ft.least_squares(ft.LinearHead(6, lambda x: torch.cat([x, x.square()], -1), dtype=torch.float64))
+    theta = squares(tree.expand(squares.parameters, 1), state, data.stack([2]), None, KEYS[:1]).parameters
+    x, y = data[2]
+    design = torch.cat([x, x.square(), torch.ones_like(x[:, :1])], 1)
+    assert distance(theta["coefficients"][0], torch.linalg.lstsq(design, y[:, None]).solution[:, 0]) < 100 * ROUNDING
+
+
+def test_the_default_step_never_increases_the_loss_and_ends_at_the_minimiser() -> None:
+    data = linear_clients(SIZES)
+    start = tree.expand(ft.least_squares(linear()).parameters, len(SIZES))
+
+    def end(steps: int | None) -> ft.Local:
+        local = ft.least_squares(linear(), steps=steps)
+        return local(start, tree.expand(local.init(start), 1), data.stack(range(len(SIZES))), pull(start), KEYS)
+
+    assert distance(end(10**7).parameters, end(None).parameters) < 1e-9  # (1 − 1/condition number)^T
+    local = ft.least_squares(linear(), steps=1)
+    block, now, before = data.stack(range(len(SIZES))), start, torch.full((len(SIZES),), torch.inf).double()
+    for _ in range(5):
+        found = local(now, None, block, None, KEYS)
+        assert bool((found.info["loss"] <= before).all())
+        now, before = found.parameters, found.info["loss"]
+
+
+def test_a_precision_for_each_parameter() -> None:
+    data = linear_clients(SIZES)
+    start = tree.expand(ft.least_squares(linear()).parameters, len(SIZES))
+    added = pull(start)
+    each = ft.Quadratic({"weight": added.precision, "bias": 3 * added.precision}, added.shift)
+    for steps in (None, 4):
+        lr = None if steps is None else 0.05
+        local = ft.least_squares(linear(), steps=steps, lr=lr)
+        state = tree.expand(local.init(local.parameters), len(SIZES))
+        found = local(start, state, data.stack(range(len(SIZES))), each, KEYS)
+        if steps is None:
+            for k, (x, y) in enumerate(data):
+                matrix, vector = moments(x, y)
+                matrix = matrix + added.precision[k] * torch.diag(torch.tensor([1.0, 1, 1, 3]).double())
+                expected = torch.linalg.solve(matrix, vector + joined(added.shift)[k])
+                assert distance(joined(found.parameters)[k], expected) < ROUNDING
+        else:
+            loop = sgd(0.05, steps=steps)
+            expected = loop(start, tree.expand(loop.init(start), 1), data.stack(range(len(SIZES))), each, KEYS)
+            assert distance(found.parameters, expected.parameters) < ROUNDING

@@ -1,0 +1,137 @@
+"""FedLin's speed: HM1 against the paper's loop written plainly, and a round of very many devices.
+
+Ratios are medians over repetitions in which both sides run one after the other in the same process, so that they hold
+when the machine's speed drifts. A section is one function that returns rows.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import fedtorch as ft
+from experiments import common
+from fedtorch.models.linear import LinearHead
+
+STEPS, ROUNDS, RATE, ALPHA = 20, 30, 0.01, 0.1  # the paper's T, C, η₂, α
+
+
+def devices(count: int, rows: int, features: int) -> tuple[Tensor, Tensor]:
+    """Related linear devices: x `(K, N, d)`, y `(K, N)`."""
+    key = ft.random.key(0)
+
+    def draw(purpose: int, *shape: int) -> Tensor:
+        return ft.random.normal(ft.random.fold_in(key, purpose), shape, torch.float64)
+
+    x, theta = draw(0, count, rows, features), draw(1, count, 3) @ draw(2, 3, features)
+    return x, (x @ theta[..., None])[..., 0] + 0.3 * draw(3, count, rows)
+
+
+def shrink_and_average(theta: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """The server's part of Algorithm 1, as both loops below have it."""
+    theta = theta - 2 * RATE * torch.linalg.solve(omega, theta)
+    return theta, (1 - ALPHA) * omega + ALPHA / theta.shape[1] * theta @ theta.T
+
+
+def formula_loop(x: Tensor, y: Tensor, rounds: int) -> Tensor:
+    """Algorithm 1 with full batches and the gradient's formula, device by device and step by step."""
+    theta, omega = torch.zeros(len(x), x.shape[2], dtype=x.dtype), torch.eye(len(x), dtype=x.dtype)
+    for _ in range(rounds):
+        for k in range(len(x)):
+            own = theta[k].clone()
+            for _ in range(STEPS):
+                own = own + 2 * RATE / x.shape[1] * (x[k].T @ (y[k] - x[k] @ own))
+            theta[k] = own
+        theta, omega = shrink_and_average(theta, omega)
+    return theta
+
+
+def module_loop(x: Tensor, y: Tensor, rounds: int) -> Tensor:
+    """The same as one writes it in PyTorch: a module, its loss and an optimiser for each device."""
+    modules = [LinearHead(x.shape[2], intercept=False, dtype=x.dtype) for _ in x]
+    omega = torch.eye(len(x), dtype=x.dtype)
+    for _ in range(rounds):
+        for k, module in enumerate(modules):
+            optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(module(x[k]), y[k]).backward()
+                optimizer.step()
+        with torch.no_grad():
+            theta, omega = shrink_and_average(torch.stack([m.coefficients.detach() for m in modules]), omega)
+            for module, own in zip(modules, theta):
+                module.coefficients.copy_(own)
+    return theta
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall-clock seconds of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def against_loops(count: int, rows: int, features: int, rounds: int, repeat: int) -> list[common.Row]:
+    """HM1 under the coordinator, data preparation included, against both loops."""
+    x, y = devices(count, rows, features)
+    data = ft.data.from_tensors(list(zip(x, y)))
+    local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
+
+    def ours() -> None:
+        for _ in ft.run(ft.matrix_normal(local), ft.InProcess(data), rounds=rounds):
+            pass
+
+    title = f"HM1: K = {count}, N = {rows}, d = {features}, {rounds} rounds, T = {STEPS}, full batch"
+    works = {"loop, formula": lambda: formula_loop(x, y, rounds), "loop, module": lambda: module_loop(x, y, rounds)}
+    times = [{"fedtorch": seconds(ours), **{n: seconds(work) for n, work in works.items()}} for _ in range(repeat + 1)]
+    times = times[1:]  # the first is warm-up
+    found = [common.Row(title, f"{name}, s", statistics.median(run[name] for run in times)) for name in times[0]]
+    for name in works:
+        ratio = statistics.median(run[name] / run["fedtorch"] for run in times)
+        found.append(common.Row(title, f"times faster than the {name} (target 50)", ratio))
+    return found
+
+
+def many_devices(count: int, features: int, rank: int, rounds: int) -> list[common.Row]:
+    """A round of very many devices, and the memory of the process."""
+    x, y = devices(count, 12, features)
+    data = ft.data.FederatedData((x.flatten(0, 1), y.flatten()), torch.full((count,), 12))
+    local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
+    running = ft.run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
+    times = [seconds(lambda: next(running)) for _ in range(rounds + 1)]
+    title = f"HM1: K = {count}, d = {features}, Ω of rank {rank}"
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    return [
+        common.Row(title, "the first round, with preparation, s", times[0]),
+        common.Row(title, "s a round (target < 2)", statistics.median(times[1:])),
+        common.Row(title, "peak memory of the process, MB (target < 4000)", memory),
+    ]
+
+
+def sections(smoke: bool) -> dict[str, Callable[[], list[common.Row]]]:
+    """The benchmarks by name."""
+    return {
+        "HM1": lambda: against_loops(*((10, 20, 8, 2, 1) if smoke else (100, 200, 8, ROUNDS, 5))),
+        "HM1, many devices": lambda: many_devices(1000 if smoke else 100_000, 8, 8, 2 if smoke else 5),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures all sections, or one."""
+    parser = common.arguments(__doc__ or "")
+    parser.add_argument("--section", choices=sorted(sections(True)), help="one section only")
+    options = parser.parse_args(argv)
+    chosen = sections(options.smoke)
+    rows = [row for name, work in chosen.items() if options.section in (None, name) for row in work()]
+    lines = [[row.setting, row.metric, f"{row.ours:.3g}"] for row in rows]
+    common.show(f"FedLin ({common.machine()})", ["setting", "figure", "measured"], lines)
+    common.write("benchmarks.fedlin", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

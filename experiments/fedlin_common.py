@@ -1,0 +1,56 @@
+"""What the FedLin experiments on real data share: settings chosen on validation rows, errors of every device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.tree import Tree
+
+
+class Candidate(NamedTuple):
+    """One setting of a method."""
+
+    algorithm: ft.Algorithm
+    rounds: int
+    pooled: bool = False  # whether it sees the rows of all devices in one place
+
+
+def predictions_of(candidate: Candidate, training: FederatedData, test: FederatedData, seed: int = 0) -> list[Tensor]:
+    """What every device predicts for its own rows of `test`, `(n_k,)` each."""
+    population = ft.InProcess(training.pool() if candidate.pooled else training)
+    *_, last = ft.run(candidate.algorithm, population, rounds=candidate.rounds, seed=seed)
+    local = candidate.algorithm.local
+    assert local is not None
+
+    def predict(tensors: Tree, block: ClientData) -> Tensor:
+        size = int(test.counts.max())
+        found = local.predict(tensors, block.batch[0])
+        return torch.nn.functional.pad(found, (0, size - found.shape[1]))
+
+    every = last.clients.evaluate(candidate.algorithm.outbox(last.server), test, predict)
+    return [row[:count] for row, count in zip(every, test.counts.tolist())]
+
+
+def errors(candidate: Candidate, training: FederatedData, test: FederatedData) -> Tensor:
+    """Each device's sum of squared errors on its rows of `test`, `(K,)`; devices without rows have none."""
+    found = predictions_of(candidate, training, test)
+    return torch.stack([(f - y).square().sum() for f, (_, y) in zip(found, test)])
+
+
+def device_rmse(candidate: Candidate, training: FederatedData, test: FederatedData) -> float:
+    """The root mean squared error of every device, averaged over those with rows."""
+    known = test.counts > 0
+    return float((errors(candidate, training, test)[known] / test.counts[known]).sqrt().mean())
+
+
+def choose(candidates: Mapping[str, Candidate], training: FederatedData, validation: FederatedData) -> str:
+    """The setting with the smallest mean squared error on the validation rows; one that diverges is out."""
+    found = {name: float(errors(one, training, validation).sum()) for name, one in candidates.items()}
+    finite = {name: value for name, value in found.items() if value == value}
+    return min(finite, key=lambda name: finite[name])

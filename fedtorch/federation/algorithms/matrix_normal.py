@@ -1,0 +1,280 @@
+r"""HM1: linear models of many devices under a matrix-normal prior whose correlation between devices is learnt.
+
+y_k ~ N(X_k θ_k, σ_k² I) and Θ = (θ_1 … θ_K) ~ MN(0, I, Ω). The server keeps Θ and Ω = aI + V diag(s) V'. Device k hears
+its own row only: θ_k, σ_k² and a `Quadratic`, works on its misfit ‖y_k − X_kθ‖²/(2σ_k²) with it, and tells the change.
+Then the server renews Ω. The stated objective L is in `fedtorch.models.matrix_normal`.
+
+**The prior in every local step.** With P = Ω⁻¹ the prior as device k sees it, the others held fixed, is λ/2 ‖θ‖² − ⟨h,
+θ⟩ with λ = P_kk and h = −Σ_{i≠k} P_ik θ_i. All devices move at once, so the sweep is damped where it has to be: for the
+least c with P ≼ c diag(P),
+
+.. math:: \lambda_k = c P_{kk}, \qquad h_k = \lambda_k \theta_k - (P\Theta)_k,
+
+majorises the prior and touches it at Θ. Any steps that do not increase the devices' own problems, taken by whoever
+takes part, therefore do not increase L; at a fixed point Σ_i P_ki θ_i = X_k'(y_k − X_kθ_k)/σ_k².
+
+**Against the paper.** Its shrinkage step uses the data's step size where that times σ_k² is meant, comes once a round
+instead of in every step, and diverges when the smallest eigenvalue of Ω has decayed. `proximal` is the other stable
+form.
+
+**Noise.** A device tells the residual sum of squares of its own least squares fit and its degrees of freedom f_k once a
+round; σ_k² is their quotient, drawn to that of all devices with the weight of four degrees of freedom. Devices without
+a spare row thus have the noise of the others. The first time that a device is heard it works without a prior, and from
+what has been heard the scale of Ω is taken: the median of σ_k² tr((X_k'X_k)⁺)/rank, the variance of a coefficient that
+a device estimates alone. Rescaling all X or all y therefore rescales the answer.
+
+Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on linear models", section 3, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.exchange import Increment, Mean, RowsOf, private_rows
+from fedtorch.models import low_rank
+from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
+from fedtorch.models.low_rank import LowRank
+from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
+from fedtorch.tree import Tree
+
+__all__ = ["Server", "Shrinkage", "Summary", "in_every_step", "matrix_normal", "noise_variance", "proximal"]
+
+_POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
+_EXACT = 1e-14  # residuals below, relative to y'y, are rounding
+
+
+class Summary(NamedTuple):
+    """What a device knows of its noise; leaves `(K,)`, zeros for devices that have not been heard."""
+
+    residual: Tensor  # ‖y − Xθ̂‖² of its least squares fit
+    freedom: Tensor  # rows beyond the rank
+    spread: Tensor  # tr((X'X)⁺) / rank: times σ², the sampling variance of a coefficient
+
+
+class Told(NamedTuple):
+    """What a device tells afresh each round; leaves `(K,)`."""
+
+    summary: Summary
+    step: Tensor  # the sum of the steps it took, in units of ½L
+
+
+class Message(NamedTuple):
+    """What a device tells the server."""
+
+    parameters: Increment  # of θ_k
+    told: Mean  # of `Told`
+
+
+class Server(NamedTuple):
+    """What the server keeps."""
+
+    parameters: Tensor  # (K, p) the θ_k, float64
+    summary: Summary  # (K,)
+    heard: Tensor  # (K,) bool
+    covariance: LowRank  # Ω
+
+
+class Outbox(NamedTuple):
+    """A row for each device."""
+
+    parameters: Tensor  # (K, p)
+    noise: Tensor  # (K,) σ_k²
+    precision: Tensor  # (K,) λ_k
+    shift: Tensor  # (K, p) h_k
+
+
+class Prepared(NamedTuple):
+    """A block's data: as the local solver wants it, and what the devices tell of it."""
+
+    local: Tree
+    summary: Summary  # (K,)
+    rows: Tensor  # (K,)
+
+
+class Shrinkage(NamedTuple):
+    """How the prior acts on Θ: in the devices' problems, on the server after their steps, or both."""
+
+    quadratic: Callable[[LowRank, Tensor], tuple[Tensor, Tensor]]  # (Ω, Θ) -> (λ (K,), h (K, p))
+    after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor]  # (Ω, Θ, who moved (M,), steps (M,)) -> Θ
+
+
+def in_every_step() -> Shrinkage:
+    """The prior in every local step, exactly, and damped just enough that L never increases."""
+
+    def quadratic(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
+        precision = low_rank.eigenvalue_bound(covariance) * covariance.inverse_diagonal()
+        return precision, precision[:, None] * theta - low_rank.solve(covariance, theta)
+
+    return Shrinkage(quadratic, lambda covariance, theta, moved, steps: theta)
+
+
+def proximal() -> Shrinkage:
+    """The prior on the server, by one proximal step after the devices' own: Θ ← (P + E⁻¹)⁻¹ E⁻¹ Θ.
+
+    E = diag(η_k) are the steps that the devices took, in units of ½L; with one η for all it is Θ'Ω(Ω + ηI)⁻¹ in the
+    paper's orientation. With one gradient step a round this is the proximal gradient method, which never increases L;
+    with T steps the prior is as strong as Tη, but it is a splitting whose fixed point is not the mode. Who does not
+    take part stays.
+    """
+
+    def quadratic(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
+
+    def after(covariance: LowRank, theta: Tensor, moved: Tensor, steps: Tensor) -> Tensor:
+        if not bool((steps > 0).all()):
+            raise ValueError(
+                f"Expected a local solver that takes gradient steps, but got a sum of learning rates of "
+                f"{float(steps.min())}; use shrinkage=in_every_step() with an exact local solver"
+            )
+        pull = low_rank.solve(covariance, theta)[moved]
+        change = low_rank.solve_rows(covariance, moved, 1 / steps, pull)
+        return theta.index_add(0, moved, -change)
+
+    return Shrinkage(quadratic, after)
+
+
+def matrix_normal(
+    local: LocalSolver,
+    *,
+    covariance: CovarianceUpdate | None = None,
+    shrinkage: Shrinkage | None = None,
+    noise: float | None = None,
+    start: float | None = None,
+    rank: int = 64,
+) -> Algorithm:
+    """HM1; devices borrow strength from those that they turn out to be correlated with.
+
+    The prior has mean zero and treats the p coefficients alike: bring features to one scale first.
+
+    Args:
+        local: how a device works on its mean squared error: `ft.least_squares(head, steps=20)` for full-batch gradient
+            steps in closed form, without `steps` exactly; `ft.gradient_descent(head, ..., loss=mse_loss)` for
+            (stochastic) gradient steps, whose rate is the user's then.
+        covariance: how Ω is learnt; default `inverse_wishart()`, see also `exponential_average`, `zhang_yeung`.
+        shrinkage: default `in_every_step()`, see also `proximal`.
+        noise: σ² of every device; estimated unless given.
+        start: begin with Ω = start · I, the paper's 1; by default the first steps of a device have no prior.
+        rank: of Ω beyond the multiple of the identity, at most.
+
+    Shapes: server state is `Server`, outbox `Outbox`, rows `(K, ...)`; client state is the local solver's.
+
+    Raises:
+        TypeError: the solver's module is not a `LinearHead`.
+        ValueError: `noise`, `start` or `rank` is not positive; or no device has more rows than features, so that the
+            noise cannot be estimated.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.linear import LinearHead
+        >>> x = ft.random.normal(ft.random.key(0), (6, 5, 2), torch.float64)
+        >>> y = x @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+        >>> y = y + 0.5 * ft.random.normal(ft.random.key(1), (6, 5), torch.float64)
+        >>> head = LinearHead(2, intercept=False, dtype=torch.float64)
+        >>> algorithm = ft.matrix_normal(ft.least_squares(head, steps=20))
+        >>> *_, last = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
+        >>> last.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
+        tensor(True)
+    """
+    head = local.module
+    if not isinstance(head, LinearHead):
+        raise TypeError(f"Expected a local solver of a LinearHead, but got {type(head).__name__}; see models.linear")
+    for name, value in (("noise", noise), ("start", start), ("rank", rank)):
+        if value is not None and not value > 0:
+            raise ValueError(f"Expected a positive {name}, but got {value}")
+    learn = covariance or inverse_wishart()
+    shrink = shrinkage or in_every_step()
+    dtype = head.coefficients.dtype
+
+    def init(parameters: Tree, clients: int) -> tuple[Server, Tree]:
+        rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
+        nothing = rows.new_zeros(clients)
+        omega = low_rank.identity(clients, rank, float("inf") if start is None else start)
+        heard = torch.full((clients,), False, device=rows.device)
+        return Server(rows, Summary(nothing, nothing, nothing), heard, omega), local.init(parameters)
+
+    def outbox(server: Server) -> Outbox:
+        theta = server.parameters
+        variance = noise_variance(server.summary, noise)
+        precision, shift = shrink.quadratic(server.covariance, theta)
+        known = (server.heard | (start is not None)) & variance.isfinite()
+        return Outbox(
+            theta.to(dtype),
+            torch.where(known, variance, 1.0),
+            torch.where(known, precision, 0.0),
+            torch.where(known[:, None], shift, 0.0).to(dtype),
+        )
+
+    def prepare(data: Any) -> Prepared:
+        if isinstance(data, Prepared):
+            return data
+        x, y = data.batch
+        with torch.no_grad():
+            statistics = sufficient_statistics(head.design(x), y, data.mask)
+        fit = least_norm(statistics)
+        residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
+        freedom = statistics.rows - fit.rank
+        summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
+        return Prepared(local.prepare(data), summary, statistics.rows)
+
+    def client(inbox: Outbox, state: Tree, data: Any, key: Tensor) -> Reply:
+        data = prepare(data)
+        unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
+        quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(dtype) * inbox.shift})
+        solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, key)
+        told = Told(data.summary, solved.steps * unit)
+        change = Increment(solved.parameters["coefficients"] - inbox.parameters)
+        return Reply(Message(change, Mean(told, torch.ones_like(unit))), solved.state, solved.info)
+
+    def server(state: Server, aggregate: RowsOf, key: Tensor) -> Server:
+        ids, (change, (told, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
+        theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
+        heard = state.heard.index_fill(0, ids, True)
+        summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, told.summary)))
+        variance = noise_variance(summary, noise)
+        if not bool(variance.isfinite().all()):
+            _refuse_if_hopeless(heard)
+            return Server(theta, summary, heard, state.covariance)
+        moved = ids[state.heard[ids] | (start is not None)]  # the others had no prior yet
+        if len(moved):
+            theta = shrink.after(state.covariance, theta, moved, told.step[torch.isin(ids, moved)])
+        scale = _typical(variance * summary.spread, summary.spread > 0)
+        known = torch.where(heard[:, None], theta, 0.0)
+        return Server(theta, summary, heard, learn.update(state.covariance, known, scale, int(heard.sum())))
+
+    return Algorithm(
+        init=init,
+        outbox=outbox,
+        client=client,
+        server=server,
+        model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
+        exchange=private_rows(),
+        prepare=prepare,
+        local=local,
+    )
+
+
+def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
+    """σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown."""
+    if noise is not None:
+        return torch.full_like(summary.residual, noise)
+    freedom = summary.freedom.sum()
+    pooled = torch.where(freedom > 0, summary.residual.sum() / freedom.clamp(min=1), torch.inf)
+    return (summary.residual + _POOLING * pooled) / (summary.freedom + _POOLING)
+
+
+def _typical(values: Tensor, known: Tensor) -> Tensor:
+    """The median of the known values, () ; zero if there are none."""
+    return values[known].median() if bool(known.any()) else values.new_zeros(())
+
+
+def _refuse_if_hopeless(heard: Tensor) -> None:
+    if bool(heard.all()):
+        raise ValueError(
+            "Expected a device with more rows than independent features, to estimate the noise from, but got none; "
+            "pass noise="
+        )

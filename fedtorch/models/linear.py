@@ -1,0 +1,216 @@
+r"""Linear models in closed form: a head on any features, sufficient statistics, ridge, residual variance.
+
+The rows of a client enter a linear model with squared loss through X'X, X'y, y'y and n only. Everything here is
+batched: leading dimensions are clients, `(K, N, d)`, or nothing at all for one data set `(N, d)`. Statistics are kept
+in float64, because forming them squares the condition number.
+
+>>> import torch
+>>> from fedtorch.models.linear import LinearHead, polynomial, ridge, sufficient_statistics
+>>> head = LinearHead(2, polynomial(2))  # 1, x, x²
+>>> x = torch.linspace(-1, 1, 9)[:, None]
+>>> ridge(sufficient_statistics(head.design(x), 1 - 3 * x[:, 0] ** 2)).round(decimals=3) + 0.0
+tensor([ 0.,  -3.,  1.], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "FeatureMap",
+    "LeastSquares",
+    "LinearHead",
+    "SufficientStatistics",
+    "least_norm",
+    "polynomial",
+    "raw",
+    "residual_sum",
+    "residual_variance",
+    "ridge",
+    "sufficient_statistics",
+]
+
+FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
+
+_ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relative to the largest eigenvalue
+
+
+def raw(x: Tensor) -> Tensor:
+    """The inputs as they are, `(..., q)`."""
+    return x
+
+
+def polynomial(degree: int) -> FeatureMap:
+    """Powers 1 … `degree` of every input, `(..., q)` -> `(..., degree · q)`: x₁, …, x_q, x₁², …
+
+    Raises:
+        ValueError: `degree` is less than 1.
+    """
+    if degree < 1:
+        raise ValueError(f"Expected a degree of at least 1, but got {degree}")
+    return lambda x: torch.cat([x**power for power in range(1, degree + 1)], -1)
+
+
+class LinearHead(nn.Module):
+    r"""A linear model on features, f(x) = ⟨θ, φ(x)⟩ + θ₀ with one output.
+
+    θ is one parameter `coefficients` `(p,)`, the intercept θ₀ at its end, and starts at zero.
+
+    Args:
+        features: how many numbers `feature_map` gives, d.
+        feature_map: inputs `(..., q)` -> features `(..., d)`; `raw`, `polynomial(degree)` or any function, such as
+            the frozen body of a network.
+        intercept: whether there is a constant feature at the end, so that p = d + 1.
+        dtype: of the coefficients.
+
+    Shapes: inputs `(..., q)`, outputs `(...)`.
+
+    Raises:
+        ValueError: no features and no intercept; or, when called, a feature map that gives another number of them.
+
+    Example:
+        >>> import torch
+        >>> LinearHead(3)(torch.ones(5, 3)).shape
+        torch.Size([5])
+    """
+
+    def __init__(
+        self,
+        features: int,
+        feature_map: FeatureMap = raw,
+        *,
+        intercept: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if features < 0 or features + intercept < 1:
+            raise ValueError(f"Expected at least one feature, but got {features} and intercept={intercept}")
+        self.features, self.feature_map, self.intercept = features, feature_map, intercept
+        self.coefficients = nn.Parameter(torch.zeros(features + intercept, dtype=dtype))
+
+    def design(self, x: Tensor) -> Tensor:
+        """The rows of the design matrix, `(..., p)`: the features, and the constant 1 at the end."""
+        features = self.feature_map(x)
+        if features.shape[-1:] != (self.features,):
+            raise ValueError(
+                f"Expected {self.features} features per row, but the feature map gives shape {tuple(features.shape)}; "
+                "pass LinearHead their number"
+            )
+        if not self.intercept:
+            return features
+        return torch.cat([features, torch.ones_like(features[..., :1])], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """⟨θ, φ(x)⟩ + θ₀ of every row, `(...)`."""
+        return self.design(x) @ self.coefficients
+
+
+class SufficientStatistics(NamedTuple):
+    """What a linear model with squared loss has to know of the rows, in float64; `(...)` are the clients, if any."""
+
+    gram: Tensor  # (..., p, p) X'X
+    cross: Tensor  # (..., p) X'y
+    power: Tensor  # (...) y'y
+    rows: Tensor  # (...) n
+
+
+def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None) -> SufficientStatistics:
+    """X'X, X'y, y'y and n.
+
+    Args:
+        design: `(..., N, p)`, the features of every row.
+        y: `(..., N)`.
+        mask: `(..., N)` bool, which rows are data; all of them if None. A client without rows has zeros.
+
+    Raises:
+        ValueError: the shapes do not belong together.
+    """
+    if y.shape != design.shape[:-1] or (mask is not None and mask.shape != y.shape):
+        shapes = ", ".join(str(tuple(part.shape)) for part in (design, y, mask) if part is not None)
+        raise ValueError(f"Expected design (..., N, p), y (..., N) and mask (..., N), but got {shapes}")
+    design, y = design.to(torch.float64), y.to(torch.float64)
+    if mask is None:
+        rows = torch.full(y.shape[:-1], y.shape[-1], dtype=torch.float64, device=y.device)
+    else:
+        rows = mask.sum(-1, dtype=torch.float64)
+        design, y = torch.where(mask[..., None], design, 0.0), torch.where(mask, y, 0.0)
+    return SufficientStatistics(design.mT @ design, (design.mT @ y[..., None])[..., 0], y.square().sum(-1), rows)
+
+
+def ridge(statistics: SufficientStatistics, penalty: Tensor | float = 0.0) -> Tensor:
+    r"""The minimiser of ‖y − Xθ‖² + penalty · ‖θ‖², `(..., p)`; penalty 0 is least squares.
+
+    Args:
+        statistics: of the rows.
+        penalty: a number or `(...)`, not negative, in units of X'X.
+
+    Raises:
+        ValueError: a penalty is negative, or the solution is not unique: no penalty, and fewer rows than features,
+            or features that depend on each other (a constant one beside an intercept).
+    """
+    penalty = torch.as_tensor(penalty, dtype=torch.float64, device=statistics.gram.device)
+    if not bool((penalty >= 0).all()):
+        raise ValueError(f"Expected a penalty of at least 0, but got {float(penalty.min())}")
+    eye = torch.eye(statistics.gram.shape[-1], dtype=torch.float64, device=statistics.gram.device)
+    matrix = statistics.gram + penalty[..., None, None] * eye
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    size = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+    pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
+    unique = (failed == 0) & (pivot > _ROUNDING * matrix.shape[-1] * size)
+    if not bool(unique.all()):
+        raise ValueError(_not_unique(statistics, unique))
+    return torch.cholesky_solve(statistics.cross[..., None], factor)[..., 0]
+
+
+def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
+    features = statistics.gram.shape[-1]
+    rows = statistics.rows.flatten()[int((~unique).flatten().int().argmax())]
+    why = f"got {int(rows)} rows for {features} features" if rows < features else "got features that are dependent"
+    which = f" (data set {int((~unique).flatten().int().argmax())} of {unique.numel()})" if unique.ndim else ""
+    return f"Expected a unique least squares solution, but {why}{which}; pass a positive penalty"
+
+
+class LeastSquares(NamedTuple):
+    """Least squares with what the rows leave open."""
+
+    solution: Tensor  # (..., p) of least norm where it is not unique
+    rank: Tensor  # (...) of X
+    spread: Tensor  # (...) mean of 1/eigenvalue of X'X over its rank; times σ² the mean sampling variance
+
+
+def least_norm(statistics: SufficientStatistics) -> LeastSquares:
+    """The least squares solution of least norm; defined for any rows, also none."""
+    values, vectors = torch.linalg.eigh(statistics.gram)
+    known = values > _ROUNDING * values.shape[-1] * values.amax(-1, keepdim=True).clamp(min=0)
+    inverse = torch.where(known, 1 / torch.where(known, values, 1.0), 0.0)
+    rotated = (vectors.mT @ statistics.cross[..., None])[..., 0]
+    rank = known.sum(-1)
+    solution = (vectors @ (inverse * rotated)[..., None])[..., 0]
+    return LeastSquares(solution, rank, inverse.sum(-1) / rank.clamp(min=1))
+
+
+def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:
+    """‖y − Xθ‖² `(...)` of coefficients `(..., p)`, not negative."""
+    fitted = ((statistics.gram @ coefficients[..., None])[..., 0] - 2 * statistics.cross) * coefficients
+    return (statistics.power + fitted.sum(-1)).clamp(min=0)
+
+
+def residual_variance(statistics: SufficientStatistics) -> Tensor:
+    """The unbiased ‖y − Xθ̂‖² / (n − rank) of least squares, `(...)`.
+
+    Raises:
+        ValueError: no degree of freedom is left, because there are not more rows than features.
+    """
+    fit = least_norm(statistics)
+    freedom = statistics.rows - fit.rank
+    if not bool((freedom > 0).all()):
+        worst = int(freedom.flatten().argmin())
+        raise ValueError(
+            f"Expected more rows than features to estimate a residual variance, but got "
+            f"{int(statistics.rows.flatten()[worst])} rows of rank {int(fit.rank.flatten()[worst])}; pool data sets"
+        )
+    return residual_sum(statistics, fit.solution) / freedom

@@ -1,0 +1,150 @@
+r"""Covariances between many units as a multiple of the identity plus low rank, Ω = aI + V diag(s) V'.
+
+V `(K, r)` has orthonormal columns, so that
+
+.. math:: Ω^{-1} = \frac1a (I - VV') + V \operatorname{diag}\frac{1}{a + s} V'
+
+(Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 stands for nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["LowRank", "eigenvalue_bound", "from_factor", "identity", "solve", "solve_rows"]
+
+
+class LowRank(NamedTuple):
+    """Ω = aI + V diag(s) V'. An infinite multiple a means that nothing is known: Ω⁻¹ = 0."""
+
+    multiple: Tensor  # () a > 0
+    vectors: Tensor  # (K, r) V
+    values: Tensor  # (r,) s ≥ 0
+
+    def dense(self) -> Tensor:
+        """Ω itself, `(K, K)`; for few units."""
+        eye = torch.eye(len(self.vectors), dtype=self.vectors.dtype, device=self.vectors.device)
+        return self.multiple * eye + (self.vectors * self.values) @ self.vectors.mT
+
+    def diagonal(self) -> Tensor:
+        """The variances, `(K,)`."""
+        return self.multiple + self.vectors.square() @ self.values
+
+    def log_determinant(self) -> Tensor:
+        """log |Ω|."""
+        rest = len(self.vectors) - len(self.values)
+        return rest * self.multiple.log() + (self.multiple + self.values).log().sum()
+
+    def inverse_trace(self) -> Tensor:
+        """tr Ω⁻¹."""
+        rest = len(self.vectors) - len(self.values)
+        return rest / self.multiple + (1 / (self.multiple + self.values)).sum()
+
+    def inverse_diagonal(self) -> Tensor:
+        """The conditional precisions (Ω⁻¹)_kk, `(K,)`."""
+        squares = self.vectors.square()
+        return (1 - squares.sum(1)).clamp(min=0) / self.multiple + squares @ (1 / (self.multiple + self.values))
+
+    def quadratic_form(self, right: Tensor) -> Tensor:
+        """tr(right' Ω⁻¹ right) for right `(K, d)`, as a sum of squares: exact also where Ω is nearly singular."""
+        inside = self.vectors.mT @ right
+        outside = right - self.vectors @ inside
+        return outside.square().sum() / self.multiple + (inside.square().sum(1) / (self.multiple + self.values)).sum()
+
+    def correlation(self, units: Tensor) -> Tensor:
+        """The correlations between some units `(M,)`, `(M, M)`."""
+        rows = self.vectors[units]
+        sd = self.diagonal()[units].sqrt()
+        covariance = (rows * self.values) @ rows.mT
+        covariance.diagonal().add_(self.multiple)
+        return covariance / sd[:, None] / sd
+
+
+def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
+    """A multiple of the identity for `units` units, with room for `rank` directions."""
+    multiple = torch.as_tensor(multiple, dtype=torch.float64)
+    rank = min(units, rank)
+    return LowRank(multiple, multiple.new_zeros(units, rank), multiple.new_zeros(rank))
+
+
+def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
+    """aI + FF' for F `(K, c)` with the largest `rank` of the eigenvalues of FF'.
+
+    The mean of the others goes into the multiple, which keeps the trace and is the nearest of this rank in the sense of
+    maximum likelihood (probabilistic principal components).
+    """
+    units = len(factor)
+    rank = min(units, rank)
+    left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
+    values = singular.square()
+    left, values = _canonical(left, values)
+    beyond = values[rank:].sum() / max(units - rank, 1)
+    missing = rank - min(rank, len(values))
+    vectors = torch.cat([left[:, :rank], left.new_zeros(units, missing)], 1)
+    kept = (values[:rank] - beyond).clamp(min=0)
+    return LowRank(multiple + beyond, vectors, torch.cat([kept, kept.new_zeros(missing)]))
+
+
+def _canonical(vectors: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """One sign for every direction, and zeros for those that are rounding: equal covariances have equal parts."""
+    known = values > torch.finfo(values.dtype).eps * values.amax(0, keepdim=True) if len(values) else values > 0
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)) if len(vectors) else vectors[:1]
+    return vectors * torch.where(known, largest.sign(), 0.0), torch.where(known, values, 0.0)
+
+
+def solve(covariance: LowRank, right: Tensor) -> Tensor:
+    """Ω⁻¹ right, for right `(K, d)`."""
+    inside = covariance.vectors.mT @ right
+    outside = (right - covariance.vectors @ inside) / covariance.multiple
+    return outside + covariance.vectors @ (inside / (covariance.multiple + covariance.values)[:, None])
+
+
+def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tensor) -> Tensor:
+    """((Ω⁻¹)_SS + diag)⁻¹ right for some units S, by Woodbury in r dimensions.
+
+    Args:
+        covariance: of all units.
+        rows: S, `(M,)`.
+        diagonal: `(M,)`, positive.
+        right: `(M, d)`.
+    """
+    base = (1 / covariance.multiple + diagonal)[:, None]
+    shrunk = covariance.values / (covariance.multiple + covariance.values) / covariance.multiple
+    factor = covariance.vectors[rows] * shrunk.sqrt()
+    scaled = factor / base
+    eye = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
+    inner = torch.linalg.cholesky(eye - factor.mT @ scaled)
+    return right / base + scaled @ torch.cholesky_solve(scaled.mT @ right, inner)
+
+
+def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
+    r"""A bound c with Ω⁻¹ ≼ c · diag(Ω⁻¹), at most `accuracy` above the smallest.
+
+    c is the largest eigenvalue of the partial correlation matrix E − ZZ', E = diag(1 / (a (Ω⁻¹)_kk)), Z `(K, r)`: 1
+    when the units are independent, K at most. E − ZZ' − c is negative definite just when its number of positive
+    eigenvalues, by Sylvester's law of inertia the number of E_k > c plus that of I − Z'(E − c)⁻¹Z minus r, is zero; so
+    c is found by bisection, at O(K r²) a step.
+    """
+    if not bool(covariance.multiple.isfinite()):
+        return torch.ones_like(covariance.multiple)
+    precision = covariance.inverse_diagonal()
+    weights = 1 / (covariance.multiple * precision)
+    shrunk = covariance.values / (covariance.multiple + covariance.values)
+    used = shrunk > 0
+    z = covariance.vectors[:, used] * (shrunk[used] * weights[:, None]).sqrt()
+    eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+
+    def positive(c: float) -> int:
+        gap = weights - c
+        gap = torch.where(gap.abs() < 1e-14 * c, -1e-14 * c, gap)
+        inner = eye - z.mT @ (z / gap[:, None])
+        return int((gap > 0).sum()) + int((torch.linalg.eigvalsh(inner) > 0).sum()) - len(inner)
+
+    low, high = 1.0, min(float(weights.max()), float(len(weights)))
+    while high > low * (1 + accuracy):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if positive(middle) else (low, middle)
+    return torch.as_tensor(max(high, 1.0), dtype=z.dtype, device=z.device)
