@@ -66,6 +66,8 @@ def test_sparse_regression(tmp_path):
         assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
     assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
     assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
+
+
 def test_grid_benchmark(tmp_path):
     grid_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")

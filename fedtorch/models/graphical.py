@@ -1,0 +1,304 @@
+r"""Markov random fields of several sites by neighbourhood selection: a sparse regression of each variable on the others.
+
+For variables :math:`Y_{ki} \sim N(0, \Omega_k^{-1})`, `(p,)`, the conditional distribution of one given the others is
+
+.. math:: Y_{kij} = Y_{ki,-j}' \theta_{kj} + \epsilon_{kij},\quad \theta_{kj} = -\Omega_{k,-j,j} / \omega_{kjj},\quad
+    \epsilon_{kij} \sim N(0, \omega_{kjj}^{-1}),
+
+so that j and h are not neighbours in the network when θ_kjh = 0. The p regressions of all sites, each with the hierarchy
+of `fedtorch.models.sparse`, run side by side: the response is a batch axis after the chains, variables are
+`(K, C, p, ...)` and global ones `(C, p, ...)`. A site's rows are used once, for one Gram matrix and one triangular
+factor; each regression reads its part of them.
+
+What comes out is a matrix of inclusion probabilities, row j of which is the regression of j. It is not symmetric;
+`union` and `intersection` make it so, and `discoveries` thresholds it with a bound on the false discovery rate.
+
+Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.3; Meinshausen and
+Bühlmann, "High-dimensional graphs and variable selection with the lasso", Annals of Statistics 34, 2006.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.federation.algorithm import BadClients
+from fedtorch.models import sparse
+from fedtorch.models.deviations import Deviation
+from fedtorch.models.gaussian_conditional import Design
+from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel
+from fedtorch.tree import Tree
+
+__all__ = [
+    "Fields",
+    "designs",
+    "discoveries",
+    "every_response",
+    "fields",
+    "intersection",
+    "neighbourhoods",
+    "other_variables",
+    "rows",
+    "square",
+    "start",
+    "union",
+    "variables",
+]
+
+
+class Fields(NamedTuple):
+    """What the regressions of all variables need of each client's rows; float64."""
+
+    gram: Tensor  # (K, p, p) Y'Y
+    estimate: Tensor  # (K, p, p − 1) the least squares estimates of least norm
+    rss: Tensor  # (K, p) their residual sums of squares
+    degrees: Tensor  # (K,) rows that count for the noise: n, or n − 1 with an intercept
+    count: Tensor  # type: ignore[assignment]  # (K,) rows
+
+
+def start(variables: int) -> Tensor:
+    """A start of the global parameter, which is every coefficient zero, `(p · (p − 1),)`.
+
+    Raises:
+        ValueError: fewer than two variables.
+    """
+    if variables < 2:
+        raise ValueError(f"Expected at least 2 variables, but got {variables}")
+    return torch.zeros(variables * (variables - 1), dtype=torch.float64)
+
+
+def neighbourhoods(
+    *,
+    deviation: Deviation | None = None,
+    noise_shape: float = 1.0,
+    intercept: bool = False,
+    names: Sequence[str] | None = None,
+) -> LocalKernel:
+    """The clients' half: the regressions of all variables. Rows are y `(p,)`; `every_response` makes the server's half.
+
+    Args:
+        deviation: the prior of the coefficients' deviations from the global ones; default `horseshoe()`.
+        noise_shape: a_σ.
+        intercept: whether every site has means of its own under a flat prior, which are integrated out.
+        names: the variables' names, for messages.
+
+    Raises:
+        ValueError: `noise_shape` is not positive; or, when a population is bound, rows of another form, fewer than two
+            variables, NaN, or a variable that is constant in a client's rows.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import graphical, sparse
+        >>> z = ft.random.normal(ft.random.key(0), (5, 80, 3), torch.float64)
+        >>> z[..., 1] += z[..., 0]
+        >>> data = ft.data.from_tensors(list(z))
+        >>> kernels = graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy())
+        >>> algorithm = ft.gibbs(*kernels, sweeps=5, chains=2)
+        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), graphical.start(3), burn_in=20).run(70)
+        >>> inclusion = graphical.square(sampler.mean()["prior.included"])
+        >>> graphical.discoveries(graphical.union(inclusion), 0.1).nonzero().tolist()
+        [[0, 1], [1, 0]]
+    """
+    regression = sparse.regression(deviation=deviation, noise_shape=noise_shape)
+
+    def sweep(heard: Tree, site: Tree, data: Fields, keys: Tensor, sweeps: int) -> Tree:
+        p = data.gram.shape[-1]
+        each = random.fold_in(keys[..., None], torch.arange(p, device=keys.device))
+        after = regression.sweep(_to_clients(heard), _to_clients(site), designs(data), _to_clients(each), sweeps)
+        return _from_clients(after, p)
+
+    return LocalKernel(
+        init=lambda start: _split(regression.init(_responses(start)), len(start)),
+        prepare=lambda data: fields(data, intercept, names),
+        sweep=sweep,
+        report=regression.report,
+    )
+
+
+def every_response(shared: GlobalKernel) -> GlobalKernel:
+    """The server's half: a hierarchy of its own for the regression of each variable, all in one batch.
+
+    Args:
+        shared: of one regression, such as `fedtorch.models.sparse.hierarchy()`.
+    """
+
+    def update(state: Tree, sums: dict[str, Tensor], keys: Tensor) -> Tree:
+        p = sums["clients"].shape[1]
+        each = random.fold_in(keys[:, None], torch.arange(p, device=keys.device)).flatten()
+        return _split(shared.update(_join(state), _join(sums), each), len(keys))
+
+    def send(state: Tree) -> Tree:
+        return _split(shared.send(_join(state)), len(tree.leaves(state)[0]))
+
+    return GlobalKernel(lambda start: _split(shared.init(_responses(start)), len(start)), send, update)
+
+
+def square(values: Tensor) -> Tensor:
+    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero."""
+    flat = values.ndim < 2 or values.shape[-1] != values.shape[-2] - 1
+    if flat:
+        values = values.unflatten(-1, (variables(values.shape[-1]), -1))
+    p = values.shape[-2]
+    index = other_variables(p).to(values.device).expand(values.shape)
+    return values.new_zeros((*values.shape[:-1], p)).scatter(-1, index, values)
+
+
+def union(inclusion: Tensor) -> Tensor:
+    """Symmetrised by the "or" rule: an edge if either regression includes it, the larger probability, `(..., p, p)`."""
+    return torch.maximum(inclusion, inclusion.mT)
+
+
+def intersection(inclusion: Tensor) -> Tensor:
+    """Symmetrised by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`."""
+    return torch.minimum(inclusion, inclusion.mT)
+
+
+def discoveries(inclusion: Tensor, level: float = 0.05) -> Tensor:
+    r"""The largest set of most probable edges whose expected false discovery rate is at most `level`.
+
+    The expected rate of the edges with probability :math:`q_e \geq t` is the mean of :math:`1 - q_e` over them (Müller,
+    Parmigiani and Rice, "FDR and Bayesian multiple comparisons rules", Bayesian Statistics 8, 2006, section 2). Edges
+    of one probability are found together, so a symmetric matrix gives a symmetric result.
+
+    Args:
+        inclusion: posterior inclusion probabilities, any shape; what has zero probability is never found.
+        level: of the false discovery rate, between 0 and 1.
+
+    Returns:
+        bool, in the shape of `inclusion`.
+
+    Raises:
+        ValueError: a level or probability out of range.
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"Expected a level between 0 and 1, but got {level}")
+    if not bool(((inclusion >= 0) & (inclusion <= 1)).all()):
+        raise ValueError("Expected inclusion probabilities between 0 and 1, but got others; average indicators first")
+    ordered = inclusion.flatten().to(torch.float64).sort().values
+    rate = (1 - ordered).flip(0).cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    with_ties = len(ordered) - torch.searchsorted(ordered, ordered)  # how many are as probable as each, or more
+    allowed = ordered[(rate[with_ties - 1] <= level) & (ordered > 0)]
+    return inclusion >= allowed[0] if len(allowed) else torch.zeros_like(inclusion, dtype=torch.bool)
+
+
+def fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> Fields:
+    """The clients' rows as the regressions need them, each computed from the client's own rows only.
+
+    Args:
+        data: `ClientData` of rows y `(p,)`.
+        intercept: whether the variables are centred.
+        names: the variables' names, for messages.
+
+    Raises:
+        BadClients: NaN or Inf, or a constant variable; `ValueError`: rows of another form.
+    """
+    if isinstance(data, Fields):
+        return data
+    y = rows(data, names)
+    parts = [_one_site(y[k, :n], intercept) for k, n in enumerate(data.count.tolist())]
+    p = y.shape[-1]
+    shapes = ((p, p), (p, p - 1), (p,))
+    stacked = (
+        torch.stack([part[i] for part in parts]) if parts else y.new_zeros(0, *shape) for i, shape in enumerate(shapes)
+    )
+    return Fields(*stacked, (data.count - int(intercept)).to(y.dtype), data.count)
+
+
+def designs(data: Fields) -> Design:
+    """The regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place."""
+    p = data.gram.shape[-1]
+    others = other_variables(p).to(data.gram.device)
+    gram = data.gram[:, others[:, :, None], others[:, None]].flatten(0, 1)
+    each = lambda leaf: leaf.repeat_interleave(p, 0)
+    return Design(
+        gram, data.estimate.flatten(0, 1), data.rss.flatten(), each(data.degrees), each(data.count), None, None
+    )
+
+
+def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
+    """y `(K, N, p)` of a block in float64, checked."""
+    leaves = tree.leaves(data.batch)
+    if len(leaves) != 1 or leaves[0].ndim != 3:
+        shapes = [tuple(leaf.shape[2:]) for leaf in leaves]
+        raise ValueError(f"Expected rows y of shape (p,) and nothing else, but got rows of shapes {shapes}")
+    y = leaves[0].to(torch.float64)
+    if y.shape[-1] < 2:
+        raise ValueError(f"Expected at least 2 variables, but got {y.shape[-1]}")
+    bad = ~y.isfinite().all(-1).all(-1)
+    if bool(bad.any()):
+        raise BadClients(
+            bad.nonzero()[:, 0],
+            "Expected finite y, but got NaN or Inf; fill missing values by fedtorch.models.imputation",
+        )
+    inside = data.mask[..., None]
+    constant = (torch.where(inside, y, y[:, :1]) == y[:, :1]).all(1) & (data.count > 1)[:, None]
+    if bool(constant.any()):
+        which = constant.any(0).nonzero()[:, 0].tolist()
+        called = [names[j] if names is not None else f"number {j}" for j in which]
+        raise BadClients(
+            constant.any(1).nonzero()[:, 0],
+            f"Expected variables that vary, but got constant {', '.join(called)}; leave them out",
+        )
+    return y
+
+
+def other_variables(p: int) -> Tensor:
+    """The variables but j in row j, `(p, p − 1)`."""
+    column = torch.arange(p - 1).expand(p, p - 1)
+    return column + (column >= torch.arange(p)[:, None])
+
+
+def variables(coefficients: int) -> int:
+    """p of p · (p − 1) coefficients.
+
+    Raises:
+        ValueError: there is no such p.
+    """
+    p = (1 + math.isqrt(1 + 4 * coefficients)) // 2
+    if p < 2 or p * (p - 1) != coefficients:
+        raise ValueError(
+            f"Expected p · (p − 1) coefficients of p variables, but got {coefficients}; use graphical.start(p)"
+        )
+    return p
+
+
+def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(Y'Y, the p least squares estimates, their residual sums of squares) from one triangular factor of the rows."""
+    y = y.clone()  # aligned alike, wherever the client lies in its block
+    if intercept:
+        y = y - y.mean(0)
+    factor = torch.linalg.qr(y, mode="r").R
+    x = factor[:, other_variables(y.shape[1]).to(y.device)].movedim(1, 0)  # (p, m, p − 1)
+    target = factor.mT[..., None]
+    estimate = torch.linalg.lstsq(x, target, driver="gelsd" if y.device.type == "cpu" else None).solution
+    return y.mT @ y, estimate[..., 0], (target - x @ estimate).square().sum((1, 2))
+
+
+def _responses(start: Tensor) -> Tensor:
+    """`(C, p · (p − 1))` as `(C · p, p − 1)`."""
+    return start.reshape(-1, variables(start.shape[-1]) - 1)
+
+
+def _join(values: Tree) -> Tree:
+    """`(C, p, ...)` as `(C · p, ...)`."""
+    return tree.map(lambda leaf: leaf.flatten(0, 1), values)
+
+
+def _split(values: Tree, chains: int) -> Tree:
+    """`(C · p, ...)` as `(C, p, ...)`."""
+    return tree.map(lambda leaf: leaf.unflatten(0, (chains, -1)), values)
+
+
+def _to_clients(values: Tree) -> Tree:
+    """`(K, C, p, ...)` as `(K · p, C, ...)`: what runs the regressions takes them for clients."""
+    return tree.map(lambda leaf: leaf.transpose(1, 2).flatten(0, 1), values)
+
+
+def _from_clients(values: Tree, p: int) -> Tree:
+    """`(K · p, C, ...)` as `(K, C, p, ...)`."""
+    return tree.map(lambda leaf: leaf.unflatten(0, (len(leaf) // p, p)).transpose(1, 2), values)
