@@ -13,8 +13,8 @@ e = (I − θ_k) y the density of a site's rows is
 `regression()` is the clients' half of a Gibbs sampler; the server's is `fedtorch.models.sparse.hierarchy()` on the
 p · (p − 1) effects, cause by cause within each row j. A sweep takes one row of θ_k after another by a Metropolis step:
 
-- the step δ is normal with covariance (s/b_j)² (Y'Y/b_j² + D⁻¹)⁻¹ up to the length s, which has a law of its own; D =
-  diag(λ² τ²) and the Fisher information of a Laplace location is 1/b², so that the step fits what is known of the row
+- the step δ is normal with covariance s² (Y'Y/b_j² + D⁻¹)⁻¹, D = diag(λ² τ²), where the length s has a law of its own;
+  the Fisher information of a Laplace location is 1/b², so that the step fits what is known of the row
 - with M = (I − θ_k)⁻¹, det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j)
 - the residuals of the row change by Y δ.
 
@@ -27,7 +27,6 @@ exponential variances, integrated out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from torch import Tensor
 from fedtorch import exact, random
 from fedtorch.models import graphical
 from fedtorch.models.deviations import Deviation, horseshoe
-from fedtorch.models.gaussian_conditional import Design, Fold, columns, elimination
+from fedtorch.models.gaussian_conditional import Design, Fold, elimination
 from fedtorch.models.gibbs_kernels import LocalKernel, Sums
 from fedtorch.models.sparse import MOST_PRECISE, Heard
 
@@ -93,9 +92,8 @@ def regression(
         >>> algorithm = ft.gibbs(directed.regression(), sparse.hierarchy(), sweeps=5, chains=2)
         >>> data = ft.InProcess(ft.data.from_tensors(list(y)))
         >>> sampler = ft.Sampler(algorithm, data, graphical.start(2), burn_in=50).run(150)
-        >>> graphical.square(sampler.mean()["theta"]).round()
-        tensor([[0., 0.],
-                [1., 0.]], dtype=torch.float64)
+        >>> graphical.square(sampler.mean()["theta"]).round().int().tolist()
+        [[0, 0], [1, 0]]
     """
     for name, number in (("noise_shape", noise_shape), ("step", step)):
         if not number > 0:
@@ -110,7 +108,7 @@ def regression(
         return DirectedSite(start, ones, ones, ones[:, : matrix.shape[-1]], torch.zeros_like(ones[:, 0]))
 
     def sweep(heard: Heard, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int) -> DirectedSite:
-        clients, chains, q = site.theta.shape
+        chains, q = site.theta.shape[1:]
         p = data.y.shape[-1]
         for_steps, for_lengths, for_accepting, for_noise, for_mixing = random.split(keys, 5)
         normals = _front(random.normal(for_steps, (sweeps, q), torch.float64))
@@ -132,7 +130,7 @@ def regression(
                 walk.move(j, steps[row] * lengths[s, j], centre[row], prior[row], noise[j], logs[s, j])
             delta = walk.effects() - centre
             w, u = deviation.update(w, u, delta * delta * (shared / 2), tuple(part[s] for part in mixing))
-            noise = gammas[s] / (heard.noise + walk.absolute_errors())
+            noise = gammas[s] / (heard.noise + walk.absolute)
         accepted = walk.accepted / (sweeps * p)
         back = lambda leaf: leaf.movedim(0, -1)
         return DirectedSite(back(walk.effects()), back(w.clamp_max(MOST_PRECISE)), back(u), back(noise), accepted)
@@ -177,7 +175,7 @@ class _Walk:
         clients, chains, p, _ = theta.shape
         size = -(-data.y.shape[1] // _ROWS) * _ROWS
         self.p, self.count = p, data.count.to(torch.float64)[:, None]
-        self.others = graphical.other_variables(p)
+        self.others = graphical.other_variables(p).to(theta.device)
         self.y = data.y.new_zeros(p, size, clients, 1)
         self.y[:, : data.y.shape[1], :, 0] = data.y.permute(2, 1, 0)
         self.theta = theta.permute(2, 3, 0, 1).contiguous()
@@ -223,13 +221,8 @@ class _Walk:
 
     def effects(self) -> Tensor:
         """θ without its diagonal, `(q, K, C)`."""
-        return self.theta.gather(
-            1, self.others.to(self.theta.device)[..., None, None].expand(-1, -1, *self.accepted.shape)
-        ).flatten(0, 1)
-
-    def absolute_errors(self) -> Tensor:
-        """Σ_i |e_ij|, `(p, K, C)`."""
-        return self.absolute
+        index = self.others[..., None, None].expand(-1, -1, *self.accepted.shape)
+        return self.theta.gather(1, index).flatten(0, 1)
 
     def _fitted(self, j: int, effects: Tensor) -> Tensor:
         """What effects `(p − 1, K, C)` on variable j make of the rows, `(N, K, C)`."""
@@ -248,7 +241,7 @@ class _Walk:
         """Which of the proposals that are wanted `(K, C)` have a spectral radius below one."""
         where = wanted.nonzero(as_tuple=True)
         matrices = self.theta[:, :, where[0], where[1]].permute(2, 0, 1).contiguous()
-        matrices[:, j, self.others[j].to(row.device)] = row[:, where[0], where[1]].mT
+        matrices[:, j, self.others[j]] = row[:, where[0], where[1]].mT
         power = matrices
         for _ in range(4):
             power = power @ power

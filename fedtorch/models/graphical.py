@@ -1,12 +1,12 @@
-r"""Markov random fields of several sites by neighbourhood selection: a sparse regression of each variable on the others.
+r"""Markov random fields of several sites by neighbourhood selection: each variable regressed on the others.
 
 For variables :math:`Y_{ki} \sim N(0, \Omega_k^{-1})`, `(p,)`, the conditional distribution of one given the others is
 
 .. math:: Y_{kij} = Y_{ki,-j}' \theta_{kj} + \epsilon_{kij},\quad \theta_{kj} = -\Omega_{k,-j,j} / \omega_{kjj},\quad
     \epsilon_{kij} \sim N(0, \omega_{kjj}^{-1}),
 
-so that j and h are not neighbours in the network when θ_kjh = 0. The p regressions of all sites, each with the hierarchy
-of `fedtorch.models.sparse`, run side by side: the response is a batch axis after the chains, variables are
+so that j and h are not neighbours in the network when θ_kjh = 0. The p regressions of all sites, each with the
+hierarchy of `fedtorch.models.sparse`, run side by side: the response is a batch axis after the chains, variables are
 `(K, C, p, ...)` and global ones `(C, p, ...)`. A site's rows are used once, for one Gram matrix and one triangular
 factor; each regression reads its part of them.
 

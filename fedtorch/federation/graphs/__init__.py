@@ -1,6 +1,7 @@
 """Federated learning networks: the graph, what it promises, how to learn it, and its clusters."""
 
-from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, regressors, solvers
+from fedtorch.federation.graphs import clustering, consensus, diagnostics, discrepancy, learning, regressors, solvers
+from fedtorch.federation.graphs.consensus import without_server
 from fedtorch.federation.graphs.diagnostics import Diagnostics, diagnose
 from fedtorch.federation.graphs.network import Components, Network
 from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
@@ -10,6 +11,7 @@ __all__ = [
     "Diagnostics",
     "Network",
     "clustering",
+    "consensus",
     "diagnose",
     "diagnostics",
     "discrepancy",
@@ -17,4 +19,5 @@ __all__ = [
     "regressors",
     "solvers",
     "unreliable_edges",
+    "without_server",
 ]
