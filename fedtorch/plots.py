@@ -36,7 +36,9 @@ __all__ = [
     "client_distribution",
     "curves",
     "device_correlation",
+    "directed_network",
     "heat_map",
+    "inclusion_map",
     "network",
     "worst_client",
 ]
@@ -186,6 +188,93 @@ def network(
     axes.set_aspect("equal", adjustable="datalim")
     axes.set_axis_off()
     return figure
+
+
+def inclusion_map(
+    inclusion: Tensor, names: Sequence[str], down: str = "response", across: str = "covariate"
+) -> Figure:
+    """Posterior inclusion probabilities of all ordered pairs of variables, darker the higher; the diagonal is left out.
+
+    Args:
+        inclusion: `(p, p)`, such as `graphical.square` gives; row j is the regression of variable j.
+        names: of the p variables.
+        down: what a row stands for.
+        across: what a column stands for.
+
+    Raises:
+        ValueError: not a square matrix, or not a name for each of its rows.
+    """
+    values = _pairs(inclusion, names)
+    np.fill_diagonal(values, np.nan)
+    figure = _figure(2.6 + 0.36 * len(names), 1.8 + 0.36 * len(names))
+    axes = figure.subplots()
+    axes.set_facecolor("0.93")
+    image = axes.imshow(values, cmap="Blues", vmin=0.0, vmax=1.0, interpolation="none")
+    axes.set_xticks(range(len(names)), names, rotation=90)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel(across)
+    axes.set_ylabel(down)
+    figure.colorbar(image, ax=axes, label="posterior inclusion probability", shrink=0.8)
+    return figure
+
+
+def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | None = None) -> Figure:
+    """Arrows from causes to effects on a circle of variables, wider the more probable; feedback is a pair of arcs.
+
+    Args:
+        inclusion: `(p, p)`, the probability of an arrow from each column to each row; what is zero is not drawn, so
+            multiply by `graphical.discoveries`.
+        names: of the p variables.
+        effects: `(p, p)`, whose signs colour the arrows.
+
+    Raises:
+        ValueError: not a square matrix, or not a name for each of its rows.
+    """
+    from matplotlib.patches import FancyArrowPatch
+
+    values = _pairs(inclusion, names)
+    angles = np.pi / 2 - 2 * np.pi * np.arange(len(names)) / len(names)
+    places = np.column_stack((np.cos(angles), np.sin(angles)))
+    signs = np.ones_like(values) if effects is None else np.sign(_pairs(effects, names))
+    figure = _figure(6.0, 6.0)
+    axes = figure.subplots()
+    for effect, cause in zip(*values.nonzero()):
+        if effect == cause:
+            continue
+        bend = 0.18 if values[cause, effect] else 0.06
+        arrow = FancyArrowPatch(
+            tuple(places[cause]),
+            tuple(places[effect]),
+            connectionstyle=f"arc3,rad={bend}",
+            arrowstyle="-|>",
+            mutation_scale=13,
+            linewidth=0.6 + 1.8 * float(values[effect, cause]),
+            color="C0" if signs[effect, cause] >= 0 else "C3",
+            shrinkA=7,
+            shrinkB=8,
+        )
+        axes.add_patch(arrow)
+    axes.scatter(*places.T, s=60, color="0.25", zorder=3)
+    for name, angle, (x, y) in zip(names, angles, places):
+        side = "center" if abs(x) < 0.15 else ("left" if x > 0 else "right")
+        axes.text(1.1 * x, 1.1 * y + (0.03 if np.sin(angle) > 0.98 else 0.0), name, ha=side, va="center")
+    if effects is not None:
+        for colour, sign in (("C0", "positive"), ("C3", "negative")):
+            axes.plot([], [], color=colour, label=sign)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    axes.set_xlim(-1.45, 1.45)
+    axes.set_ylim(-1.25, 1.25)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    return figure
+
+
+def _pairs(values: Tensor, names: Sequence[str]) -> np.ndarray:
+    """A copy of the matrix, checked."""
+    p = len(names)
+    if tuple(values.shape) != (p, p):
+        raise ValueError(f"Expected a matrix ({p}, {p}), a row for each of {p} names, but got {tuple(values.shape)}")
+    return values.detach().cpu().to(torch.float64).numpy().copy()
 
 
 def _positions(network: Network) -> np.ndarray:

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import fedavg_family, quickstart, sparse_regression
-from experiments.benchmarks import core
-from experiments import fedavg_family, quickstart
-from experiments.benchmarks import core, gtv
-from experiments import fedavg_family, fedlin_cmapss, fedlin_school, fedlin_simulation, quickstart
+from experiments import fedavg_family, fedlin_cmapss, fedlin_school, fedlin_simulation, quickstart, sparse_regression
 from experiments.benchmarks import core, fedlin, gtv
 from experiments.benchmarks import grid as grid_benchmark
 

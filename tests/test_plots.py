@@ -266,3 +266,27 @@ def test_device_correlation_of_many_devices_draws_some() -> None:
     figure = ft.plots.device_correlation(low_rank.identity(2000, 1))
     assert drawn(figure)
     assert figure.axes[0].images[0].get_array().shape == (500, 500)
+
+
+def test_an_inclusion_map_shows_the_pairs_but_not_the_diagonal() -> None:
+    inclusion = torch.tensor([[0.0, 0.9, 0.1], [0.7, 0.0, 0.2], [0.3, 0.4, 0.0]])
+    figure = ft.plots.inclusion_map(inclusion, ["a", "b", "c"])
+    shown = np.ma.filled(figure.axes[0].images[0].get_array(), np.nan)
+    off = ~np.eye(3, dtype=bool)
+    assert np.allclose(shown[off], inclusion.numpy()[off])
+    assert np.isnan(shown[~off]).all()
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == ["a", "b", "c"]
+    assert drawn(figure)
+    with pytest.raises(ValueError, match=r"Expected a matrix \(2, 2\)"):
+        ft.plots.inclusion_map(inclusion, ["a", "b"])
+
+
+def test_a_directed_network_has_an_arrow_for_each_effect() -> None:
+    inclusion = torch.tensor([[0.0, 0.9, 0.0], [0.7, 0.0, 0.0], [0.0, 0.4, 0.0]])
+    figure = ft.plots.directed_network(inclusion, ["a", "b", "c"], -inclusion)
+    arrows = figure.axes[0].patches
+    assert len(arrows) == 3
+    widths = [arrow.get_linewidth() for arrow in arrows]
+    assert widths == pytest.approx([0.6 + 1.8 * 0.9, 0.6 + 1.8 * 0.7, 0.6 + 1.8 * 0.4], rel=1e-6)
+    assert drawn(figure)
+    assert drawn(ft.plots.directed_network(inclusion, ["a", "b", "c"]))

@@ -243,7 +243,7 @@ class _Walk:
         matrices = self.theta[:, :, where[0], where[1]].permute(2, 0, 1).contiguous()
         matrices[:, j, self.others[j]] = row[:, where[0], where[1]].mT
         power = matrices
-        for _ in range(4):
+        for _ in range(6):
             power = power @ power
         doubtful = ~(power.abs().sum(-1).amax(-1) < 1)  # the norm of a power bounds that power of the radius
         stable = ~doubtful
