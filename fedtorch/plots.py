@@ -190,9 +190,7 @@ def network(
     return figure
 
 
-def inclusion_map(
-    inclusion: Tensor, names: Sequence[str], down: str = "response", across: str = "covariate"
-) -> Figure:
+def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response", across: str = "covariate") -> Figure:
     """Posterior inclusion probabilities of all ordered pairs of variables, darker the higher; the diagonal is left out.
 
     Args:
@@ -254,7 +252,7 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
             shrinkB=8,
         )
         axes.add_patch(arrow)
-    axes.scatter(*places.T, s=60, color="0.25", zorder=3)
+    axes.scatter(places[:, 0], places[:, 1], s=60, color="0.25", zorder=3)
     for name, angle, (x, y) in zip(names, angles, places):
         side = "center" if abs(x) < 0.15 else ("left" if x > 0 else "right")
         axes.text(1.1 * x, 1.1 * y + (0.03 if np.sin(angle) > 0.98 else 0.0), name, ha=side, va="center")

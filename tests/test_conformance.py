@@ -22,9 +22,8 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
-from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
-from fedtorch.models import sparse
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
+from fedtorch.models import sparse
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.tree import Tree

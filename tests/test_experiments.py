@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments import fedavg_family, fedlin_cmapss, fedlin_school, fedlin_simulation, quickstart, sparse_regression
+from experiments import (
+    fedavg_family,
+    fedlin_cmapss,
+    fedlin_school,
+    fedlin_simulation,
+    quickstart,
+    sparse_directed,
+    sparse_network,
+    sparse_regression,
+)
 from experiments.benchmarks import core, fedlin, gtv
 from experiments.benchmarks import grid as grid_benchmark
 
@@ -52,6 +61,44 @@ def test_fedavg_family(tmp_path):
         assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
         assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
     assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000
+
+
+def test_sparse_directed(tmp_path):
+    arguments = ["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_directed.main(arguments)
+    found = rows(tmp_path / "rows.json")
+    assert found["simulated", "inclusion of effects"] > found["simulated", "inclusion of zeros"]
+    assert (tmp_path / "sparse_directed_simulated.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_sparse_directed_expression(tmp_path):
+    needs("tcga_brca_expression")
+    arguments = ["--smoke", "--study", "expression", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_directed.main(arguments)
+    assert 0 <= rows(tmp_path / "rows.json")["expression", "inclusion of AXIN1 → DVL1"] <= 1
+    for name in ("heat_map", "expression"):
+        assert (tmp_path / f"sparse_directed_{name}.png").stat().st_size > 10_000
+
+
+def test_sparse_network(tmp_path):
+    sparse_network.main(["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["simulated", "false discoveries, or"] < 0.3
+    assert found["simulated", "edges found, or"] > 0.5
+
+
+def test_sparse_network_of_proteins(tmp_path):
+    needs("tcpa_brca_rppa")
+    arguments = ["--smoke", "--study", "proteins", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_network.main(arguments)
+    found = rows(tmp_path / "rows.json")
+    for rule in ("or", "and"):
+        for pair in ("LKB1–p27_pT157", "p27_pT157–p27_pT198"):
+            assert found[f"proteins, {rule}", f"rank of {pair}"] <= 3
+    assert found["proteins, without a server", "largest difference of a coefficient from the server's"] == 0
+    for name in ("heat_map", "or", "and"):
+        assert (tmp_path / f"sparse_network_{name}.png").stat().st_size > 10_000
 
 
 def test_sparse_regression(tmp_path):

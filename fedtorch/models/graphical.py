@@ -203,10 +203,10 @@ def fields(data: Any, intercept: bool = False, names: Sequence[str] | None = Non
     parts = [_one_site(y[k, :n], intercept) for k, n in enumerate(data.count.tolist())]
     p = y.shape[-1]
     shapes = ((p, p), (p, p - 1), (p,))
-    stacked = (
+    gram, estimate, rss = (
         torch.stack([part[i] for part in parts]) if parts else y.new_zeros(0, *shape) for i, shape in enumerate(shapes)
     )
-    return Fields(*stacked, (data.count - int(intercept)).to(y.dtype), data.count)
+    return Fields(gram, estimate, rss, (data.count - int(intercept)).to(y.dtype), data.count)
 
 
 def designs(data: Fields) -> Design:

@@ -63,7 +63,10 @@ def draw_joint(count: int, p: int, purpose: int) -> geweke.Joint:
 
 def run_geweke(p: int, replicates: int, rounds: int, sweeps: int = 1) -> dict[str, float]:
     setting = geweke.Setting(torch.zeros(ROWS, p), SITES, SHAPE, geweke.horseshoe_scales, None, None)  # type: ignore[arg-type]
-    local, shared = directed.regression(noise_shape=SHAPE), sparse.hierarchy(global_priors.gaussian(SPREAD), scale=SCALE)
+    local, shared = (
+        directed.regression(noise_shape=SHAPE),
+        sparse.hierarchy(global_priors.gaussian(SPREAD), scale=SCALE),
+    )
 
     def statistics(joint: geweke.Joint) -> dict[str, Tensor]:
         found = geweke.statistics(joint, SITES, lambda prior: {})

@@ -114,7 +114,9 @@ def test_one_node() -> None:
     algorithm = ft.graphs.without_server(gibbs(), ft.Network([], nodes=1))
     data = ft.InProcess(linear_clients([9]))
     found = last(ft.run(algorithm, data, torch.zeros(3), rounds=2))
-    assert same_bits(found.server.variables.theta[0], last(ft.run(gibbs(), data, torch.zeros(3), rounds=2)).server[0][0])
+    assert same_bits(
+        found.server.variables.theta[0], last(ft.run(gibbs(), data, torch.zeros(3), rounds=2)).server[0][0]
+    )
 
 
 def test_bad_input() -> None:
