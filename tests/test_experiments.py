@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import fedavg_family, quickstart, sparse_regression
-from experiments.benchmarks import core
+from experiments.benchmarks import core, gibbs
 
 
 def rows(path):
@@ -53,3 +53,9 @@ def test_sparse_regression(tmp_path):
         assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
     assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
     assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
+def test_gibbs_benchmark(tmp_path, part):
+    gibbs.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())

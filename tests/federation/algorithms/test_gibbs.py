@@ -8,6 +8,7 @@ import pytest
 import torch
 from closed_forms import distance, last, linear_clients, same_bits
 from scipy import stats
+from small_federations import trainer
 from torch import Tensor
 
 import fedtorch as ft
@@ -217,3 +218,14 @@ def test_bad_starts() -> None:
         next(ft.run(sparse_algorithm(), data, {}))
     with pytest.raises(ValueError, match="Expected a start for each of 2 chains, but got 3"):
         next(ft.run(sparse_algorithm(), data, torch.zeros(3, 3)))
+
+
+def test_a_lightning_trainer_runs_it_too() -> None:
+    data, algorithm = linear_clients(SIZES), sparse_algorithm()
+    federation = ft.Federation(algorithm, ft.InProcess(data), START, seed=3)
+    trainer(max_epochs=4).fit(federation)
+    assert same_bits(federation.server, last(ft.run(algorithm, ft.InProcess(data), START, rounds=4, seed=3)).server)
+    resumed = ft.Federation(algorithm, ft.InProcess(data), START, seed=3)
+    resumed.load_state_dict(federation.state_dict())
+    trainer(max_epochs=2).fit(resumed)
+    assert same_bits(resumed.server, last(ft.run(algorithm, ft.InProcess(data), START, rounds=6, seed=3)).server)
