@@ -69,14 +69,14 @@ def test_imputed_covariates_keep_an_effect() -> None:
 def test_an_intercept_takes_out_the_level() -> None:
     data = simulated([40, 60], torch.tensor([0.8, 0.0]).double())
     shifted = ft.data.from_tensors([(x + 3.0, y + 10 * k) for k, (x, y) in enumerate(data)])
-    same, found = sample(data, intercept=True), sample(shifted, intercept=True)
+    same, found = sample(data, 8, intercept=True), sample(shifted, 8, intercept=True)
     assert torch.allclose(same.mean()["theta"], found.mean()["theta"], atol=1e-6)
 
 
 def test_more_coefficients_than_rows() -> None:
     effects = torch.zeros(60, dtype=torch.float64)
     effects[[3, 40]] = 1.5
-    found = sample(simulated([35, 70, 50, 45], effects), rounds=40)
+    found = sample(simulated([35, 70, 50, 45], effects), rounds=25)
     inclusion = found.mean()["prior.included"]
     assert sorted(inclusion.topk(2).indices.tolist()) == [3, 40]
     assert float(inclusion.sort().values[:-2].mean()) < 0.5 < float(inclusion[[3, 40]].min())
@@ -104,22 +104,27 @@ def test_splines_select_functions_by_blocks() -> None:
         splines.b_splines(x, lower=1.0)
 
 
-@pytest.mark.parametrize("prior", [global_priors.regularised_horseshoe(), global_priors.bayesian_lasso()])
-@pytest.mark.parametrize("deviation", [deviations.horseshoe(), deviations.laplace()])
+@pytest.mark.parametrize(
+    ("prior", "deviation"),
+    [
+        (global_priors.regularised_horseshoe(), deviations.laplace()),
+        (global_priors.bayesian_lasso(), deviations.horseshoe()),
+    ],
+)
 def test_alternatives_find_the_effect(prior: Any, deviation: Any) -> None:
     data = simulated([60, 80, 100, 70, 90], torch.tensor([1.0, 0.0, 0.0]).double())
-    found = sample(data, 60, prior, deviation=deviation).mean()["theta"]
+    found = sample(data, 40, prior, deviation=deviation).mean()["theta"]
     assert float(found[0]) == pytest.approx(1.0, abs=0.3)
     assert float(found[1:].abs().max()) < 0.25
 
 
-@pytest.mark.parametrize("seeds", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_inclusion_at_the_sizes_of_the_paper(seeds: int) -> None:
     """Four sites of 125 rows, three effects of 0.5, noise 1, default hyperparameters."""
     effects = torch.zeros(11, dtype=torch.float64)
     effects[:3] = 0.5
     found = [
-        sample(simulated([125] * 4, effects, seed), 150 if seeds > 2 else 40, sweeps=20).mean()["prior.included"]
+        sample(simulated([125] * 4, effects, seed), 150 if seeds > 1 else 30, sweeps=20).mean()["prior.included"]
         for seed in range(seeds)
     ]
     inclusion = torch.stack(found)
