@@ -18,6 +18,8 @@ from experiments import (
 )
 from experiments.benchmarks import core, fedlin, gtv
 from experiments.benchmarks import grid as grid_benchmark
+from experiments import fedavg_family, quickstart, sparse_regression
+from experiments.benchmarks import core, gibbs
 
 
 def rows(path):
@@ -158,3 +160,7 @@ def test_gtv_benchmark(tmp_path):
     assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
     assert all(value > 0 for value in found.values())
     assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000
+@pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
+def test_gibbs_benchmark(tmp_path, part):
+    gibbs.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())

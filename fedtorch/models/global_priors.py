@@ -111,7 +111,7 @@ def spike_and_slab(
         uniform = random.uniform(for_flips, (total.shape[1],), torch.float64)
         each = _flip(first, total, uniform, *inclusion)
         included = each[:, index]
-        factor = torch.where(included > 0, 1.0, spike)
+        factor = included + spike * (1 - included)
         posterior = precision + 1 / (factor * state.variance)
         theta = precision * estimate / posterior
         theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()

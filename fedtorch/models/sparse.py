@@ -32,7 +32,7 @@ from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.models.global_priors import GlobalPrior, spike_and_slab
 from fedtorch.tree import Tree
 
-__all__ = ["Global", "Heard", "Site", "hierarchy", "regression"]
+__all__ = ["Global", "Heard", "Site", "discoveries", "hierarchy", "regression"]
 
 MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
 _LARGE = 32  # coefficients above which a problem is solved on its own rows
@@ -175,6 +175,35 @@ def hierarchy(
         return Global(theta, precision, auxiliary, noise, variables)
 
     return GlobalKernel(init, lambda state: Heard(state.theta, state.precision, state.noise), update)
+
+
+def discoveries(inclusion: Tensor, rate: float = 0.05) -> Tensor:
+    """The coefficients to report so that of them an expected share of at most `rate` are zero, given the data.
+
+    The largest set of the most probable ones whose mean of 1 − inclusion is at most `rate` (Müller, Parmigiani and
+    Rice, "FDR and Bayesian multiple comparisons rules", Valencia 8, 2006, section 2).
+
+    Args:
+        inclusion: posterior inclusion probabilities, any shape.
+        rate: between 0 and 1.
+
+    Returns:
+        bool, in the shape of `inclusion`.
+
+    Raises:
+        ValueError: a rate out of range.
+
+    Example:
+        >>> discoveries(torch.tensor([0.99, 0.2, 0.93, 0.8]), 0.05)
+        tensor([ True, False,  True, False])
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"Expected a rate between 0 and 1, but got {rate}")
+    sorted_, order = inclusion.flatten().sort(descending=True, stable=True)
+    expected = (1 - sorted_).cumsum(0) / torch.arange(1, len(sorted_) + 1, device=inclusion.device)
+    chosen = torch.zeros(inclusion.numel(), dtype=torch.bool, device=inclusion.device)
+    chosen[order[expected <= rate]] = True  # the means ascend, so these are the first
+    return chosen.reshape(inclusion.shape)
 
 
 def design(data: Any, intercept: bool = False) -> Design:

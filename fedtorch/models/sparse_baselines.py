@@ -80,7 +80,7 @@ def lone_regression(
         precision = site.noise.reshape(-1)
         a, b = inclusion
         for s in range(sweeps):
-            factor = torch.where(included > 0, 1.0, spike)
+            factor = included + spike * (1 - included)
             theta, rss = draw(precision, 1 / (sites * factor * eta), normals[s])
             precision = precisions[s] / (noise[1] + rss / 2)
             energy = theta.square() / (2 * sites)

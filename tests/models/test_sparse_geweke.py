@@ -13,7 +13,7 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.models import deviations, gaussian_conditional, global_priors, sparse
 
-LENGTHS = [pytest.param((60, 30), id="short"), pytest.param((250, 400), id="long", marks=pytest.mark.slow)]
+LENGTHS = [pytest.param((50, 20), id="short"), pytest.param((250, 400), id="long", marks=pytest.mark.slow)]
 SHAPE = 2.0
 
 
@@ -148,7 +148,7 @@ def test_noise_that_sites_share_and_known_scales(length: tuple[int, int]) -> Non
     check(geweke.run(sparse.regression(noise_shape=SHAPE), shared, setting, no_statistics, *length))
 
 
-@pytest.mark.parametrize("length", [pytest.param((20, 30), id="short"), LENGTHS[1]])
+@pytest.mark.parametrize("length", [pytest.param((12, 16), id="short"), LENGTHS[1]])
 @pytest.mark.parametrize("rows", [3, 9], ids=["fewer rows than coefficients", "more rows"])
 def test_one_problem_after_another(rows: int, length: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "gaussian_conditional", gaussian_conditional.factorisation)
@@ -172,6 +172,6 @@ def test_it_fails_without_the_factor_one_half(monkeypatch: pytest.MonkeyPatch) -
     about = sparse.exact.about
     monkeypatch.setattr(sparse.exact, "about", lambda *sums: (*about(*sums)[:2], 2 * about(*sums)[2]))
     shared = sparse.hierarchy(global_priors.gaussian())
-    scores = geweke.run(sparse.regression(noise_shape=SHAPE), shared, SETTING, no_statistics, 100, 60)
+    scores = geweke.run(sparse.regression(noise_shape=SHAPE), shared, SETTING, no_statistics, 80, 50)
     _, score, bound = geweke.worst(scores)
     assert abs(score) > 2 * bound

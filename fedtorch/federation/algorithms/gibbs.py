@@ -94,7 +94,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
 
     def server(state: Server, aggregate: Increment, key: Tensor) -> Server:
         heard = tree.add(state.heard, aggregate.value)
-        keys = random.fold_in(key, numbers).to(key.device)
+        device = next(iter(tree.leaves(state)), key).device
+        keys = random.fold_in(key, numbers.to(key.device)).to(device)
         return Server(shared.update(state.variables, heard, keys), heard)
 
     return Algorithm(
