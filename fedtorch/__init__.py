@@ -8,6 +8,7 @@ from fedtorch import data, metrics, plots, random, tree, wire
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,
+    ep,
     fedadagrad,
     fedadam,
     fedavg,
@@ -66,6 +67,7 @@ __all__ = [
     "data",
     "ditto",
     "dropouts",
+    "ep",
     "exponential_noise",
     "fedadagrad",
     "fedadam",
