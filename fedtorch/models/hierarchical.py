@@ -35,7 +35,19 @@ from fedtorch.models.hyperpriors import Hyperprior, Prior
 from fedtorch.models.projections import Projected, Start
 from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
 
-__all__ = ["Hierarchy", "Likelihood", "Local", "Model", "Statistics", "linear", "normal", "of", "statistics"]
+__all__ = [
+    "Hierarchy",
+    "Likelihood",
+    "Local",
+    "Model",
+    "Statistics",
+    "expected_residual",
+    "linear",
+    "normal",
+    "of",
+    "rows",
+    "statistics",
+]
 
 _CHUNK = 2**21  # numbers in one array of the nodes of a chunk of clients
 
@@ -46,7 +58,7 @@ class Hierarchy(NamedTuple):
     names: tuple[str, ...]  # of the coordinates of φ
     mean: Tensor  # (d, m) E θ_k = mean · μ
     covariance: Callable[[Tensor], Tensor]  # ζ (..., s) -> S (..., d, d)
-    scales: Callable[[Tensor], Tensor]  # a covariance (d, d) -> the ζ (s,) that has it
+    scales: Callable[[Tensor, Tensor], Tensor]  # (E θθ' about μ (d, d), log σ² ()) -> ζ (s,) that would give it
     prior: Prior  # of φ
 
 
@@ -62,7 +74,8 @@ class Likelihood(NamedTuple):
     """How rows depend on θ_k."""
 
     prepare: Callable[[Any], Any]  # block -> what `local` needs
-    local: Callable[[Any, Tensor, Tensor, Tensor | None], Local]  # (prepared, means, covariances, log σ² or None)
+    # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Local
+    local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Local]
     residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
     size: Callable[[Any], int]  # numbers a node of one client needs
 
@@ -139,7 +152,7 @@ def normal(
         full[..., place[:, None], place] = half @ half.mT
         return full
 
-    def scales(matrix: Tensor) -> Tensor:
+    def scales(matrix: Tensor, log_noise: Tensor) -> Tensor:
         inner = matrix[place[:, None], place]
         if not correlated:
             return inner.diagonal().log()
@@ -173,7 +186,7 @@ def linear(
     if isinstance(noise, (int, float)) and not noise > 0:
         raise ValueError(f"Expected a positive noise variance, but got {noise}")
 
-    def local(data: Statistics, mean: Tensor, covariance: Tensor, log_noise: Tensor | None) -> Local:
+    def local(data: Statistics, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Local:
         if log_noise is None:
             known = noise(data) if callable(noise) else torch.full_like(data.square, noise)  # type: ignore[arg-type]
             log_noise = known.log()[:, None].expand(mean.shape[:2])
@@ -182,11 +195,7 @@ def linear(
     def prepare(data: Any) -> Statistics:
         return statistics(data, hierarchy.mean.shape[0])
 
-    def residual(data: Statistics, mean: Tensor, covariance: Tensor) -> Tensor:
-        second = covariance + mean[:, :, None] * mean[:, None]
-        return (data.square - 2 * (data.cross * mean).sum(1) + (data.gram * second).sum((1, 2))).clamp(min=0)
-
-    likelihood = Likelihood(prepare, local, residual, lambda data: 1)
+    likelihood = Likelihood(prepare, local, expected_residual, lambda data: 1)
     return of(hierarchy, likelihood, noise=noise if isinstance(noise, Hyperprior) else None, rule=rule)
 
 
@@ -218,7 +227,7 @@ def of(
         def factor(zeta: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Local]]:
             inner, log_noise = split(zeta)
             mean, covariance = given.mean(zeta) @ given.design.mT, hierarchy.covariance(inner) + given.spread[:, None]
-            found = likelihood.local(data, mean, covariance, log_noise)
+            found = likelihood.local(data, mean, covariance, inner, log_noise)
             return found.log_evidence, (mean, covariance, found)
 
         return tilt(given.scales, factor, rule), given
@@ -255,7 +264,7 @@ def of(
         inner, log_noise = split(cavity.mean[:, None, m:])
         found = likelihood.local(
             data, given.mean(cavity.mean[:, None, m:]) @ given.design.mT,
-            hierarchy.covariance(inner) + given.spread[:, None], log_noise,
+            hierarchy.covariance(inner) + given.spread[:, None], inner, log_noise,
         )  # fmt: skip
         mean, covariance = found.mean[:, 0], found.covariance[:, 0]
         residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
@@ -268,9 +277,9 @@ def of(
         spread = gaussian.unpack(total["second"] / count)
         if m:
             spread = spread - average[:, None] * average
-        zeta = hierarchy.scales(spread)
+        variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(average.dtype).tiny)
+        zeta = hierarchy.scales(spread, variance.log())
         if noise is not None:
-            variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(average.dtype).tiny)
             zeta = torch.cat([zeta, variance.log()[None]])
         precision = torch.cat([1 / spread.diagonal()[:m], torch.ones_like(zeta)])
         mean = torch.cat([average[:m], zeta])
@@ -289,6 +298,12 @@ def statistics(data: Any, features: int) -> Statistics:
         return data
     x, y, _ = rows(data, features)
     return Statistics(x.mT @ x, (x.mT @ y[..., None])[..., 0], y.square().sum(1), data.count)
+
+
+def expected_residual(data: Statistics, mean: Tensor, covariance: Tensor) -> Tensor:
+    """E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`."""
+    second = covariance + mean[:, :, None] * mean[:, None]
+    return (data.square - 2 * (data.cross * mean).sum(1) + (data.gram * second).sum((1, 2))).clamp(min=0)
 
 
 def rows(data: Any, features: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,9 @@ sites (Algorithm 3), the method breaks in its first step. Whoever joins later st
 
 Backtracking. The sites at which q and all cavities are densities form a convex set, which the start lies in. When q or
 a client's cavity is none, every client goes half the way back to its site of the last round that was good, until the
-server's q and all cavities are densities again; then δ is half of what it was, and doubles with each good round.
+server's q and all cavities are densities again; then δ is half of what it was. It is halved, too, where changes of q
+do not shrink, and recovers in good rounds. Where a cavity is still none after some retreats, as with few clients of
+very different sizes, that client keeps its site, and the report says so.
 
 Hyperpriors that are not normal are factors of one coordinate each; the server keeps a site for each and renews it as a
 client would (`Factor`).
@@ -52,6 +54,11 @@ from fedtorch.tree import Tree
 __all__ = ["Fit", "Outbox", "RoundReport", "Server", "State", "Told", "cavities", "ep", "fit", "posterior"]
 
 
+_FARTHEST = 5.0  # sds that a mean of q may move in a round
+_RETREATS = 5  # for the sake of cavities; from then on clients without one keep their sites
+_SETTLED = 4  # rounds after which changes should shrink
+_RECOVERY = 2**0.5  # of the damping, in a good round
+_LEAST_DAMPING = 1 / 64
 _LARGEST = 10  # change of a last round, in tolerances
 
 
@@ -80,11 +87,14 @@ class Server(NamedTuple):
     heard: Told  # the sum of all `sent`, float64
     share: Natural  # of the first estimate, of each client that waits
     posterior: Natural  # q(φ)
+    trusted: Natural  # the last q that clients need not go back from
     version: Tensor  # rounds that have been aggregated
     good: Tensor  # the last version of q of which all cavities were densities
     back: Tensor  # whether clients must go back
     damping: Tensor
     change: Tensor  # (2,) of the last round: max |Δmean| / sd, max |Δsd| / sd
+    pace: Tensor  # the greater of them, divided by the damping
+    retreats: Tensor  # rounds gone back for the sake of a cavity
     improper: Tensor  # the share of clients whose cavity was no density
 
 
@@ -156,8 +166,9 @@ def ep(
         told = Told(nothing, summary_like(), zero)
         start = _product(own.normal, own.sites, own)
         server = Server(
-            own.normal, own.sites, told, nothing, start, torch.tensor(0), minus, torch.tensor(False),
-            torch.tensor(most, dtype=torch.float64), torch.full((2,), torch.inf, dtype=torch.float64), zero,
+            own.normal, own.sites, told, nothing, start, start, torch.tensor(0), minus, torch.tensor(False),
+            torch.tensor(most, dtype=torch.float64), torch.full((2,), torch.inf, dtype=torch.float64), zero + torch.inf,
+            torch.tensor(0), zero,
         )  # fmt: skip
         return server, State(told, nothing, nothing, minus)
 
@@ -204,22 +215,32 @@ def ep(
         base = tree.add(state.prior, sites)
         factors = renewed(base, state.factors, own.factors)
         posterior = _product(base, factors, own)
-        proper = bool(gaussian.is_proper(posterior))
+        proper = bool(gaussian.is_proper(posterior)) and (first or _jump(state.trusted, posterior) <= _FARTHEST)
         was_back = bool(state.back)
         good = state.version if not first and not was_back and float(improper) == 0 else state.good
-        back = not proper or (float(improper) > 0 and not was_back)
-        damping = state.damping / 2 if back and not was_back else state.damping * (1 if was_back or back else 2)
+        for_a_cavity = float(improper) > 0 and not was_back and int(state.retreats) < _RETREATS
+        back = not proper or for_a_cavity
+        change = _change(state.posterior, posterior)
+        pace = change.amax() / state.damping
+        worse = int(state.version) >= _SETTLED and not bool(pace < state.pace)
+        if was_back:
+            damping = state.damping
+        else:
+            damping = state.damping * (0.5 if back or worse else _RECOVERY)
         return Server(
             state.prior,
             factors,
             heard,
             share,
             posterior,
+            state.trusted if back else posterior,
             state.version + 1,
             good,
             torch.tensor(back, device=damping.device),
-            damping.clamp(max=most),
-            _change(state.posterior, posterior),
+            damping.clamp(min=min(_LEAST_DAMPING, most), max=most),
+            change,
+            pace,
+            state.retreats + int(for_a_cavity),
             improper,
         )
 
@@ -298,7 +319,7 @@ def fit(
         server = last.server
         mean, sd = server.change.tolist()
         before, change = change, max(mean, sd) / damping
-        remaining = _remaining(before, change) if not bool(server.back) and float(server.improper) == 0 else math.inf
+        remaining = math.inf if bool(server.back) else _remaining(before, change)
         reports.append(
             RoundReport(
                 last.number, mean, sd, damping, remaining, float(server.improper), last.bytes_up, last.bytes_down
@@ -375,6 +396,12 @@ def _product(base: Natural, factors: Natural, prior: Prior) -> Natural:
     place = torch.tensor([factor.coordinate for factor in prior.factors], dtype=torch.int64, device=base.shift.device)
     diagonal = torch.zeros_like(base.shift).index_add(0, place, factors.precision)
     return Natural(base.shift.index_add(0, place, factors.shift), base.precision + gaussian.pack(torch.diag(diagonal)))
+
+
+def _jump(before: Natural, after: Natural) -> float:
+    """The greatest change of a mean in the sd that it had; 0 where it had none."""
+    old, new = gaussian.moments(before), gaussian.moments(after)
+    return float(((new.mean - old.mean).abs() / old.covariance.diagonal().sqrt()).amax().nan_to_num(0.0))
 
 
 def _change(before: Natural, after: Natural) -> Tensor:
