@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
 from fedtorch.models import gaussian, hyperpriors
@@ -41,6 +42,7 @@ __all__ = [
     "Local",
     "Model",
     "Statistics",
+    "adapted",
     "expected_residual",
     "linear",
     "normal",
@@ -286,6 +288,19 @@ def of(
         return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
 
     return Model(names, prior, project, Start(summary, estimate), likelihood.prepare, devices)
+
+
+def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePosterior:
+    """New devices' posteriors from q(φ) and their own few rows: no other device takes part.
+
+    Args:
+        model: that q(φ) was learnt with.
+        posterior: q(φ).
+        data: a block of the new devices' rows, such as `data.stack([0, 1])`; a device may have none.
+    """
+    count = len(data.count)
+    moments = Moments(posterior.mean, posterior.covariance_matrix)
+    return model.devices(Moments(*tree.expand(moments, count)), model.prepare(data))
 
 
 def statistics(data: Any, features: int) -> Statistics:

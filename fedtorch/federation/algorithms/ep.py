@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,17 +41,20 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
+from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, identity
 from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.exchange import Increment, Mean
 from fedtorch.federation.population import Population
 from fedtorch.models import gaussian
+from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
+from fedtorch.models.hierarchical import Model
 from fedtorch.models.hyperpriors import Prior, renewed
 from fedtorch.models.projections import Projection, Start
 from fedtorch.tree import Tree
 
-__all__ = ["Fit", "Outbox", "RoundReport", "Server", "State", "Told", "cavities", "ep", "fit", "posterior"]
+__all__ = ["Fit", "Outbox", "RoundReport", "Server", "State", "Told", "devices", "ep", "fit", "posterior"]
 
 
 _FARTHEST = 5.0  # sds that a mean of q may move in a round
@@ -96,6 +99,7 @@ class Server(NamedTuple):
     pace: Tensor  # the greater of them, divided by the damping
     retreats: Tensor  # rounds gone back for the sake of a cavity
     improper: Tensor  # the share of clients whose cavity was no density
+    population: Tensor  # number of clients
 
 
 class Outbox(NamedTuple):
@@ -168,7 +172,7 @@ def ep(
         server = Server(
             own.normal, own.sites, told, nothing, start, start, torch.tensor(0), minus, torch.tensor(False),
             torch.tensor(most, dtype=torch.float64), torch.full((2,), torch.inf, dtype=torch.float64), zero + torch.inf,
-            torch.tensor(0), zero,
+            torch.tensor(0), zero, torch.tensor(clients),
         )  # fmt: skip
         return server, State(told, nothing, nothing, minus)
 
@@ -222,7 +226,8 @@ def ep(
         back = not proper or for_a_cavity
         change = _change(state.posterior, posterior)
         pace = change.amax() / state.damping
-        worse = int(state.version) >= _SETTLED and not bool(pace < state.pace)
+        everybody = float(aggregate.improper.weight) == float(state.population)  # cohorts' changes are not comparable
+        worse = everybody and int(state.version) >= _SETTLED and not bool(pace < state.pace)
         if was_back:
             damping = state.damping
         else:
@@ -242,6 +247,7 @@ def ep(
             pace,
             state.retreats + int(for_a_cavity),
             improper,
+            state.population,
         )
 
     return Algorithm(
@@ -311,7 +317,7 @@ def fit(
         **arguments: of `ft.run`: seed, cohort, faults, parameters, start.
 
     Raises:
-        RuntimeError: after the last round q is no density, as with an improper prior that the data do not complete.
+        RuntimeError: after the last round q is no density, or no cavity is, as with an improper prior and one client.
     """
     reports: list[RoundReport] = []
     still, damping, change, last = 0, math.nan, math.nan, None
@@ -337,6 +343,11 @@ def fit(
             f"Expected the posterior to be a density after {last.number} rounds, but got an indefinite precision; use "
             "a proper prior, more clients, or less damping="
         )
+    if float(last.server.improper) == 1:
+        raise RuntimeError(
+            "Expected a client whose cavity is a density, but got none: what the prior and the others know of what "
+            "is shared is not enough; use a proper prior, or more clients"
+        )
     if still < patience:
         warnings.warn(
             f"Not converged after {last.number} rounds: the last moved a mean by {reports[-1].mean_change:.2g} sd and "
@@ -361,18 +372,20 @@ def posterior(server: Server) -> MultivariateNormal:
     return gaussian.distribution(server.posterior)
 
 
-def cavities(round: Round, algorithm: Algorithm, clients: Sequence[int] | None = None) -> Moments:
-    """The cavities of some clients, `(K, p)` and `(K, p, p)`: what the prior and all others know of φ.
+def devices(round: Round, algorithm: Algorithm, model: Model, data: FederatedData) -> DevicePosterior:
+    """Each device's own posterior given all devices' rows (section 4.2.1), made where its rows are.
 
     Args:
-        round: the last one, in process.
-        algorithm: made by `ep`.
-        clients: whose; default: everybody's.
+        round: the last one.
+        algorithm: made by `ep` from `model`.
+        model: a hierarchical model.
+        data: the rows that it was run on.
     """
-    outbox = algorithm.outbox(round.server)
-    everybody = range(round.clients.clients) if clients is None else clients  # type: ignore[attr-defined]
-    found = tree.stack([round.clients.tensors(outbox, k) for k in everybody])
-    return gaussian.moments(Natural(**found))
+
+    def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
+        return model.devices(gaussian.moments(Natural(**cavity)), model.prepare(block))
+
+    return round.clients.evaluate(algorithm.outbox(round.server), data, own)
 
 
 def _cavity(inbox: Outbox, state: State) -> Natural:
