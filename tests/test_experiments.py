@@ -1,10 +1,11 @@
 """Every experiment and benchmark runs with --smoke and writes the rows it promises."""
 
 import json
+import os
 
 import pytest
 
-from experiments import fedavg_family, quickstart
+from experiments import fedavg_family, fedlin_selection, fedlin_student, quickstart
 from experiments.benchmarks import core
 
 
@@ -43,3 +44,22 @@ def test_fedavg_family(tmp_path):
         assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
         assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
     assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000
+
+
+def test_fedlin_selection(tmp_path):
+    fedlin_selection.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["case I", "correct inclusion"] == 1.0
+    assert 0.05 < found["case I", "A-RMSE"] < 0.055  # noise of 0.05, and eight coefficients learnt from 100 rows
+    assert found["case I", "false inclusion"] < 0.25
+    assert (tmp_path / "fedlin_selection.png").stat().st_size > 10_000
+
+
+def test_fedlin_student(tmp_path):
+    if not os.environ.get("FEDTORCH_DATA_DIR"):
+        pytest.skip("needs the student performance data in FEDTORCH_DATA_DIR")
+    fedlin_student.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["ridge (HM2)", "A-RMSE, all"] < 1  # better than the mean
+    assert 0 < found["ridge (HM2)", "included, school 1"] < 38
+    assert (tmp_path / "fedlin_student.png").stat().st_size > 10_000

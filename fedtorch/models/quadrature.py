@@ -30,9 +30,10 @@ __all__ = ["Nodes", "Rule", "default_rule", "gauss_hermite", "quasi_random", "ti
 
 _POINTS = {0: 1, 1: 25, 2: 11, 3: 7, 4: 5}  # of the product rule, a dimension, by dimension
 _MOST_DESIGNED = 20  # dimensions
-_MOVES = 30  # of the rule, at most
+_MOVES = 60  # of the rule, at most
 _BISECTIONS = 20
 _FITS = 0.02  # the difference of the rule's moments from the product's, in the rule's units, where it stays
+_LOST = 0.25  # the same difference, after all moves, from which on nothing has been found
 # What nodes must see of a density, in the rule's units, to move to its moments. A single node would see no spread.
 _SHARE = 0.05  # the effective share of the nodes
 _LEAST_SPREAD = 0.2  # the least eigenvalue of the covariance
@@ -138,6 +139,9 @@ def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: 
         cavity: `(K, s)`, `(K, s, s)`.
         factor: ζ `(K, R, s)` -> (log f `(K, R)`, a tree of what else is wanted at the nodes, `(K, R, ...)`).
         rule: for `s` dimensions.
+
+    In many dimensions a factor that is a hundred times narrower than the cavity and many sds off may not be found; the
+    weights of that client are NaN then.
     """
     nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
     mean, root = cavity.mean, torch.linalg.cholesky_ex(cavity.covariance).L
@@ -151,14 +155,23 @@ def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: 
             break
         power = _power(ratio, nodes, weights)
         shift, half, _ = _seen(power, ratio, nodes, weights)
-        error = torch.maximum(shift.abs().amax(1), (half - torch.eye(nodes.shape[1]).to(half)).abs().amax((1, 2)))
-        done = done | ((power == 1) & (error < _FITS) & (move > 0))
+        done = done | ((power == 1) & (_misfit(shift, half) < _FITS) & (move > 0))
         if bool(done.all()):
             break
         mean = torch.where(done[:, None], mean, mean + (root @ shift[..., None])[..., 0])
         root = torch.where(done[:, None, None], root, root @ half)
     log_weights = weights.log() + ratio
+    if done is not None and not bool(done.all()):
+        shift, half, _ = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
+        lost = ~done & ~(_misfit(shift, half) < _LOST)
+        log_weights = torch.where(lost[:, None], torch.nan, log_weights)
     return Nodes(at, torch.softmax(log_weights, 1), log_weights.logsumexp(1), values)
+
+
+def _misfit(mean: Tensor, factor: Tensor) -> Tensor:
+    """How far the moments that a rule sees are from its own, in its own units, `(K,)`."""
+    eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
+    return torch.maximum(mean.abs().amax(1), (factor - eye).abs().amax((1, 2)))
 
 
 def _power(ratio: Tensor, nodes: Tensor, weights: Tensor) -> Tensor:

@@ -343,3 +343,33 @@ def test_bad_settings_are_refused() -> None:
         next(ft.run(algorithm(linear(2)), ft.InProcess(devices(3, 1))))
     with pytest.raises(ValueError, match="Expected a positive noise variance, but got 0"):
         linear(1, noise=0.0)
+
+
+def random_problem(seed: int, most: int) -> tuple[ft.data.FederatedData, float | None, int]:
+    """2 to `most` clients of 1 to 1000 rows, 1 to 10 features, known or unknown noise, near and far apart."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    u = torch.rand(6, generator=generator, dtype=torch.float64)
+    count, features = int(2 * (most / 2) ** float(u[0])), 1 + int(u[1] * 10)
+    spread = float(torch.exp(torch.randn(1, generator=generator) * 0.7))
+    noise = float(10 ** (-1 + 1.5 * float(u[2])))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    centre = normal(features)
+    sizes = (1000 ** torch.rand(count, generator=generator, dtype=torch.float64)).long().clamp(1, 1000)
+    mixing = torch.eye(features).double() + (0.5 * normal(features, features) if u[3] > 0.5 else 0)
+    clients = []
+    for rows in sizes.tolist():
+        theta, x = centre + spread * normal(features), normal(rows, features) @ mixing
+        clients.append((x, x @ theta + noise * normal(rows)))
+    return ft.data.from_tensors(clients), None if u[4] > 0.5 else noise**2, features
+
+
+@pytest.mark.parametrize(("problems", "most"), [(range(8), 30), pytest.param(range(200), 2000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(14_400)
+def test_random_problems_do_not_fail(problems: range, most: int) -> None:
+    """Warnings are errors, so that each has converged."""
+    for seed in problems:
+        data, noise, features = random_problem(seed, most)
+        assert fit(algorithm(linear(features, noise=noise)), ft.InProcess(data), rounds=100).converged
