@@ -9,6 +9,7 @@ from fedtorch.federation import graphs
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,
+    ep,
     fedadagrad,
     fedadam,
     fedavg,
@@ -75,6 +76,7 @@ __all__ = [
     "data",
     "ditto",
     "dropouts",
+    "ep",
     "exponential_noise",
     "fedadagrad",
     "fedadam",

@@ -25,6 +25,8 @@ from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
+from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
+from fedtorch.models import hierarchical
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -37,8 +39,15 @@ def normalised() -> torch.nn.Module:
     return torch.nn.Sequential(linear(3, 2), torch.nn.BatchNorm1d(2, dtype=torch.float64), linear(2, 1, seed=1))
 
 
+def hierarchical_ep() -> ft.Algorithm:
+    """A hierarchical linear model with two shared means, variances and the noise."""
+    model = hierarchical.linear(hierarchical.normal(3, random=[0, 2]))
+    return ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+
+
 ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "ditto": lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
+    "ep": hierarchical_ep,
     "fedadagrad": lambda: ft.fedadagrad(sgd(0.1, steps=2)),
     "fedadam": lambda: ft.fedadam(sgd(0.1, steps=2)),
     "fedavg": lambda: ft.fedavg(sgd(0.1, epochs=1, batch_size=4)),

@@ -10,6 +10,11 @@ from experiments import fedavg_family, fedlin_cmapss, fedlin_school, fedlin_simu
 from experiments.benchmarks import core, fedlin, gtv
 from experiments.benchmarks import grid as grid_benchmark
 
+import pytest
+
+from experiments import fedavg_family, fedlin_selection, fedlin_student, quickstart
+from experiments.benchmarks import core
+
 
 def rows(path):
     written = json.loads(path.read_text())
@@ -101,3 +106,20 @@ def test_gtv_benchmark(tmp_path):
     assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
     assert all(value > 0 for value in found.values())
     assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000
+def test_fedlin_selection(tmp_path):
+    fedlin_selection.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["case I", "correct inclusion"] == 1.0
+    assert 0.05 < found["case I", "A-RMSE"] < 0.055  # noise of 0.05, and eight coefficients learnt from 100 rows
+    assert found["case I", "false inclusion"] < 0.25
+    assert (tmp_path / "fedlin_selection.png").stat().st_size > 10_000
+
+
+def test_fedlin_student(tmp_path):
+    if not os.environ.get("FEDTORCH_DATA_DIR"):
+        pytest.skip("needs the student performance data in FEDTORCH_DATA_DIR")
+    fedlin_student.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["ridge (HM2)", "A-RMSE, all"] < 1  # better than the mean
+    assert 0 < found["ridge (HM2)", "included, school 1"] < 38
+    assert (tmp_path / "fedlin_student.png").stat().st_size > 10_000

@@ -1,6 +1,7 @@
 """One algorithm, one file; `fedavg.py` is the one to read first."""
 
 from fedtorch.federation.algorithms.ditto import ditto
+from fedtorch.federation.algorithms.ep import ep
 from fedtorch.federation.algorithms.fedavg import fedavg, fedprox
 from fedtorch.federation.algorithms.fedbn import fedbn
 from fedtorch.federation.algorithms.feddyn import feddyn
@@ -15,6 +16,7 @@ from fedtorch.federation.algorithms.separate import separate
 
 __all__ = [
     "ditto",
+    "ep",
     "fedadagrad",
     "fedadam",
     "fedavg",
