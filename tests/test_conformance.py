@@ -23,10 +23,9 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
+from fedtorch.models import hierarchical
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
-from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
-from fedtorch.models import hierarchical
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]

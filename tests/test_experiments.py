@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from experiments import fedavg_family, fedlin_cmapss, fedlin_school, fedlin_simulation, quickstart
+from experiments import (
+    fedavg_family,
+    fedlin_cmapss,
+    fedlin_school,
+    fedlin_selection,
+    fedlin_simulation,
+    fedlin_student,
+    quickstart,
+)
 from experiments.benchmarks import core, fedlin, gtv
 from experiments.benchmarks import grid as grid_benchmark
-
-import pytest
-
-from experiments import fedavg_family, fedlin_selection, fedlin_student, quickstart
-from experiments.benchmarks import core
 
 
 def rows(path):
@@ -106,6 +109,8 @@ def test_gtv_benchmark(tmp_path):
     assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
     assert all(value > 0 for value in found.values())
     assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000
+
+
 def test_fedlin_selection(tmp_path):
     fedlin_selection.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
