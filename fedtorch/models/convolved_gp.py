@@ -223,6 +223,8 @@ class ConvolvedGP(gpytorch.Module):
                 object.__setattr__(self, "_feature_dims", first.ndim)
             return self.features(x)
         module = self.features
+        if len(first) == 1:
+            return functional_call(module, {name: value[0] for name, value in own.items()}, (x,))
         rows = x.expand(len(first), *x.shape[-2:])
         return vmap(lambda values, inputs: functional_call(module, values, (inputs,)))(own, rows)
 

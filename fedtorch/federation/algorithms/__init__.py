@@ -6,6 +6,7 @@ from fedtorch.federation.algorithms.fedbn import fedbn
 from fedtorch.federation.algorithms.feddyn import feddyn
 from fedtorch.federation.algorithms.fedopt import fedadagrad, fedadam, fedopt, fedyogi
 from fedtorch.federation.algorithms.fedsgd import fedsgd
+from fedtorch.federation.algorithms.multi_output_gp import fedmgp, fedmgp_average
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.algorithms.pooled import pooled
 from fedtorch.federation.algorithms.scaffold import scaffold
@@ -18,6 +19,8 @@ __all__ = [
     "fedavg",
     "fedbn",
     "feddyn",
+    "fedmgp",
+    "fedmgp_average",
     "fedopt",
     "fedprox",
     "fedsgd",
