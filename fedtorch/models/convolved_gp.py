@@ -44,7 +44,7 @@ MultivariateNormal = gpytorch.distributions.MultivariateNormal
 DiagLinearOperator = linear_operator.operators.DiagLinearOperator
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
 
-__all__ = ["ConvolvedGP", "Site", "fit", "join", "stable_cholesky"]
+__all__ = ["ConvolvedGP", "Site", "fit", "join", "posterior", "stable_cholesky"]
 
 _LEAST_NOISE = 1e-8
 _ATTEMPTS = 7  # jitters that are tried, each ten times the last
@@ -388,9 +388,8 @@ class ConvolvedGP(gpytorch.Module):
             self.rebase()
             site = self.site(x, y, mask, exact_units=exact_units)
             units = tuple(range(site.shift.ndim - 1))
-            self.posterior_mean, self.posterior_root = posterior(
-                self.change(), _sum(site.precision, units), _sum(site.shift, units)
-            )
+            sums = _sum(site.precision, units), _sum(site.shift, units), site.constant.sum()
+            self.posterior_mean, self.posterior_root, _ = posterior(self.change(), *sums)
 
     def _summed(
         self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, exact_units: bool
@@ -523,8 +522,8 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100) -> Con
 
     optimizer.step(loss)
     with torch.no_grad():
-        precision, shift, _ = summed()
-        mean, root = posterior(torch.eye(new.points).to(precision), precision, shift)
+        sums = summed()
+        mean, root, _ = posterior(torch.eye(new.points).to(sums[0]), *sums)
         new.posterior_mean = new.posterior_mean + new.posterior_root @ mean
         new.posterior_root = new.posterior_root @ root
     return new
@@ -556,18 +555,27 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
     )
 
 
-def posterior(change: Tensor, precision: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
-    """(mean `(P,)`, lower root of the covariance `(P, P)`) of t from the prior's Z and the sum of the sites.
+def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean `(P,)`, lower root of the covariance `(P, P)`, log-evidence) of t from the sum of the sites.
 
-    The covariance is (Z'Z + B)⁻¹ = root root', with a root that is lower triangular.
+    Args:
+        change: the prior's Z `(P, P)`, lower triangular; t has the prior precision Z'Z.
+        precision: Σ B, `(P, P)`.
+        shift: Σ a, `(P,)`.
+        constant: Σ c, `()`.
     """
-    whole = change.mT @ change + precision
+    # In coordinates that are white under the prior: the numbers of B span many orders of magnitude in others.
+    half = torch.linalg.solve_triangular(change.mT, _symmetric(precision), upper=True)
+    white = torch.linalg.solve_triangular(change.mT, half.mT, upper=True)
+    moved = torch.linalg.solve_triangular(change.mT, shift[..., None], upper=True)
+    eye = torch.eye(white.shape[-1], dtype=white.dtype, device=white.device)
     # The factor of the matrix in reverse order gives a lower triangular root of the inverse.
-    factor = stable_cholesky(_symmetric(whole).flip(-1, -2), 0.0).flip(-1, -2)
-    eye = torch.eye(whole.shape[-1], dtype=whole.dtype, device=whole.device)
-    root = torch.linalg.solve_triangular(factor, eye.expand_as(whole), upper=True)
-    inverse_root = root.mT  # (factor factor')⁻¹ = factor'⁻¹ factor⁻¹, and factor'⁻¹ is lower triangular
-    return (inverse_root @ (root @ shift[..., None]))[..., 0], inverse_root
+    factor = stable_cholesky(eye + _symmetric(white).flip(-1, -2), 0.0).flip(-1, -2)
+    root = torch.linalg.solve_triangular(factor, eye, upper=True).mT
+    solved = torch.linalg.solve_triangular(factor, moved, upper=True)
+    evidence = constant + 0.5 * (solved.square().sum() - _log_determinant(factor))
+    mean, root = (torch.linalg.solve_triangular(change, part, upper=False) for part in (root @ solved, root))
+    return mean[..., 0], root, evidence
 
 
 def block_diagonal(blocks: Tensor) -> Tensor:
