@@ -159,12 +159,13 @@ class ConvolvedGP(gpytorch.Module):
         mine = set(self.unit_names)
         return tuple(name for name, p in self.named_parameters() if p.requires_grad and name not in mine)
 
-    def initial_units(self, y: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    def initial_units(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> dict[str, Tensor]:
         """What units' tensors start from: scales, noise and offsets as their own outputs suggest, the rest as it is.
 
         Args:
             y: outputs `(*b, N)`.
             mask: `(*b, N)`, which of them are there.
+            extra: what the likelihood wants besides, `(*b, N)` each.
 
         Returns:
             by the names of `unit_names`, `(*b, ...)`. Constant outputs and single points get their size as scale.
@@ -172,9 +173,11 @@ class ConvolvedGP(gpytorch.Module):
         mask = _full(y, mask)
         values = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         batch, own = y.shape[:-1], len(self.batch_shape)
-        found = {n: values[n].detach().expand(*batch, *values[n].shape[own:]).clone() for n in self.unit_names}
+        found = {n: values[n].detach().expand((*batch, *values[n].shape[own:])).clone() for n in self.unit_names}
         if not hasattr(self.likelihood, "noise"):
             return found
+        if hasattr(self.likelihood, "measured"):
+            mask = mask * self.likelihood.measured(*extra)
         count = mask.sum(-1).clamp(min=1)
         mean = (y * mask).sum(-1) / count if self.offset is not None else torch.zeros_like(y[..., 0])
         scale = (((y - mean[..., None]) * mask).square().sum(-1) / count).sqrt()

@@ -198,7 +198,7 @@ def fedmgp(
         def rows(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
             return _some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
-        fresh = gp.module.initial_units(y, mask)
+        fresh = gp.module.initial_units(y, mask, *extra)
         own = tree.map(lambda old, new: torch.where(_like(state.started, old), old, new), state.own, fresh)
         moments = state.moments
         for step in range(steps):
@@ -297,7 +297,7 @@ def fedmgp_average(
     def part(start: Tree, state: Tree, data: Any, key: Tensor, quadratic: Quadratic | None) -> Local:
         x, y, *extra = data.batch
         mask = data.mask.to(y.dtype)
-        fresh = gp.module.initial_units(y, mask)
+        fresh = gp.module.initial_units(y, mask, *extra)
         values = {**start, **state["scales"]}
         own = {name: torch.where(_like(state["started"], values[name]), values[name], fresh[name]) for name in gp.own}
         values = {**values, **own}
