@@ -13,7 +13,7 @@ from fedtorch.models.quiet_gpytorch import gpytorch
 __all__ = ["MixedLikelihood"]
 
 
-class MixedLikelihood(gpytorch.likelihoods.Likelihood):  # type: ignore[misc, name-defined]
+class MixedLikelihood(gpytorch.likelihoods.Likelihood):
     """Rows of different likelihoods, for units that measure, count or classify what depends on the same processes.
 
     Rows are (x, y, kind): kind `(N,)` int64 is the place of the row's likelihood in `parts`.
@@ -29,7 +29,7 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):  # type: ignore[misc, na
         super().__init__()
         if not parts:
             raise ValueError("Expected at least one likelihood, but got none")
-        self.parts = torch.nn.ModuleList(parts)
+        self.parts: Any = torch.nn.ModuleList(parts)
 
     @property
     def noise(self) -> Tensor | None:

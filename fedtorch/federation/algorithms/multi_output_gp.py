@@ -243,7 +243,7 @@ def fedmgp(
     return Algorithm(
         init=init,
         outbox=outbox,
-        client=lambda inbox, state, data, key: _in_parts(client, size, inbox, state, data, key),
+        client=lambda inbox, state, data, key: _in_parts(client, size * data.mask.shape[1], inbox, state, data, key),
         server=server,
         model=model,
         prepare=prepare,
@@ -292,7 +292,7 @@ def fedmgp_average(
         return {"moments": moments, "scales": {n: gp.values[n].clone() for n in scales}, "started": torch.tensor(False)}
 
     def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-        return _in_parts(part, gp.module.points, start, state, data, key, quadratic)
+        return _in_parts(part, gp.module.points * data.mask.shape[1], start, state, data, key, quadratic)
 
     def part(start: Tree, state: Tree, data: Any, key: Tensor, quadratic: Quadratic | None) -> Local:
         x, y, *extra = data.batch
@@ -428,8 +428,12 @@ class _Stacked:
 
     def predict(self, tensors: Tree, inputs: Tree) -> Tensor:
         """Means of f, `(K, N)`."""
-        with torch.no_grad():
+
+        def means(tensors: Tree, inputs: Tensor) -> Tensor:
             return self.on(tensors, lambda: self.module.marginals(inputs)[0])
+
+        with torch.no_grad():
+            return _in_parts(means, inputs.shape[1] * self.module.points, tensors, inputs)
 
     def check(self, data: Any) -> Any:
         """Raises unless the rows are (x `(d,)`, y, …) in the module's dtype, and every unit has some."""
@@ -488,11 +492,15 @@ def _check_settings(
         raise ValueError("Expected damping below 1 with site_batch_size, so that draws average out; try damping=0.1")
 
 
-def _in_parts(function: Callable[..., Any], points: int, *stacked: Tree) -> Any:
-    """`function(*stacked)` on as many units at a time as stay in the processor's cache, results side by side."""
-    data = stacked[2]
-    units, rows = data.batch[1].shape
-    some = max(1, _MOST_NUMBERS // max(1, rows * points))
+def _in_parts(function: Callable[..., Any], numbers: int, *stacked: Tree) -> Any:
+    """`function(*stacked)` on as many units at a time as stay in the processor's cache, results side by side.
+
+    Args:
+        function: of stacked trees `(K, ...)`.
+        numbers: that a unit takes, rows times inducing values.
+        stacked: its arguments.
+    """
+    units, some = len(tree.leaves(stacked)[0]), max(1, _MOST_NUMBERS // max(1, numbers))
     if units <= some:
         return function(*stacked)
     parts = [function(*tree.take(stacked, slice(i, min(i + some, units)))) for i in range(0, units, some)]

@@ -181,15 +181,13 @@ def elbo(
     [
         ("class", gpytorch.likelihoods.BernoulliLikelihood),
         ("count", gpytorch.likelihoods.PoissonLikelihood),
-        ("real", gpytorch.likelihoods.LaplaceLikelihood),
     ],
 )
 def test_sites_of_other_likelihoods_end_at_the_best_gaussian(kind: str, make: Any) -> None:
     data = signals(kind=kind)
     algorithm = exact(model=module(likelihood=make().to(DTYPE)), steps=0, server_lr=0.0)
     final = last(ft.run(algorithm, ft.InProcess(data), rounds=60))
-    stacked = make(batch_shape=torch.Size([K])) if kind == "real" else make()
-    value, slope = elbo(algorithm, final, data, likelihood=stacked.to(DTYPE))
+    value, slope = elbo(algorithm, final, data, likelihood=make())
     # With damping 1/2 the distance halves each round; 2^-60 is below the rounding of the quadrature.
     assert slope < 1e-6
     assert abs(float(value - final.server.bound)) < 1e-6
@@ -237,7 +235,7 @@ def test_units_with_different_likelihoods_share_a_process() -> None:
     x = data[2][0]
     with torch.no_grad():
         rate = unit.marginals(x)[0].exp()
-    assert float(torch.corrcoef(torch.stack([rate, (4 * x[:, 0]).sin()]))[0, 1]) > 0.8
+    assert float(torch.corrcoef(torch.stack([rate, -(4 * x[:, 0]).sin()]))[0, 1]) > 0.8  # an amplitude of −2
     with pytest.raises(TypeError, match="Expected rows of one kind"):
         unit.predict(x)
 
