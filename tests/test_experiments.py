@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from experiments import fedavg_family, quickstart
+from experiments import fedavg_family, fedmgp_extrapolation, fedmgp_scale, quickstart
 from experiments.benchmarks import core
+from experiments.benchmarks import fedmgp as fedmgp_benchmark
 
 
 def rows(path):
@@ -43,3 +44,23 @@ def test_fedavg_family(tmp_path):
         assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
         assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
     assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000
+
+
+def test_fedmgp_extrapolation(tmp_path):
+    fedmgp_extrapolation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["FedMGP", "MSE"] < min(found["FedPoly", "MSE"], found["IndGP", "MSE"])
+    assert (tmp_path / "fedmgp_extrapolation.png").stat().st_size > 10_000
+
+
+def test_fedmgp_scale(tmp_path):
+    fedmgp_scale.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert rows(tmp_path / "rows.json")["(50, 20)", "CenMGP MSE"] < 0.02
+    assert (tmp_path / "fedmgp_scale.png").stat().st_size > 10_000
+
+
+def test_fedmgp_benchmark(tmp_path):
+    fedmgp_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["to the same bound", "times faster (target 20)"] > 1
+    assert (tmp_path / "fedmgp_benchmark.png").stat().st_size > 10_000

@@ -230,9 +230,9 @@ def test_units_with_different_likelihoods_share_a_process() -> None:
     assert float((scale[:2] - 1).abs().min()) > 1e-3
     assert float(rounds[-1].server.bound) > float(rounds[3].server.bound)
     unit = ft.functional.load(
-        algorithm.local.module, rounds[-1].clients.tensors(algorithm.outbox(rounds[-1].server), 2)
+        algorithm.local.module, rounds[-1].clients.tensors(algorithm.outbox(rounds[-1].server), 3)
     )
-    x = data[2][0]
+    x = data[3][0]
     with torch.no_grad():
         rate = unit.marginals(x)[0].exp()
     assert float(torch.corrcoef(torch.stack([rate, -(4 * x[:, 0]).sin()]))[0, 1]) > 0.8  # an amplitude of −2
