@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from experiments import fedavg_family, fedmgp_extrapolation, fedmgp_scale, quickstart
+from experiments import (
+    fedavg_family,
+    fedmgp_battery,
+    fedmgp_extrapolation,
+    fedmgp_faults,
+    fedmgp_scale,
+    quickstart,
+)
 from experiments.benchmarks import core
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
 
@@ -64,3 +71,19 @@ def test_fedmgp_benchmark(tmp_path):
     found = rows(tmp_path / "rows.json")
     assert found["to the same bound", "times faster (target 20)"] > 1
     assert (tmp_path / "fedmgp_benchmark.png").stat().st_size > 10_000
+
+
+def test_fedmgp_faults(tmp_path):
+    fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 8
+    assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
+
+
+def test_fedmgp_battery(tmp_path):
+    try:
+        fedmgp_battery.cells()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    fedmgp_battery.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 5
+    assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
