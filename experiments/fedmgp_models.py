@@ -139,12 +139,12 @@ class _Exact(gpytorch.models.ExactGP):  # type: ignore[misc, name-defined]
 
 def exact_gp(x: Tensor, y: Tensor) -> _Exact:
     """IndGP: a GPyTorch exact GP with an RBF kernel, fitted by L-BFGS to one unit's points."""
-    likelihood = gpytorch.likelihoods.GaussianLikelihood()
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=gpytorch.constraints.GreaterThan(1e-8))
     gp = _Exact(x[:, None], y, likelihood).to(DTYPE)
     scale = float(y.square().mean())
     gp.covar_module.outputscale = scale
     gp.covar_module.base_kernel.lengthscale = 0.2
-    likelihood.noise = max(0.05 * scale, 1e-3)
+    likelihood.noise = 0.05 * scale + 1e-6
     gp.train()
     objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, gp)
     optimizer = torch.optim.LBFGS(gp.parameters(), max_iter=50, line_search_fn="strong_wolfe")
