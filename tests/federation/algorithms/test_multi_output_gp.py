@@ -234,8 +234,8 @@ def test_units_with_different_likelihoods_share_a_process() -> None:
     )
     x = data[3][0]
     with torch.no_grad():
-        rate = unit.marginals(x)[0].exp()
-    assert float(torch.corrcoef(torch.stack([rate, -(4 * x[:, 0]).sin()]))[0, 1]) > 0.8  # an amplitude of −2
+        log_rate = unit.marginals(x)[0]
+    assert float(torch.corrcoef(torch.stack([log_rate, -(4 * x[:, 0]).sin()]))[0, 1]) > 0.8  # an amplitude of −2
     with pytest.raises(TypeError, match="Expected rows of one kind"):
         unit.predict(x)
 
