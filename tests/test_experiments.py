@@ -17,6 +17,14 @@ from experiments import (
 )
 from experiments.benchmarks import core, fedlin, gtv
 from experiments.benchmarks import grid as grid_benchmark
+    fedmgp_battery,
+    fedmgp_extrapolation,
+    fedmgp_faults,
+    fedmgp_scale,
+    quickstart,
+)
+from experiments.benchmarks import core
+from experiments.benchmarks import fedmgp as fedmgp_benchmark
 
 
 def rows(path):
@@ -128,3 +136,37 @@ def test_fedlin_student(tmp_path):
     assert found["ridge (HM2)", "A-RMSE, all"] < 1  # better than the mean
     assert 0 < found["ridge (HM2)", "included, school 1"] < 38
     assert (tmp_path / "fedlin_student.png").stat().st_size > 10_000
+def test_fedmgp_extrapolation(tmp_path):
+    fedmgp_extrapolation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["FedMGP", "MSE"] < min(found["FedPoly", "MSE"], found["IndGP", "MSE"])
+    assert (tmp_path / "fedmgp_extrapolation.png").stat().st_size > 10_000
+
+
+def test_fedmgp_scale(tmp_path):
+    fedmgp_scale.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert rows(tmp_path / "rows.json")["(50, 20)", "CenMGP MSE"] < 0.02
+    assert (tmp_path / "fedmgp_scale.png").stat().st_size > 10_000
+
+
+def test_fedmgp_benchmark(tmp_path):
+    fedmgp_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["to the same bound", "times faster (target 20)"] > 1
+    assert (tmp_path / "fedmgp_benchmark.png").stat().st_size > 10_000
+
+
+def test_fedmgp_faults(tmp_path):
+    fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 8
+    assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
+
+
+def test_fedmgp_battery(tmp_path):
+    try:
+        fedmgp_battery.cells()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    fedmgp_battery.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 5
+    assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000

@@ -9,6 +9,7 @@ from fedtorch.federation.algorithms.fedopt import fedadagrad, fedadam, fedopt, f
 from fedtorch.federation.algorithms.fedsgd import fedsgd
 from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.matrix_normal import matrix_normal
+from fedtorch.federation.algorithms.multi_output_gp import fedmgp, fedmgp_average
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.algorithms.pooled import pooled
 from fedtorch.federation.algorithms.scaffold import scaffold
@@ -22,6 +23,8 @@ __all__ = [
     "fedavg",
     "fedbn",
     "feddyn",
+    "fedmgp",
+    "fedmgp_average",
     "fedopt",
     "fedprox",
     "fedsgd",
