@@ -23,12 +23,11 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
+from fedtorch.federation.trust import robust
 from fedtorch.models import hierarchical
+from fedtorch.models.convolved_gp import ConvolvedGP
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
-from fedtorch.federation.exchange import Exchange, Increment, Mean, client_count
-from fedtorch.federation.trust import robust
-from fedtorch.models.convolved_gp import ConvolvedGP
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -45,6 +44,8 @@ def hierarchical_ep() -> ft.Algorithm:
     """A hierarchical linear model with two shared means, variances and the noise."""
     model = hierarchical.linear(hierarchical.normal(3, random=[0, 2]))
     return ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+
+
 def gaussian_process() -> torch.nn.Module:
     """A multi-output Gaussian process of one unit."""
     inducing = torch.tensor([[-1.0, 0.0, 0.5], [0.0, 1.0, -0.5], [1.0, -1.0, 0.0]], dtype=torch.float64)
