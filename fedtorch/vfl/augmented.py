@@ -56,8 +56,8 @@ def attenuation(variance: float | Tensor) -> float | Tensor:
     r"""By how much noise on a logistic model's predictor shrinks its slopes: :math:`1/\sqrt{1 + \pi v/8}`.
 
     Averaging a logistic curve over N(0, v) is close to a logistic curve of so much smaller slope. The augmented model
-    has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them by this to compare them with those of
-    a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1).
+    has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them by this to compare them with those
+    of a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1).
 
     Args:
         variance: v of the noise on the predictor.

@@ -25,6 +25,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.vfl.guide import Guide, Noise, Parameters, draw_noise, draw_theta, fixed, initial
 from fedtorch.vfl.model import Batch, VerticalData, VerticalModel, prepared
+from fedtorch.vfl.predictors import Predictor
 
 __all__ = ["Fit", "bound", "cosine", "party_bound", "server_bound", "sfvi"]
 
@@ -71,21 +72,28 @@ class Fit(NamedTuple):
 
 
 def party_bound(
-    model: VerticalModel, guide: Guide, q: dict[str, dict[str, Tensor]], index: int, theta: Tensor, z: Tensor, batch: Batch
+    model: VerticalModel,
+    guide: Guide,
+    q: dict[str, dict[str, Tensor]],
+    predictor: Predictor,
+    x: Tensor,
+    theta: Tensor,
+    z: Tensor,
+    batch: Batch,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Party `index`'s part without log q(θ): (what it sends, η, its terms of the bound `(B, M)`).
+    """A party's part without log q(θ): (what it sends, η, its terms of the bound `(B, M)`).
 
     Args:
         model: the model.
         guide: the family.
         q: the party's parameters.
-        index: from 0 on.
+        predictor: its predictor.
+        x: its features, `(n, p)` or `(B, n, p)`.
         theta: θ_j, `(B, M, d_j)`.
         z: its noise for z, `(1 or B, M, C, n)`.
-        batch: the data, of which it takes its own features.
+        batch: weights and rows, and the response where parties see it.
     """
-    predictor = model.predictors[index]
-    eta = predictor.forward(theta, batch.features[index])
+    eta = predictor.forward(theta, x)
     own = predictor.log_prior(theta)
     if guide.auxiliary.party is None:
         return eta, eta, own
@@ -115,20 +123,31 @@ def server_bound(
         deviations: e_j of the parties, `(J, B, M, C, n)`, where the power model's parties draw z.
         batch: the data.
     """
-    intercept, shared = model.split_shared(gamma)
-    centre = total if intercept is None else total + intercept
-    centre = centre if batch.offset is None else centre + batch.offset
-    own = model.shared_prior(gamma)
+    centre, shared = centred(model, gamma, total, batch)
+    own, weights = shared_terms(model, q, gamma, batch)
     if guide.auxiliary.server is not None:
         centre, deviations, ratio = guide.auxiliary.server(q["z"], fixed(guide, q["z"]), centre, z, batch, model)
         own = own if ratio is None else own + batch.weighted_sum(ratio)
-    weights = None
-    if model.concentration is not None:
-        logits = q["weights"]["logits"].log_softmax(-1)
-        weights = logits.exp()
-        rows = batch.weighted_sum(torch.ones_like(batch.y))
-        own = own + model.concentration * rows * logits.mean(-1, True)
     return own + batch.weighted_sum(model.log_likelihood(batch.y, centre, shared, deviations, weights))
+
+
+def centred(model: VerticalModel, gamma: Tensor, total: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Intercept + offset + `total`, `(B, M, C, n)`, and the likelihood's own parameters."""
+    intercept, shared = model.split_shared(gamma)
+    centre = total if intercept is None else total + intercept
+    return (centre if batch.offset is None else centre + batch.offset), shared
+
+
+def shared_terms(
+    model: VerticalModel, q: dict[str, dict[str, Tensor]], gamma: Tensor, batch: Batch
+) -> tuple[Tensor, Tensor | None]:
+    """The prior of γ and of learnt weights, `(B, M)`, and these weights `(B, J)`."""
+    own = model.shared_prior(gamma)
+    if model.concentration is None:
+        return own, None
+    logits = q["weights"]["logits"].log_softmax(-1)
+    rows = batch.weighted_sum(torch.ones_like(batch.y))
+    return own + model.concentration * rows * logits.mean(-1, True), logits.exp()
 
 
 def bound(model: VerticalModel, guide: Guide, parameters: Parameters, batch: Batch, noise: Noise) -> Tensor:
@@ -136,7 +155,8 @@ def bound(model: VerticalModel, guide: Guide, parameters: Parameters, batch: Bat
     thetas, log_q = draw_theta(model, guide, parameters, noise.theta)
     sent, etas, own = [], [], []
     for j, q in enumerate(parameters.parties):
-        value, eta, terms = party_bound(model, guide, q, j, thetas[j + 1], noise.z[j + 1], batch)
+        predictor, x = model.predictors[j], batch.features[j]
+        value, eta, terms = party_bound(model, guide, q, predictor, x, thetas[j + 1], noise.z[j + 1], batch)
         sent.append(value)
         etas.append(eta)
         own.append(terms)

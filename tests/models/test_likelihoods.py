@@ -93,6 +93,8 @@ def test_refusals_at_construction() -> None:
 def test_one_of_your_own() -> None:
     huber = dataclasses.replace(
         likelihoods.gaussian(1.0),
-        log_prob=lambda y, s, shared: -torch.nn.functional.huber_loss(s[..., 0, :], y.expand(2, 3, 7), reduction="none"),
+        log_prob=lambda y, s, shared: (
+            -torch.nn.functional.huber_loss(s[..., 0, :], y.expand(2, 3, 7), reduction="none")
+        ),
     )
     assert huber.log_prob(COUNTS, S, NONE).shape == (2, 3, 7)

@@ -10,7 +10,20 @@ import pytest
 import torch
 from closed_forms import ROUNDING, distance
 from torch import Tensor
-from verticals import GUIDES, LIKELIHOODS, MODELS, SD, WIDTHS, draw, gaussian_data, logistic_data, predictors, regression
+from verticals import (
+    GUIDES,
+    LIKELIHOODS,
+    MODELS,
+    SD,
+    WIDTHS,
+    draw,
+    gaussian_data,
+    logistic_data,
+    predictors,
+    regression,
+    some_model,
+    some_parameters,
+)
 
 from fedtorch import random, tree, vfl
 from fedtorch.models import encoder, likelihoods
@@ -31,21 +44,21 @@ def noise_variance(name: str, rho: float, parties: int) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("widths", [[6], [2, 3, 1]])
+@pytest.mark.parametrize("widths", [[3], [1, 1, 1]])
 def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
     """σ² + Jρ², and for the power model ρ(J−1)/J; with one party the noise ρ, and none.
 
     The family is exact and the landing is stuck to, so that there is no Monte Carlo error at the optimum: what is left
     is how far Adam gets.
     """
-    data, rho = gaussian_data(widths), (0.5, 1.0)
+    data, rho = gaussian_data(widths, 30), (0.5, 1.0)
     model = MODELS[name](likelihoods.gaussian(SD), predictors(widths), torch.tensor(rho))
-    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=1500, lr=0.05, size=2)
+    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=1000, lr=0.03, size=2)
     means, covariances = fit.moments()
     for b in range(2):
         mean, covariance, evidence = regression(data, noise_variance(name, rho[b], len(widths)))
         sd = covariance.diagonal().sqrt()
-        assert ((means[b] - mean) / sd).abs().max() < 1e-4
+        assert ((means[b] - mean) / sd).abs().max() < 1e-3
         assert ((covariances[b] - covariance) / torch.outer(sd, sd)).abs().max() < 1e-3
         if name == "augmented":
             assert float(fit.bounds[-1, b]) == pytest.approx(evidence, abs=1e-3)
@@ -53,10 +66,10 @@ def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
 
 def test_a_factorised_family_has_the_floor_of_theory() -> None:
     """q(z_j | θ_j) loses ½[J log(1 + ρ²/σ²) − log(1 + Jρ²/σ²)] nats a row, however it is parametrised."""
-    data, rho, parties = gaussian_data(), 1.0, 3
-    model = vfl.augmented(likelihoods.gaussian(SD), predictors(), rho)
+    data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3
+    model = vfl.augmented(likelihoods.gaussian(SD), predictors([1, 1, 1]), rho)
     guide = vfl.Guide.of(vfl.amortised(encoder.linear(), sees_response=True), joint=True)
-    fit = vfl.sfvi(model, guide, data, key=KEY, steps=2000, lr=0.05, every=500)
+    fit = vfl.sfvi(model, guide, data, key=KEY, steps=1000, lr=0.03, every=400)
     ratio = rho**2 / SD**2
     floor = 0.5 * (parties * math.log1p(ratio) - math.log1p(parties * ratio)) * len(data.response)
     evidence = regression(data, SD**2 + parties * rho**2)[2]
@@ -65,26 +78,15 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
 
 
 def test_rho_towards_zero_is_the_true_posterior() -> None:
-    data = gaussian_data()
+    data = gaussian_data([2, 1], 30)
     mean, covariance, _ = regression(data, SD**2)
     rho = torch.tensor([0.4, 0.2, 0.1])
     for name in MODELS:
-        model = MODELS[name](likelihoods.gaussian(SD), predictors(), rho)
-        means, covariances = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=1200, lr=0.05, size=3).moments()
+        model = MODELS[name](likelihoods.gaussian(SD), predictors([2, 1]), rho)
+        means, covariances = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=1000, lr=0.03, size=3).moments()
         error = (means - mean).abs().sum(-1) + (covariances - covariance).abs().sum((-2, -1))
         ratio = error[:-1] / error[1:]
         assert ((ratio > 3) & (ratio < 4.2)).all()  # the added variance is proportional to ρ²
-
-
-def some_parameters(model: vfl.VerticalModel, guide: vfl.Guide, data: vfl.VerticalData, size: int = 2) -> vfl.Parameters:
-    """Parameters that are nowhere special."""
-    begin = initial(model, guide, prepared(model, data), size, KEY)
-    return tree.map(lambda leaf: leaf + 0.2 * draw(leaf.numel(), *leaf.shape), begin)
-
-
-def some_model(name: str, likelihood: str, widths: list[int] = WIDTHS) -> tuple[vfl.VerticalModel, vfl.VerticalData]:
-    make, data = LIKELIHOODS[likelihood]
-    return MODELS[name](make(), predictors(widths), torch.tensor([0.7, 1.3])), data(widths, 12)
 
 
 every_model = pytest.mark.parametrize("name", MODELS)
@@ -221,10 +223,10 @@ def test_amortised_parameters_do_not_grow_with_the_rows() -> None:
 
 def test_learnt_weights_follow_the_parties_likelihoods() -> None:
     """At the optimum w_j = c·n/J / (λ − ℓ_j), ℓ_j being the expected log-likelihood of party j's copy."""
-    data, concentration = logistic_data(WIDTHS, 60), 0.2
+    data, concentration = logistic_data(WIDTHS, 60), 0.05
     model = vfl.power(likelihoods.bernoulli(), predictors(), 1.0, concentration=concentration)
     family = vfl.Guide.of(vfl.mean_field(), vfl.diagonal())
-    fit = vfl.sfvi(model, family, data, key=KEY, steps=1500, lr=0.03, draws=4)
+    fit = vfl.sfvi(model, family, data, key=KEY, steps=1000, lr=0.05, draws=4)
     weights = fit.weights()[0]
     noise = draw_noise(model, family, random.key(5).reshape(1), 60, 4000, torch.float64)
     logits = fit.parameters.server["weights"]["logits"].requires_grad_()
