@@ -10,8 +10,10 @@ from fedtorch.vfl.gaussians import GaussianFamily, diagonal, full_covariance, lo
 from fedtorch.vfl.guide import Guide, Noise, Parameters, count_parameters
 from fedtorch.vfl.model import VerticalData, VerticalModel
 from fedtorch.vfl.power import power
+from fedtorch.vfl.prediction import log_score, noise_variance, spread
 from fedtorch.vfl.predictors import Predictor, by_level, laplace_prior, linear, multilevel, normal_prior, slopes
 from fedtorch.vfl.sfvi import Fit, cosine, sfvi
+from fedtorch.vfl.soul import Soul, soul
 
 __all__ = [
     "Auxiliary",
@@ -21,6 +23,7 @@ __all__ = [
     "Noise",
     "Parameters",
     "Predictor",
+    "Soul",
     "VerticalData",
     "VerticalModel",
     "amortised",
@@ -33,12 +36,16 @@ __all__ = [
     "full_covariance",
     "laplace_prior",
     "linear",
+    "log_score",
     "low_rank",
     "mean_field",
     "multilevel",
+    "noise_variance",
     "normal_prior",
     "power",
     "sfvi",
     "slopes",
+    "soul",
+    "spread",
     "sums",
 ]

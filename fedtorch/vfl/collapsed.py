@@ -47,6 +47,7 @@ def collapsed_log_likelihood(
     *,
     power: bool | None = None,
     variance: Tensor | None = None,
+    adaptive: bool = False,
 ) -> Tensor:
     r"""Log-likelihood of every row given γ and θ alone.
 
@@ -59,6 +60,8 @@ def collapsed_log_likelihood(
         power: the product of powers (not normalised over y) instead of the augmented likelihood; as the model by
             default.
         variance: of the noise on the predictor instead of Jρ², `(1 or B,)`.
+        adaptive: put the nodes around the mode of p(y|s) N(s; h, Jρ²), which a likelihood much narrower than the noise
+            (large counts) needs; for the augmented likelihood, log-concave in s.
 
     Returns:
         `(B, M, n)`.
@@ -73,7 +76,14 @@ def collapsed_log_likelihood(
     along = (-1, *(1,) * centre.ndim)
     if not (model.power if power is None else power):
         spread = model.noise_sd.to(centre).square() * parties if variance is None else variance.reshape(-1, 1, 1, 1)
-        values = model.likelihood.log_prob(y, centre + spread.to(centre).sqrt() * nodes.reshape(along), shared)
+        spread = spread.to(centre)
+        if not adaptive:
+            values = model.likelihood.log_prob(y, centre + spread.sqrt() * nodes.reshape(along), shared)
+            return (values + weights.reshape(along[:-1])).logsumexp(0)
+        mode, sd = _mode(model, y, centre, shared, spread)
+        s = mode + sd * nodes.reshape(along)
+        ratio = -0.5 * (s - centre).square() / spread + 0.5 * nodes.reshape(along).square() + (sd / spread.sqrt()).log()
+        values = model.likelihood.log_prob(y, s, shared) + ratio[..., 0, :]
         return (values + weights.reshape(along[:-1])).logsumexp(0)
     if parties == 1:
         return model.likelihood.log_prob(y, centre, shared)
@@ -88,3 +98,23 @@ def collapsed_log_likelihood(
         return shares(centre)
     common = shares(centre + rho * math.sqrt(parties - 2) * nodes.reshape(along))
     return (common + weights.reshape(along[:-1])).logsumexp(0)
+
+
+def _mode(
+    model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, spread: Tensor, steps: int = 25
+) -> tuple[Tensor, Tensor]:
+    """Mode of p(y|s) N(s; centre, spread) by Newton's method with steps of at most 2, and the sd of its curvature."""
+    h, own = centre.detach(), shared.detach()
+    s, sd = h.clone(), h
+    with torch.enable_grad():
+        for _ in range(steps):
+            s = s.detach().requires_grad_()
+            value = model.likelihood.log_prob(y, s, own).sum() - 0.5 * ((s - h).square() / spread).sum()
+            (slope,) = torch.autograd.grad(value, s, create_graph=True)
+            (curvature,) = torch.autograd.grad(slope.sum(), s)
+            sd = (-curvature).rsqrt()
+            step = (slope.detach() * sd.square()).clamp(-2, 2)
+            s = s.detach() + step
+            if float(step.abs().max()) < 1e-6:
+                break
+    return s, sd

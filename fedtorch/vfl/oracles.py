@@ -32,7 +32,7 @@ class Draws(NamedTuple):
 
 
 def log_joint(
-    model: VerticalModel, data: VerticalData, *, collapsed: bool = True, points: int = 32
+    model: VerticalModel, data: VerticalData, *, collapsed: bool = True, points: int = 32, adaptive: bool = False
 ) -> Callable[[Tensor], Tensor]:
     """log p(y, γ, θ) up to a constant, of `(D,)` to `()`.
 
@@ -42,6 +42,7 @@ def log_joint(
         collapsed: with the auxiliary variables integrated out; False leaves the noise away: the ordinary model, in
             which the sum of the predictors is exact.
         points: of the quadrature.
+        adaptive: whether its nodes follow the likelihood; see `collapsed_log_likelihood`.
     """
     batch = prepared(model, data)
 
@@ -54,7 +55,7 @@ def log_joint(
         centre = centre if intercept is None else centre + intercept
         centre = centre if batch.offset is None else centre + batch.offset
         if collapsed:
-            rows = collapsed_log_likelihood(model, batch.y, centre, shared, points)
+            rows = collapsed_log_likelihood(model, batch.y, centre, shared, points, adaptive=adaptive)
         else:
             rows = model.likelihood.log_prob(batch.y, centre, shared)
         prior = model.shared_prior(gamma) + sum(p.log_prior(t) for p, t in zip(model.predictors, thetas))
@@ -100,8 +101,15 @@ def nuts(
 
 
 def nuts_posterior(
-    model: VerticalModel, data: VerticalData, *, collapsed: bool = True, points: int = 32, **settings: int
+    model: VerticalModel,
+    data: VerticalData,
+    *,
+    collapsed: bool = True,
+    points: int = 32,
+    adaptive: bool = False,
+    start: Tensor | None = None,
+    **settings: int,
 ) -> Draws:
-    """NUTS on `log_joint`, from zero; `settings` are those of `nuts`."""
-    start = torch.zeros(sum(model.sizes), dtype=data.features[0].dtype)
-    return nuts(log_joint(model, data, collapsed=collapsed, points=points), start, **settings)
+    """NUTS on `log_joint`, from `start` or from zero; `settings` are those of `nuts`."""
+    begin = torch.zeros(sum(model.sizes), dtype=data.features[0].dtype) if start is None else start
+    return nuts(log_joint(model, data, collapsed=collapsed, points=points, adaptive=adaptive), begin, **settings)

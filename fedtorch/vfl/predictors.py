@@ -98,37 +98,42 @@ def by_level(x: Tensor, groups: Tensor, levels: int) -> Tensor:
     return (torch.nn.functional.one_hot(groups.long(), levels).to(x.dtype)[:, :, None] * x[:, None]).flatten(1)
 
 
-def multilevel(width: int, levels: int, *, mean_sd: float = 1.0, spread_sd: float = 1.0) -> Predictor:
+def multilevel(
+    width: int, levels: int, *, mean_sd: float = 1.0, spread_sd: float = 1.0, centred: bool = False
+) -> Predictor:
     r"""Varying slopes by group: :math:`g(x) = x^\top\beta^r,\ \beta^r = \mu + \sigma u^r,\ u^r \sim N(0, 1)`.
 
     :math:`\mu \sim N(0, \text{mean\_sd}^2)` and σ half-normal of scale `spread_sd`, one each per feature. θ holds
-    (μ, log σ, u), `(2 + levels) · width` numbers; its features are made by `by_level`.
+    (μ, log σ, u), or (μ, log σ, β) where `centred`, `(2 + levels) · width` numbers; its features are made by `by_level`.
 
     Args:
         width: features p of a row.
         levels: levels R of the group.
         mean_sd: prior standard deviation of μ.
         spread_sd: prior scale of σ.
+        centred: parametrise by β, which is better where every level has many rows; u is better where it has few.
     """
     normal = normal_prior()
     mean_prior = normal_prior(mean_sd)
 
     def log_prior(theta: Tensor) -> Tensor:
-        mean, log_spread, standard = _parts(theta, width, levels)
+        mean, log_spread, own = _parts(theta, width, levels)
+        standard = (own - mean.unsqueeze(-2)) * torch.exp(-log_spread).unsqueeze(-2) if centred else own
+        jacobian = levels * log_spread.sum(-1) if centred else 0
         ratio = log_spread.exp() / spread_sd
         half_normal = -0.5 * ratio.square() + ratio.log() + 0.5 * math.log(2 / math.pi)  # of log σ
-        return mean_prior(mean) + half_normal.sum(-1) + normal(standard.flatten(-2))
+        return mean_prior(mean) + half_normal.sum(-1) + normal(standard.flatten(-2)) - jacobian
 
     def forward(theta: Tensor, x: Tensor) -> Tensor:
-        return _times(slopes(theta, width, levels).flatten(-2).unsqueeze(-2), x)
+        return _times(slopes(theta, width, levels, centred=centred).flatten(-2).unsqueeze(-2), x)
 
     return Predictor((2 + levels) * width, forward, log_prior, levels * width)
 
 
-def slopes(theta: Tensor, width: int, levels: int) -> Tensor:
+def slopes(theta: Tensor, width: int, levels: int, *, centred: bool = False) -> Tensor:
     """The slopes β^r of `multilevel`'s parameters, `(..., levels, width)`."""
-    mean, log_spread, standard = _parts(theta, width, levels)
-    return mean.unsqueeze(-2) + log_spread.exp().unsqueeze(-2) * standard
+    mean, log_spread, own = _parts(theta, width, levels)
+    return own if centred else mean.unsqueeze(-2) + log_spread.exp().unsqueeze(-2) * own
 
 
 def _parts(theta: Tensor, width: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:

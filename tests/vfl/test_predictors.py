@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from closed_forms import ROUNDING
@@ -46,7 +44,12 @@ def test_slopes_by_level() -> None:
     expected = D.Normal(0, 1).log_prob(mean).sum() + D.Normal(0, 1).log_prob(u).sum()
     expected = expected + (D.HalfNormal(1.0).log_prob(spread) + spread.log()).sum()
     assert float(predictor.log_prior(theta)) == pytest.approx(float(expected), rel=ROUNDING)
-    assert math.isfinite(float(predictor.log_prior(torch.zeros_like(theta))))
+    # Parametrised by β: the same predictor, and the density of β instead of that of u.
+    other = vfl.multilevel(p, levels, centred=True)
+    moved = torch.cat([theta[..., : 2 * p], beta.flatten().reshape(1, 1, -1)], -1)
+    assert torch.equal(other.forward(moved, vfl.by_level(x, groups, levels))[0, 0, 0], eta)
+    difference = D.Normal(mean, spread).log_prob(beta).sum() - D.Normal(0, 1).log_prob(u).sum()
+    assert float(other.log_prior(moved)) == pytest.approx(float(expected + difference), rel=ROUNDING)
 
 
 def test_refusals() -> None:

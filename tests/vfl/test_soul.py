@@ -46,9 +46,9 @@ def test_z_maximises_the_marginal_density(name: str) -> None:
     model, data = problem(name)
     precision, shift = quadratic(model, data)
     mean = torch.linalg.solve(precision, shift)
-    h, keep, chains = 0.01, 400, 16
+    h, keep, chains = 0.01, 200, 16
     found = soul(
-        model, data, key=KEY, steps=1200, step=h, rate=lambda i: 0.5 / (1 + i / 50) ** 0.8, chains=chains, keep=keep
+        model, data, key=KEY, steps=600, step=h, rate=lambda i: 0.5 / (1 + i / 50) ** 0.8, chains=chains, keep=keep
     )
     z = torch.cat([part.flatten() for part in found.z])
     # The average over chains and iterations has a standard error that the rate bounds: of the order of
