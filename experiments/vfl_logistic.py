@@ -84,7 +84,7 @@ def variational(
     size: Size, data: Problem, parties: int, name: str, guide: vfl.Guide, seed: int, rhos: Sequence[float]
 ) -> dict[tuple[float, str], Result]:
     """All ρ, with and without noise, as one batch."""
-    make = {"plain": vfl.power, "augmented": vfl.augmented, "power": vfl.power}[name]
+    make = vfl.power if name == "power" else vfl.augmented
     width = size.features // parties
     rho = torch.tensor(rhos).repeat_interleave(len(NOISES))
     model = make(likelihoods.bernoulli(), [vfl.linear(width)] * parties, rho)
@@ -130,7 +130,7 @@ def combinations(size: Size, seed: int, rhos: Sequence[float]) -> tuple[dict[Key
     """Every combination of the source's Table 2, and ours."""
     data = problem(size, seed)
     found: dict[Key, Result] = {}
-    plain = variational(size, data, 1, "plain", vfl.Guide.of(vfl.sums(encoder.linear())), seed, rhos[:1])
+    plain = variational(size, data, 1, "plain", vfl.Guide.of(vfl.noiseless()), seed, rhos[:1])
     references = [sampled(size, data, 1, "plain", 1.0, i, seed) for i in range(len(NOISES))]
     for parties in size.parties:
         for name in ("augmented", "power"):

@@ -66,6 +66,7 @@ GUIDES = {
         vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)
     ),
     "sums": lambda: vfl.Guide.of(vfl.sums(encoder.perceptron(4))),
+    "noiseless": lambda: vfl.Guide.of(vfl.noiseless()),
     "sums, joint": lambda: vfl.Guide.of(vfl.sums(encoder.linear(), skewed=False), joint=True),
     "amortised, joint": lambda: vfl.Guide.of(vfl.amortised(encoder.linear()), joint=True),
     "sums, low rank, joint": lambda: vfl.Guide.of(vfl.sums(encoder.linear()), vfl.low_rank(2), joint=True),

@@ -5,7 +5,7 @@ A model (`augmented`, `power`) is approximated by a guide (`Guide.of(sums())`) a
 """
 
 from fedtorch.vfl.augmented import attenuation, augmented
-from fedtorch.vfl.auxiliary import Auxiliary, amortised, mean_field, sums
+from fedtorch.vfl.auxiliary import Auxiliary, amortised, mean_field, noiseless, sums
 from fedtorch.vfl.gaussians import GaussianFamily, diagonal, full_covariance, low_rank
 from fedtorch.vfl.guide import Guide, Noise, Parameters, count_parameters
 from fedtorch.vfl.model import VerticalData, VerticalModel
@@ -41,6 +41,7 @@ __all__ = [
     "mean_field",
     "multilevel",
     "noise_variance",
+    "noiseless",
     "normal_prior",
     "power",
     "sfvi",

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from torch import Tensor
 from fedtorch.models.encoder import Encoder, perceptron
 from fedtorch.vfl.model import Batch, VerticalModel
 
-__all__ = ["Auxiliary", "Sampled", "amortised", "mean_field", "sums"]
+__all__ = ["Auxiliary", "Sampled", "amortised", "mean_field", "noiseless", "sums"]
 
 Parameters = dict[str, Tensor]
 
@@ -81,7 +81,7 @@ def mean_field() -> Auxiliary:
         z = torch.addcmul(of(q["mean"]), of(q["log_sd"]).exp(), noise)
         log_sd = of(fixed["log_sd"])
         rho = model.noise_sd.to(z)
-        standard = (z - of(fixed["mean"])) * torch.exp(-log_sd)
+        standard = _standardised(z, noise, of(fixed["mean"]), log_sd)
         ratio = 0.5 * (standard.square() - ((z - eta) / rho).square()) + log_sd - rho.log()
         return z, ratio.sum(-2)
 
@@ -109,7 +109,7 @@ def amortised(encoder: Encoder | None = None, *, sees_response: bool = False) ->
         e = torch.addcmul(mean, log_sd.exp(), noise)
         if fixed is not q:
             mean, log_sd = network.forward(fixed, seen).chunk(2, -2)
-        ratio = 0.5 * (((e - mean) * torch.exp(-log_sd)).square() - e.square()) + log_sd
+        ratio = 0.5 * (_standardised(e, noise, mean, log_sd).square() - e.square()) + log_sd
         return torch.addcmul(eta, model.noise_sd.to(eta), e), ratio.sum(-2)
 
     return Auxiliary(init, party, None, noises=lambda model: 1, sees_response=sees_response)
@@ -140,8 +140,10 @@ def sums(encoder: Encoder | None = None, *, skewed: bool = True) -> Auxiliary:
         held = found if fixed is q else network.forward(fixed, seen).chunk(shapes + model.power, -2)
         u = noise.unflatten(-2, (-1, model.likelihood.outputs))  # (B, M, J or 1, C, n)
         tau = u.sum(-3) / math.sqrt(u.shape[-3])
-        x = torch.addcmul(found[0], found[1].exp(), _bend(tau, found[2:4]) if skewed else tau)
-        ratio = _minus_log_density(x, held, skewed) - 0.5 * x.square()
+        bent = _bend(tau, found[2:4]) if skewed else tau
+        x = torch.addcmul(found[0], found[1].exp(), bent)
+        standard = _standardised(x, bent, held[0], held[1])
+        ratio = _minus_log_density(standard, held, skewed) - 0.5 * x.square()
         rho = model.noise_sd.to(x)
         total = torch.addcmul(centre, rho * math.sqrt(parties), x)
         if not model.power:
@@ -157,19 +159,45 @@ def sums(encoder: Encoder | None = None, *, skewed: bool = True) -> Auxiliary:
     return Auxiliary(init, None, server, noises=lambda model: len(model.predictors) if model.power else 1)
 
 
+def noiseless() -> Auxiliary:
+    """No auxiliary variables: s = Σ_j η_j, the ordinary model whatever ρ is; the parties send η_j as it is."""
+    return Auxiliary(lambda *_: {}, None, None, noises=lambda model: 0)
+
+
 def _bend(tau: Tensor, shape: Sequence[Tensor]) -> Tensor:
     """sinh(e^λ (asinh τ + κ)) of (κ, λ): skewness and weight of the tails."""
     return ((tau.asinh() + shape[0]) * shape[1].exp()).sinh()
 
 
-def _minus_log_density(x: Tensor, held: Sequence[Tensor], skewed: bool) -> Tensor:
-    """−log q(x) without ½ log 2π."""
-    standard = (x - held[0]) * torch.exp(-held[1])
+def _minus_log_density(standard: Tensor, held: Sequence[Tensor], skewed: bool) -> Tensor:
+    """−log q(x) without ½ log 2π, of (x − m)/b."""
     if not skewed:
         return 0.5 * standard.square() + held[1]
     tau_square = (standard.asinh() * torch.exp(-held[3]) - held[2]).sinh().square()
     slopes = standard.square().log1p() - tau_square.log1p()
     return 0.5 * (tau_square + slopes) + held[3] + held[1]
+
+
+class _Standardised(torch.autograd.Function):
+    """(value − mean)/sd of a draw mean + sd · noise, which is the noise: subtracting would lose digits for small sd."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, noise: Tensor, mean: Tensor, log_sd: Tensor) -> Tensor:
+        ctx.save_for_backward(noise, log_sd)
+        return noise.expand_as(value).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (noise, log_sd) = gradients, ctx.saved_tensors
+        of_value = gradient * torch.exp(-log_sd)
+        of_mean = -of_value if ctx.needs_input_grad[2] else None
+        return of_value, None, of_mean, -gradient * noise if ctx.needs_input_grad[3] else None
+
+
+def _standardised(value: Tensor, noise: Tensor, mean: Tensor, log_sd: Tensor) -> Tensor:
+    """The noise, with the gradient of (value − mean)/sd; value, mean and log sd share one shape but for draws."""
+    shape = value.shape
+    return _Standardised.apply(value, noise.detach().expand(shape), mean.expand(shape), log_sd.expand(shape))
 
 
 def _seen(predictor: Tensor, batch: Batch, model: VerticalModel) -> Tensor:

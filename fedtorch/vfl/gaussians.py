@@ -66,8 +66,12 @@ def diagonal() -> GaussianFamily:
 
 
 def cholesky(q: Parameters) -> Tensor:
-    """L of `full_covariance`'s parameters, `(B, d, d)`, with a positive diagonal."""
-    return q["lower"].tril(-1) + torch.diag_embed(q["log_sd"].exp())
+    """L of `full_covariance`'s parameters, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
+
+    So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
+    """
+    eye = torch.eye(q["lower"].shape[-1], dtype=q["lower"].dtype, device=q["lower"].device)
+    return q["log_sd"].exp().unsqueeze(-1) * (q["lower"].tril(-1) + eye)
 
 
 def full_covariance() -> GaussianFamily:

@@ -101,7 +101,8 @@ class _Node:
         """This node's rows of L, `(B, d, coordinates up to its last)`."""
         assert self.rows is not None
         left, own = self.rows["lower"][..., : self.own.start], self.rows["lower"][..., self.own]
-        return torch.cat([left, cholesky({"lower": own, "log_sd": self.rows["log_sd"]})], -1)
+        scale = self.rows["log_sd"].exp().unsqueeze(-1)
+        return torch.cat([scale * left, cholesky({"lower": own, "log_sd": self.rows["log_sd"]})], -1)
 
     def minus_log_q(self, theta: Tensor, pull: Tensor | None) -> Tensor:
         """−log q(θ) as far as its gradient goes at this node, `(B, M)`."""

@@ -104,7 +104,7 @@ def multilevel(
     r"""Varying slopes by group: :math:`g(x) = x^\top\beta^r,\ \beta^r = \mu + \sigma u^r,\ u^r \sim N(0, 1)`.
 
     :math:`\mu \sim N(0, \text{mean\_sd}^2)` and σ half-normal of scale `spread_sd`, one each per feature. θ holds
-    (μ, log σ, u), or (μ, log σ, β) where `centred`, `(2 + levels) · width` numbers; its features are made by `by_level`.
+    (μ, log σ, u), or (μ, log σ, β) where `centred`: `(2 + levels) · width` numbers. Features are made by `by_level`.
 
     Args:
         width: features p of a row.

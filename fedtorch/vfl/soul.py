@@ -11,8 +11,8 @@ and z moves up :math:`\nabla_z [\log p(y | z) + \log p(z | \theta)]` averaged ov
 power model the parties' likelihoods hold both θ_j and the others' z, and add their shares to both gradients. Messages
 are those of SFVI: z_j (or its gradient) up, the sum and gradients down.
 
-What comes out is ẑ and draws of :math:`p(\theta | \hat z)`: an empirical Bayes answer, whose spread leaves out that of z
-and is not the posterior's. Intercept and shared parameters are maximised with z (appendix A.3).
+What comes out is ẑ and draws of :math:`p(\theta | \hat z)`: an empirical Bayes answer, whose spread leaves out that of
+z and is not the posterior's. Intercept and shared parameters are maximised with z (appendix A.3).
 
 Source: Hassan et al., appendix A. (18) prints minus signs in the exponent, and (19) minus signs, an exponential around
 the gradient's argument and p where log p is meant; above is what follows from the definition. De Bortoli, Durmus,

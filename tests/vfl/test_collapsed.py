@@ -45,7 +45,7 @@ def test_powers_of_a_bernoulli_by_monte_carlo(parties: int) -> None:
 
 
 def test_nodes_follow_a_narrow_likelihood() -> None:
-    """Counts of thousands under a noise of 2.8: the plain rule misses them, the adaptive one agrees with a fine grid."""
+    """Counts of thousands under a noise of 2.8: the plain rule misses them, the adaptive one does not."""
     model = vfl.augmented(likelihoods.poisson(), [vfl.linear(1)] * 2, 2.0)
     y, centre = torch.tensor([0.0, 3, 5000]).double(), torch.tensor([[[[1.0, 4.0, 6.0]]]]).double()
     s = torch.linspace(-30, 30, 400_001, dtype=torch.float64)[:, None]
