@@ -25,9 +25,10 @@ import torch
 from experiments import common
 from fedtorch import random, vfl
 from fedtorch.models import likelihoods
-from fedtorch.vfl import messages
 from fedtorch.vfl.guide import draw_noise, initial
+from fedtorch.vfl.iteration import exchange
 from fedtorch.vfl.model import prepared
+from fedtorch.vfl.nodes import PartyNode, ServerNode
 
 WIDTHS, FOLDS, RHOS = (5, 6), 10, (0.5, 1.0, 5.0, 10.0)
 GUIDES: dict[str, Callable[[], vfl.Guide]] = {
@@ -135,13 +136,10 @@ def traffic(smoke: bool) -> list[common.Row]:
                 m = model(1.0, power)
                 q = initial(m, guide, prepared(m, data), 1, random.key(0))
                 y = data.response if shared else None
-                parties = [
-                    messages.PartyNode(m, guide, q, j, x, y, response_shared=shared)
-                    for j, x in enumerate(data.features)
-                ]
-                server = messages.ServerNode(m, guide, q, prepared(m, data), shared)
+                parties = [PartyNode(m, guide, q, j, x, y, response_shared=shared) for j, x in enumerate(data.features)]
+                server = ServerNode(m, guide, q, prepared(m, data), shared)
                 noise = draw_noise(m, guide, random.key(0).reshape(1), rows, 1, torch.float32)
-                sent = messages.exchange(server, parties, noise, 0.01)
+                sent = exchange(server, parties, noise, 0.01)
                 where = "response with the parties" if shared else "response at the server"
                 setting = f"{'power' if power else 'augmented'}, {name}, {where}"
                 found.append(common.Row(setting, f"bytes up, {rows} rows and 2 parties", sent.up))

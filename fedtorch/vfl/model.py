@@ -44,11 +44,11 @@ class Batch(NamedTuple):
 
     def take(self, rows: Tensor) -> Batch:
         """The minibatch of these rows `(m,)`, weighted so that its sums are unbiased for those of all rows."""
-        of = lambda values: None if values is None else values.index_select(-1, rows)
         weight = torch.ones_like(self.y) if self.weight is None else self.weight
         scale = self.y.shape[-1] / len(rows)
         features = tuple(x.index_select(-2, rows) for x in self.features)
-        return Batch(features, of(self.y), of(self.offset), of(weight) * scale, rows)
+        offset = None if self.offset is None else self.offset.index_select(-1, rows)
+        return Batch(features, self.y.index_select(-1, rows), offset, weight.index_select(-1, rows) * scale, rows)
 
 
 @dataclass(frozen=True)
