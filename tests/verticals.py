@@ -13,7 +13,7 @@ from fedtorch.vfl.nodes import PartyNode, ServerNode
 
 WIDTHS = [2, 3, 1]
 SD = 0.8
-KEY, ROWS, DRAWS, STEPS = random.key(0), 12, 2, 4
+KEY, ROWS, DRAWS, STEPS = random.key(0), 12, 2, 3
 
 
 def draw(key: int, *shape: int) -> Tensor:

@@ -106,7 +106,7 @@ def test_bytes_of_an_iteration() -> None:
 
 
 def test_the_chain_of_a_joint_family_is_counted() -> None:
-    """Node j tells those before it as many numbers as they have coordinates; through the server, so twice but for its own."""
+    """A node tells those before it a number for each of their coordinates; through the server, so nearly all twice."""
     model, data = some_model("augmented", "bernoulli")
     traffic = []
     for sticking in (True, False):
@@ -131,14 +131,14 @@ def test_local_steps_save_exchanges(name: str, guide: str, shared: bool) -> None
     reached = []
     for local_steps in (1, 3):
         server, parties = nodes(model, family, q, data, shared)
-        for noise in noises(model, family, ROWS, 30):
+        for noise in noises(model, family, ROWS, 15):
             exchange(server, parties, noise, 0.01, local_steps=local_steps)
         end, fresh = (
             gathered(family, server, parties),
-            draw_noise(model, family, KEY.reshape(1), ROWS, 500, torch.float64),
+            draw_noise(model, family, KEY.reshape(1), ROWS, 200, torch.float64),
         )
         reached.append(bound(model, family, end, prepared(model, data), fresh).mean(1))
-    assert (reached[1] > reached[0] + 0.5).all()
+    assert (reached[1] > reached[0] + 0.2).all()
 
 
 def test_with_the_response_shared_a_local_step_is_exact() -> None:
@@ -171,12 +171,12 @@ def test_idle_parties_are_remembered(name: str, guide: str, shared: bool) -> Non
     model, data = some_model(name, "bernoulli")
     family = GUIDES[guide]()
     q = tree.map(lambda leaf: 0.3 * leaf, some_parameters(model, family, data))
-    fresh = draw_noise(model, family, KEY.reshape(1), ROWS, 500, torch.float64)
+    fresh = draw_noise(model, family, KEY.reshape(1), ROWS, 200, torch.float64)
     reached = []
     for delay in (0, 2):
         server, parties = nodes(model, family, q, data, shared)
-        schedule = itertools.islice(bounded_delay(3, delay, 0.5, KEY), 60)
-        for noise, active in zip(noises(model, family, ROWS, 60), schedule):
+        schedule = itertools.islice(bounded_delay(3, delay, 0.5, KEY), 40)
+        for noise, active in zip(noises(model, family, ROWS, 40), schedule):
             before = [tree.map(torch.clone, tree.map(torch.detach, party.q)) for party in parties]
             traffic = exchange(server, parties, noise, 0.03, active=active)
             assert (traffic.up == 0) == (not any(active))
