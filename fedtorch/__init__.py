@@ -4,7 +4,7 @@ A federation is an algorithm (what clients and server compute) on a population (
 `ft.Federation(ft.fedavg(local), ft.InProcess(data))` is a LightningModule, so a Lightning `Trainer` runs the rounds.
 """
 
-from fedtorch import data, metrics, plots, random, tree, wire
+from fedtorch import data, metrics, plots, random, tree, vfl, wire
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,
@@ -97,6 +97,7 @@ __all__ = [
     "stragglers",
     "tree",
     "uniform_cohort",
+    "vfl",
     "weighted_cohort",
     "wire",
 ]
