@@ -13,20 +13,17 @@ from experiments import (
     fedlin_selection,
     fedlin_simulation,
     fedlin_student,
-    quickstart,
-)
-from experiments.benchmarks import core, fedlin, gtv
-from experiments.benchmarks import grid as grid_benchmark
     fedmgp_battery,
     fedmgp_extrapolation,
     fedmgp_faults,
     fedmgp_scale,
     quickstart,
+    vfl_logistic,
+    vfl_poisson,
 )
-from experiments.benchmarks import core
+from experiments.benchmarks import core, fedlin, gtv, vfl
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
-from experiments import fedavg_family, quickstart, vfl_logistic, vfl_poisson
-from experiments.benchmarks import core, vfl
+from experiments.benchmarks import grid as grid_benchmark
 
 
 def rows(path):
@@ -138,6 +135,8 @@ def test_fedlin_student(tmp_path):
     assert found["ridge (HM2)", "A-RMSE, all"] < 1  # better than the mean
     assert 0 < found["ridge (HM2)", "included, school 1"] < 38
     assert (tmp_path / "fedlin_student.png").stat().st_size > 10_000
+
+
 def test_fedmgp_extrapolation(tmp_path):
     fedmgp_extrapolation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -172,6 +171,8 @@ def test_fedmgp_battery(tmp_path):
     fedmgp_battery.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     assert len(rows(tmp_path / "rows.json")) == 5
     assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
+
+
 def test_vfl_logistic(tmp_path):
     vfl_logistic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")

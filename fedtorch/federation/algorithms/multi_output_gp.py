@@ -308,9 +308,8 @@ def fedmgp_average(
             trained = {name: values[name] for name in everything}
             risk, gradient = gp.gradient({n: values[n] for n in scales}, trained, everything, *rows, units=units)
             if quadratic is not None:
-                pull = tree.subtract(
-                    {n: quadratic.shift[n] for n in everything}, tree.scale(trained, quadratic.precision)
-                )
+                towards = {n: trained[n] * tree.along(quadratic.precision_of(n), trained[n]) for n in everything}
+                pull = tree.subtract({n: quadratic.shift[n] for n in everything}, towards)
                 gradient = tree.add(gradient, pull)
             trained, moments = _adam(trained, gradient, moments, lr, active)
             values, loss = {**values, **trained}, loss - risk / data.count.clamp(min=1) / steps
