@@ -4,16 +4,19 @@ A federation is an algorithm (what clients and server compute) on a population (
 `ft.Federation(ft.fedavg(local), ft.InProcess(data))` is a LightningModule, so a Lightning `Trainer` runs the rounds.
 """
 
-from fedtorch import data, metrics, plots, random, tree, wire
+from fedtorch import data, metrics, plots, random, tree, vfl, wire
 from fedtorch.federation import graphs
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,
+    ep,
     fedadagrad,
     fedadam,
     fedavg,
     fedbn,
     feddyn,
+    fedmgp,
+    fedmgp_average,
     fedopt,
     fedprox,
     fedsgd,
@@ -78,12 +81,15 @@ __all__ = [
     "data",
     "ditto",
     "dropouts",
+    "ep",
     "exponential_noise",
     "fedadagrad",
     "fedadam",
     "fedavg",
     "fedbn",
     "feddyn",
+    "fedmgp",
+    "fedmgp_average",
     "fedopt",
     "fedprox",
     "fedsgd",
@@ -115,6 +121,7 @@ __all__ = [
     "stragglers",
     "tree",
     "uniform_cohort",
+    "vfl",
     "weighted_cohort",
     "wire",
 ]

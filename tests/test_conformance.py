@@ -24,6 +24,9 @@ from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
 from fedtorch.models import sparse
+from fedtorch.federation.trust import robust
+from fedtorch.models import hierarchical
+from fedtorch.models.convolved_gp import ConvolvedGP
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.tree import Tree
@@ -38,13 +41,28 @@ def normalised() -> torch.nn.Module:
     return torch.nn.Sequential(linear(3, 2), torch.nn.BatchNorm1d(2, dtype=torch.float64), linear(2, 1, seed=1))
 
 
+def hierarchical_ep() -> ft.Algorithm:
+    """A hierarchical linear model with two shared means, variances and the noise."""
+    model = hierarchical.linear(hierarchical.normal(3, random=[0, 2]))
+    return ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+
+
+def gaussian_process() -> torch.nn.Module:
+    """A multi-output Gaussian process of one unit."""
+    inducing = torch.tensor([[-1.0, 0.0, 0.5], [0.0, 1.0, -0.5], [1.0, -1.0, 0.0]], dtype=torch.float64)
+    return ConvolvedGP(inducing)
+
+
 ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "ditto": lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
+    "ep": hierarchical_ep,
     "fedadagrad": lambda: ft.fedadagrad(sgd(0.1, steps=2)),
     "fedadam": lambda: ft.fedadam(sgd(0.1, steps=2)),
     "fedavg": lambda: ft.fedavg(sgd(0.1, epochs=1, batch_size=4)),
     "fedbn": lambda: ft.fedbn(sgd(0.1, normalised(), steps=2, buffers="local")),
     "feddyn": lambda: ft.feddyn(ft.least_squares(linear()), 3.0),
+    "fedmgp": lambda: ft.fedmgp(gaussian_process(), steps=2, accept_disclosure=True),
+    "fedmgp_average": lambda: ft.fedmgp_average(gaussian_process(), units=K, steps=2),
     "fedopt": lambda: ft.fedopt(sgd(0.1, steps=2), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)),
     "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
     "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
@@ -68,6 +86,13 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "private_rows": exchange.private_rows,
     "star": exchange.star,
 }
+EXCHANGES: dict[str, Callable[[], Exchange]] = {
+    "median": robust.median,
+    "private_rows": exchange.private_rows,
+    "star": exchange.star,
+    "trimmed_mean": lambda: robust.trimmed_mean(0.2),
+}
+REFUSES_INCREMENTS = {"median", "trimmed_mean"}
 
 
 def modules() -> Iterator[ModuleType]:
@@ -172,11 +197,12 @@ def test_every_algorithm_is_shown_at_the_top() -> None:
 
 
 def test_every_exchange_has_a_case() -> None:
-    def returns(name: str) -> Any:
-        value = getattr(exchange, name)
+    def returns(module: ModuleType, name: str) -> Any:
+        value = getattr(module, name)
         return inspect.signature(value).return_annotation if inspect.isfunction(value) else None
 
-    assert sorted(name for name in exchange.__all__ if returns(name) in (Exchange, "Exchange")) == sorted(EXCHANGES)
+    found = [n for m in (exchange, robust) for n in m.__all__ if returns(m, n) in (Exchange, "Exchange")]
+    assert sorted(found) == sorted(EXCHANGES)
 
 
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
@@ -317,14 +343,13 @@ def test_increments_add_up_to_what_was_sent(name: str) -> None:
         if not total or not tree.leaves(total[0]):
             continue
         states = round.clients.table.read(slice(0, len(clients.data)))
-        told_rows = name in ROWS  # a client hears its own row of the server's sums, which are thus what it has sent
-        assert told_rows or hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
-        every = round.server.parameters - begun.server.parameters if told_rows else states.sent
-        sent = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), every)
-        told, kept = tree.leaves(total[0]), tree.leaves(sent)
-        assert hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
-        everybody = algorithm.exchange.gather(Increment(states.sent), slice(0, len(clients.data)))
-        told, kept = tree.leaves(total[0]), tree.leaves(algorithm.exchange.finish(everybody))
+        if name in ROWS:  # a client hears its own row of the server's sums, which are thus what it has sent
+            kept = (round.server.parameters - begun.server.parameters).sum(0, dtype=torch.float64)
+        else:
+            assert hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
+            everybody = algorithm.exchange.gather(Increment(states.sent), slice(0, len(clients.data)))
+            kept = algorithm.exchange.finish(everybody)
+        told, kept = tree.leaves(total[0]), tree.leaves(kept)
         assert len(told) == len(kept)
         assert all(distance(one, two) < ROUNDING for one, two in zip(told, kept))
 
@@ -356,7 +381,8 @@ def test_every_exchange_aggregates_alike_in_any_blocks(name: str) -> None:
     made = EXCHANGES[name]()
     generator = torch.Generator().manual_seed(0)
     value = {"w": torch.randn(K, 2, 3, generator=generator, dtype=torch.float64)}
-    messages = (Mean(value, torch.rand(K, generator=generator) + 0.1), Increment(value))
+    messages: Tree = (Mean(value, torch.rand(K, generator=generator) + 0.1),)
+    messages += () if name in REFUSES_INCREMENTS else (Increment(value),)
     order = torch.randperm(K, generator=generator)
     ways: list[list[Any]] = [[slice(0, K)], [torch.tensor([int(k)]) for k in order], list(order.split([2, 0, 3, 1]))]
     results = []

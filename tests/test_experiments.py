@@ -17,6 +17,19 @@ from experiments import (
     sparse_regression,
 )
 from experiments.benchmarks import core, fedlin, gtv
+    fedlin_selection,
+    fedlin_simulation,
+    fedlin_student,
+    fedmgp_battery,
+    fedmgp_extrapolation,
+    fedmgp_faults,
+    fedmgp_scale,
+    quickstart,
+    vfl_logistic,
+    vfl_poisson,
+)
+from experiments.benchmarks import core, fedlin, gtv, vfl
+from experiments.benchmarks import fedmgp as fedmgp_benchmark
 from experiments.benchmarks import grid as grid_benchmark
 from experiments import fedavg_family, quickstart, sparse_regression
 from experiments.benchmarks import core, gibbs
@@ -164,3 +177,82 @@ def test_gtv_benchmark(tmp_path):
 def test_gibbs_benchmark(tmp_path, part):
     gibbs.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
     assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
+
+
+def test_fedlin_selection(tmp_path):
+    fedlin_selection.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["case I", "correct inclusion"] == 1.0
+    assert 0.05 < found["case I", "A-RMSE"] < 0.055  # noise of 0.05, and eight coefficients learnt from 100 rows
+    assert found["case I", "false inclusion"] < 0.25
+    assert (tmp_path / "fedlin_selection.png").stat().st_size > 10_000
+
+
+def test_fedlin_student(tmp_path):
+    if not os.environ.get("FEDTORCH_DATA_DIR"):
+        pytest.skip("needs the student performance data in FEDTORCH_DATA_DIR")
+    fedlin_student.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["ridge (HM2)", "A-RMSE, all"] < 1  # better than the mean
+    assert 0 < found["ridge (HM2)", "included, school 1"] < 38
+    assert (tmp_path / "fedlin_student.png").stat().st_size > 10_000
+
+
+def test_fedmgp_extrapolation(tmp_path):
+    fedmgp_extrapolation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["FedMGP", "MSE"] < min(found["FedPoly", "MSE"], found["IndGP", "MSE"])
+    assert (tmp_path / "fedmgp_extrapolation.png").stat().st_size > 10_000
+
+
+def test_fedmgp_scale(tmp_path):
+    fedmgp_scale.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert rows(tmp_path / "rows.json")["(50, 20)", "CenMGP MSE"] < 0.02
+    assert (tmp_path / "fedmgp_scale.png").stat().st_size > 10_000
+
+
+def test_fedmgp_benchmark(tmp_path):
+    fedmgp_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["to the same bound", "times faster (target 20)"] > 1
+    assert (tmp_path / "fedmgp_benchmark.png").stat().st_size > 10_000
+
+
+def test_fedmgp_faults(tmp_path):
+    fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 8
+    assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
+
+
+def test_fedmgp_battery(tmp_path):
+    try:
+        fedmgp_battery.cells()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    fedmgp_battery.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 5
+    assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
+
+
+def test_vfl_logistic(tmp_path):
+    vfl_logistic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    settings = {setting for setting, _ in found}
+    assert len(settings) == 2 * (4 + 4 + 2)  # with and without noise; our q(s|θ)q(z|s) beside the source's eight
+    assert {"NUTS" in setting for setting, metric in found if metric == "bound"} == {False}
+    assert (tmp_path / "vfl_logistic_2_parties.png").stat().st_size > 10_000
+
+
+def test_vfl_poisson(tmp_path):
+    vfl_poisson.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len({setting for setting, _ in rows(tmp_path / "rows.json")}) == 9
+    assert (tmp_path / "vfl_poisson.png").stat().st_size > 10_000
+
+
+def test_vfl_benchmark(tmp_path):
+    vfl.main(["--smoke", "--part", "bytes", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    up, down = ("bytes up, 826 rows and 2 parties", "bytes down, 826 rows and 2 parties")
+    one_exchange = "augmented, sums, response at the server"
+    assert found[one_exchange, up] == found[one_exchange, down]
+    assert found["power, amortised, response with the parties", up] > 4 * 4 * 826

@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_refused() -> None:
         relax({"nothing": 1.0})
     with pytest.raises(ValueError, match="as many nodes as there are clients, 8, but got 5 nodes"):
         next(ft.run(relax(network=weighted_network(5)), ft.InProcess(BARE)))
-    with pytest.raises(ValueError, match="Expected rows"):
+    with pytest.raises(ValueError, match="Expected inputs"):
         next(ft.run(ft.gtv(ft.least_squares(linear(5)), NETWORK, 1.0), ft.InProcess(BARE)))
     norm = nn.Sequential(linear(3, 2), nn.BatchNorm1d(2, dtype=torch.float64), linear(2, 1))
     with pytest.raises(ValueError, match="Expected trainable parameters to couple, but got buffers"):

@@ -1,0 +1,1 @@
+"""What a federation does about clients that are not to be trusted."""

@@ -1,0 +1,130 @@
+r"""What is known of each device: its coefficients' posterior, intervals, tests, selection and predictions.
+
+A device's posterior is a mixture of normal densities, one for each node of the shared scales, as a
+`torch.distributions` object. Probabilities of single coefficients and predictions come from the mixture's distribution
+function, without draws.
+
+Bayesian false discovery rate: of the coefficients that are called non-null the expected share of null ones is the mean
+of their posterior null probabilities; the largest set whose mean is at most `rate` is called.
+
+Source: Yue, Kontar, Estrada Gómez (2022), sections 4.2.1 and 4.3; Müller, Parmigiani, Rice (2007), "FDR and Bayesian
+multiple comparisons rules".
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
+
+__all__ = ["DevicePosterior", "credible_interval", "discoveries", "null_probability", "quantile", "selected"]
+
+_BISECTIONS = 60
+
+
+class DevicePosterior(NamedTuple):
+    """The posteriors of `K` devices' coefficients θ_k `(d,)`."""
+
+    weights: Tensor  # (K, R) of sum 1
+    means: Tensor  # (K, R, d)
+    covariances: Tensor  # (K, R, d, d)
+    log_noise: Tensor  # (K, R) log σ² at the nodes; NaN for likelihoods without noise, or of known noise
+
+    def distribution(self) -> MixtureSameFamily:
+        """θ_k, batch `(K,)`, event `(d,)`."""
+        return MixtureSameFamily(
+            Categorical(self.weights), MultivariateNormal(self.means, self.covariances), validate_args=False
+        )
+
+    def marginals(self) -> MixtureSameFamily:
+        """Each coefficient on its own, batch `(K, d)`: with a distribution function."""
+        sd = self.covariances.diagonal(dim1=-2, dim2=-1).sqrt()
+        return _mixture(self.weights[:, None].expand(-1, self.means.shape[-1], -1), self.means.mT, sd.mT)
+
+    def predictive(self, x: Tensor, noise: float | Tensor | None = None) -> MixtureSameFamily:
+        """The predictor x'θ_k, or a new response y of the linear model, batch `(K, N)`.
+
+        Args:
+            x: `(K, N, d)`.
+            noise: variance of y around x'θ_k, a number or `(K,)`; default: as learnt, and none where none was.
+        """
+        x = x.to(self.means)
+        mean = x @ self.means.mT
+        variance = torch.einsum("knd,krde,kne->knr", x, self.covariances, x)
+        if noise is None:
+            variance = variance + self.log_noise.exp().nan_to_num(0.0)[:, None]
+        else:
+            variance = variance + torch.as_tensor(noise, dtype=x.dtype, device=x.device).reshape(-1, 1, 1)
+        return _mixture(self.weights[:, None].expand_as(mean), mean, variance.sqrt())
+
+
+def quantile(distribution: MixtureSameFamily, probability: float) -> Tensor:
+    """Quantiles of univariate mixtures, in their batch shape, by bisection of the distribution function."""
+    if not 0 < probability < 1:
+        raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
+    parts = distribution.component_distribution
+    edge = torch.special.ndtri(torch.tensor(probability, dtype=torch.float64)).to(parts.mean)
+    each = parts.mean + edge * parts.stddev
+    low, high = each.amin(-1), each.amax(-1)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        below = distribution.cdf(middle) < probability
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return (low + high) / 2
+
+
+def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> tuple[Tensor, Tensor]:
+    """The equal-tailed interval of probability `level`, in the batch shape."""
+    if not 0 < level < 1:
+        raise ValueError(f"Expected a level between 0 and 1, but got {level}")
+    tails = (1 - level) / 2, (1 + level) / 2
+    if isinstance(distribution, Normal):
+        low, high = (distribution.icdf(torch.tensor(p).to(distribution.mean)) for p in tails)
+    else:
+        low, high = (quantile(distribution, p) for p in tails)
+    return low, high
+
+
+def selected(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> Tensor:
+    """Which coefficients' credible intervals do not cover 0, bool in the batch shape (section 4.3)."""
+    low, high = credible_interval(distribution, level)
+    return (low > 0) | (high < 0)
+
+
+def null_probability(distribution: MixtureSameFamily | Normal, width: float = 0.0) -> Tensor:
+    """The posterior probability of the null hypothesis, in the batch shape.
+
+    Args:
+        distribution: of single coefficients.
+        width: the null is |θ| ≤ width; with 0 it is that θ has not its more probable sign.
+    """
+    if width < 0:
+        raise ValueError(f"Expected a width of at least 0, but got {width}")
+    edge = torch.as_tensor(width).to(distribution.mean)
+    below, upto = (
+        distribution.cdf(-edge.expand(distribution.batch_shape)),
+        distribution.cdf(edge.expand(distribution.batch_shape)),
+    )
+    return upto - below if width > 0 else torch.minimum(upto, 1 - upto)
+
+
+def discoveries(null: Tensor, rate: float = 0.1) -> Tensor:
+    """The largest set of hypotheses whose Bayesian false discovery rate is at most `rate`, bool in the shape of `null`.
+
+    Args:
+        null: posterior probabilities of the nulls, of any shape.
+        rate: bound on the mean of those called.
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"Expected a rate in [0, 1), but got {rate}")
+    ordered, order = null.flatten().sort()
+    mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=null.device)
+    called = torch.zeros_like(ordered, dtype=torch.bool)
+    called[order] = mean <= rate
+    return called.reshape(null.shape)
+
+
+def _mixture(weights: Tensor, mean: Tensor, sd: Tensor) -> MixtureSameFamily:
+    return MixtureSameFamily(Categorical(weights), Normal(mean, sd, validate_args=False), validate_args=False)

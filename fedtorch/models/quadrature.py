@@ -1,0 +1,211 @@
+r"""Expectations under a normal density times a factor, by nodes that go where the product is.
+
+The nodes of a rule for N(0, I) are moved to N(m, LL'), at first the normal density itself. A node ζ_i then weighs
+
+.. math:: w_i \propto \omega_i \, \frac{N(\zeta_i; \text{cavity})\, f(\zeta_i)}{N(\zeta_i; m, LL')}.
+
+The rule then moves to the mean and covariance that the weighted nodes see, until they are its own. Where the nodes see
+too little, the product being much narrower or elsewhere, ratios are tempered to the greatest power of which they see
+enough. So a factor that is much sharper than the cavity is found without derivatives, and what a rule gets wrong is the
+difference of the product from a normal density only: of thousands of factors no error adds up that is not theirs.
+
+Source: Naylor and Smith (1982), "Applications of a method for the efficient computation of posterior distributions";
+tempering as in adaptive importance sampling (Cappé et al., 2004).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from fedtorch.models.gaussian import Moments
+
+__all__ = ["Nodes", "Rule", "default_rule", "gauss_hermite", "quasi_random", "tilt", "two_shells"]
+
+_POINTS = {0: 1, 1: 25, 2: 11, 3: 7, 4: 5}  # of the product rule, a dimension, by dimension
+_MOST_DESIGNED = 20  # dimensions
+_MOVES = 60  # of the rule, at most
+_BISECTIONS = 20
+_FITS = 0.02  # the difference of the rule's moments from the product's, in the rule's units, where it stays
+_LOST = 0.25  # the same difference, after all moves, from which on nothing has been found
+# What nodes must see of a density, in the rule's units, to move to its moments. A single node would see no spread.
+_SHARE = 0.05  # the effective share of the nodes
+_LEAST_SPREAD = 0.2  # the least eigenvalue of the covariance
+_FARTHEST = 2.0  # the greatest coordinate of the mean
+
+
+class Rule(NamedTuple):
+    """Nodes and weights for expectations under N(0, I)."""
+
+    nodes: Tensor  # (R, s)
+    weights: Tensor  # (R,) positive, of sum 1
+
+
+class Nodes(NamedTuple):
+    """Where a density was evaluated, and its weights there."""
+
+    nodes: Tensor  # (K, R, s)
+    weights: Tensor  # (K, R) of sum 1
+    log_normaliser: Tensor  # (K,) log ∫ N(ζ; cavity) f(ζ) dζ
+    values: Any  # (K, R, ...) what else the factor told at the nodes
+
+
+def gauss_hermite(dimensions: int, points: int) -> Rule:
+    """The product of Gauss–Hermite rules: exact for polynomials of degree 2 `points` − 1 in each coordinate."""
+    if points < 1 or dimensions < 0:
+        raise ValueError(f"Expected points of at least 1 and dimensions of at least 0, but got {points}, {dimensions}")
+    x, w = (torch.as_tensor(part) for part in numpy.polynomial.hermite_e.hermegauss(points))
+    w = w / w.sum()
+    nodes, weights = x.new_zeros((1, 0)), w.new_ones(1)
+    for _ in range(dimensions):
+        nodes = torch.cat([nodes.repeat_interleave(points, 0), x.repeat(len(nodes))[:, None]], 1)
+        weights = (weights[:, None] * w).flatten()
+    return Rule(nodes, weights)
+
+
+def quasi_random(dimensions: int, points: int) -> Rule:
+    """Sobol points mapped to N(0, I), with their negatives, and whitened: exact for polynomials of degree 3."""
+    if points < 2 * dimensions + 2:
+        raise ValueError(f"Expected at least {2 * dimensions + 2} points for {dimensions} dimensions, but got {points}")
+    half = (points + 1) // 2
+    uniform = torch.quasirandom.SobolEngine(dimensions).draw(half + 1, dtype=torch.float64)[1:]
+    normal = torch.special.ndtri(uniform)
+    both = torch.cat([normal, -normal])
+    factor = torch.linalg.cholesky(both.mT @ both / len(both))
+    nodes = torch.linalg.solve_triangular(factor, both.mT, upper=False).mT
+    return Rule(nodes, torch.full((len(nodes),), 1 / len(nodes), dtype=torch.float64))
+
+
+def two_shells(dimensions: int) -> Rule:
+    """Central composite designs on two spheres: positive weights, exact for polynomials of degree 4, as `tilt` needs.
+
+    On each sphere the ends of the axes and a fractional factorial design of resolution V, which are a spherical design
+    in proportion 2 : `dimensions`; the radii are those of the Gauss–Laguerre rule for r² ~ χ². The designs on the
+    spheres are mirror images, so that moments of degree 5 nearly cancel.
+    """
+    if dimensions < 1:
+        raise ValueError(f"Expected at least 1 dimension, but got {dimensions}")
+    n = dimensions
+    eye = torch.eye(n, dtype=torch.float64)
+    factorial = _resolution_five(n) / n**0.5
+    sphere = torch.cat([eye, -eye, factorial])
+    share = torch.cat(
+        [
+            torch.full((2 * n,), 1 / n, dtype=torch.float64),
+            torch.full((len(factorial),), n / len(factorial), dtype=torch.float64),
+        ]
+    ) / (n + 2)
+    middle = n / 2 + 1
+    half_squares = middle - middle**0.5, middle + middle**0.5
+    inner = (half_squares[1] - n / 2) / (half_squares[1] - half_squares[0])
+    nodes = torch.cat([sphere * (2 * half_squares[0]) ** 0.5, -sphere * (2 * half_squares[1]) ** 0.5])
+    return Rule(nodes, torch.cat([share * inner, share * (1 - inner)]).to(torch.float64))
+
+
+def _resolution_five(columns: int) -> Tensor:
+    """A two-level design `(2^m, columns)` of ±1 in which any four columns are independent."""
+    words, sums = [1], {0, 1}  # sums: of up to three words
+    singles, pairs = {1}, set[int]()
+    while len(words) < columns:
+        word = next(w for w in itertools.count(1) if w not in sums)
+        sums |= {word} | {word ^ w for w in singles} | {word ^ p for p in pairs}
+        pairs |= {word ^ w for w in singles}
+        singles.add(word)
+        words.append(word)
+    runs = torch.arange(2 ** max(words).bit_length())[:, None] & torch.tensor(words)
+    parity = torch.zeros_like(runs)
+    while bool(runs.any()):
+        parity, runs = parity ^ (runs & 1), runs >> 1
+    return 1.0 - 2.0 * parity.to(torch.float64)
+
+
+def default_rule(dimensions: int) -> Rule:
+    """A product rule in up to four dimensions, designs on two spheres up to twenty, quasi-random points beyond."""
+    if dimensions in _POINTS:
+        return gauss_hermite(dimensions, _POINTS[dimensions])
+    return two_shells(dimensions) if dimensions <= _MOST_DESIGNED else quasi_random(dimensions, 64 * dimensions)
+
+
+def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: Rule) -> Nodes:
+    """Nodes and weights of the densities N(ζ; cavity) f(ζ), for `K` clients at once.
+
+    Args:
+        cavity: `(K, s)`, `(K, s, s)`.
+        factor: ζ `(K, R, s)` -> (log f `(K, R)`, a tree of what else is wanted at the nodes, `(K, R, ...)`).
+        rule: for `s` dimensions.
+
+    In many dimensions a factor that is a hundred times narrower than the cavity and many sds off may not be found; the
+    weights of that client are NaN then.
+    """
+    nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
+    mean, root = cavity.mean, torch.linalg.cholesky_ex(cavity.covariance).L
+    cavity_root = root
+    done = torch.zeros_like(mean[:, 0], dtype=torch.bool) if nodes.shape[1] else None
+    for move in range(_MOVES):
+        at = mean[:, None] + nodes @ root.mT
+        log_factor, values = factor(at)
+        ratio = log_factor + _log_normal(at, cavity.mean, cavity_root) - _log_normal(at, mean, root)
+        if done is None or move == _MOVES - 1:
+            break
+        power = _power(ratio, nodes, weights)
+        shift, half, _ = _seen(power, ratio, nodes, weights)
+        done = done | ((power == 1) & (_misfit(shift, half) < _FITS) & (move > 0))
+        if bool(done.all()):
+            break
+        mean = torch.where(done[:, None], mean, mean + (root @ shift[..., None])[..., 0])
+        root = torch.where(done[:, None, None], root, root @ half)
+    log_weights = weights.log() + ratio
+    if done is not None and not bool(done.all()):
+        shift, half, _ = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
+        lost = ~done & ~(_misfit(shift, half) < _LOST)
+        log_weights = torch.where(lost[:, None], torch.nan, log_weights)
+    return Nodes(at, torch.softmax(log_weights, 1), log_weights.logsumexp(1), values)
+
+
+def _misfit(mean: Tensor, factor: Tensor) -> Tensor:
+    """How far the moments that a rule sees are from its own, in its own units, `(K,)`."""
+    eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
+    return torch.maximum(mean.abs().amax(1), (factor - eye).abs().amax((1, 2)))
+
+
+def _power(ratio: Tensor, nodes: Tensor, weights: Tensor) -> Tensor:
+    """The greatest power in (0, 1] of the ratios of which the nodes see enough, `(K,)`."""
+    high = torch.ones_like(ratio[:, 0])
+    enough = _seen(high, ratio, nodes, weights)[2]
+    if bool(enough.all()):
+        return high
+    low, top = torch.zeros_like(high), high
+    for _ in range(_BISECTIONS):
+        middle = (low + top) / 2
+        good = _seen(middle, ratio, nodes, weights)[2]
+        low, top = torch.where(good, middle, low), torch.where(good, top, middle)
+    return torch.where(enough, high, low)
+
+
+def _seen(power: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and Cholesky factor of the rule's nodes weighted by ratio ** power, and whether they see enough."""
+    log = weights.log() + power[:, None] * ratio
+    own = torch.softmax(log, 1)
+    mean = own @ nodes
+    centred = nodes - mean[:, None]
+    covariance = (own[..., None] * centred).mT @ centred
+    effective = (2 * log.logsumexp(1) - (log + power[:, None] * ratio).logsumexp(1)).exp()
+    factor, info = torch.linalg.cholesky_ex(covariance)
+    least = _LEAST_SPREAD * torch.eye(nodes.shape[1], dtype=nodes.dtype, device=nodes.device)
+    spread = torch.linalg.cholesky_ex(covariance - least).info == 0
+    return mean, factor, (effective >= _SHARE) & (mean.abs().amax(1) <= _FARTHEST) & spread & (info == 0)
+
+
+def _log_normal(at: Tensor, mean: Tensor, root: Tensor) -> Tensor:
+    """log N(at `(K, R, s)`; mean `(K, s)`, root root')."""
+    if at.shape[-1] == 0:
+        return at.new_zeros(at.shape[:-1])
+    white = torch.linalg.solve_triangular(root, (at - mean[:, None]).mT, upper=False)
+    log_determinant = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)[:, None]
+    return -0.5 * white.square().sum(1) - log_determinant - at.shape[-1] / 2 * math.log(2 * math.pi)

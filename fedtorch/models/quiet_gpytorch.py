@@ -1,0 +1,14 @@
+"""GPyTorch, imported without the deprecation notices that its compiled parts give with recent versions of PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    gpytorch: Any = importlib.import_module("gpytorch")
+    linear_operator: Any = importlib.import_module("linear_operator")
+
+__all__ = ["gpytorch", "linear_operator"]

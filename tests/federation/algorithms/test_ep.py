@@ -1,0 +1,375 @@
+"""Expectation propagation against closed forms and exact quadrature, under lost messages, and on bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from closed_forms import ROUNDING, distance, last
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+import fedtorch as ft
+from fedtorch import random, tree
+from fedtorch.federation.algorithms.ep import fit, posterior
+from fedtorch.models import gaussian, hierarchical, hyperpriors, projections
+from fedtorch.models.gaussian import Moments, Natural
+from fedtorch.models.quadrature import gauss_hermite
+
+NOISE = 0.25
+
+
+def devices(count: int, features: int, rows: int = 20, seed: int = 0) -> ft.data.FederatedData:
+    """Rows of `count` linear devices with coefficients N(μ, 0.5 I) and noise of variance 0.25."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    centre, clients = draw(features), []
+    for _ in range(count):
+        x = draw(rows, features)
+        clients.append((x, x @ (centre + 0.5**0.5 * draw(features)) + NOISE**0.5 * draw(rows)))
+    return ft.data.from_tensors(clients)
+
+
+def algorithm(model: hierarchical.Model, **arguments: Any) -> ft.Algorithm:
+    return ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare, **arguments)
+
+
+def linear(features: int, noise: Any = NOISE, **arguments: Any) -> hierarchical.Model:
+    return hierarchical.linear(hierarchical.normal(features, **arguments), noise=noise)
+
+
+def exact(data: ft.data.FederatedData) -> tuple[Tensor, Tensor]:
+    """Means and sds of (μ, log τ) by a grid, for one feature: θ̂_k ~ N(μ, τ + s_k²) is sufficient."""
+    squares = torch.stack([x.square().sum() for x, _ in data])
+    estimates = torch.stack([(x[:, 0] * y).sum() for x, y in data]) / squares
+    low, high = torch.tensor([-4.0, -6.0]), torch.tensor([4.0, 5.0])
+    for _ in range(3):
+        axes = [torch.linspace(float(a), float(b), 301, dtype=torch.float64) for a, b in zip(low, high)]
+        mu, zeta = torch.meshgrid(*axes, indexing="ij")
+        log = -0.5 * (mu.square() + zeta.square())
+        for estimate, square in zip(estimates, squares):
+            variance = zeta.exp() + NOISE / square
+            log = log - 0.5 * variance.log() - 0.5 * (estimate - mu).square() / variance
+        weight = torch.softmax(log.flatten(), 0).reshape(log.shape)
+        mean = torch.stack([(weight * mu).sum(), (weight * zeta).sum()])
+        sd = torch.stack([(weight * (part - m).square()).sum().sqrt() for part, m in zip((mu, zeta), mean)])
+        low, high = mean - 8 * sd, mean + 8 * sd
+    return mean, sd
+
+
+@pytest.mark.parametrize(("count", "tolerance", "rounds"), [(100, 0.02, 8), (1000, 0.005, 5)])
+def test_exact_quadrature_of_one_feature(count: int, tolerance: float, rounds: int) -> None:
+    data = devices(count, 1)
+    found = fit(algorithm(linear(1)), ft.InProcess(data))
+    mean, sd = exact(data)
+    assert found.converged
+    assert len(found.rounds) <= rounds  # the summed one included
+    assert float((found.posterior.stddev / sd - 1).abs().max()) < tolerance
+    assert float(((found.posterior.mean - mean) / sd).abs().max()) < 0.05
+
+
+def test_two_features_with_orthogonal_columns_are_two_problems_of_one() -> None:
+    """With X'X diagonal the exact posterior is a product of the two coordinates'."""
+    one = devices(100, 1, seed=1), devices(100, 1, seed=2)
+    clients = [(torch.block_diag(first[0], second[0]), torch.cat([first[1], second[1]])) for first, second in zip(*one)]
+    found = fit(algorithm(linear(2)), ft.InProcess(ft.data.from_tensors(clients)))
+    assert len(found.rounds) <= 8
+    for j, data in enumerate(one):
+        _, sd = exact(data)
+        assert float((found.posterior.stddev[[j, 2 + j]] / sd - 1).abs().max()) < 0.02
+
+
+def conjugate(levels: Tensor) -> tuple[projections.Projection, ft.data.FederatedData]:
+    """A normal factor: y_k ~ N(φ, I / n_k), whose tilted moments are exact."""
+    data = ft.data.from_tensors([(level[None].expand(n + 1, -1).clone(),) for n, level in enumerate(levels)])
+
+    def project(cavity: Moments, data: Any, key: Tensor) -> projections.Projected:
+        prior = gaussian.natural(cavity)
+        count = data.count.to(torch.float64)
+        eye = gaussian.pack(torch.eye(levels.shape[1], dtype=torch.float64)).expand(len(count), -1)
+        tilted = tree.add(prior, Natural(data.batch[0].sum(1), count[:, None] * eye))
+        return projections.Projected(gaussian.moments(tilted), cavity)
+
+    return project, data
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_exact_for_a_conjugate_model_after_one_round_of_sites(chunk: int | None) -> None:
+    levels = torch.arange(15.0, dtype=torch.float64).reshape(5, 3).sin()
+    project, data = conjugate(levels)
+    prior = MultivariateNormal(torch.ones(3, dtype=torch.float64), 2 * torch.eye(3, dtype=torch.float64))
+    found = posterior(last(ft.run(ft.ep(project, prior), ft.InProcess(data, chunk), rounds=2)).server)
+    count = torch.arange(1.0, 6.0, dtype=torch.float64)
+    precision = 0.5 + count.sum()
+    assert distance(found.mean, (0.5 + (count[:, None] * levels).sum(0)) / precision) < ROUNDING
+    assert distance(found.covariance_matrix, torch.eye(3, dtype=torch.float64) / precision) < ROUNDING
+
+
+def sum_of_sites(round: ft.Round, clients: int) -> Natural:
+    sent = round.clients.table.read(slice(0, clients)).sent
+    return tree.map(lambda leaf: leaf.sum(0), sent.site)
+
+
+@pytest.mark.parametrize("cohort", [None, 7])
+def test_prior_and_sites_make_the_posterior_after_lost_messages(cohort: int | None) -> None:
+    data, model = devices(20, 2), linear(2)
+    lost = ft.lost_messages(before=0.2, after=0.3)
+    for round in ft.run(algorithm(model), ft.InProcess(data), rounds=40, cohort=cohort, faults=lost, seed=3):
+        heard = round.server.heard
+        assert distance(heard.site, sum_of_sites(round, 20)) < ROUNDING
+        whole = tree.add(round.server.prior, tree.add_scaled(heard.site, round.server.share, heard.waiting))
+        assert distance(whole, round.server.posterior) < ROUNDING
+    assert float(heard.waiting) == 0
+    everybody = fit(algorithm(model), ft.InProcess(data), tolerance=1e-6)
+    assert distance(posterior(round.server).mean, everybody.posterior.mean) < 5e-3  # of sds of 0.15: as near
+    # as forty rounds with losses come
+    assert distance(posterior(round.server).stddev, everybody.posterior.stddev) < 5e-3
+
+
+def test_two_thousand_clients_do_not_lose_symmetry() -> None:
+    data = devices(2000, 2, rows=3)
+    model = hierarchical.linear(hierarchical.normal(2), noise=NOISE, rule=gauss_hermite(2, 4))
+    found = fit(algorithm(model), ft.InProcess(data))
+    precision = gaussian.unpack(found.last.server.posterior.precision)
+    assert found.converged
+    assert torch.equal(precision, precision.mT)
+    assert float(torch.linalg.eigvalsh(precision).min()) > 0
+    assert distance(found.last.server.heard.site, sum_of_sites(found.last, 2000)) < 100 * ROUNDING  # 2000 summands
+
+
+def test_sites_may_be_indefinite_and_are_not_clipped() -> None:
+    found = fit(algorithm(linear(2)), ft.InProcess(devices(50, 2)))
+    sites = found.last.clients.table.read(slice(0, 50)).sent.site
+    assert int((~gaussian.is_proper(sites)).sum()) > 25
+    outbox = algorithm(linear(2)).outbox(found.last.server)
+    assert all(bool(gaussian.is_proper(Natural(**found.last.clients.tensors(outbox, k)))) for k in range(50))
+
+
+def test_splitting_a_device_of_a_model_without_device_effects_changes_nothing() -> None:
+    """All coefficients fixed: linear Gaussian in φ, so every row is a factor of its own."""
+    data, model = devices(4, 3), linear(3, random=[])
+    (x, y), *others = list(data)
+    halves = ft.data.from_tensors([(x[:7], y[:7]), (x[7:], y[7:]), *others])
+    whole, split = (posterior(last(ft.run(algorithm(model), ft.InProcess(d), rounds=3)).server) for d in (data, halves))
+    assert distance(whole.mean, split.mean) < ROUNDING
+    assert distance(whole.covariance_matrix, split.covariance_matrix) < ROUNDING
+    x, y = data.pool()[0]
+    precision = torch.eye(3, dtype=torch.float64) + x.mT @ x / NOISE
+    assert distance(whole.mean, torch.linalg.solve(precision, x.mT @ y / NOISE)) < ROUNDING
+
+
+def test_splitting_a_device_with_effects_of_its_own_changes_the_posterior() -> None:
+    data, model = devices(4, 1), linear(1)
+    (x, y), *others = list(data)
+    halves = ft.data.from_tensors([(x[:7], y[:7]), (x[7:], y[7:]), *others])
+    whole, split = (fit(algorithm(model), ft.InProcess(d)).posterior for d in (data, halves))
+    assert distance(whole.stddev, split.stddev) > 0.01
+
+
+def test_permuted_clients_and_a_silent_one() -> None:
+    data, model = devices(8, 2), linear(2)
+    order = [5, 2, 7, 0, 1, 6, 4, 3]
+    first, second = (
+        last(ft.run(algorithm(model), ft.InProcess(d), rounds=8)).server.posterior for d in (data, data.select(order))
+    )
+    assert distance(first, second) < 1000 * ROUNDING  # rounding, through eight rounds of a nonlinear map
+    silent = ft.Faults(after=lambda key, ids: ids == 3)
+    without = last(ft.run(algorithm(model), ft.InProcess(data), rounds=8, faults=silent)).server.posterior
+    others = data.select([0, 1, 2, 4, 5, 6, 7])
+    alone = last(ft.run(algorithm(model), ft.InProcess(others), rounds=8)).server.posterior
+    assert distance(without, alone) < 1000 * ROUNDING
+
+
+def test_it_converges_from_another_start() -> None:
+    """The fixed point does not depend on the summed round, and damping only slows it down."""
+    data, model = devices(20, 1), linear(1)
+    found = [
+        fit(one, ft.InProcess(data), tolerance=1e-6, rounds=100).posterior
+        for one in (
+            algorithm(model),
+            ft.ep(model.project, model.prior, prepare=model.prepare),
+            algorithm(model, damping=0.5),
+        )
+    ]
+    for other in found[1:]:
+        assert distance(found[0].mean, other.mean) < 1e-5
+        assert distance(found[0].stddev, other.stddev) < 1e-5
+
+
+def test_the_posterior_of_one_federation_is_the_prior_of_the_next() -> None:
+    levels = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
+    project, data = conjugate(levels)
+    prior = MultivariateNormal(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
+    together = last(ft.run(ft.ep(project, prior), ft.InProcess(data), rounds=2)).server.posterior
+    one = last(ft.run(ft.ep(project, prior), ft.InProcess(data.select([0, 1])), rounds=2)).server.posterior
+    two = ft.run(ft.ep(project, prior), ft.InProcess(data.select([2, 3])), one._asdict(), rounds=2)
+    assert distance(last(two).server.posterior, together) < ROUNDING
+
+
+def quartic(phi: Tensor, data: Any) -> Tensor:
+    """log f_k(φ) = −Σ (φ − y)⁴ / 4: not normal."""
+    y = data.batch[0]
+    return -0.25 * ((phi[:, :, None, 0] - y[:, None, :, 0]).pow(4) * data.mask[:, None]).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("project", "tolerance"),
+    [
+        (projections.quadrature(quartic, gauss_hermite(1, 40)), 1e-6),
+        (projections.importance(quartic, draws=20_000), 0.03),  # a few standard errors, 1 / √20000 each
+    ],
+)
+def test_projections_of_a_factor_that_is_not_normal(project: projections.Projection, tolerance: float) -> None:
+    y = torch.tensor([[0.5], [1.0], [-0.2]], dtype=torch.float64)
+    block = ft.data.from_tensors([(y,), (y[:2],)]).stack([0, 1])
+    cavity = Moments(torch.tensor([[0.3], [1.0]]).double(), torch.tensor([[[0.5]], [[2.0]]]).double())
+    found = project(cavity, block, random.fold_in(random.key(0), torch.arange(2)))
+    grid = torch.linspace(-8, 8, 4001, dtype=torch.float64)[None, :, None].expand(2, -1, -1)
+    log = quartic(grid, block) - 0.5 * (grid[..., 0] - cavity.mean).square() / cavity.covariance[:, 0]
+    weight = torch.softmax(log, 1)
+    mean = (weight * grid[..., 0]).sum(1)
+    sd = (weight * (grid[..., 0] - mean[:, None]).square()).sum(1).sqrt()
+    assert float(((found.tilted.mean[:, 0] - mean) / sd).abs().max()) < tolerance
+    assert float((found.tilted.covariance[:, 0, 0].sqrt() / sd - 1).abs().max()) < tolerance
+
+
+def test_the_mode_of_the_laplace_projection_has_no_gradient() -> None:
+    y = torch.tensor([[0.5], [1.0], [-0.2]], dtype=torch.float64)
+    block = ft.data.from_tensors([(y,)]).stack([0])
+    cavity = Moments(torch.tensor([[0.25]]).double(), torch.tensor([[[0.5]]]).double())
+    found = projections.laplace(quartic)(cavity, block, torch.zeros(1, dtype=torch.int64)).tilted
+    mode = found.mean.requires_grad_()
+    log = quartic(mode[:, None], block).sum() - (mode - 0.25).square().sum() / (2 * 0.5)
+    (gradient,) = torch.autograd.grad(log, mode)
+    assert float(gradient.abs()) < 1e-8  # Newton's method stops where a step is shorter than the root of 1e-18
+    assert distance(found.covariance[0], 1 / (2 + 3 * (mode - y).square().sum()).detach()[None, None]) < 1e-8
+
+
+def test_the_laplace_projection_is_exact_for_normal_factors() -> None:
+    levels = torch.arange(6.0, dtype=torch.float64).reshape(3, 2)
+    exact_one, data = conjugate(levels)
+    block, key = data.stack([0, 1, 2]), torch.zeros(3, dtype=torch.int64)
+    cavity = Moments(torch.ones(3, 2).double(), 2 * torch.eye(2).double().expand(3, 2, 2))
+
+    def factor(phi: Tensor, data: Any) -> Tensor:
+        away = phi[:, :, None] - data.batch[0][:, None]
+        return -0.5 * (away.square().sum(-1) * data.mask[:, None]).sum(-1)
+
+    expected = exact_one(cavity, block, key).tilted
+    assert distance(projections.laplace(factor)(cavity, block, key).tilted, expected) < ROUNDING
+    assert distance(projections.quadrature(factor)(cavity, block, key).tilted, expected) < 1e-6  # eleven points
+
+
+def test_draws_that_are_common_to_tilted_and_cavity_do_not_add_up_their_errors() -> None:
+    """Sites of a thousand clients whose factor is constant: zero, whatever the draws."""
+    project = projections.importance(lambda phi, data: torch.zeros_like(phi[..., 0]), draws=100)
+    cavity = Moments(torch.zeros(1000, 2).double(), torch.eye(2).double().expand(1000, 2, 2))
+    found = project(cavity, None, random.fold_in(random.key(0), torch.arange(1000)))
+    assert distance(found.tilted, found.reference) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    "variance",
+    [hyperpriors.half_cauchy(1.0), hyperpriors.non_informative(), hyperpriors.log_normal(0.5, 2.0)],
+    ids=["half-Cauchy", "non-informative", "log-normal"],
+)
+def test_hyperpriors_against_quadrature(variance: hyperpriors.Hyperprior) -> None:
+    """One feature, measured without noise: the posterior of (μ, log τ) on a grid."""
+    data = devices(60, 1, rows=10)
+    found = fit(algorithm(linear(1, noise=NOISE, variance=variance)), ft.InProcess(data))
+    squares = torch.stack([x.square().sum() for x, _ in data])
+    estimates = torch.stack([(x[:, 0] * y).sum() for x, y in data]) / squares
+    mu, zeta = torch.meshgrid(torch.linspace(-3, 3, 401).double(), torch.linspace(-4, 3, 401).double(), indexing="ij")
+    factor = 0 if variance.log_density is None else variance.log_density(zeta)
+    log = -0.5 * mu.square() + variance.shift * zeta - 0.5 * variance.precision * zeta.square() + factor
+    for estimate, square in zip(estimates, squares):
+        total = zeta.exp() + NOISE / square
+        log = log - 0.5 * total.log() - 0.5 * (estimate - mu).square() / total
+    weight = torch.softmax(log.flatten(), 0).reshape(log.shape)
+    mean = (weight * zeta).sum()
+    sd = (weight * (zeta - mean).square()).sum().sqrt()
+    assert found.converged
+    assert abs(float((found.posterior.mean[1] - mean) / sd)) < 0.05
+    assert abs(float(found.posterior.stddev[1] / sd - 1)) < 0.03
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_clients_fewer_rows_than_features_and_constant_features(count: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.randn(3, 4, generator=generator), torch.ones(3, 2)], 1).double()
+    data = ft.data.from_tensors([(x + 0.1 * k, x.sum(1)) for k in range(count)])
+    found = fit(algorithm(linear(6)), ft.InProcess(data))
+    assert found.converged
+    assert bool((found.posterior.stddev > 0).all())
+    shrunk = found.posterior.stddev[:6] < 1  # every direction is learnt about, or stays with its prior
+    assert bool((shrunk | (found.posterior.stddev[:6] < 1.2)).all())
+
+
+def test_a_device_without_rows_is_no_factor() -> None:
+    data = devices(6, 2)
+    padded = ft.data.FederatedData(data.rows, torch.cat([data.counts, torch.zeros(1, dtype=torch.int64)]),
+                                   tuple("abcdefg"), allow_empty=True)  # fmt: skip
+    alone, beside = (fit(algorithm(linear(2)), ft.InProcess(d), tolerance=1e-5).posterior for d in (data, padded))
+    assert distance(alone.mean, beside.mean) < 1e-3  # both are that near to their fixed point
+    assert distance(alone.stddev, beside.stddev) < 1e-3
+
+
+def test_no_silent_non_convergence() -> None:
+    data, one = devices(5, 1), algorithm(linear(1))
+    with pytest.warns(RuntimeWarning, match="Not converged after 2 rounds"):
+        assert not fit(one, ft.InProcess(data), rounds=2).converged
+    report = fit(one, ft.InProcess(data)).rounds
+    assert [row.round for row in report] == list(range(1, len(report) + 1))
+    assert all(row.bytes_up > 0 and row.damping > 0 for row in report[1:])
+    improper = algorithm(linear(1, variance=hyperpriors.non_informative()))
+    with pytest.raises(RuntimeError, match="use a proper prior, or more clients"):
+        fit(improper, ft.InProcess(devices(1, 1)), rounds=8)
+
+
+def test_bad_settings_are_refused() -> None:
+    project, _ = conjugate(torch.zeros(2, 1, dtype=torch.float64))
+    prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
+    with pytest.raises(ValueError, match=r"Expected damping in \(0, 1\], but got 0"):
+        ft.ep(project, prior, damping=0.0)
+    with pytest.raises(TypeError, match="Expected a Prior, a Natural or a MultivariateNormal, but got dict"):
+        ft.ep(project, {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Expected one normal prior, but got a batch of"):
+        ft.ep(project, prior.expand([2]))
+    with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(2,\) and \(\)"):
+        next(ft.run(algorithm(linear(2)), ft.InProcess(devices(3, 1))))
+    with pytest.raises(ValueError, match="Expected a positive noise variance, but got 0"):
+        linear(1, noise=0.0)
+
+
+def random_problem(seed: int, most: int) -> tuple[ft.data.FederatedData, float | None, int]:
+    """2 to `most` clients of 1 to 1000 rows, 1 to 10 features, known or unknown noise, near and far apart."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    u = torch.rand(6, generator=generator, dtype=torch.float64)
+    count, features = int(2 * (most / 2) ** float(u[0])), 1 + int(u[1] * 10)
+    spread = float(torch.exp(torch.randn(1, generator=generator) * 0.7))
+    noise = float(10 ** (-1 + 1.5 * float(u[2])))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    centre = normal(features)
+    sizes = (1000 ** torch.rand(count, generator=generator, dtype=torch.float64)).long().clamp(1, 1000)
+    mixing = torch.eye(features).double() + (0.5 * normal(features, features) if u[3] > 0.5 else 0)
+    clients = []
+    for rows in sizes.tolist():
+        theta, x = centre + spread * normal(features), normal(rows, features) @ mixing
+        clients.append((x, x @ theta + noise * normal(rows)))
+    return ft.data.from_tensors(clients), None if u[4] > 0.5 else noise**2, features
+
+
+@pytest.mark.parametrize(("problems", "most"), [(range(8), 30), pytest.param(range(200), 2000, marks=pytest.mark.slow)])
+@pytest.mark.timeout(14_400)
+def test_random_problems_do_not_fail(problems: range, most: int) -> None:
+    """Warnings are errors, so that each has converged."""
+    for seed in problems:
+        data, noise, features = random_problem(seed, most)
+        assert fit(algorithm(linear(features, noise=noise)), ft.InProcess(data), rounds=100).converged

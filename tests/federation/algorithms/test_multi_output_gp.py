@@ -1,0 +1,347 @@
+"""Federated multi-output Gaussian processes against the central model, and against fixed points of the bound."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from closed_forms import distance, last
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch import random, tree
+from fedtorch.federation import coordinator
+from fedtorch.federation.algorithms.multi_output_gp import _symmetric
+from fedtorch.federation.trust.robust import median, trimmed_mean
+from fedtorch.models.convolved_gp import ConvolvedGP, fit, join
+from fedtorch.models.mixed_likelihood import MixedLikelihood
+from fedtorch.models.quiet_gpytorch import gpytorch
+
+DTYPE = torch.float64
+SIZES = [30, 12, 20, 17]
+K = len(SIZES)
+# Sites are sums of some tens of numbers of order 1/σ² ~ 1e2, in a system of condition number below 1e4.
+CLOSE = 1e-8
+
+
+def signals(sizes: list[int] = SIZES, seed: int = 0, kind: str = "real") -> ft.data.FederatedData:
+    generator = torch.Generator().manual_seed(seed)
+    clients: list[Any] = []
+    for size, amplitude in zip(sizes, [1.0, -2.0, 0.5, 3.0] * len(sizes)):
+        x = 2 * torch.rand(size, 1, generator=generator, dtype=DTYPE) - 1
+        f = amplitude * (4 * x[:, 0]).sin()
+        noise = torch.randn(size, generator=generator, dtype=DTYPE)
+        if kind == "real":
+            y = f + 0.1 * noise
+        elif kind == "class":
+            y = (f + 0.3 * noise > 0).to(DTYPE)
+        else:
+            y = torch.poisson(f.exp(), generator=generator)
+        clients.append((x, y))
+    return ft.data.from_tensors(clients, [f"unit {k}" for k in range(len(sizes))])
+
+
+def module(**arguments: Any) -> ConvolvedGP:
+    return ConvolvedGP(torch.linspace(-1, 1, 7, dtype=DTYPE)[:, None], **arguments)
+
+
+def exact(**settings: Any) -> ft.Algorithm:
+    model = settings.pop("model", None)
+    return ft.fedmgp(module() if model is None else model, accept_disclosure=True, **settings)
+
+
+def central(algorithm: ft.Algorithm, round: ft.Round, **arguments: Any) -> ConvolvedGP:
+    """One model of all units with the federation's hyperparameters, not its posterior."""
+    gp = module(batch_shape=torch.Size([K]), **arguments)
+    own = {**dict(gp.named_parameters()), **dict(gp.named_buffers())}
+    tensors = algorithm.model(
+        algorithm.exchange.scatter(algorithm.outbox(round.server), slice(0, K)), round.clients.table.read(slice(0, K))
+    )
+    for name in gp.unit_names:
+        own[name].data = tensors[name].clone()
+    for name in gp.shared_names:
+        own[name].data = round.server.told_at[name].clone()
+    return gp
+
+
+def block(data: ft.data.FederatedData) -> tuple[Tensor, Tensor, Tensor]:
+    stacked = data.stack(range(len(data)))
+    return *stacked.batch[:2], stacked.mask.to(DTYPE)
+
+
+@pytest.mark.parametrize("exact_units", [False, True])
+@pytest.mark.parametrize("rounds", [1, 12])
+def test_it_is_the_central_model(rounds: int, exact_units: bool) -> None:
+    data, algorithm = signals(), exact(exact_units=exact_units)
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=rounds))
+    gp, (x, y, mask) = central(algorithm, final), block(data)
+    with torch.no_grad():
+        assert abs(float(gp.bound(x, y, mask, exact_units) - final.server.bound)) < CLOSE
+        gp.condition(x, y, mask, exact_units)
+        mean, variance = gp.marginals(x)
+        for k in range(K):
+            unit = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), k))
+            found = unit.predict(x[k])
+            assert isinstance(found, gpytorch.distributions.MultivariateNormal)
+            assert torch.allclose(found.mean, mean[k], rtol=0, atol=CLOSE)
+            assert torch.allclose(found.variance - unit.likelihood.noise, variance[k], rtol=0, atol=CLOSE)
+
+
+def test_its_gradient_is_that_of_the_collapsed_bound() -> None:
+    """At the best q: for the shared hyperparameters by sums over units, and for each unit's own."""
+    data, algorithm = signals(), exact(steps=0, server_lr=0.0, model=module(learn_inducing=True))
+    first = last(ft.run(algorithm, ft.InProcess(data), rounds=1))
+    outbox = algorithm.outbox(first.server)
+    told: list[Any] = []
+    watching = dataclasses.replace(
+        algorithm,
+        server=lambda state, aggregate, key: told.append(aggregate) or algorithm.server(state, aggregate, key),
+    )
+    last(ft.run(watching, ft.InProcess(data), rounds=2))
+    gp, (x, y, mask) = central(algorithm, first, learn_inducing=True), block(data)
+    shared = [dict(gp.named_parameters())[name] for name in gp.shared_names]
+    expected = torch.autograd.grad(gp.bound(x, y, mask), shared)
+    gp.condition(x, y, mask)
+    prior = torch.autograd.grad(-gp.divergence(), shared)
+    for name, whole, part in zip(gp.shared_names, expected, prior):
+        found = K * told[-1].gradient.value[name] + part
+        assert torch.allclose(found, whole, rtol=1e-7, atol=1e-6), name
+    assert float(outbox.units) == K
+
+
+def test_training_comes_near_the_optimum_of_a_central_optimiser() -> None:
+    data, algorithm = signals(), exact()
+    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=40))
+    bounds = [float(round.server.bound) for round in rounds]
+    gp, (x, y, mask) = central(algorithm, rounds[-1]), block(data)
+    best = fit(gp, x, y, mask, start=False)
+    assert bounds[-1] > bounds[5] > bounds[0]
+    assert bounds[-1] > float(best) - 0.1 * int(data.counts.sum())  # a tenth of a nat per row: Adam's steps are fixed
+
+
+def test_the_same_in_every_chunking_and_order() -> None:
+    data, order = signals(), torch.tensor([2, 0, 3, 1])
+    one = last(ft.run(exact(), ft.InProcess(data), rounds=6))
+    for other in (ft.InProcess(data, 1), ft.InProcess(data, 3), ft.InProcess(data.select(order))):
+        two = last(ft.run(exact(), other, rounds=6))
+        assert distance(one.server.mean, two.server.mean) < CLOSE
+        assert abs(float(one.server.bound - two.server.bound)) < CLOSE
+
+
+def test_parts_of_a_block_are_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = signals()
+    one = last(ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4))
+    monkeypatch.setattr("fedtorch.federation.algorithms.multi_output_gp._MOST_NUMBERS", 1)
+    two = last(ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4))
+    assert distance(one.server, two.server) < CLOSE
+
+
+def test_a_unit_that_drops_out_is_remembered_and_one_that_never_answers_is_not_missed() -> None:
+    data, algorithm = signals(), exact(steps=0, server_lr=0.0)
+    full = last(ft.run(algorithm, ft.InProcess(data), rounds=1))
+    gone = ft.Faults(before=lambda key, ids: (ids == 1) & bool(random.uniform(key) < 2))
+    others = last(ft.run(algorithm, ft.InProcess(data), rounds=3, faults=gone))
+    alone = last(ft.run(algorithm, ft.InProcess(data.select([0, 2, 3])), rounds=1))
+    assert distance(others.server.mean, alone.server.mean) < CLOSE
+    begun = coordinator.begin(algorithm, ft.InProcess(data))
+    heard = next(ft.run(algorithm, ft.InProcess(data), start=begun))
+    start = coordinator.Progress(1, heard.server, heard.clients)
+    after = last(ft.run(algorithm, ft.InProcess(data), start=start, rounds=4, faults=gone))
+    assert distance(after.server.mean, full.server.mean) < CLOSE
+
+
+def test_unstable_communication_ends_near_the_same_bound() -> None:
+    data = signals()
+    best = max(float(r.server.bound) for r in ft.run(exact(), ft.InProcess(data), rounds=40))
+    faults = ft.dropouts(0.2) | ft.lost_messages(after=0.1)
+    *_, final = ft.run(exact(), ft.InProcess(data), rounds=60, faults=faults)
+    gp, (x, y, mask) = central(exact(), final), block(data)
+    with torch.no_grad():
+        assert float(gp.bound(x, y, mask)) > best - 10  # of a bound that rises by 200
+
+
+def elbo(
+    algorithm: ft.Algorithm, final: ft.Round, data: ft.data.FederatedData, **arguments: Any
+) -> tuple[Tensor, float]:
+    """(the bound at q, its largest slope in the mean and the root of q), by the central model."""
+    gp, (x, y, mask) = central(algorithm, final, **arguments), block(data)
+    tensors = final.clients.tensors(algorithm.outbox(final.server), 0)
+    gp.basis = tensors["basis"]
+    gp.posterior_mean = tensors["posterior_mean"].clone().requires_grad_()
+    gp.posterior_root = tensors["posterior_root"].clone().requires_grad_()
+    value = gp.expected_log_likelihood(x, y, mask).sum() - gp.divergence()
+    mean, root = torch.autograd.grad(value, [gp.posterior_mean, gp.posterior_root])
+    return value.detach(), max(float(mean.abs().max()), float(root.tril().abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("class", gpytorch.likelihoods.BernoulliLikelihood),
+        ("count", gpytorch.likelihoods.PoissonLikelihood),
+    ],
+)
+def test_sites_of_other_likelihoods_end_at_the_best_gaussian(kind: str, make: Any) -> None:
+    data = signals(kind=kind)
+    algorithm = exact(model=module(likelihood=make().to(DTYPE)), steps=0, server_lr=0.0)
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=60))
+    value, slope = elbo(algorithm, final, data, likelihood=make())
+    # With damping 1/2 the distance halves each round; 2^-60 is below the rounding of the quadrature.
+    assert slope < 1e-6
+    assert abs(float(value - final.server.bound)) < 1e-6
+
+
+def test_sites_of_heavy_tails_end_near_the_best_gaussian() -> None:
+    """Rows whose curvature is negative are taken for flat, so the end is near the best q, not at it."""
+    data, make = signals(), gpytorch.likelihoods.StudentTLikelihood
+    algorithm = exact(model=module(likelihood=make().to(DTYPE)), steps=0, server_lr=0.0)
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=40))
+    value, _ = elbo(algorithm, final, data, likelihood=make(batch_shape=torch.Size([K])).to(DTYPE))
+    gaussian = exact(steps=0, server_lr=0.0)
+    other = last(ft.run(gaussian, ft.InProcess(data), rounds=1))
+    tensors = other.clients.tensors(gaussian.outbox(other.server), 0)
+    server = final.server._replace(mean=other.server.mean, root=other.server.root)
+    assert torch.equal(tensors["posterior_mean"], other.server.mean)
+    worse, _ = elbo(
+        algorithm, final._replace(server=server), data, likelihood=make(batch_shape=torch.Size([K])).to(DTYPE)
+    )
+    assert float(value) > float(worse)
+
+
+def test_hyperparameters_of_other_likelihoods_are_trained_too() -> None:
+    data = signals(kind="count")
+    algorithm = exact(model=module(likelihood=gpytorch.likelihoods.PoissonLikelihood(), mean=True))
+    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=25))
+    assert float(rounds[-1].server.bound) > float(rounds[5].server.bound) + 1
+    assert float(rounds[-1].info["loss"].mean()) < float(rounds[1].info["loss"].mean())
+
+
+def test_units_with_different_likelihoods_share_a_process() -> None:
+    real, count = signals([25, 25]), signals([25, 25], kind="count", seed=1)
+    parts = [(x, y, torch.full((25,), k)) for k, data in enumerate((real, count)) for x, y in data]
+    likelihood = MixedLikelihood([gpytorch.likelihoods.GaussianLikelihood(), gpytorch.likelihoods.PoissonLikelihood()])
+    algorithm = exact(model=module(likelihood=likelihood.to(DTYPE)))
+    data = ft.data.from_tensors(parts)
+    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=30))
+    scale = rounds[-1].clients.table.read(slice(0, 4)).own["kernel.scale"]
+    assert bool((scale[2:] == 1).all())
+    assert float((scale[:2] - 1).abs().min()) > 1e-3
+    assert float(rounds[-1].server.bound) > float(rounds[3].server.bound)
+    unit = ft.functional.load(
+        algorithm.local.module, rounds[-1].clients.tensors(algorithm.outbox(rounds[-1].server), 3)
+    )
+    x = data[3][0]
+    with torch.no_grad():
+        log_rate = unit.marginals(x)[0]
+    assert float(torch.corrcoef(torch.stack([log_rate, -(4 * x[:, 0]).sin()]))[0, 1]) > 0.8  # an amplitude of −2
+    with pytest.raises(TypeError, match="Expected rows of one kind"):
+        unit.predict(x)
+
+
+def test_stochastic_natural_gradients_end_near_the_exact_posterior() -> None:
+    data = signals([60, 50, 40, 45])
+    settings: dict[str, Any] = {"steps": 0, "server_lr": 0.0}
+    best = last(ft.run(exact(**settings), ft.InProcess(data), rounds=1)).server
+    noisy = exact(site_batch_size=20, damping=0.05, **settings)
+    means = [r.server.mean for r in ft.run(noisy, ft.InProcess(data), rounds=150)][50:]
+    # In prior standard deviations; 100 correlated draws of noise of some hundredths.
+    assert float((torch.stack(means).mean(0) - best.mean).abs().max()) < 0.1
+
+
+def test_a_new_unit_joins() -> None:
+    data, algorithm = signals(), exact()
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=30))
+    some = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), 0))
+    x = torch.tensor([[-0.6], [-0.2], [0.4], [0.8]], dtype=DTYPE)
+    new = join(some, x, -1.5 * (4 * x[:, 0]).sin())
+    at = torch.linspace(-0.9, 0.9, 19, dtype=DTYPE)[:, None]
+    with torch.no_grad():
+        assert float((new.marginals(at)[0] + 1.5 * (4 * at[:, 0]).sin()).abs().max()) < 0.4
+
+
+def attack(told: Any, unit: ConvolvedGP, x: Tensor) -> Tensor:
+    """The outputs that somebody reads from a message who knows the inputs and the unit's hyperparameters."""
+    seen = unit.see(x)
+    return seen.basis @ torch.linalg.pinv(_symmetric(told.precision, unit.points), rtol=1e-10) @ told.shift
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [5, 25])
+def test_what_leaves_a_unit(rows: int) -> None:
+    """With fewer rows than inducing values one message tells the outputs; the sum over units does not."""
+    data, algorithm = signals([rows] * K), exact(steps=0, server_lr=0.0)
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=1))
+    unit = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), 0))
+    x, y = data[0]
+    sent = tree.map(lambda leaf: leaf[0], final.clients.table.read(slice(0, 1)).sent)
+    error = float((attack(sent, unit, x) - y).abs().max())
+    assert (error < 1e-5) == (rows <= 7)  # the singular values of five rows span 1e5
+    assert float((attack(final.server.heard, unit, x) - y).abs().max()) > 0.05
+
+
+def test_units_whose_message_tells_their_outputs_are_warned_of() -> None:
+    data = signals([5, 30, 7])
+    with pytest.warns(UserWarning, match="2 units have no more rows than the 7 inducing values"):
+        next(ft.run(ft.fedmgp(module()), ft.InProcess(data, 3)))
+    assert len(next(ft.run(exact(), ft.InProcess(data))).ids) == 3
+
+
+def test_averaging_one_unit_raises_its_bound() -> None:
+    data = signals([40])
+    algorithm = ft.fedmgp_average(module(), units=1, steps=10, lr=0.02)
+    losses = [float(r.info["loss"]) for r in ft.run(algorithm, ft.InProcess(data), rounds=30)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_copies_of_a_unit_average_to_that_unit() -> None:
+    data, algorithm = signals([20]), ft.fedmgp_average(module(), units=4, steps=3)
+    copies = ft.data.from_tensors([data[0]] * 4)
+    one = last(ft.run(algorithm, ft.InProcess(data), rounds=3))
+    for exchange in (None, median(), trimmed_mean(0.25)):
+        averaged = ft.fedmgp_average(module(), units=4, steps=3, exchange=exchange)
+        many = last(ft.run(averaged, ft.InProcess(copies), rounds=3))
+        assert distance(many.server, one.server) < CLOSE
+
+
+def test_averaging_is_biased_and_sums_are_not() -> None:
+    """Averaged local optima are wider than the posterior at the same hyperparameters."""
+    data = signals([30, 30, 30, 30])
+    averaged = ft.fedmgp_average(module(), units=4, steps=10, lr=0.05)
+    final = last(ft.run(averaged, ft.InProcess(data), rounds=60))
+    gp, (x, y, mask) = module(batch_shape=torch.Size([4])), block(data)
+    own = {**dict(gp.named_parameters()), **dict(gp.named_buffers())}
+    for k in range(4):
+        tensors = final.clients.tensors(averaged.outbox(final.server), k)
+        for name in gp.unit_names:
+            own[name].data[k] = tensors[name]
+    for name, value in final.server.items():
+        own[name].data = value.clone()
+    with torch.no_grad():
+        wide = gp.marginals(x)[1].sqrt().mean()
+        gp.condition(x, y, mask)
+        assert float(wide / gp.marginals(x)[1].sqrt().mean()) > 1.2
+
+
+def test_settings_and_data_that_do_not_fit() -> None:
+    for settings, message in (
+        ({"lr": 0.0}, "lr > 0"),
+        ({"steps": -1}, "steps >= 0"),
+        ({"batch_size": 0}, "batch_size of at least 1, but got 0"),
+        ({"damping": 1.5}, "damping above 0 and at most 1"),
+        ({"site_batch_size": 5}, "damping below 1 with site_batch_size"),
+        ({"batch_size": 5, "exact_units": True}, "all rows for exact units"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            exact(**settings)
+    with pytest.raises(TypeError, match="Expected a ConvolvedGP, but got Linear"):
+        ft.fedmgp(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"module of one unit, but got batch_shape=\(3,\)"):
+        ft.fedmgp(module(batch_shape=torch.Size([3])))
+    with pytest.raises(ValueError, match=r"in the module's torch\.float64, but got torch\.float32"):
+        next(ft.run(exact(), ft.InProcess(signals().to(dtype=torch.float32))))
+    with pytest.raises(ValueError, match=r"rows \(x, y\) of shapes \(1,\) and \(\), but got \[\(2,\), \(\)\]"):
+        next(ft.run(exact(), ft.InProcess(ft.data.from_tensors([(torch.zeros(3, 2), torch.zeros(3))]))))
+    with pytest.raises(NotImplementedError, match="no local solver to use elsewhere"):
+        exact().local(None, None, None, None, None)
