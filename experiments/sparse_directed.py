@@ -115,7 +115,7 @@ def simulated(sizes: Sizes, seeds: int, out: Path | None) -> list[common.Row]:
     for seed in range(seeds):
         data, truth = simulated_sites(seed)
         found = analyse(data, names, sizes, seed)
-        arrows, true = graphical.discoveries(found.inclusion, LEVEL), truth != 0
+        arrows, true = graphical.arrows(found.inclusion, LEVEL), truth != 0
         numbers = {
             "false discoveries": float((arrows & ~true).sum() / arrows.sum().clamp(min=1)),
             "effects found": float((arrows & true).sum() / true.sum()),
@@ -139,7 +139,7 @@ def simulated(sizes: Sizes, seeds: int, out: Path | None) -> list[common.Row]:
         [[name, f"{np.mean(values):.3f}"] for name, values in figures.items()],
     )
     if out is not None:
-        shown = torch.where(graphical.discoveries(first.inclusion, LEVEL), first.inclusion, 0.0)
+        shown = torch.where(graphical.arrows(first.inclusion, LEVEL), first.inclusion, 0.0)
         figure = ft.plots.directed_network(shown, names, first.effects)
         common.show_path(common.save(figure, out, "sparse_directed_simulated"))
     sd = lambda values: float(np.std(values, ddof=1)) if len(values) > 1 else None
@@ -152,7 +152,7 @@ def expression(sizes: Sizes, out: Path | None) -> list[common.Row]:
     data = ft.data.tcga_brca_expression(GENES, minimum=30, dtype=torch.float64)
     data = data.map(lambda y: (y - y.mean(0)) / y.std(0))
     found = analyse(data, GENES, sizes, 0)
-    arrows = graphical.discoveries(found.inclusion, LEVEL)
+    arrows = graphical.arrows(found.inclusion, LEVEL)
     order = sorted(
         ((float(found.inclusion[j, h]), GENES[h], GENES[j], float(found.effects[j, h])) for j, h in arrows.nonzero()),
         reverse=True,

@@ -100,7 +100,7 @@ def ranked(matrix: Tensor, names: Sequence[str]) -> list[tuple[float, str, str]]
 def network(inclusion: Tensor, names: Sequence[str]) -> ft.Network:
     """The edges found, on a circle."""
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(names)) / len(names)
-    kept = torch.where(graphical.discoveries(inclusion, LEVEL), inclusion, 0.0)
+    kept = torch.where(graphical.edges(inclusion, LEVEL), inclusion, 0.0)
     return ft.Network.from_matrix(kept, names, np.column_stack((np.cos(angles), np.sin(angles))))
 
 
@@ -133,7 +133,7 @@ def proteins(sizes: Sizes, out: Path | None) -> list[common.Row]:
         matrix = symmetrise(found.inclusion)
         order = ranked(matrix, PROTEINS)
         lines = [[f"{a}–{b}", f"{q:.3f}"] for q, a, b in order[:10]]
-        count = int(graphical.discoveries(matrix, LEVEL).sum()) // 2
+        count = int(graphical.edges(matrix, LEVEL).sum()) // 2
         title = f'proteins, rule "{rule}": {count} edges at an expected false discovery rate of {LEVEL:.0%}, R-hat'
         common.show(f"{title} {found.r_hat:.2f}, {found.seconds:.0f} s", ["pair", "inclusion"], lines)
         rows.append(common.Row(f"proteins, {rule}", "edges found", count))
@@ -167,7 +167,7 @@ def simulated(sizes: Sizes, seeds: int) -> list[common.Row]:
         data = standardised(ft.data.FederatedData(y, torch.full((5,), 120)))
         found, truth = analyse(data, names, sizes, seed), (omega != 0) & ~torch.eye(p, dtype=torch.bool)
         for rule, symmetrise in RULES.items():
-            edge = graphical.discoveries(symmetrise(found.inclusion), LEVEL)
+            edge = graphical.edges(symmetrise(found.inclusion), LEVEL)
             share = lambda part, whole: float(part.sum() / whole.sum().clamp(min=1))
             figures.setdefault(f"false discoveries, {rule}", []).append(share(edge & ~truth, edge))
             figures.setdefault(f"edges found, {rule}", []).append(share(edge & truth, truth))

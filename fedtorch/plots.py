@@ -221,7 +221,7 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
 
     Args:
         inclusion: `(p, p)`, the probability of an arrow from each column to each row; what is zero is not drawn, so
-            multiply by `graphical.discoveries`.
+            multiply by `graphical.arrows`.
         names: of the p variables.
         effects: `(p, p)`, whose signs colour the arrows.
 

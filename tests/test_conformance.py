@@ -23,9 +23,8 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
-from fedtorch.models import sparse
 from fedtorch.federation.trust import robust
-from fedtorch.models import hierarchical
+from fedtorch.models import hierarchical, sparse
 from fedtorch.models.convolved_gp import ConvolvedGP
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
@@ -80,13 +79,8 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 STARTS = {"gibbs": torch.full((3,), 0.5, dtype=torch.float64)}  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
 ROWS = {"matrix_normal"}  # algorithms whose server keeps a row `parameters` for every client, which hears it
-EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "graph": lambda: exchange.graph(ft.Network.ring(K)),
-    "private_rows": exchange.private_rows,
-    "star": exchange.star,
-}
-EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "median": robust.median,
     "private_rows": exchange.private_rows,
     "star": exchange.star,

@@ -10,13 +10,6 @@ from experiments import (
     fedavg_family,
     fedlin_cmapss,
     fedlin_school,
-    fedlin_simulation,
-    quickstart,
-    sparse_directed,
-    sparse_network,
-    sparse_regression,
-)
-from experiments.benchmarks import core, fedlin, gtv
     fedlin_selection,
     fedlin_simulation,
     fedlin_student,
@@ -25,14 +18,15 @@ from experiments.benchmarks import core, fedlin, gtv
     fedmgp_faults,
     fedmgp_scale,
     quickstart,
+    sparse_directed,
+    sparse_network,
+    sparse_regression,
     vfl_logistic,
     vfl_poisson,
 )
-from experiments.benchmarks import core, fedlin, gtv, vfl
+from experiments.benchmarks import core, fedlin, gibbs, gtv, vfl
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
 from experiments.benchmarks import grid as grid_benchmark
-from experiments import fedavg_family, quickstart, sparse_regression
-from experiments.benchmarks import core, gibbs
 
 
 def rows(path):
@@ -173,6 +167,8 @@ def test_gtv_benchmark(tmp_path):
     assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
     assert all(value > 0 for value in found.values())
     assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
 def test_gibbs_benchmark(tmp_path, part):
     gibbs.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])

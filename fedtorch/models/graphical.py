@@ -11,7 +11,7 @@ hierarchy of `fedtorch.models.sparse`, run side by side: the response is a batch
 factor; each regression reads its part of them.
 
 What comes out is a matrix of inclusion probabilities, row j of which is the regression of j. It is not symmetric;
-`union` and `intersection` make it so, and `discoveries` thresholds it with a bound on the false discovery rate.
+`union` and `intersection` make it so, and `edges` are those found at a given false discovery rate.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.3; Meinshausen and
 Bühlmann, "High-dimensional graphs and variable selection with the lasso", Annals of Statistics 34, 2006.
@@ -36,8 +36,9 @@ from fedtorch.tree import Tree
 
 __all__ = [
     "Fields",
+    "arrows",
     "designs",
-    "discoveries",
+    "edges",
     "every_response",
     "fields",
     "intersection",
@@ -101,7 +102,7 @@ def neighbourhoods(
         >>> algorithm = ft.gibbs(*kernels, sweeps=5, chains=2)
         >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), graphical.start(3), burn_in=20).run(70)
         >>> inclusion = graphical.square(sampler.mean()["prior.included"])
-        >>> graphical.discoveries(graphical.union(inclusion), 0.1).nonzero().tolist()
+        >>> graphical.edges(graphical.union(inclusion), 0.1).nonzero().tolist()
         [[0, 1], [1, 0]]
     """
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape)
@@ -158,32 +159,44 @@ def intersection(inclusion: Tensor) -> Tensor:
     return torch.minimum(inclusion, inclusion.mT)
 
 
-def discoveries(inclusion: Tensor, level: float = 0.05) -> Tensor:
-    r"""The largest set of most probable edges whose expected false discovery rate is at most `level`.
-
-    The expected rate of the edges with probability :math:`q_e \geq t` is the mean of :math:`1 - q_e` over them (Müller,
-    Parmigiani and Rice, "FDR and Bayesian multiple comparisons rules", Bayesian Statistics 8, 2006, section 2). Edges
-    of one probability are found together, so a symmetric matrix gives a symmetric result.
+def edges(inclusion: Tensor, rate: float = 0.05) -> Tensor:
+    """The edges to report so that an expected share of at most `rate` of them are none: see `sparse.discoveries`.
 
     Args:
-        inclusion: posterior inclusion probabilities, any shape; what has zero probability is never found.
-        level: of the false discovery rate, between 0 and 1.
+        inclusion: probabilities of undirected edges, `(p, p)`, by `union` or `intersection`.
+        rate: the false discovery rate, between 0 and 1.
 
     Returns:
-        bool, in the shape of `inclusion`.
+        bool, `(p, p)`, symmetric.
 
     Raises:
-        ValueError: a level or probability out of range.
+        ValueError: a matrix that is not symmetric, or a rate out of range.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"Expected a level between 0 and 1, but got {level}")
-    if not bool(((inclusion >= 0) & (inclusion <= 1)).all()):
-        raise ValueError("Expected inclusion probabilities between 0 and 1, but got others; average indicators first")
-    ordered = inclusion.flatten().to(torch.float64).sort().values
-    rate = (1 - ordered).flip(0).cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    with_ties = len(ordered) - torch.searchsorted(ordered, ordered)  # how many are as probable as each, or more
-    allowed = ordered[(rate[with_ties - 1] <= level) & (ordered > 0)]
-    return inclusion >= allowed[0] if len(allowed) else torch.zeros_like(inclusion, dtype=torch.bool)
+    if not torch.equal(inclusion, inclusion.mT):
+        raise ValueError("Expected a symmetric matrix of probabilities, but got another; use union or intersection")
+    above = torch.ones_like(inclusion, dtype=torch.bool).triu(1)
+    found = torch.zeros_like(above)
+    found[above] = sparse.discoveries(inclusion[above], rate)
+    return found | found.mT
+
+
+def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
+    """The arrows of a directed graph to report, or the regressions' covariates: `edges` without symmetry.
+
+    Args:
+        inclusion: probabilities `(p, p)`; the diagonal is not read.
+        rate: the false discovery rate, between 0 and 1.
+
+    Returns:
+        bool, `(p, p)`.
+
+    Raises:
+        ValueError: a rate out of range.
+    """
+    off = ~torch.eye(len(inclusion), dtype=torch.bool, device=inclusion.device)
+    found = torch.zeros_like(off)
+    found[off] = sparse.discoveries(inclusion[off], rate)
+    return found
 
 
 def fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> Fields:

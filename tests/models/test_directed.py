@@ -191,7 +191,7 @@ def test_a_cyclic_graph_is_found(p: int, rounds: int) -> None:
     data = ft.data.FederatedData(caused(truth, laplace(random.key(0), (500, p))), torch.full((5,), 100))
     sampler = ft.Sampler(algorithm(8, 2), ft.InProcess(data), graphical.start(p), burn_in=rounds // 3, keep=False)
     theta, inclusion = (graphical.square(sampler.run(rounds).mean()[name]) for name in ("theta", "prior.included"))
-    assert torch.equal(graphical.discoveries(inclusion, 0.1), truth != 0)
+    assert torch.equal(graphical.arrows(inclusion, 0.1), truth != 0)
     assert float((theta - truth).abs().max()) < 0.3
 
 

@@ -137,7 +137,7 @@ def test_a_known_network_is_found() -> None:
         assert torch.equal(symmetrised, symmetrised.mT)
         assert float(symmetrised[truth].min()) > 0.9
     assert float(graphical.intersection(inclusion)[~truth].max()) < 0.5
-    assert torch.equal(graphical.discoveries(graphical.intersection(inclusion), 0.05), truth)
+    assert torch.equal(graphical.edges(graphical.intersection(inclusion), 0.05), truth)
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_false_discoveries_are_as_announced(rule: Any) -> None:
         sizes = 0.3 * (1 - 2 * random.bernoulli(random.fold_in(key, 1), 0.5, (7,)).double())
         omega = precision(8, {tuple(every[e]): float(size) for e, size in zip(pairs, sizes)})  # type: ignore[misc]
         omega = omega + torch.eye(8) * max(0.0, 0.2 - float(torch.linalg.eigvalsh(omega)[0]))
-        found = graphical.discoveries(rule(sample(normal_rows(omega, [120] * 6, seed), 250)), level)
+        found = graphical.edges(rule(sample(normal_rows(omega, [120] * 6, seed), 250)), level)
         truth = (omega != 0) & ~torch.eye(8, dtype=torch.bool)
         false.append(float((found & ~truth).sum() / found.sum().clamp(min=1)))
         power.append(float((found & truth).sum() / truth.sum()))
@@ -187,20 +187,21 @@ def test_square_and_start() -> None:
         graphical.variables(5)
 
 
-def test_discoveries() -> None:
-    """Against every threshold in turn."""
-    inclusion = random.uniform(random.key(3), (6, 6), torch.float64).sqrt()
-    inclusion = torch.where(inclusion > 0.6, (inclusion * 8).round() / 8, inclusion)  # with ties
-    for level in (0.02, 0.1, 0.3, 0.7):
-        sets = [inclusion >= t for t in inclusion.flatten().tolist()]
-        allowed = [found for found in sets if float((1 - inclusion[found]).mean()) <= level]
-        expected = max((int(found.sum()) for found in allowed), default=0)
-        assert int(graphical.discoveries(inclusion, level).sum()) == expected
-    assert not bool(graphical.discoveries(torch.zeros(3, 3)).any())
-    with pytest.raises(ValueError, match="Expected a level between 0 and 1"):
-        graphical.discoveries(inclusion, 1.5)
-    with pytest.raises(ValueError, match="Expected inclusion probabilities between 0 and 1"):
-        graphical.discoveries(2 * inclusion)
+def test_edges_count_once_and_the_diagonal_not_at_all() -> None:
+    inclusion = torch.tensor([[0.0, 0.99, 0.9], [0.99, 0.0, 0.3], [0.9, 0.3, 0.0]], dtype=torch.float64)
+    for rate, pairs in ((0.02, [(0, 1)]), (0.06, [(0, 1), (0, 2)]), (0.3, [(0, 1), (0, 2), (1, 2)])):
+        found = graphical.edges(inclusion, rate)
+        assert torch.equal(found, found.mT)
+        assert [tuple(pair) for pair in found.triu().nonzero().tolist()] == pairs
+    every = torch.ones(9, 9, dtype=torch.float64) - torch.eye(9)  # the mean of 1 − q would be 0.11 with the diagonal
+    assert torch.equal(graphical.edges(every, 0.2), every > 0)
+    assert torch.equal(graphical.arrows(every, 0.2), every > 0)
+    one_way = torch.tensor([[0.0, 0.1], [0.98, 0.0]])
+    assert graphical.arrows(one_way, 0.1).tolist() == [[False, False], [True, False]]
+    with pytest.raises(ValueError, match="Expected a symmetric matrix"):
+        graphical.edges(one_way)
+    with pytest.raises(ValueError, match="Expected a rate between 0 and 1"):
+        graphical.edges(inclusion, 1.5)
 
 
 def test_bad_input() -> None:
