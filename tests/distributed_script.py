@@ -128,6 +128,11 @@ def rounds() -> dict[str, float]:
             LINEAR,
             {"parameters": torch.zeros(3), "cohort": 5},
         ),
+        "Gibbs without a server": (
+            ft.graphs.without_server(ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2), NETWORK),
+            LINEAR,
+            {"parameters": torch.zeros(3), "cohort": 5},
+        ),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),
