@@ -225,3 +225,17 @@ def test_bad_input() -> None:
     constant = cyclic_sites([9]).map(lambda y: torch.cat([y[:, :3], torch.ones_like(y[:, :1])], 1))
     with pytest.raises(ValueError, match="but got constant number 3"):
         next(ft.run(algorithm(), ft.InProcess(constant), graphical.start(4)))
+
+
+@pytest.mark.parametrize("kind", ["directed", "Markov random field"])
+def test_a_block_of_no_clients(kind: str) -> None:
+    fields = ft.gibbs(graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy()), sweeps=2, chains=2)
+    made = algorithm() if kind == "directed" else fields
+    progress = ft.federation.coordinator.begin(made, ft.InProcess(cyclic_sites([9, 5])), graphical.start(4))
+    outbox, clients = made.outbox(progress.server), progress.clients
+    nobody = clients.reply(clients.empty_block(), outbox, random.key(0))
+    somebody = clients.reply(next(iter(clients.blocks(None))), outbox, random.key(0))
+    for empty, full in zip(nobody[:2], somebody[:2]):
+        shapes = [[(path, leaf.shape[1:]) for path, leaf in tree.items(part)] for part in (empty, full)]
+        assert shapes[0] == shapes[1]
+        assert all(len(leaf) == 0 for leaf in tree.leaves(empty))
