@@ -155,8 +155,11 @@ def expression(sizes: Sizes, out: Path | None) -> list[common.Row]:
     data = data.map(lambda y: (y - y.mean(0)) / y.std(0))
     found = analyse(data, GENES, sizes, 0)
     arrows = graphical.arrows(found.inclusion, LEVEL)
-    strongest = found.inclusion >= found.inclusion.flatten().topk(SHOWN).values[-1]
-    order = sorted(((float(found.inclusion[j, h]), j, h) for j, h in strongest.nonzero().tolist()), reverse=True)
+    pairs = [(j, h) for j in range(len(GENES)) for h in range(len(GENES)) if j != h]
+    order = sorted(((float(found.inclusion[j, h]), j, h) for j, h in pairs), reverse=True)[:SHOWN]
+    strongest = torch.zeros_like(found.inclusion)
+    for q, j, h in order:
+        strongest[j, h] = q
     lines = [
         [f"{GENES[h]} → {GENES[j]}", f"{q:.3f}", f"{found.effects[j, h]:.2f}", "yes" if arrows[j, h] else "no"]
         for q, j, h in order
@@ -175,7 +178,7 @@ def expression(sizes: Sizes, out: Path | None) -> list[common.Row]:
     if out is not None:
         figure = ft.plots.inclusion_map(found.inclusion, GENES, "effect", "cause")
         common.show_path(common.save(figure, out, "sparse_directed_heat_map"))
-        figure = ft.plots.directed_network(torch.where(strongest, found.inclusion, 0.0), GENES, found.effects)
+        figure = ft.plots.directed_network(strongest, GENES, found.effects)
         common.show_path(common.save(figure, out, "sparse_directed_expression"))
     return rows
 
