@@ -97,6 +97,7 @@ def test_sparse_network(tmp_path):
     assert found["simulated", "edges found, or"] > 0.5
 
 
+@pytest.mark.slow
 def test_sparse_network_of_proteins(tmp_path):
     needs("tcpa_brca_rppa")
     arguments = ["--smoke", "--study", "proteins", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]

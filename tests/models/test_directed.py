@@ -15,7 +15,7 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.models import deviations, directed, global_priors, graphical, sparse
 
-LENGTHS = [pytest.param((60, 30), id="short"), pytest.param((300, 400), id="long", marks=pytest.mark.slow)]
+LENGTHS = [pytest.param((40, 25), id="short"), pytest.param((300, 400), id="long", marks=pytest.mark.slow)]
 SHAPE, SITES, ROWS, SCALE, SPREAD = 2.0, 2, 4, 0.3, 0.5
 # Cause to effect is column to row: 0 → 1 → 2 → 3 → 1, with a loop of gain −0.25.
 CYCLE = torch.tensor([[0, 0, 0, 0], [0.8, 0, 0, -0.6], [0, 0.7, 0, 0], [0, 0, 0.6, 0]], dtype=torch.float64)
@@ -75,7 +75,7 @@ def run_geweke(p: int, replicates: int, rounds: int, sweeps: int = 1) -> dict[st
         found["radius"] = directed.spectral_radius(matrices).reshape(-1, SITES)
         return found
 
-    direct = statistics(draw_joint(10_000, p, 1))
+    direct = statistics(draw_joint(6_000, p, 1))
     joint = draw_joint(replicates, p, 2)
     chains: dict[str, list[Tensor]] = {name: [] for name in direct}
     for t in range(rounds):
@@ -205,11 +205,11 @@ def test_every_site_stays_stable() -> None:
 
 def test_permuted_variables() -> None:
     """The posterior is that of the permuted problem, within Monte Carlo errors of the chains."""
-    data, order, chains = cyclic_sites([60, 60]).map(lambda y: y[:, 1:]), [2, 0, 1], 8
+    data, order, chains = cyclic_sites([40, 30]).map(lambda y: y[:, 1:]), [2, 0, 1], 8
     means = []
     for turned in (data, data.map(lambda y: y[:, order])):
-        sampler = ft.Sampler(algorithm(4, chains), ft.InProcess(turned), graphical.start(3), burn_in=20, keep=False)
-        means.append(graphical.square(sampler.run(60).moments["theta"].mean))
+        sampler = ft.Sampler(algorithm(4, chains), ft.InProcess(turned), graphical.start(3), burn_in=15, keep=False)
+        means.append(graphical.square(sampler.run(45).moments["theta"].mean))
     first, second = means[0][:, order][:, :, order], means[1]
     off = ~torch.eye(3, dtype=torch.bool)
     z = ((first.mean(0) - second.mean(0)) / ((first.var(0) + second.var(0)) / chains).sqrt())[off]
