@@ -21,6 +21,7 @@ from fedtorch.federation.algorithms import (
     fedprox,
     fedsgd,
     fedyogi,
+    gibbs,
     gtv,
     matrix_normal,
     personal_layers,
@@ -41,6 +42,7 @@ from fedtorch.federation.local_solvers import gradient_descent, least_squares, l
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
+from fedtorch.federation.sampler import Sampler
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
 from fedtorch.federation.tuning import Grid, grid
 from fedtorch.models import functional
@@ -72,6 +74,7 @@ __all__ = [
     "Reply",
     "Round",
     "RoundProgressBar",
+    "Sampler",
     "Score",
     "compare",
     "constant",
@@ -93,6 +96,7 @@ __all__ = [
     "fedyogi",
     "fixed_cohort",
     "functional",
+    "gibbs",
     "gradient_descent",
     "graph",
     "graphs",

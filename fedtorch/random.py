@@ -30,14 +30,18 @@ from torch import Tensor
 
 __all__ = [
     "bernoulli",
+    "beta",
     "bits",
     "choice",
     "exponential",
     "fold_in",
+    "gamma",
+    "inverse_gamma",
     "key",
     "normal",
     "permutation",
     "randint",
+    "split",
     "uniform",
 ]
 
@@ -45,7 +49,8 @@ _ROUNDS = 10
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _WORD = 0xFFFFFFFF
 _BLOCK = 2**17  # words drawn at a time, which bounds the memory of the temporaries
-_DRAW, _FOLD = 0, 1  # the last counter word, which keeps draws and new keys apart
+_DRAW, _FOLD, _GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
+_BOOST = _WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
 
 # Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
 _CLEAR = torch.tensor(_WORD, device="cpu")
@@ -164,6 +169,15 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
 
 
+def split(key: Tensor, count: int) -> tuple[Tensor, ...]:
+    """`count` new keys of each key, for as many purposes: `fold_in(key, 0)`, `fold_in(key, 1)`, … in one call.
+
+    Returns:
+        `count` tensors of the shape of `key`.
+    """
+    return fold_in(key.unsqueeze(-1), torch.arange(count, device=key.device)).unbind(-1)
+
+
 def bits(key: Tensor, count: int) -> Tensor:
     """Random 32-bit words; word i depends on (key, i) only.
 
@@ -221,6 +235,124 @@ def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = tor
     """
     _check_real(dtype)
     return _fill(key, shape, dtype, _words_per(dtype), lambda words: _inside(words, dtype).log_().neg_())
+
+
+def gamma(
+    key: Tensor, concentration: float | Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
+    r"""Gamma numbers of a given shape parameter a and rate one, density x^{a−1} e^{−x} / Γ(a).
+
+    With d = a − 1/3 and c = 1/√(9d), a standard normal x and a uniform u are accepted when
+
+    .. math:: v = (1 + c x)^3 > 0, \qquad \log u < x^2 / 2 + d - d v + d \log v,
+
+    and d v is the number (Marsaglia and Tsang, "A simple method for generating gamma variables", ACM TOMS 26, 2000,
+    section 5); below a = 1 it is that of a + 1 times u^{1/a} (section 6). The r-th attempt of element i reads the
+    Philox block of counter (i, r) whatever happens to the others, so element i depends on (key, i, its own a) only.
+    At least 95 % of first attempts are accepted; the others are made anew for the refused elements alone. The
+    computation is in float64, from 52 bits of radius and 32 of angle and of the coin.
+
+    Args:
+        key: `(...)`.
+        concentration: a > 0, a number or a tensor that broadcasts to the result.
+        shape: of one key's numbers.
+        dtype: floating point.
+
+    Returns:
+        `(*key.shape, *shape)`, finite and greater than zero: what is below the dtype's smallest normal number, which
+        happens for a < 0.1 only, is raised to it.
+
+    Raises:
+        ValueError: a concentration that is not finite and positive.
+    """
+    _check_key(key)
+    _check_real(dtype)
+    full = (*key.shape, *shape)
+    a = torch.as_tensor(concentration, dtype=torch.float64, device=key.device)
+    if not bool(((a > 0) & a.isfinite()).all()):
+        raise ValueError(f"Expected finite concentrations above 0, but got {concentration}")
+    try:
+        a = a.expand(full)
+    except RuntimeError:
+        raise ValueError(f"Expected a concentration that broadcasts to {full}, but got {tuple(a.shape)}") from None
+    count = math.prod(shape)
+    keys, a = key.reshape(-1, 1), a.reshape(key.numel(), count)
+    out = key.new_empty((key.numel(), count), dtype=dtype)
+    step = max(_BLOCK // max(key.numel(), 1) // 4, 1)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        element = torch.arange(start, stop, device=key.device)
+        out[:, start:stop] = _marsaglia_tsang(keys, element, a[:, start:stop]).clamp_min_(torch.finfo(dtype).tiny)
+    return out.reshape(full)
+
+
+def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
+    """Gamma numbers `(Q, n)` of keys `(Q, 1)`, elements `(n,)` and shape parameters `(Q, n)`."""
+    small = a < 1
+    raised = torch.where(small, a + 1, a)
+    value, accepted = _propose(keys, element, 0, raised)
+    attempt = 1
+    while not bool(accepted.all()):
+        row, column = (~accepted).nonzero(as_tuple=True)
+        again, fine = _propose(keys[row, 0], element[column], attempt, raised[row, column])
+        value[row, column], accepted[row, column] = again, fine
+        attempt += 1
+    if bool(small.any()):
+        row, column = small.nonzero(as_tuple=True)
+        words = _blocks(keys[row, 0], element[column], _BOOST)
+        value[row, column] *= (_inside(words, torch.float64)[..., 0].log() / a[row, column]).exp()
+    return value
+
+
+def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Tensor, Tensor]:
+    """(numbers, whether they are accepted) of one attempt; a ≥ 1."""
+    words = _blocks(keys, element, attempt)
+    radius = _inside(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
+    angle = words[..., 2].to(torch.float64).mul_(2 * math.pi * 2.0**-32)
+    x = radius * angle.cos()
+    d = a - 1 / 3
+    root = x.div((9 * d).sqrt()).add_(1)
+    v = root * root * root
+    bound = x.square().div_(2).add_(d * (1 - v + v.clamp_min(torch.finfo(torch.float64).tiny).log()))
+    coin = words[..., 3].to(torch.float64).add_(0.5).mul_(2.0**-32).log_()
+    return d * v, (v > 0) & (coin < bound)
+
+
+def _blocks(keys: Tensor, element: Tensor, attempt: int) -> Tensor:
+    """The four words of counter (element, attempt) for proposals, `(..., 4)`."""
+    even, odd = _philox(keys, (element & _CLEAR, element >> _HALF, attempt, _GAMMA))
+    return torch.stack((even[0], odd[0], even[1], odd[1]), -1).bitwise_and_(_CLEAR)
+
+
+def inverse_gamma(
+    key: Tensor, concentration: float | Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Inverse gamma numbers of a given shape parameter a and scale one: 1 / `gamma(...)`, at most the largest finite.
+
+    Args and errors as for `gamma`; IG(a, b) has density proportional to x^{−a−1} e^{−b/x} and is b times this.
+    """
+    draws = gamma(key, concentration, shape, torch.float64).reciprocal_()
+    return draws.clamp_max_(torch.finfo(dtype).max).to(dtype)
+
+
+def beta(
+    key: Tensor, a: float | Tensor, b: float | Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Beta numbers X / (X + Y), X and Y gamma numbers of shape parameters a and b from two keys made of `key`.
+
+    Args:
+        key: `(...)`.
+        a: finite and positive, a number or a tensor that broadcasts to the result.
+        b: likewise.
+        shape: of one key's numbers.
+        dtype: floating point.
+
+    Returns:
+        `(*key.shape, *shape)`, between 0 and 1.
+    """
+    one, other = split(key, 2)
+    first, second = gamma(one, a, shape, torch.float64), gamma(other, b, shape, torch.float64)
+    return (first / (first + second)).to(dtype)
 
 
 def bernoulli(key: Tensor, probability: float | Tensor, shape: Sequence[int] = ()) -> Tensor:

@@ -25,6 +25,7 @@ from fedtorch import tree
 from fedtorch.federation import coordinator
 from fedtorch.federation.evaluation import evaluate
 from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
+from fedtorch.models import sparse
 
 LINEAR = linear_clients([3, 12, 5, 9, 7, 4, 20])
 CLASSES = classes((9, 14, 5, 11, 20), dtype=torch.float64)
@@ -122,6 +123,11 @@ def rounds() -> dict[str, float]:
             {"cohort": 4},
         ),
         "FedAdam": (ft.fedadam(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": 3}),
+        "Gibbs": (
+            ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
+            LINEAR,
+            {"parameters": torch.zeros(3), "cohort": 5},
+        ),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),

@@ -24,7 +24,7 @@ from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
 from fedtorch.federation.trust import robust
-from fedtorch.models import hierarchical
+from fedtorch.models import hierarchical, sparse
 from fedtorch.models.convolved_gp import ConvolvedGP
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
@@ -70,11 +70,13 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
         ft.least_squares(LinearHead(3, dtype=torch.float64), steps=4), covariance=inverse_wishart(alpha=0.7)
     ),
     "gtv": lambda: ft.gtv(sgd(0.05, steps=2, batch_size=3), ft.Network.ring(K), {"weight": 0.5, "bias": 0.2}),
+    "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
 }
+STARTS = {"gibbs": torch.full((3,), 0.5, dtype=torch.float64)}  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
 ROWS = {"matrix_normal"}  # algorithms whose server keeps a row `parameters` for every client, which hears it
 EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
@@ -207,6 +209,8 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 def start(name: str, algorithm: ft.Algorithm) -> Tree:
     """Parameters that are not what the local solver would start from."""
+    if algorithm.local is None:
+        return STARTS[name]
     return tree.map(lambda leaf: leaf + 0.5, algorithm.local.parameters)
 
 

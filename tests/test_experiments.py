@@ -18,10 +18,11 @@ from experiments import (
     fedmgp_faults,
     fedmgp_scale,
     quickstart,
+    sparse_regression,
     vfl_logistic,
     vfl_poisson,
 )
-from experiments.benchmarks import core, fedlin, gtv, vfl
+from experiments.benchmarks import core, fedlin, gibbs, gtv, vfl
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
 from experiments.benchmarks import grid as grid_benchmark
 
@@ -195,3 +196,19 @@ def test_vfl_benchmark(tmp_path):
     one_exchange = "augmented, sums, response at the server"
     assert found[one_exchange, up] == found[one_exchange, down]
     assert found["power, amortised, response with the parties", up] > 4 * 4 * 826
+
+
+def test_sparse_regression(tmp_path):
+    arguments = ["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_regression.main(arguments)
+    found = rows(tmp_path / "rows.json")
+    for way in ("federated", "pooled as iid", "sites, averaged"):
+        assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
+    assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
+    assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
+def test_gibbs_benchmark(tmp_path, part):
+    gibbs.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())

@@ -87,6 +87,12 @@ def test_fold_in_broadcasts(keys):
     assert folded.unique().numel() == folded.numel()
 
 
+def test_split_is_fold_in(keys):
+    for i, found in enumerate(random.split(keys, 3)):
+        assert torch.equal(found, random.fold_in(keys, i))
+    assert random.split(keys[:0], 2)[1].shape == (0, 3)
+
+
 def test_new_keys_are_not_drawn():
     # A key's draws and the keys folded from it have different counters, so none of the words coincide
     # (two of 6 · 10⁴ 32-bit words by chance: whole 64-bit keys are compared instead).
@@ -109,6 +115,10 @@ DRAWS = {
     "bernoulli": lambda key, n: random.bernoulli(key, 0.3, (n,)),
     "bernoulli_tensor": lambda key, n: random.bernoulli(key, torch.tensor(0.3), (n,)),
     "randint": lambda key, n: random.randint(key, 1000, (n,)),
+    "gamma": lambda key, n: random.gamma(key, 2.5, (n,)),
+    "gamma64": lambda key, n: random.gamma(key, 0.4, (n,), torch.float64),
+    "inverse_gamma": lambda key, n: random.inverse_gamma(key, 1.5, (n,)),
+    "beta": lambda key, n: random.beta(key, 0.7, 2.0, (n,), torch.float64),
 }
 each_draw = pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS.keys())
 
@@ -269,8 +279,68 @@ def test_draws_of_neighbouring_keys_are_uncorrelated():
     assert abs(float((raw[1:] * raw[:-1]).mean())) < 4 / math.sqrt(199 * 500)
 
 
+@pytest.mark.parametrize("a", [0.05, 0.5, 1.0, 1.01, 2.5, 60.0, 1e6])
+def test_gamma_and_inverse_gamma(a):
+    key = random.fold_in(random.key(11), round(a * 100))
+    sample = random.gamma(key, a, (SAMPLES,), torch.float64)
+    assert bool((sample.isfinite() & (sample > 0)).all())
+    assert stats.kstest(sample.numpy(), stats.gamma(a).cdf).pvalue > 1e-4
+    for power in (1, 2):
+        law = stats.gamma(a)
+        error = math.sqrt((law.moment(2 * power) - law.moment(power) ** 2) / SAMPLES)
+        assert abs(float((sample**power).mean()) - law.moment(power)) < 4 * error
+    inverse = random.inverse_gamma(key, a, (SAMPLES,), torch.float64)
+    assert torch.equal(inverse, 1 / sample)
+    assert bool(random.inverse_gamma(key, a, (SAMPLES,)).isfinite().all())
+
+
+def test_gamma_of_tensor_valued_shapes_is_that_of_each():
+    keys = random.fold_in(random.key(12), torch.arange(3))
+    a = torch.tensor([0.3, 1.0, 4.0, 0.9, 77.0], dtype=torch.float64)
+    found = random.gamma(keys, a, (5,), torch.float64)
+    for i, each in enumerate(a.tolist()):
+        assert torch.equal(found[:, i], random.gamma(keys, each, (5,), torch.float64)[:, i])
+    of_keys = random.gamma(keys, a[:3, None], (4,))
+    assert torch.equal(of_keys[1], random.gamma(keys[1], 1.0, (4,)))
+    assert random.gamma(keys, 2.0).shape == (3,)
+
+
+def test_elements_of_gamma_are_independent_of_each_other():
+    sample = random.gamma(random.fold_in(random.key(13), torch.arange(200)), 0.8, (500,), torch.float64) - 0.8
+    for first, second in ((sample[1:], sample[:-1]), (sample[:, 1:], sample[:, :-1])):
+        assert abs(float((first * second).mean())) < 4 * 0.8 / math.sqrt(first.numel())  # their variance is 0.8
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.5, 0.5), (1.0, 1.0), (3.0, 0.7), (40.0, 9.0)])
+def test_beta(a, b):
+    sample = random.beta(random.key(14), a, b, (SAMPLES,), torch.float64)
+    assert stats.kstest(sample.numpy(), stats.beta(a, b).cdf).pvalue > 1e-4
+    assert abs(float(sample.mean()) - a / (a + b)) < 4 * stats.beta(a, b).std() / math.sqrt(SAMPLES)
+
+
+@pytest.mark.parametrize("word", [0, MASK])
+def test_gamma_of_extreme_words_stays_finite(monkeypatch, word):
+    real = random._blocks
+
+    def extreme(keys, element, attempt):
+        words = real(keys, element, attempt)
+        return torch.full_like(words, word) if attempt in (0, random._BOOST) else words
+
+    monkeypatch.setattr(random, "_blocks", extreme)
+    for a in (0.01, 1.0, 30.0):
+        for dtype in (torch.float32, torch.float64):
+            sample = random.gamma(random.key(0), a, (4,), dtype)
+            assert bool((sample.isfinite() & (sample > 0)).all())
+            assert bool(random.inverse_gamma(random.key(0), a, (4,), dtype).isfinite().all())
+
+
 def test_errors():
     key = random.key(0)
+    for bad in (0.0, -1.0, math.nan, math.inf, torch.tensor([1.0, 0.0])):
+        with pytest.raises(ValueError, match="Expected finite concentrations above 0"):
+            random.gamma(key, bad, (2,))
+    with pytest.raises(ValueError, match=r"broadcasts to \(2,\), but got \(3,\)"):
+        random.gamma(key, torch.ones(3), (2,))
     with pytest.raises(ValueError, match="Expected a seed"):
         random.key(2**63)
     with pytest.raises(TypeError, match=r"Expected a key.*float32"):

@@ -52,6 +52,12 @@ def test_two_ranks_equal_one_process(findings: dict[str, Any], what: str) -> Non
     assert len(findings[what]) > 9
 
 
+def test_gibbs_sampling_over_two_ranks_is_the_same_to_the_bit(findings: dict[str, Any]) -> None:
+    found = {name: value for name, value in findings["rounds"].items() if name.startswith("Gibbs")}
+    assert len(found) == 3
+    assert set(found.values()) == {0.0}
+
+
 def test_a_trainer_over_two_ranks(findings: dict[str, Any]) -> None:
     found = findings["lightning"]
     assert found["files"] == ["rank-00000-of-00002.ckpt", "rank-00001-of-00002.ckpt"]

@@ -7,6 +7,7 @@ from fedtorch.federation.algorithms.fedbn import fedbn
 from fedtorch.federation.algorithms.feddyn import feddyn
 from fedtorch.federation.algorithms.fedopt import fedadagrad, fedadam, fedopt, fedyogi
 from fedtorch.federation.algorithms.fedsgd import fedsgd
+from fedtorch.federation.algorithms.gibbs import gibbs
 from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.matrix_normal import matrix_normal
 from fedtorch.federation.algorithms.multi_output_gp import fedmgp, fedmgp_average
@@ -29,6 +30,7 @@ __all__ = [
     "fedprox",
     "fedsgd",
     "fedyogi",
+    "gibbs",
     "gtv",
     "matrix_normal",
     "personal_layers",

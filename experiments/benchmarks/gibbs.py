@@ -1,0 +1,107 @@
+"""Federated Gibbs sampling of sparse regression: its speed, beside Pyro's NUTS and beside a loop over clients.
+
+- `sweeps`: the paper's setting, 4 sites of 100 to 150 rows, 11 covariates, T = 1000 rounds of L = 100 sweeps, 4 chains.
+- `nuts`: effective samples of the global coefficients per second, the smallest over coefficients, on the same data and
+  model; NUTS has the indicators summed out and runs one chain.
+- `clients`: 1000 sites, 10 covariates, stacked against one site after another.
+
+Runs are interleaved and medians reported.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import fedtorch as ft
+from experiments import common
+from experiments.sparse_regression import COVARIATES, simulated
+from fedtorch.models import sparse
+
+REPETITIONS = 3
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Of one call."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def sweeps(smoke: bool) -> list[common.Row]:
+    """Seconds for all sweeps of the paper's setting."""
+    rounds = 5 if smoke else 1000
+    algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=100, chains=4)
+    population = ft.InProcess(simulated(0))
+    run = lambda count: ft.Sampler(algorithm, population, torch.zeros(COVARIATES), keep=False).run(count)
+    run(1)
+    spent = statistics.median(seconds(lambda: run(rounds)) for _ in range(1 if smoke else REPETITIONS))
+    setting = f"4 sites, {COVARIATES} covariates, 4 chains, {100 * rounds} sweeps"
+    return [common.Row(setting, "seconds", spent), common.Row(setting, "µs a sweep", spent / rounds / 100 * 1e6)]
+
+
+def nuts(smoke: bool) -> list[common.Row]:
+    """Effective samples per second, ours and NUTS'."""
+    import arviz
+
+    from fedtorch.models import sparse_pyro
+
+    data = simulated(0)
+    rounds, sizes = (30, (5, 5)) if smoke else (1000, (300, 300))
+    algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=20, chains=4)
+    watch = lambda round: {"theta": round.server.variables.theta}
+    sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(COVARIATES), burn_in=rounds // 10, watch=watch)
+    ours = seconds(lambda: sampler.run(rounds))
+    found: dict[str, torch.Tensor] = {}
+    program = sparse_pyro.regression(data)
+    theirs = seconds(lambda: found.update(sparse_pyro.nuts(program, draws=sizes[0], warmup=sizes[1])))
+    effective = float(sampler.summary()["ess_bulk"].min())
+    oracle = float(arviz.ess(arviz.convert_to_dataset({"theta": found["theta"][None].numpy()}))["theta"].min())
+    rows = [
+        common.Row("Gibbs, 4 chains", "effective samples a second", effective / ours),
+        common.Row("NUTS, one chain", "effective samples a second", oracle / theirs),
+    ]
+    return [*rows, common.Row("Gibbs against NUTS", "ratio", (effective / ours) / (oracle / theirs))]
+
+
+def clients(smoke: bool) -> list[common.Row]:
+    """Seconds a round of stacked clients and of a loop over them."""
+    count, rows, covariates = (50 if smoke else 1000), 30, 10
+    x = ft.random.normal(ft.random.key(0), (count * rows, covariates), torch.float64)
+    y = x[:, 0] + ft.random.normal(ft.random.key(1), (len(x),), torch.float64)
+    data = ft.data.FederatedData((x, y), torch.full((count,), rows))
+    algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=20, chains=1)
+    ways = {}
+    for name, chunk in (("stacked", None), ("a loop over clients", 1)):
+        ways[name] = ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(covariates))
+        next(ways[name])
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(1 if smoke else REPETITIONS):
+        for name, steps in ways.items():
+            spent[name].append(seconds(lambda steps=steps: next(steps)))
+    medians = {name: statistics.median(each) for name, each in spent.items()}
+    found = [common.Row(f"{count} clients, {name}", "s a round of 20 sweeps", value) for name, value in medians.items()]
+    ratio = medians["a loop over clients"] / medians["stacked"]
+    return [*found, common.Row(f"{count} clients, stacked against a loop", "ratio", ratio)]
+
+
+PARTS = {"clients": clients, "nuts": nuts, "sweeps": sweeps}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = common.arguments(__doc__ or "")
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="default all")
+    options = parser.parse_args(argv)
+    parts = PARTS.values() if options.part == "all" else [PARTS[options.part]]
+    rows = [row for part in parts for row in part(options.smoke)]
+    lines = [[row.setting, row.metric, f"{row.ours:.4g}"] for row in rows]
+    common.show(f"Federated Gibbs sampling ({common.machine()})", ["", "", "measured"], lines)
+    common.write("benchmarks.gibbs", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

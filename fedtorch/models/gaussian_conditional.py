@@ -1,0 +1,214 @@
+r"""Draws from the Gaussian conditional of regression coefficients, for many small problems at once.
+
+For client k and chain c, with Gram matrix G = X'X, noise precision s and prior precisions d of the deviation δ,
+
+.. math:: \delta \sim N(A^{-1} s X'r,\ A^{-1}), \qquad A = s G + \mathrm{diag}(d),
+
+r being the residual at δ = 0. Three ways, each giving the same bits for a problem whatever is stacked beside it:
+
+- `elimination`: Gaussian elimination on all problems side by side, one coefficient at a time. Only additions,
+  multiplications, divisions and roots are used, element by element, which IEEE arithmetic rounds alike in every place.
+- `factorisation`: a Cholesky factor per problem from LAPACK, for more than 32 coefficients.
+- `data_space`: the sampler of Bhattacharya, Chakraborty and Mallick ("Fast sampling with Gaussian scale mixture priors
+  in high-dimensional regression", Biometrika 103, 2016, Algorithm 1), whose system has the size of the data, for more
+  coefficients than rows.
+
+Problems are `B = K · C` columns, the coefficients in front: `(p, B)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+
+__all__ = ["Design", "Draw", "Fold", "data_space", "elimination", "factorisation", "gaussian_conditional"]
+
+_SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest
+
+
+class Design(NamedTuple):
+    """What a linear regression needs of each client's rows; float64."""
+
+    gram: Tensor  # (K, p, p) X'X
+    estimate: Tensor  # (K, p) the least squares estimate of least norm
+    rss: Tensor  # (K,) its residual sum of squares
+    degrees: Tensor  # (K,) rows that count for the noise: n, or n − 1 with an intercept
+    count: Tensor  # type: ignore[assignment]  # (K,) rows
+    x: Tensor | None  # (K, N, p), where there are many coefficients, and
+    y: Tensor | None  # (K, N)
+
+
+# (noise precisions (B,), prior precisions (p, B), standard normals (p, B)) -> (δ (p, B), residual sums of squares (B,))
+Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def gaussian_conditional(design: Design, centre: Tensor, keys: Tensor) -> Draw:
+    """The way that suits the number of coefficients, and for each client the number of its rows.
+
+    Args:
+        design: K clients' data.
+        centre: what δ is the deviation from, `(K, C, p)`.
+        keys: `(K, C)`, for what a way draws beyond the standard normals that it is given.
+    """
+    if design.x is None:
+        return elimination(design, centre)
+    return factorisation(design, centre, keys)
+
+
+class Fold:
+    """Sums over the first dimension of a buffer, in place and always in the same order: the second half onto the first.
+
+    Args:
+        buffer: `(n, ...)`, which calls overwrite; its first row is the sum.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.total, self.steps = buffer[0], []
+        n = buffer.shape[0]
+        while n > 1:
+            half = (n + 1) // 2
+            self.steps.append((buffer[: n - half], buffer[half:n]))
+            n = half
+
+    def __call__(self) -> Tensor:
+        """The sum of what the buffer holds now."""
+        for target, source in self.steps:
+            target.add_(source)
+        return self.total
+
+
+def elimination(design: Design, centre: Tensor) -> Draw:
+    """Elimination of the columns of (A, s X'r) side by side.
+
+    With A = U' diag(u)⁻¹ U, u the diagonal of U, elimination leaves (U, c); then U δ = c + √u z for standard normal z.
+    """
+    chains, p = centre.shape[1:]
+    gram = columns(design.gram[:, None].expand(-1, chains, -1, -1))
+    estimate = columns(design.estimate[:, None].expand(-1, chains, -1))
+    least = design.rss[:, None].expand(-1, chains).reshape(-1)
+    gap = estimate - columns(centre)
+    products = torch.empty_like(gram)
+    of_products, of_errors = Fold(products), Fold(products[0])
+    torch.mul(gram, gap.unsqueeze(1), out=products)  # gram is symmetric
+    right = of_products().clone()
+    work = torch.empty(p, p + 1, gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    matrix, vector = work[:, :p], work[:, p]
+    diagonal = matrix.diagonal(0, 0, 1).mT
+    delta = torch.empty_like(vector)
+    forward = [_forward_step(work, j) for j in range(p - 1)]
+    backward = [(delta[j], work[j, j], delta[:j], work[:j, j], torch.empty_like(delta[:j])) for j in reversed(range(p))]
+
+    def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        torch.mul(gram, noise, out=matrix)
+        torch.mul(right, noise, out=vector)
+        diagonal.add_(prior)
+        for row, pivot, factor, factors, rest, product, below in forward:
+            torch.div(row, pivot, out=factor)
+            torch.mul(factors, rest, out=product)
+            below.sub_(product)
+        torch.sqrt(diagonal, out=delta)
+        delta.mul_(z).add_(vector)
+        for value, pivot, above, column, product in backward:
+            value.div_(pivot)
+            torch.mul(column, value, out=product)
+            above.sub_(product)
+        error = delta - gap
+        torch.mul(gram, error.unsqueeze(1), out=products)
+        of_products().mul_(error)
+        return delta, least + of_errors()
+
+    return draw
+
+
+def _forward_step(work: Tensor, j: int) -> tuple[Tensor, ...]:
+    """Views and buffers for the elimination of column j."""
+    p = len(work)
+    factor = torch.empty_like(work[j, j + 1 : p])
+    below = work[j + 1 :, j + 1 :]
+    return (
+        work[j, j + 1 : p],
+        work[j, j],
+        factor,
+        factor.unsqueeze(1),
+        work[j, j + 1 :].unsqueeze(0),
+        torch.empty_like(below),
+        below,
+    )
+
+
+def factorisation(design: Design, centre: Tensor, keys: Tensor) -> Draw:
+    """One problem after another: `data_space` for clients with fewer rows than coefficients, else a Cholesky factor."""
+    clients, chains, p = centre.shape
+    draws = []
+    for k in range(clients):
+        assert design.x is not None
+        assert design.y is not None
+        n = int(design.count[k])
+        x, y = design.x[k, :n].clone(), design.y[k, :n].clone()
+        for c in range(chains):
+            residual = y - x @ centre[k, c]
+            if n < p:
+                draws.append(data_space(x, residual, keys[k, c]))
+            else:
+                draws.append(_cholesky(design.gram[k].clone(), x, residual))
+
+    def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        if not draws:
+            return torch.zeros_like(prior), torch.zeros_like(noise)
+        found = [one(noise[b], prior[:, b].clone(), z[:, b].clone()) for b, one in enumerate(draws)]
+        return torch.stack([delta for delta, _ in found], 1), torch.stack([rss for _, rss in found])
+
+    return draw
+
+
+def _cholesky(gram: Tensor, x: Tensor, residual: Tensor) -> Draw:
+    """L L' = A, δ = L'⁻¹ (L⁻¹ s X'r + z)."""
+    right = x.mT @ residual
+
+    def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        factor = torch.linalg.cholesky(gram * noise + prior.diag())
+        half = torch.linalg.solve_triangular(factor, (right * noise)[:, None], upper=False)
+        delta = torch.linalg.solve_triangular(factor.mT, half + z[:, None], upper=True)[:, 0]
+        return delta, (residual - x @ delta).square().sum()
+
+    return draw
+
+
+def data_space(x: Tensor, residual: Tensor, key: Tensor) -> Draw:
+    """One problem through a system of the size of its rows.
+
+    With Φ = √s X and D = diag(d)⁻¹: u = √D z, v = Φ u + ε, (Φ D Φ' + I) w = √s r − v, δ = u + D Φ' w. The t-th draw
+    takes ε from `key` and t.
+
+    Args:
+        x: `(n, p)`.
+        residual: r, `(n,)`.
+        key: `()`.
+    """
+    eye = torch.eye(len(x), dtype=x.dtype, device=x.device)
+    calls = 0
+
+    def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        epsilon = random.normal(random.fold_in(key, calls), (len(x),), x.dtype)
+        calls += 1
+        root = noise.sqrt()
+        features = root * x
+        start = z / prior.sqrt()
+        factor = torch.linalg.cholesky((features / prior) @ features.mT + eye)
+        target = root * residual - features @ start - epsilon
+        weight = torch.cholesky_solve(target[:, None], factor)[:, 0]
+        delta = start + features.mT @ weight / prior
+        return delta, (residual - x @ delta).square().sum()
+
+    return draw
+
+
+def columns(values: Tensor) -> Tensor:
+    """`(K, C, ...)` as `(..., B)`, contiguous."""
+    return values.flatten(0, 1).movedim(0, -1).contiguous()

@@ -1,0 +1,59 @@
+"""The two halves of a hierarchical model's Gibbs sampler, as values of pure functions.
+
+A hierarchical model has variables of its own for each client, which meet the others only through global variables that
+are sampled from sums over the clients. A `LocalKernel` leaves p(client's variables | global variables, its data)
+invariant, a `GlobalKernel` p(global variables | sums over the clients). `fedtorch.federation.algorithms.gibbs` runs
+any pair of them over a federation; stacked in one process they are an ordinary sampler.
+
+Several chains are a batch dimension after the clients: a client's variables are `(K, C, ...)`, global ones `(C, ...)`,
+and keys `(K, C)` and `(C,)`, so that a chain draws the same numbers whatever runs beside it. All numbers are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fedtorch.tree import Tree
+
+__all__ = ["GlobalKernel", "LocalKernel", "Sums"]
+
+Sums = dict[str, tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class LocalKernel:
+    """A client's half.
+
+    Attributes:
+        init: start of the global parameter, `(C, p)` -> one client's variables `(C, ...)`.
+        prepare: data -> data, once per block: checks, Gram matrices.
+        sweep: (global variables heard `(K, C, ...)`, variables `(K, C, ...)`, data, keys `(K, C)`, sweeps) ->
+            variables after so many sweeps.
+        report: variables -> what enters the sums over the clients, by name: float64 numbers `(K, C, ...)` below
+            2¹⁴⁸; several numbers under one name are one number without rounding (see `fedtorch.exact.products`).
+    """
+
+    init: Callable[[Tensor], Tree]
+    prepare: Callable[[Any], Any]
+    sweep: Callable[[Tree, Tree, Any, Tensor, int], Tree]
+    report: Callable[[Tree], Sums]
+
+
+@dataclass(frozen=True)
+class GlobalKernel:
+    """The server's half.
+
+    Attributes:
+        init: start of the global parameter, `(C, p)` -> global variables `(C, ...)`.
+        send: global variables -> those that the clients need, `(C, ...)`.
+        update: (global variables, sums over the clients by name in the limbs of `fedtorch.exact`, keys `(C,)`) ->
+            global variables.
+    """
+
+    init: Callable[[Tensor], Tree]
+    send: Callable[[Tree], Tree]
+    update: Callable[[Tree, dict[str, Tensor], Tensor], Tree]

@@ -1,0 +1,145 @@
+r"""Missing covariates, filled in from the mean and covariance of all sites together.
+
+Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
+altogether. EM finds its mean and covariance, and needs from each site only Σ E[z] and Σ E[z z'] given what is observed,
+which are sums. Then every site fills its gaps by conditional means or, for multiple imputation, by conditional draws:
+the second of the future directions that Kidd et al. (2023, section 4) name.
+
+Source: Dempster, Laird and Rubin (1977), "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39,
+section 4.1.3 (normal data).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import FederatedData
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.exchange import Mean
+
+__all__ = ["Incomplete", "Normal", "impute", "incomplete", "pooled_covariance"]
+
+
+class Normal(NamedTuple):
+    """A multivariate normal distribution of covariates and response, the response last."""
+
+    mean: Tensor  # (p + 1,)
+    covariance: Tensor  # (p + 1, p + 1)
+
+
+class Incomplete(NamedTuple):
+    """Rows with gaps."""
+
+    values: Tensor  # (..., p + 1) covariates and response, zero where missing
+    observed: Tensor  # (..., p + 1) bool
+
+
+def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = ()) -> FederatedData:
+    """Federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
+
+    Raises:
+        ValueError: a row in which nothing is observed, or infinite numbers.
+    """
+    joined = [torch.cat([x, y[:, None]], 1).to(torch.float64) for x, y in clients]
+    values, counts = torch.cat(joined), torch.tensor([len(z) for z in joined])
+    observed = ~values.isnan()
+    if not bool(observed.any(1).all()):
+        raise ValueError("Expected something observed in every row, but got a row of NaN; leave it out")
+    return FederatedData(Incomplete(values.nan_to_num(0.0), observed), counts, tuple(names))
+
+
+def pooled_covariance() -> Algorithm:
+    """EM for the normal distribution of all sites' rows; a round is an iteration. Run it on `incomplete(...)` data.
+
+    Its parameters are where it starts, a `Normal` such as mean 0 and covariance I; the server's state is a `Normal`.
+
+    Columns that are exact linear functions of others, constant ones too, have no such distribution and end in a
+    `torch.linalg.LinAlgError`; leave them out.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import imputation
+        >>> x = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]])
+        >>> data = imputation.incomplete([(x, torch.tensor([1.0, 3.0, 2.5, 4.0]))])
+        >>> start = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
+        >>> *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(data), start, rounds=200)
+        >>> imputation.impute(data, final.server)[0][0][2].round(decimals=3)
+        tensor([2.1790], dtype=torch.float64)
+    """
+
+    def client(inbox: Normal, state: Any, data: Any, key: Tensor) -> Reply:
+        expected, spread, _ = _conditional(data.batch, inbox)
+        rows = data.mask.to(expected.dtype)
+        count = data.count.clamp(min=1).to(expected.dtype)
+        first = (expected * rows[..., None]).sum(1) / count[:, None]
+        outer = expected[..., :, None] * expected[..., None, :] + spread
+        second = (outer * rows[..., None, None]).sum(1) / count[:, None, None]
+        return Reply(Mean(Normal(first, second), data.count.to(expected.dtype)), state, {})
+
+    def server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
+        mean, second = aggregate.value
+        return Normal(mean, second - mean[:, None] * mean)
+
+    return Algorithm(
+        init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
+        outbox=lambda server: server,
+        client=client,
+        server=server,
+        model=lambda inbox, state: inbox,
+    )
+
+
+def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> FederatedData:
+    """The data with gaps filled, rows (x `(p,)`, y `()`): each site does this with its own rows.
+
+    Args:
+        data: of `incomplete`.
+        normal: of `pooled_covariance`.
+        key: for draws from the conditional distribution; default: its mean. Several keys give the data sets of a
+            multiple imputation, whose posteriors are mixed; means alone make intervals too short.
+    """
+
+    def fill(rows: Incomplete) -> tuple[Tensor, Tensor]:
+        expected, spread, values = _conditional(rows, normal)
+        if key is not None:
+            p = expected.shape[-1]
+            factor = _root(spread)
+            z = random.normal(random.fold_in(key, torch.arange(len(expected))), (p,), torch.float64)
+            expected = expected + (factor @ z[..., None])[..., 0]
+        filled = torch.where(rows.observed, values, expected)
+        return filled[:, :-1], filled[:, -1]
+
+    return data.map(fill)
+
+
+def _conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
+    """(E[z | observed] `(..., p)`, its covariance `(..., p, p)`, the values) of every row.
+
+    Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
+    """
+    seen = rows.observed.to(normal.covariance.dtype)
+    p = seen.shape[-1]
+    mean, covariance = (
+        leaf.reshape(*leaf.shape[: leaf.ndim - d], *[1] * (seen.ndim - 1 - (leaf.ndim - d)), *[p] * d)
+        for leaf, d in ((normal.mean, 1), (normal.covariance, 2))
+    )
+    system = covariance * (seen[..., :, None] * seen[..., None, :]) + torch.diag_embed(1 - seen)
+    factor = torch.linalg.cholesky(system)
+    gap = ((rows.values - mean) * seen)[..., None]
+    cross = covariance * seen[..., None, :]
+    expected = mean + (cross @ torch.cholesky_solve(gap, factor))[..., 0]
+    half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
+    unseen = 1 - seen
+    spread = (covariance - half.mT @ half) * (unseen[..., :, None] * unseen[..., None, :])
+    return torch.where(rows.observed, rows.values, expected), spread, rows.values
+
+
+def _root(spread: Tensor) -> Tensor:
+    """A square root of covariances that are zero for what was observed."""
+    values, vectors = torch.linalg.eigh(spread)
+    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

@@ -1,0 +1,231 @@
+"""Sparse regression: awkward data, many coefficients, splines, and what it selects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from closed_forms import linear_clients
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch import random
+from fedtorch.models import deviations, global_priors, imputation, sparse, splines
+
+
+def sample(data: ft.data.FederatedData, rounds: int = 60, prior: Any = None, sweeps: int = 5, **arguments: Any) -> Any:
+    algorithm = ft.gibbs(sparse.regression(**arguments), sparse.hierarchy(prior), sweeps=sweeps, chains=4)
+    start = torch.zeros(data[0][0].shape[1])
+    return ft.Sampler(algorithm, ft.InProcess(data), start, burn_in=rounds // 5).run(rounds)
+
+
+def simulated(counts: list[int], effects: Tensor, seed: int = 0) -> ft.data.FederatedData:
+    """Sites alike, covariates and noise standard normal."""
+    keys = random.fold_in(random.key(seed), torch.arange(2))
+    x = random.normal(keys[0], (sum(counts), len(effects)), torch.float64)
+    y = x @ effects + random.normal(keys[1], (len(x),), torch.float64)
+    return ft.data.FederatedData((x, y), torch.tensor(counts))
+
+
+def test_collinear_and_constant_columns_and_a_client_with_one_row() -> None:
+    data = simulated([40, 1, 50, 60], torch.tensor([1.5, 0.0]).double())
+
+    def widen(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, one = rows[0], torch.ones(len(rows[0]), 1, dtype=torch.float64)
+        return torch.cat([x, x[:, :1], one, 0 * one], 1), rows[1]
+
+    wide = data.map(widen)
+    for intercept in (False, True):
+        found = sample(wide, intercept=intercept)
+        assert all(bool(leaf.isfinite().all()) for leaf in found.draws().values())
+        assert 0.5 < float(found.mean()["theta"][[0, 2]].sum()) < 2.0
+
+
+def test_missing_values_are_refused_with_the_way_out() -> None:
+    x, y = torch.randn(5, 2, generator=torch.Generator()), torch.zeros(5)
+    x[3, 1] = torch.nan
+    with pytest.raises(ValueError, match=r"NaN or Inf in field '0' of client '0', row 3; remove or impute"):
+        ft.data.from_tensors([(x, y)])
+    block = ft.data.ClientData((x[None], y[None]), torch.tensor([5]))
+    with pytest.raises(ValueError, match=r"fill missing covariates by fedtorch\.models\.imputation"):
+        sparse.regression().prepare(block)
+    with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes"):
+        sparse.regression().prepare(ft.data.ClientData((y[None],), torch.tensor([5])))
+
+
+def test_imputed_covariates_keep_an_effect() -> None:
+    """A site that lacks the covariate of the effect, which others have."""
+    data = simulated([80, 80], torch.tensor([0.8, 0.0]).double())
+    rows = [(x.clone(), y) for x, y in data]
+    rows[1][0][:, 0] = torch.nan
+    gaps = imputation.incomplete(rows)
+    start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
+    *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), start, rounds=100)
+    found = sample(imputation.impute(gaps, final.server, random.key(1)))
+    assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
+
+
+def test_an_intercept_takes_out_the_level() -> None:
+    data = simulated([40, 60], torch.tensor([0.8, 0.0]).double())
+    shifted = ft.data.from_tensors([(x + 3.0, y + 10 * k) for k, (x, y) in enumerate(data)])
+    same, found = sample(data, 8, intercept=True), sample(shifted, 8, intercept=True)
+    assert torch.allclose(same.mean()["theta"], found.mean()["theta"], atol=1e-6)
+
+
+def test_more_coefficients_than_rows() -> None:
+    effects = torch.zeros(60, dtype=torch.float64)
+    effects[[3, 40]] = 1.5
+    found = sample(simulated([35, 70, 50, 45], effects), rounds=25)
+    inclusion = found.mean()["prior.included"]
+    assert sorted(inclusion.topk(2).indices.tolist()) == [3, 40]
+    assert float(inclusion.sort().values[:-2].mean()) < 0.5 < float(inclusion[[3, 40]].min())
+
+
+def test_splines_select_functions_by_blocks() -> None:
+    keys, counts = random.fold_in(random.key(2), torch.arange(2)), torch.tensor([80, 100])
+    x = random.uniform(keys[0], (180, 3), torch.float64)
+    y = (6 * x[:, 1]).sin() + 0.3 * random.normal(keys[1], (180,), torch.float64)
+    data = ft.data.FederatedData((x, y - y.mean()), counts)
+    basis, groups = splines.b_splines(x, pieces=3)
+    found = sample(
+        data.map(lambda rows: (splines.b_splines(rows[0], pieces=3)[0], rows[1])),
+        prior=global_priors.spike_and_slab(groups=groups),
+        intercept=True,
+    )
+    included = found.draws()["prior.included"]
+    blocks = included.unflatten(-1, (3, 5))
+    assert bool((blocks == blocks[..., :1]).all())
+    inclusion = blocks.mean((0, 1))[:, 0]
+    assert float(inclusion[1]) > 0.9 > 0.5 > float(inclusion[[0, 2]].max())
+    whole = torch.cat([1 - basis[:, :5].sum(1, keepdim=True), basis[:, :5]], 1)
+    assert bool((whole >= -1e-12).all())
+    with pytest.raises(ValueError, match="Expected finite x and lower < upper"):
+        splines.b_splines(x, lower=1.0)
+
+
+@pytest.mark.parametrize(
+    ("prior", "deviation"),
+    [
+        (global_priors.regularised_horseshoe(), deviations.laplace()),
+        (global_priors.bayesian_lasso(), deviations.horseshoe()),
+    ],
+)
+def test_alternatives_find_the_effect(prior: Any, deviation: Any) -> None:
+    data = simulated([60, 80, 100, 70, 90], torch.tensor([1.0, 0.0, 0.0]).double())
+    found = sample(data, 40, prior, deviation=deviation).mean()["theta"]
+    assert float(found[0]) == pytest.approx(1.0, abs=0.3)
+    assert float(found[1:].abs().max()) < 0.25
+
+
+def test_the_posterior_by_importance_sampling() -> None:
+    """One coefficient at two sites: prior draws weighted by the likelihood, in which σ_k² is integrated out.
+
+    Posterior means within 0.1 sd and inclusion probabilities within 0.05: the weights are worth over 2000 draws, so
+    their own error is at most 0.022 sd.
+    """
+    data, count = simulated([15, 20], torch.tensor([0.45]).double(), seed=4), 1_000_000
+    keys = random.split(random.key(8), 7)
+    half_cauchy = lambda key, shape: (torch.pi / 2 * random.uniform(key, shape, torch.float64)).tan()
+    gamma = random.uniform(keys[0], (count,), torch.float64) < random.uniform(keys[1], (count,), torch.float64)
+    variance = torch.where(gamma, 1.0, 0.01).double() * 0.5 / random.gamma(keys[2], 2.0, (count,), torch.float64)
+    theta = variance.sqrt() * random.normal(keys[3], (count,), torch.float64)
+    scale = half_cauchy(keys[4], (count,)) * half_cauchy(keys[5], (2, count))
+    own = theta + scale * random.normal(keys[6], (2, count), torch.float64)
+    weight = torch.zeros(count, dtype=torch.float64)
+    for k, (x, y) in enumerate(data):
+        estimate, square = (x[:, 0] @ y) / x.square().sum(), x.square().sum()
+        rss = (y - x[:, 0] * estimate).square().sum() + square * (own[k] - estimate).square()
+        weight -= (1 + len(x) / 2) * (1 + rss / 2).log()
+    weight = (weight - weight.max()).exp()
+    weight /= weight.sum()
+    assert float(1 / weight.square().sum()) > 2000  # effective draws
+
+    def watch(round: ft.Round) -> dict[str, Tensor]:
+        sites = round.clients.table.read(slice(0, 2)).variables.theta[..., 0].T
+        shared = round.server.variables
+        return {"theta": torch.cat([shared.theta, sites], 1), "included": shared.prior.included}
+
+    algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=10, chains=16)
+    sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(1), burn_in=20, watch=watch, keep=False).run(220)
+    every = torch.cat([theta[None], own])
+    mean = every @ weight
+    sd = ((every - mean[:, None]).square() @ weight).sqrt()
+    assert float(((sampler.mean()["theta"] - mean) / sd).abs().max()) < 0.1
+    assert float((sampler.mean()["included"] - gamma.double() @ weight).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("seeds", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_inclusion_at_the_sizes_of_the_paper(seeds: int) -> None:
+    """Four sites of 125 rows, three effects of 0.5, noise 1, default hyperparameters."""
+    effects = torch.zeros(11, dtype=torch.float64)
+    effects[:3] = 0.5
+    found = [
+        sample(simulated([125] * 4, effects, seed), 150 if seeds > 1 else 30, sweeps=20).mean()["prior.included"]
+        for seed in range(seeds)
+    ]
+    inclusion = torch.stack(found)
+    assert float(inclusion[:, :3].mean()) > 0.9
+    assert float(inclusion[:, 3:].mean()) < 0.2
+    chosen = torch.stack([sparse.discoveries(each, 0.1) for each in inclusion])
+    false = chosen[:, 3:].sum(1) / chosen.sum(1).clamp(min=1)
+    assert float(false.mean()) <= 0.1 + 3 * 0.1 / seeds**0.5  # a share in each of `seeds` repetitions
+
+
+@pytest.mark.slow
+def test_intervals_are_nominal() -> None:
+    """Truth drawn from the prior: a 95 % interval covers it in 95 % of cases, within 3 standard errors."""
+    covered = []
+    prior = global_priors.spike_and_slab(variance=(3.0, 1.0))
+    for seed in range(120):
+        keys = random.split(random.fold_in(random.key(99), seed), 6)
+        rho = random.beta(keys[0], 1.0, 1.0, (), torch.float64)
+        scale = torch.where(random.uniform(keys[1], (3,), torch.float64) < rho, 1.0, 0.01)
+        theta = (scale / random.gamma(keys[2], 3.0, (3,), torch.float64)).sqrt()
+        theta = theta * random.normal(keys[3], (3,), torch.float64)
+        cauchy = lambda key, shape: (torch.pi / 2 * random.uniform(key, shape, torch.float64)).tan()
+        spread = cauchy(random.fold_in(keys[4], 0), (3, 3)) * cauchy(random.fold_in(keys[4], 1), (3,))
+        own = theta + spread * random.normal(random.fold_in(keys[4], 2), (3, 3), torch.float64)
+        noise = random.gamma(random.fold_in(keys[4], 3), 2.0, (3,), torch.float64).rsqrt()
+        rows = []
+        for k, n in enumerate((15, 25, 40)):
+            key = random.fold_in(keys[5], k)
+            x = random.normal(random.fold_in(key, 0), (n, 3), torch.float64)
+            rows.append((x, x @ own[k] + noise[k] * random.normal(random.fold_in(key, 1), (n,), torch.float64)))
+        found = sample(ft.data.from_tensors(rows), 400, prior, sweeps=10, noise_shape=2.0)
+        draws = found.draws()["theta"].flatten(0, 1)
+        low, high = draws.quantile(torch.tensor([0.025, 0.975]).double(), 0)
+        covered.append(((low < theta) & (theta < high)).double())
+    rate = torch.stack(covered).mean(1)
+    assert abs(float(rate.mean()) - 0.95) < 3 * max(float(rate.std()), 0.1) / len(rate) ** 0.5
+
+
+def test_discoveries_keep_their_rate() -> None:
+    inclusion = random.uniform(random.key(0), (5, 8), torch.float64)
+    for rate in (0.0, 0.05, 0.3, 1.0):
+        chosen = sparse.discoveries(inclusion, rate)
+        assert not bool(chosen.any()) or float((1 - inclusion[chosen]).mean()) <= rate
+        left = inclusion[~chosen]
+        if left.numel():
+            more = torch.cat([inclusion[chosen], left.max()[None]])
+            assert float((1 - more).mean()) > rate
+    with pytest.raises(ValueError, match="Expected a rate between 0 and 1"):
+        sparse.discoveries(inclusion, 2.0)
+
+
+def test_hyperparameters_are_checked() -> None:
+    for make, message in (
+        (lambda: sparse.regression(noise_shape=0.0), "Expected a positive noise_shape, but got 0.0"),
+        (lambda: sparse.hierarchy(scale=-1.0), "Expected a positive scale, but got -1.0"),
+        (lambda: sparse.hierarchy(noise_prior=(0.0, 1.0)), "Expected a positive shape and rate of noise_prior"),
+        (lambda: global_priors.spike_and_slab(spike=1.5), "Expected a spike between 0 and 1, but got 1.5"),
+        (lambda: global_priors.spike_and_slab(inclusion=(0.0, 1.0)), "Expected two positive numbers for inclusion"),
+        (lambda: global_priors.spike_and_slab(groups=[0, 2]), "Expected a block 0, 1, … for every coefficient"),
+        (lambda: global_priors.regularised_horseshoe(slab=0.0), "Expected a positive slab"),
+        (lambda: global_priors.gaussian(0.0), "Expected a positive scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+    algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(global_priors.spike_and_slab(groups=[0, 1])))
+    with pytest.raises(ValueError, match="Expected a group for each of 3 coefficients, but got 2"):
+        next(ft.run(algorithm, ft.InProcess(linear_clients([4, 5])), torch.zeros(3)))
