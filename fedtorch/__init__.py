@@ -18,6 +18,7 @@ from fedtorch.federation.algorithms import (
     fedprox,
     fedsgd,
     fedyogi,
+    gtv,
     personal_layers,
     pooled,
     scaffold,
@@ -27,7 +28,7 @@ from fedtorch.federation.comparison import compare, constant
 from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score
-from fedtorch.federation.exchange import Exchange, Increment, Mean, private_rows, star
+from fedtorch.federation.exchange import Exchange, Increment, Mean, graph, private_rows, star
 from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
 from fedtorch.federation.graphs import Network
 from fedtorch.federation.history import History
@@ -82,7 +83,9 @@ __all__ = [
     "fixed_cohort",
     "functional",
     "gradient_descent",
+    "graph",
     "graphs",
+    "gtv",
     "least_squares",
     "lightning_fit",
     "lognormal_noise",

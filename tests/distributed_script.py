@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 import torch.distributed as dist
-from closed_forms import distance, linear_clients, same_bits, sgd
+from closed_forms import distance, linear, linear_clients, same_bits, sgd
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from small_federations import classes, everything, solver, trainer
 from torch import Tensor
@@ -24,9 +24,11 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation import coordinator
 from fedtorch.federation.evaluation import evaluate
+from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
 
 LINEAR = linear_clients([3, 12, 5, 9, 7, 4, 20])
 CLASSES = classes((9, 14, 5, 11, 20), dtype=torch.float64)
+NETWORK = ft.Network([(0, 1), (1, 2), (2, 5), (3, 4), (4, 5), (5, 6), (0, 6)], [1.0, 0.5, 2.0, 1.0, 1.5, 0.7, 1.0])
 METRICS = {"accuracy": ft.metrics.accuracy(), "cross_entropy": ft.metrics.cross_entropy()}
 
 
@@ -110,6 +112,15 @@ def rounds() -> dict[str, float]:
         "SCAFFOLD on rank 0": (ft.scaffold(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": only(0, 4)}),
         "FedDyn": (ft.feddyn(sgd(0.05, steps=3, batch_size=4), alpha=2.0), LINEAR, {"faults": faults}),
         "Ditto": (ft.ditto(sgd(0.05, steps=3, batch_size=4), 0.5), LINEAR, {"cohort": 3}),
+        "GTV": (ft.gtv(sgd(0.05, steps=3, batch_size=4), NETWORK, 0.3), LINEAR, {}),
+        "GTV, some active": (ft.gtv(sgd(0.05, steps=2), NETWORK, {"weight": 0.3}), LINEAR, {"cohort": 3}),
+        "GTV with faults": (ft.gtv(ft.least_squares(linear()), NETWORK, 0.3), LINEAR, {"faults": faults}),
+        "GTV on rank 1": (ft.gtv(sgd(0.05, steps=2), NETWORK, 0.3), LINEAR, {"cohort": only(1, 5)}),
+        "GTV over lossy edges": (
+            unreliable_edges(ft.gtv(sgd(0.05, steps=2), NETWORK, 0.3), NETWORK, loss=0.3, delay=1),
+            LINEAR,
+            {"cohort": 4},
+        ),
         "FedAdam": (ft.fedadam(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": 3}),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),

@@ -46,13 +46,18 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
     "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
     "fedyogi": lambda: ft.fedyogi(sgd(0.1, steps=2)),
+    "gtv": lambda: ft.gtv(sgd(0.05, steps=2, batch_size=3), ft.Network.ring(K), {"weight": 0.5, "bias": 0.2}),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
 }
 POOLED = {"pooled"}  # algorithms that want one client with all rows
-EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
+EXCHANGES: dict[str, Callable[[], Exchange]] = {
+    "graph": lambda: exchange.graph(ft.Network.ring(K)),
+    "private_rows": exchange.private_rows,
+    "star": exchange.star,
+}
 
 
 def modules() -> Iterator[ModuleType]:
@@ -279,7 +284,7 @@ def increments(message: Tree) -> Tree:
 
 @every_algorithm
 def test_increments_add_up_to_what_was_sent(name: str) -> None:
-    """The sum of all aggregated increments is the sum of all clients' `sent`, whoever answers."""
+    """The sum of all aggregated increments is what the exchange makes of all clients' `sent`, whoever answers."""
     algorithm = ALGORITHMS[name]()
     total: list[Tree] = []
 
@@ -298,8 +303,8 @@ def test_increments_add_up_to_what_was_sent(name: str) -> None:
             continue
         states = round.clients.table.read(slice(0, len(clients.data)))
         assert hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
-        sent = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), states.sent)
-        told, kept = tree.leaves(total[0]), tree.leaves(sent)
+        everybody = algorithm.exchange.gather(Increment(states.sent), slice(0, len(clients.data)))
+        told, kept = tree.leaves(total[0]), tree.leaves(algorithm.exchange.finish(everybody))
         assert len(told) == len(kept)
         assert all(distance(one, two) < ROUNDING for one, two in zip(told, kept))
 

@@ -33,8 +33,12 @@ class Reply(NamedTuple):
 class Quadratic(NamedTuple):
     r"""What the others think, added to a client's loss: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`."""
 
-    precision: Tensor  # (K,) λ
+    precision: Tensor | dict[str, Tensor]  # (K,) λ, one for all parameters or one for each by name
     shift: Tree  # (K, ...) h, in the structure of the parameters
+
+    def precision_of(self, name: str) -> Tensor:
+        """The λ of one parameter, `(K,)`."""
+        return self.precision[name] if isinstance(self.precision, dict) else self.precision
 
 
 class Local(NamedTuple):

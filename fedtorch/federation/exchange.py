@@ -10,8 +10,9 @@ of them agree up to that rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,23 @@ from torch import Tensor
 from fedtorch import tree, wire
 from fedtorch.tree import Rows, Tree
 
-__all__ = ["Exchange", "Increment", "Mean", "RowsOf", "client_count", "indices", "private_rows", "star"]
+if TYPE_CHECKING:
+    from fedtorch.federation.graphs.network import Network
+
+__all__ = [
+    "Exchange",
+    "Increment",
+    "Mean",
+    "Neighbourhood",
+    "RowsOf",
+    "client_count",
+    "graph",
+    "indices",
+    "private_rows",
+    "star",
+]
+
+_PUSH = 4  # a product over all edges takes as long as pushing along this part of them
 
 
 class Mean(NamedTuple):
@@ -40,6 +57,13 @@ class RowsOf(NamedTuple):
 
     ids: Tensor  # (M,)
     message: Tree  # (M, ...)
+
+
+class Neighbourhood(NamedTuple):
+    """What a node of `graph` hears."""
+
+    heard: Tree  # (K, ...) its row of the outbox
+    degree: Tensor  # (K,) Σ_j A_ij, float64
 
 
 class Exchange(NamedTuple):
@@ -101,6 +125,39 @@ def private_rows() -> Exchange:
     )
 
 
+def graph(network: Network) -> Exchange:
+    r"""Neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
+
+    The aggregate has the structure of the message, `(n, ...)` and in float64. Row i is what the neighbours of node i
+    have told: for an `Increment` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the mean with
+    weights :math:`A_{ij} w_j`, and zeros with weight zero where nobody did. The outbox has a row per node, as the
+    aggregate has; an inbox is a `Neighbourhood`.
+
+    When every node answers, the aggregate is one sparse product; a few active nodes push along their own edges. Blocks
+    and ranks meet by joining their messages, not by adding `(n, ...)` sums, so that the product is done once and
+    its bits are the same in any blocks.
+
+    Traffic is what goes over the edges: a message as often as its sender has neighbours. Nothing comes down.
+
+    Args:
+        network: whose nodes are the clients, in their order.
+    """
+    degrees, neighbours = network.degrees, network.neighbour_counts
+
+    def scatter(outbox: Tree, ids: Rows) -> Neighbourhood:
+        leaves = tree.leaves(outbox)
+        return Neighbourhood(tree.take(outbox, ids), degrees[ids].to(leaves[0].device if leaves else "cpu"))
+
+    return Exchange(
+        scatter=scatter,
+        gather=lambda messages, ids: RowsOf(indices(ids), _map_messages(lambda node: node, messages)),
+        merge=lambda partials: partials[0] if len(partials) == 1 else tree.concatenate(partials),
+        finish=lambda partial: _hear(network, partial),
+        traffic=lambda outbox, messages, ids: (int(neighbours[ids].sum()) * wire.row_size(messages), 0),
+        additive=False,
+    )
+
+
 def _map_messages(function: Callable[[Mean | Increment], Tree], message: Tree) -> Tree:
     def apply(node: Mean | Increment | Tensor) -> Tree:
         if isinstance(node, Tensor):
@@ -138,6 +195,48 @@ def _add_all(partials: Sequence[Tree]) -> Tree:
     for partial in partials[1:]:
         total = tree.add(total, partial)
     return total
+
+
+def _hear(network: Network, partial: RowsOf) -> Tree:
+    """What every node hears of the messages of some."""
+    if not bool((partial.ids[1:] > partial.ids[:-1]).all()):
+        partial = _in_order(partial)
+
+    def hear(node: Mean | Increment) -> Mean | Increment:
+        if isinstance(node, Increment):
+            return Increment(_from_neighbours(network, partial.ids, node.value))
+        weighted, weight = _from_neighbours(
+            network, partial.ids, (tree.scale(tree.to(node.value, torch.float64), node.weight), node.weight)
+        )
+        return Mean(tree.scale(weighted, torch.where(weight > 0, 1 / weight, 0.0)), weight)
+
+    return _map_messages(hear, partial.message)
+
+
+def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
+    """Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64."""
+    leaves = tree.leaves(values)
+    if not leaves:
+        return values
+    columns = [leaf.to(torch.float64).reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in leaves]
+    rows = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
+    heard = _product(network, ids.to(rows.device), rows).split([part.shape[1] for part in columns], 1)
+    return tree.refill(values, [part.reshape(network.nodes, *leaf.shape[1:]) for part, leaf in zip(heard, leaves)])
+
+
+def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
+    """The columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
+    adjacency = network.adjacency(torch.float64, rows.device)
+    if len(ids) == network.nodes:
+        return adjacency @ rows
+    first = adjacency.crow_indices().to(torch.int64)
+    starts, counts = first[ids], first[ids + 1] - first[ids]
+    if _PUSH * int(counts.sum()) > len(adjacency.values()):
+        return adjacency @ rows.new_zeros(network.nodes, rows.shape[1]).index_copy_(0, ids, rows)
+    edges = torch.arange(int(counts.sum()), device=ids.device)
+    edges += (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
+    told = adjacency.values()[edges, None] * rows.repeat_interleave(counts, 0)
+    return rows.new_zeros(network.nodes, rows.shape[1]).index_add_(0, adjacency.col_indices()[edges], told)
 
 
 def _in_order(partial: RowsOf) -> RowsOf:

@@ -6,6 +6,7 @@ from fedtorch.federation.algorithms.fedbn import fedbn
 from fedtorch.federation.algorithms.feddyn import feddyn
 from fedtorch.federation.algorithms.fedopt import fedadagrad, fedadam, fedopt, fedyogi
 from fedtorch.federation.algorithms.fedsgd import fedsgd
+from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.algorithms.pooled import pooled
 from fedtorch.federation.algorithms.scaffold import scaffold
@@ -22,6 +23,7 @@ __all__ = [
     "fedprox",
     "fedsgd",
     "fedyogi",
+    "gtv",
     "personal_layers",
     "pooled",
     "scaffold",

@@ -369,7 +369,7 @@ class _Running:
 def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """λ and h of each parameter, in its dtype."""
     return [
-        (tree.along(quadratic.precision.to(tensor), tensor), quadratic.shift[name].to(tensor))  # type: ignore[misc]
+        (tree.along(quadratic.precision_of(name).to(tensor), tensor), quadratic.shift[name].to(tensor))  # type: ignore[misc]
         for name, tensor in tensors.items()
     ]
 

@@ -11,8 +11,9 @@ of size η are
 .. math::
     x - V \mathrm{diag}(f) V' g, \qquad f = 1 / m \quad\text{or}\quad f = \eta \sum_{t < T} (1 - \eta m)^t.
 
-λ only adds to m, so V comes from one eigendecomposition of X'X when the data are prepared, and a round costs O(p²)
-whatever the number of rows and steps. Everything is kept in float64, because X'X squares the condition number.
+A λ that all parameters share only adds to m, so V comes from one eigendecomposition of X'X when the data are prepared,
+and a round costs O(p²) whatever the number of rows and steps. Everything is kept in float64, because X'X squares the
+condition number.
 """
 
 from __future__ import annotations
@@ -96,19 +97,22 @@ def least_squares(module: nn.Linear, *, steps: int | None = None, lr: float | No
     def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
         gram = prepare(data)
         old = _join(start).to(torch.float64)
-        curvature = gram.values * (2 / outputs)
+        basis, curvature = gram.vectors, gram.values * (2 / outputs)
         descent = gram.cross * (2 / outputs)  # minus the gradient, in the basis of the eigenvectors
         if quadratic is not None:
-            curvature = curvature + quadratic.precision.to(curvature.dtype)[:, None]
-            descent = descent + gram.vectors.mT @ _join(quadratic.shift).to(curvature.dtype)
-        rotated = gram.vectors.mT @ old
-        descent = descent - curvature[..., None] * rotated
-        change = filtered(curvature)[..., None] * descent
-        new = rotated + change
-        fitted = (new * (gram.values[..., None] * new - 2 * gram.cross)).sum((1, 2))
+            precision = _precisions(quadratic, start).to(torch.float64)
+            if isinstance(quadratic.precision, Tensor):
+                curvature = curvature + precision
+            else:
+                curvature, basis = torch.linalg.eigh((basis * curvature[:, None]) @ basis.mT + precision.diag_embed())
+                descent = basis.mT @ (gram.vectors @ descent)
+            descent = descent + basis.mT @ _join(quadratic.shift).to(torch.float64)
+        descent = descent - curvature[..., None] * (basis.mT @ old)
+        new = old + basis @ (filtered(curvature)[..., None] * descent)
+        rotated = gram.vectors.mT @ new
+        fitted = (rotated * (gram.values[..., None] * rotated - 2 * gram.cross)).sum((1, 2))
         loss = ((gram.response + fitted) / outputs).clamp(min=0)
-        joined = _split(old + gram.vectors @ change, "bias" in start)
-        solution = tree.map(lambda leaf, like: leaf.to(like.dtype), joined, start)
+        solution = tree.map(lambda leaf, like: leaf.to(like.dtype), _split(new, "bias" in start), start)
         return Local(solution, state, torch.full_like(loss, taken), {"loss": loss})
 
     return LocalSolver(
@@ -155,6 +159,12 @@ def _join(parameters: Tree) -> Tensor:
     if "bias" in parameters:
         columns.append(parameters["bias"][:, None, :])
     return torch.cat(columns, 1)
+
+
+def _precisions(quadratic: Quadratic, parameters: Tree) -> Tensor:
+    """λ of every row of `_join(parameters)`, `(K, p)`."""
+    weight = quadratic.precision_of("weight")[:, None].expand(-1, parameters["weight"].shape[2])
+    return torch.cat([weight, quadratic.precision_of("bias")[:, None]], 1) if "bias" in parameters else weight
 
 
 def _split(joined: Tensor, bias: bool) -> dict[str, Tensor]:

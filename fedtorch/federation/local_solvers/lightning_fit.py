@@ -313,10 +313,11 @@ class _Watch(L.Callback):
             return
         with torch.no_grad():
             for p in (p for group in optimizer.param_groups for p in group["params"]):
-                shift = self.quadratic.shift.get(self._names.get(id(p)))
-                if shift is None:
+                name = self._names.get(id(p))
+                if name is None or name not in self.quadratic.shift:
                     continue
-                pull = self.quadratic.precision.to(p.device, p.dtype) * p - shift.to(p.device, p.dtype)
+                precision, shift = self.quadratic.precision_of(name), self.quadratic.shift[name]
+                pull = precision.to(p.device, p.dtype) * p - shift.to(p.device, p.dtype)
                 self._gradients.append((p, p.grad))
                 p.grad = pull if p.grad is None else pull + p.grad
 

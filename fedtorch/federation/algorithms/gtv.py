@@ -1,0 +1,145 @@
+r"""GTV minimisation: a model for every node of a network, neighbours' models drawn towards each other.
+
+The nodes' parameters solve
+
+.. math:: \min_{w_1, \dots, w_n} \sum_i L_i(w_i) + \alpha \sum_{\{i,j\} \in E} A_{ij} \|w_i - w_j\|^2.
+
+To node i the others are the `Quadratic` with λ = 2αd_i and h = 2α Σ_j A_ij w_j, d_i = Σ_j A_ij, so that any local
+solver makes a method of it:
+
+- an exact one FedRelax (Algorithm 5.4), block-coordinate minimisation;
+- one full-batch gradient step FedGD (Algorithm 5.1), one step on a minibatch FedSGD (Algorithm 5.2);
+- several steps of any module, deep ones too, something in between;
+- a cohort of active nodes, in the round loop, the asynchronous form of each (Algorithm 8.1); see `unreliable_edges` for
+  delays.
+
+Corrected in print: (5.20) and (5.21) minimise L_i + (α/2) Σ_j A_ij ‖w_i − w_j‖² over w_i. That is block-coordinate
+minimisation of GTVMin with α/2, because the sum over nodes counts every edge twice; the factor here is α.
+
+Node i tells its neighbours the increments of w_i − w⁰, w⁰ being the start that all nodes have in common, so that one
+who has not answered yet counts with what it has, w⁰.
+
+Source: Jung, "Federated learning: from theory to practice", chapters 3, 5, 6 (equation 6.5) and 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithms.fedopt import averaged_buffers
+from fedtorch.federation.exchange import Increment, Neighbourhood, graph
+from fedtorch.federation.graphs.network import Network
+from fedtorch.models import functional
+from fedtorch.tree import Tree
+
+__all__ = ["Server", "State", "gtv"]
+
+
+class State(NamedTuple):
+    """A node's own; leaves `(K, ...)`."""
+
+    parameters: dict[str, Tensor]  # w_i
+    sent: dict[str, Tensor]  # w_i − w⁰ as the neighbours know it, of the coupled parameters
+    solver: Tree
+
+
+class Server(NamedTuple):
+    """What the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory."""
+
+    heard: dict[str, Tensor]  # Σ_j A_ij (w_j − w⁰), float64
+    start: dict[str, Tensor]  # w⁰, views of one
+
+
+def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]) -> Algorithm:
+    """GTV minimisation over a network, by any local solver.
+
+    Args:
+        local: how a node works on its own problem; see the module for what becomes of it.
+        network: whose nodes are the clients, in their order.
+        alpha: strength α of the coupling; or a mapping from shell patterns of parameter names to strengths, as
+            `{"body.*": 1.0, "head.bias": 0.1}`, for penalties on parts of the parameters (6.5). Strengths of patterns
+            that match one name add up; parameters that match none are personal and never sent.
+
+    Shapes: server state and outbox are `Server`, client state is `State`, `(K, ...)`.
+
+    Raises:
+        ValueError: α is negative or not finite; a pattern matches no parameter; buffers are treated as parameters; or,
+            when a run begins, the network has another number of nodes than there are clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> algorithm = ft.gtv(local, ft.Network.from_edges([(0, 1)]), alpha=0.5)
+        >>> *_, final = ft.run(algorithm, ft.InProcess(data), rounds=50)
+        >>> outbox = algorithm.outbox(final.server)
+        >>> [round(float(final.clients.tensors(outbox, k)["weight"]), 4) for k in range(2)]  # ±1 / (1 + 2α)
+        [0.5, -0.5]
+    """
+    strengths = _strengths(alpha, local)
+
+    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
+        if clients != network.nodes:
+            raise ValueError(
+                f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
+            )
+        coupled = {name: parameters[name] for name in strengths}
+        heard = {name: leaf.new_zeros(clients, *leaf.shape, dtype=torch.float64) for name, leaf in coupled.items()}
+        state = State(parameters, tree.zeros_like(coupled), local.init(parameters))
+        return Server(heard, tree.expand(coupled, clients)), state
+
+    def client(inbox: Neighbourhood, state: State, data: Any, key: Tensor) -> Reply:
+        quadratic = _coupling(inbox, state.parameters, strengths)
+        solved = local(state.parameters, state.solver, data, quadratic, key)
+        told = {name: solved.parameters[name] - start for name, start in inbox.heard.start.items()}
+        message = Increment(tree.subtract(told, state.sent))
+        return Reply(message, State(solved.parameters, told, solved.state), solved.info)
+
+    return Algorithm(
+        init=init,
+        outbox=lambda server: server,
+        client=client,
+        server=lambda server, aggregate, key: server._replace(heard=tree.add(server.heard, aggregate.value)),
+        model=lambda inbox, state: local.tensors(state.parameters, state.solver),
+        exchange=graph(network),
+        prepare=local.prepare,
+        local=local,
+        sent=lambda state: Increment(state.sent),
+        recount=lambda server, told: server._replace(heard=told.value),
+    )
+
+
+def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, float]) -> Quadratic:
+    """λ = 2αd_i and h = 2α Σ_j A_ij w_j of every parameter, zero for the personal ones."""
+    degree = inbox.degree
+    shift = tree.zeros_like({name: leaf for name, leaf in parameters.items() if name not in strengths})
+    for name, alpha in strengths.items():
+        neighbours = tree.add_scaled(inbox.heard.heard[name], inbox.heard.start[name], degree)
+        shift[name] = (2 * alpha * neighbours).to(parameters[name].dtype)
+    ordered = {name: shift[name] for name in parameters}
+    if len(strengths) == len(parameters) and len(set(strengths.values())) == 1:
+        return Quadratic(2 * next(iter(strengths.values())) * degree, ordered)
+    return Quadratic({name: 2 * strengths.get(name, 0.0) * degree for name in parameters}, ordered)
+
+
+def _strengths(alpha: float | Mapping[str, float], local: LocalSolver) -> dict[str, float]:
+    """α of every coupled parameter by name."""
+    found: dict[str, float] = {}
+    for pattern, strength in (alpha if isinstance(alpha, Mapping) else {"*": alpha}).items():
+        if not (strength >= 0 and math.isfinite(strength)):
+            raise ValueError(f"Expected alpha of at least 0 and finite, but got {strength}")
+        for name in functional.split(local.parameters, pattern)[0]:
+            found[name] = found.get(name, 0.0) + float(strength)
+    averaged = averaged_buffers(local) & found.keys()
+    if averaged:
+        raise ValueError(
+            f"Expected trainable parameters to couple, but got buffers {sorted(averaged)}; use buffers='local'"
+        )
+    return {name: found[name] for name in local.parameters if name in found}
