@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import fedavg_family, quickstart
-from experiments.benchmarks import core
+from experiments.benchmarks import core, gtv
 
 
 def rows(path):
@@ -43,3 +43,14 @@ def test_fedavg_family(tmp_path):
         assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
         assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
     assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000
+
+
+def test_gtv_benchmark(tmp_path):
+    gtv.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    reached = {
+        setting.split(", ")[1]: value for (setting, metric), value in found.items() if metric == "rounds to 1e-8"
+    }
+    assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
+    assert all(value > 0 for value in found.values())
+    assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000

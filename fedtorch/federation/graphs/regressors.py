@@ -87,12 +87,11 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
     Example:
         >>> import torch, fedtorch as ft
         >>> from sklearn.tree import DecisionTreeRegressor
-        >>> from fedtorch.federation.graphs import regressors
         >>> data = ft.data.from_tensors([(torch.zeros(4, 1), torch.ones(4)), (torch.zeros(4, 1), -torch.ones(4))])
         >>> make, inputs = lambda: DecisionTreeRegressor(random_state=0), torch.zeros(3, 1)
-        >>> algorithm = regressors.gtv_regressors(make, ft.Network.from_edges([(0, 1)]), 0.5, inputs)
+        >>> algorithm = ft.graphs.regressors.gtv_regressors(make, ft.Network.from_edges([(0, 1)]), 0.5, inputs)
         >>> *_, final = ft.run(algorithm, ft.InProcess(data), {}, rounds=40)
-        >>> one, other = regressors.fitted(make, data, final.server, 0.5, inputs)
+        >>> one, other = ft.graphs.regressors.fitted(make, data, final.server, 0.5, inputs)
         >>> round(float(one.predict([[0.0]])[0]), 4)  # 1 / (1 + 2α)
         0.5
     """

@@ -62,11 +62,10 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
         >>> network = ft.Network.from_edges([(0, 1)])
         >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
-        >>> algorithm = unreliable_edges(exact, network, loss=0.3, delay=2)
+        >>> algorithm = ft.graphs.unreliable_edges(exact, network, loss=0.3, delay=2)
         >>> *_, final = ft.run(algorithm, ft.InProcess(data), rounds=100)
         >>> outbox = algorithm.outbox(final.server)
         >>> [round(float(final.clients.tensors(outbox, k)["weight"]), 4) for k in range(2)]

@@ -150,10 +150,9 @@ def linear_problem(
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.graphs import solvers
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
-        >>> problem = solvers.linear_problem(data, ft.Network.from_edges([(0, 1)]), alpha=0.5)
-        >>> solvers.direct(problem).parameters.round(decimals=4)  # ±1 / (1 + 2α)
+        >>> problem = ft.graphs.solvers.linear_problem(data, ft.Network.from_edges([(0, 1)]), alpha=0.5)
+        >>> ft.graphs.solvers.direct(problem).parameters.round(decimals=4)  # ±1 / (1 + 2α)
         tensor([[ 0.5000],
                 [-0.5000]], dtype=torch.float64)
     """
