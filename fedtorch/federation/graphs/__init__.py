@@ -1,6 +1,6 @@
 """Federated learning networks: the graph, what it promises, how to learn it, and its clusters."""
 
-from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, regressors, solvers
+from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, recipes, regressors, solvers
 from fedtorch.federation.graphs.diagnostics import Diagnostics, diagnose
 from fedtorch.federation.graphs.network import Components, Network
 from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
@@ -14,6 +14,7 @@ __all__ = [
     "diagnostics",
     "discrepancy",
     "learning",
+    "recipes",
     "regressors",
     "solvers",
     "unreliable_edges",
