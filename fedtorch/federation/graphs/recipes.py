@@ -1,12 +1,12 @@
 r"""The main flavours of federated learning as GTV minimisation: which losses, which network, which coupling.
 
-Source: Jung, "Federated learning: from theory to practice", chapter 6. Nothing here is new: each recipe is a problem, an
-algorithm or a solution that the rest of the package makes, with the arguments that make the flavour.
+Source: Jung, "Federated learning: from theory to practice", chapter 6. Nothing here is new: each recipe is a problem,
+an algorithm or a solution that the rest of the package makes, with the arguments that make the flavour.
 
 | flavour | section | here |
 | --- | --- | --- |
 | single model | 6.2 | `single_model`; for other models `ft.gtv` with a large α, or `ft.fedavg` |
-| clustered | 6.3 | `clustered`, by clusters from `clusters_of_parameters` or `clustering.spectral`; `clustered_by_gtv` |
+| clustered | 6.3 | `clusters_of_parameters` or `clustering.spectral`, then `clustered`; `clustered_by_gtv` |
 | horizontal, unlabelled nodes | 6.4 | `horizontal` |
 | vertical | 6.5 | `vertical` |
 | personalised | 6.6 | `personalised`; by a hypermodel `hypermodel` and `trained_from` |
@@ -98,7 +98,7 @@ def clusters_of_parameters(data: FederatedData, clusters: int, key: Tensor) -> T
 
 
 def cluster_network(labels: Tensor) -> Network:
-    """A star within each cluster and nothing between them: the fewest edges over which a cluster's nodes hear each other.
+    """A star within each cluster and nothing between them: the fewest edges that let a cluster's nodes hear each other.
 
     Args:
         labels: `(n,)` integers, the cluster of each node; its first node becomes the middle.
@@ -193,9 +193,9 @@ def vertical(
 
     Parameters of models with different features cannot be compared, what they predict for the shared examples can; so
     the variation of two nodes is their mean squared difference there. Other nodes' features are zeros for a node, which
-    regression trees never split at and least squares gives no weight. Run it with `ft.run(algorithm, ft.InProcess(data),
-    {})`, and make the regressors by `regressors.fitted(make, data, server, alpha, inputs)`. Where labels are held by one
-    party only, or features must not be compared through predictions, see `fedtorch.vfl`.
+    regression trees never split at and least squares gives no weight. Run it with `ft.run(algorithm,
+    ft.InProcess(data), {})`, and make the regressors by `regressors.fitted(make, data, server, alpha, inputs)`. Where
+    one party only has the labels, or predictions must not be compared, see `fedtorch.vfl`.
 
     Args:
         make: a new regressor, such as a scikit-learn tree.
@@ -252,7 +252,7 @@ def personalised(local: LocalSolver, network: Network, alpha: float, shared: str
 
 
 def hypermodel(data: FederatedData, vectors: Tensor) -> Tensor:
-    r"""Where each node's training starts, w_i = H z_i, from a linear hypermodel of what is known of a node (section 6.6).
+    r"""A linear hypermodel H, from which each node's training starts: w_i = H z_i (section 6.6).
 
     H minimises Σ_i L_i(H z_i), which is learning a single model: :math:`x'Hz = \langle H, x z' \rangle`, so that it is
     `single_model` with the products of features and z as features. Then every node trains from there by `trained_from`,

@@ -199,7 +199,7 @@ def test_a_few_steps_from_a_hypermodel_beat_the_same_steps_from_a_common_start()
 
 
 def categories(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, ft.Network]:
-    """Twelve categories in groups of three; the first of each group has one example: (x, y, test x, test y, network)."""
+    """Twelve categories in groups of three, the first of each with one example: (x, y, test x, test y, network)."""
     group = torch.arange(12) // 3
     centre = 1.5 * normal(4, 10, seed=seed)[group] + 0.4 * normal(12, 10, seed=seed + 100)
     counts = torch.where(torch.arange(12) % 3 == 0, 1, 20)
