@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.show("Assignments of chapters 2 to 7", ["", "", "ours", "reference"], lines)
     common.write("gtv_assignments", rows, options.json)
     if options.out is not None:
-        common.show_path(draw(ridge_curves(1, min(steps, 300)), iterations, options.out))
+        common.show_path(draw(ridge_curves(1, 50 if options.smoke else 300), iterations, options.out))
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def draw(sweeps: dict[str, dict[str, dict[float, list[Outcome]]]], folder: Path)
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs both sweeps, prints errors and who recovers the clusters, says when sharing helps, and draws it."""
     options = common.arguments(__doc__ or "").parse_args(argv)
-    nodes = 8 if options.smoke else 20
+    nodes = 15 if options.smoke else 20
     rows_of_node = (2, 10) if options.smoke else (1, 2, 3, 4, 6, 10, 20, 50)
     probabilities = (0.02, 0.5) if options.smoke else (0.005, 0.02, 0.05, 0.1, 0.2, 0.5)
     seeds = range(options.seeds)

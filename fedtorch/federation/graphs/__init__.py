@@ -3,6 +3,7 @@
 from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, recipes, regressors, solvers
 from fedtorch.federation.graphs.diagnostics import Diagnostics, diagnose
 from fedtorch.federation.graphs.network import Components, Network
+from fedtorch.federation.graphs.unlabelled import unlabelled
 from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "recipes",
     "regressors",
     "solvers",
+    "unlabelled",
     "unreliable_edges",
 ]

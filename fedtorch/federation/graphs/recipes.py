@@ -163,7 +163,8 @@ def horizontal(
     """Nodes with the same features, some of them without labels (section 6.4): their loss is L_i = 0.
 
     This is semi-supervised learning: a node without labels takes the weighted mean of its neighbours' parameters. Its
-    features still help to make the network, such as `ft.Network.k_nearest` of the nodes' mean features.
+    features still help to make the network, such as `ft.Network.k_nearest` of the nodes' mean features. For
+    other models leave the rows of these nodes out and take `ft.gtv(ft.graphs.unlabelled(local), network, alpha)`.
 
     Args:
         data: a client per node; the labels of the nodes in `unlabelled` are not looked at.

@@ -86,6 +86,52 @@ def test_nodes_without_labels_are_the_mean_of_their_neighbours() -> None:
     assert distance(found[[1, 3]], mean[[1, 3]]) < SOLVED
 
 
+def test_any_local_solver_takes_nodes_without_rows() -> None:
+    x, y = bare_linear_clients(SIZES).rows
+    data = ft.data.FederatedData((x, y), torch.tensor([7, 0, 4, 9, 0, 5, 12]), allow_empty=True)
+    network = weighted_network(7)
+    local = ft.gradient_descent(
+        nn.Linear(3, 1, bias=False, dtype=torch.float64),
+        steps=5,
+        loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.15),
+    )
+    algorithm = ft.gtv(ft.graphs.unlabelled(local), network, 0.2)
+
+    def parameters(rounds: int, cohort: int | None = None, chunk: int | None = None) -> Tensor:
+        final = last(ft.run(algorithm, ft.InProcess(data, chunk), rounds=rounds, cohort=cohort))
+        outbox = algorithm.outbox(final.server)
+        return torch.stack([final.clients.tensors(outbox, k)["weight"][0] for k in range(7)])
+
+    assert distance(parameters(80), dense_solution(data, network, 0.2)) < SOLVED
+    for cohort in (None, 3):
+        assert distance(parameters(6, cohort, chunk=1), parameters(6, cohort)) < ROUNDING
+    with pytest.raises(ValueError, match="at least one row to train on"):
+        next(ft.run(ft.gtv(local, network, 0.2), ft.InProcess(data), rounds=1))
+
+
+def test_personal_parameters_of_a_node_without_rows_stay_and_its_solver_state_too() -> None:
+    x, y = bare_linear_clients([4]).rows
+    data = ft.data.FederatedData((x, y), torch.tensor([4, 0]), allow_empty=True)
+    module = nn.Linear(3, 1, dtype=torch.float64)
+    local = ft.gradient_descent(
+        module,
+        steps=2,
+        reset="never",
+        loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
+    )
+    algorithm = ft.gtv(ft.graphs.unlabelled(local), ft.Network.ring(2), {"weight": 1.0})
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=3))
+    states = final.clients.table.read(slice(0, 2))
+    assert torch.equal(states.parameters["bias"][1], module.bias)
+    assert not torch.equal(states.parameters["weight"][1], module.weight)
+    fresh = ft.tree.leaves(local.init(local.parameters))
+    moved = ft.tree.leaves(states.solver)
+    assert all(torch.equal(leaf[1], start) for leaf, start in zip(moved, fresh))
+    assert any(not torch.equal(leaf[0], start) for leaf, start in zip(moved, fresh))
+
+
 def test_labels_spread_over_a_network_of_features() -> None:
     """One node in ten has labels; neighbours by mean features are in the same group."""
     groups = torch.arange(2).repeat_interleave(20)
