@@ -4,7 +4,8 @@ Ridge regression by gradient descent on 100 weather observations, beside scikit-
 FedGD converges on the two nodes of the exercise in section 5.2, beside the eigenvalues; clusters of weather stations
 and how well a cluster's mean temperature predicts (6.8), beside the decomposition of the variance; networks learnt from
 the stations' data (7.4, 7.6), beside another method or the optimum. The assignment of 5.8 is `experiments.gtv_fmi`.
-Source: Jung, "Federated learning: from theory to practice". Needs the folder `fmi_weather` in FEDTORCH_DATA_DIR.
+Source: Jung, "Federated learning: from theory to practice". Reads the folder `fmi_weather` of FEDTORCH_DATA_DIR, or
+downloads the course's file.
 """
 
 from __future__ import annotations

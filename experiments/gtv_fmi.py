@@ -3,7 +3,8 @@
 Each station is a node with a linear model of its own, coupled to its nearest neighbours (Jung, "Federated learning:
 from theory to practice"). As published, a thousand rounds of FedGD give a validation error of 21.3. The minimiser of
 the same objective, the one of least norm because the problem is singular, has 10.0: FedGD is far from done. Errors are
-means over stations of mean squared errors in °C². Needs the folder `fmi_weather` in FEDTORCH_DATA_DIR.
+means over stations of mean squared errors in °C². Reads the folder `fmi_weather` of FEDTORCH_DATA_DIR, or downloads the
+course's file.
 """
 
 from __future__ import annotations
