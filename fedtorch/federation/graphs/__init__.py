@@ -1,8 +1,9 @@
 """Federated learning networks: the graph, what it promises, how to learn it, and its clusters."""
 
-from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, regressors, solvers
+from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, recipes, regressors, solvers
 from fedtorch.federation.graphs.diagnostics import Diagnostics, diagnose
 from fedtorch.federation.graphs.network import Components, Network
+from fedtorch.federation.graphs.unlabelled import unlabelled
 from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
 
 __all__ = [
@@ -14,7 +15,9 @@ __all__ = [
     "diagnostics",
     "discrepancy",
     "learning",
+    "recipes",
     "regressors",
     "solvers",
+    "unlabelled",
     "unreliable_edges",
 ]
