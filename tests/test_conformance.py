@@ -79,13 +79,8 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 STARTS = {"gibbs": torch.full((3,), 0.5, dtype=torch.float64)}  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
 ROWS = {"matrix_normal"}  # algorithms whose server keeps a row `parameters` for every client, which hears it
-EXCHANGES: dict[str, Callable[[], Exchange]] = {"private_rows": exchange.private_rows, "star": exchange.star}
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "graph": lambda: exchange.graph(ft.Network.ring(K)),
-    "private_rows": exchange.private_rows,
-    "star": exchange.star,
-}
-EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "median": robust.median,
     "private_rows": exchange.private_rows,
     "star": exchange.star,
