@@ -1,0 +1,65 @@
+r"""The augmented-variable model: the likelihood hears noisy predictors only.
+
+.. math::
+    y_i \sim p(y \mid b + o_i + \textstyle\sum_j z_{ij}, \gamma), \qquad
+    z_{ij} \sim N(g_j(x_{ij}, \theta_j), \rho^2), \qquad \theta_j \sim p_j .
+
+Given z, the parties are independent of each other and of the response, which can stay with the server. Only
+s = Σ_j z_j is identified; with a Gaussian likelihood the model is the regression with noise variance σ² + Jρ².
+
+Source: Hassan et al., section 3.2, equation (6). ρ is a standard deviation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fedtorch.models.likelihoods import Likelihood
+from fedtorch.vfl.model import VerticalModel, checked_model
+from fedtorch.vfl.predictors import Predictor, Prior
+
+__all__ = ["attenuation", "augmented"]
+
+
+def augmented(
+    likelihood: Likelihood,
+    predictors: Sequence[Predictor],
+    rho: float | Tensor,
+    *,
+    intercept: bool = True,
+    shared_prior: Prior | None = None,
+) -> VerticalModel:
+    """The augmented-variable model.
+
+    Args:
+        likelihood: of the response; from `fedtorch.models.likelihoods`, or your own.
+        predictors: one per party, from `fedtorch.vfl.linear` and `multilevel`, or your own.
+        rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
+        intercept: whether the server has one.
+        shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.
+
+    Raises:
+        ValueError: no party, or ρ that is not positive.
+
+    >>> from fedtorch.models import likelihoods
+    >>> from fedtorch.vfl import linear
+    >>> augmented(likelihoods.bernoulli(), [linear(5), linear(6)], rho=1.0).sizes
+    [1, 5, 6]
+    """
+    return checked_model(likelihood, predictors, rho, power=False, intercept=intercept, shared_prior=shared_prior)
+
+
+def attenuation(variance: float | Tensor) -> float | Tensor:
+    r"""By how much noise on a logistic model's predictor shrinks its slopes: :math:`1/\sqrt{1 + \pi v/8}`.
+
+    Averaging a logistic curve over N(0, v) is close to a logistic curve of so much smaller slope. The augmented model
+    has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them by this to compare them with those
+    of a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1).
+
+    Args:
+        variance: v of the noise on the predictor.
+    """
+    return 1 / (1 + math.pi * variance / 8) ** 0.5

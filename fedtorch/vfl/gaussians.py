@@ -1,0 +1,137 @@
+r"""Gaussian families q(θ) by reparametrisation, :math:`\theta = \mu + L\varepsilon` with :math:`\Sigma = LL^\top`.
+
+L is a Cholesky factor; equation (8) of the source multiplies by Σ, which would make the covariance Σ². Parameters are
+stacked over the batch, `(B, ...)`, draws are `(B, M, d)`.
+
+Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
+Inference", section 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["GaussianFamily", "diagonal", "full_covariance", "low_rank"]
+
+Parameters = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class GaussianFamily:
+    """A family q(θ) on `d` coordinates.
+
+    Attributes:
+        init: (batch, d, standard deviation at the start, dtype, device) -> parameters.
+        noises: d -> how many standard normal numbers a draw takes.
+        draw: (parameters, noise `(B, M, noises)`) -> θ `(B, M, d)`, differentiable in the parameters.
+        log_density: (parameters, θ) -> log q(θ), `(B, M)`.
+        covariance: parameters -> Σ `(B, d, d)`.
+    """
+
+    init: Callable[[int, int, float, torch.dtype, torch.device], Parameters]
+    noises: Callable[[int], int]
+    draw: Callable[[Parameters, Tensor], Tensor]
+    log_density: Callable[[Parameters, Tensor], Tensor]
+    covariance: Callable[[Parameters], Tensor]
+
+
+def _start(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Parameters:
+    mean = torch.zeros(batch, size, dtype=dtype, device=device)
+    return {"mean": mean, "log_sd": torch.full_like(mean, math.log(sd))}
+
+
+def _normaliser(size: int) -> float:
+    return 0.5 * size * math.log(2 * math.pi)
+
+
+def diagonal() -> GaussianFamily:
+    """Independent coordinates: `2d` parameters."""
+
+    def log_density(q: Parameters, theta: Tensor) -> Tensor:
+        standard = (theta - q["mean"].unsqueeze(1)) * torch.exp(-q["log_sd"]).unsqueeze(1)
+        return -0.5 * standard.square().sum(-1) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
+
+    return GaussianFamily(
+        init=_start,
+        noises=lambda size: size,
+        draw=lambda q, noise: torch.addcmul(q["mean"].unsqueeze(1), q["log_sd"].exp().unsqueeze(1), noise),
+        log_density=log_density,
+        covariance=lambda q: torch.diag_embed((2 * q["log_sd"]).exp()),
+    )
+
+
+def cholesky(q: Parameters) -> Tensor:
+    """L of `full_covariance`'s parameters, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
+
+    So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
+    """
+    eye = torch.eye(q["lower"].shape[-1], dtype=q["lower"].dtype, device=q["lower"].device)
+    return q["log_sd"].exp().unsqueeze(-1) * (q["lower"].tril(-1) + eye)
+
+
+def full_covariance() -> GaussianFamily:
+    """Any covariance by its Cholesky factor: `d + d(d + 1)/2` parameters (kept in a square)."""
+
+    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Parameters:
+        return {
+            **_start(batch, size, sd, dtype, device),
+            "lower": torch.zeros(batch, size, size, dtype=dtype, device=device),
+        }
+
+    def log_density(q: Parameters, theta: Tensor) -> Tensor:
+        centred = (theta - q["mean"].unsqueeze(1)).mT
+        standard = torch.linalg.solve_triangular(cholesky(q), centred, upper=False)
+        return -0.5 * standard.square().sum(-2) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
+
+    return GaussianFamily(
+        init=init,
+        noises=lambda size: size,
+        draw=lambda q, noise: q["mean"].unsqueeze(1) + noise @ cholesky(q).mT,
+        log_density=log_density,
+        covariance=lambda q: cholesky(q) @ cholesky(q).mT,
+    )
+
+
+def low_rank(rank: int) -> GaussianFamily:
+    r"""Covariance :math:`\mathrm{diag}(D^2) + WW^\top` with W `(d, rank)`: `d(rank + 2)` parameters.
+
+    A draw is μ + Dε + Wη; the density is by Woodbury's identity, at a cost of `d·rank²`.
+
+    Raises:
+        ValueError: `rank` is less than 1.
+    """
+    if rank < 1:
+        raise ValueError(f"Expected a rank of at least 1, but got {rank}; see `diagonal` for none")
+
+    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Parameters:
+        # Not zero, where W's gradient would vanish: one column for every rank-th coordinate.
+        column = torch.arange(size, device=device)[:, None] % rank == torch.arange(rank, device=device)
+        factor = (0.1 * sd * column).to(dtype).expand(batch, size, rank).clone()
+        return {**_start(batch, size, sd, dtype, device), "factor": factor}
+
+    def draw(q: Parameters, noise: Tensor) -> Tensor:
+        own, common = noise.split([q["mean"].shape[-1], rank], -1)
+        return q["mean"].unsqueeze(1) + q["log_sd"].exp().unsqueeze(1) * own + common @ q["factor"].mT
+
+    def log_density(q: Parameters, theta: Tensor) -> Tensor:
+        scale = torch.exp(-q["log_sd"]).unsqueeze(1)
+        standard, factor = (theta - q["mean"].unsqueeze(1)) * scale, q["factor"] * scale.mT
+        eye = torch.eye(rank, dtype=theta.dtype, device=theta.device)
+        lower = torch.linalg.cholesky(eye + factor.mT @ factor)
+        inner = torch.linalg.solve_triangular(lower, (standard @ factor).mT, upper=False)
+        square = standard.square().sum(-1) - inner.square().sum(-2)
+        log_det = q["log_sd"].sum(-1, True) + lower.diagonal(dim1=-2, dim2=-1).log().sum(-1, True)
+        return -0.5 * square - log_det - _normaliser(theta.shape[-1])
+
+    return GaussianFamily(
+        init=init,
+        noises=lambda size: size + rank,
+        draw=draw,
+        log_density=log_density,
+        covariance=lambda q: torch.diag_embed((2 * q["log_sd"]).exp()) + q["factor"] @ q["factor"].mT,
+    )

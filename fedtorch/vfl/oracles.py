@@ -1,0 +1,115 @@
+"""Reference posteriors by Pyro's No-U-Turn sampler: of the collapsed, the plain and the augmented model.
+
+They see all parties' data at once and serve to judge what the parties find without pooling. Pyro is imported here only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.vfl.collapsed import collapsed_log_likelihood
+from fedtorch.vfl.model import VerticalData, VerticalModel, prepared
+
+__all__ = ["Draws", "log_joint", "nuts", "nuts_posterior"]
+
+
+class Draws(NamedTuple):
+    """Draws of a sampler."""
+
+    values: Tensor  # (chains, draws, D) γ, θ_1, …, θ_J one after the other
+    r_hat: Tensor  # (D,)
+    effective: Tensor  # (D,) effective number of draws
+
+    @property
+    def flat(self) -> Tensor:
+        """All chains' draws, `(chains · draws, D)`."""
+        return self.values.flatten(0, 1)
+
+
+def log_joint(
+    model: VerticalModel, data: VerticalData, *, collapsed: bool = True, points: int = 32, adaptive: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """log p(y, γ, θ) up to a constant, of `(D,)` to `()`.
+
+    Args:
+        model: with one ρ.
+        data: without a leading batch dimension.
+        collapsed: with the auxiliary variables integrated out; False leaves the noise away: the ordinary model, in
+            which the sum of the predictors is exact.
+        points: of the quadrature.
+        adaptive: whether its nodes follow the likelihood; see `collapsed_log_likelihood`.
+    """
+    batch = prepared(model, data)
+
+    def log_density(coordinates: Tensor) -> Tensor:
+        gamma, *thetas = coordinates.reshape(1, 1, -1).split(model.sizes, -1)
+        intercept, shared = model.split_shared(gamma)
+        pairs = zip(model.predictors, thetas, batch.features)
+        etas = [predictor.forward(theta, x) for predictor, theta, x in pairs]
+        centre = sum(etas[1:], etas[0])
+        centre = centre if intercept is None else centre + intercept
+        centre = centre if batch.offset is None else centre + batch.offset
+        if collapsed:
+            rows = collapsed_log_likelihood(model, batch.y, centre, shared, points, adaptive=adaptive)
+        else:
+            rows = model.likelihood.log_prob(batch.y, centre, shared)
+        prior = model.shared_prior(gamma) + sum(p.log_prior(t) for p, t in zip(model.predictors, thetas))
+        return (batch.weighted_sum(rows) + prior).sum()
+
+    return log_density
+
+
+def nuts(
+    log_density: Callable[[Tensor], Tensor],
+    start: Tensor,
+    *,
+    draws: int = 1000,
+    warmup: int = 500,
+    chains: int = 2,
+    seed: int = 0,
+) -> Draws:
+    """Samples a density with Pyro's NUTS; torch's global generator is put back afterwards.
+
+    Args:
+        log_density: of `(D,)` to `()`.
+        start: `(D,)`, where all chains start, with a little noise.
+        draws: kept of each chain.
+        warmup: discarded before.
+        chains: one after another.
+        seed: of torch's global generator, from which Pyro draws.
+    """
+    from pyro.infer import MCMC, NUTS
+    from pyro.ops.stats import effective_sample_size, split_gelman_rubin
+
+    found = []
+    for chain in range(chains):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(1000 * seed + chain)
+            kernel = NUTS(potential_fn=lambda z: -log_density(z["x"]))
+            first = start + 0.1 * torch.randn(start.shape, dtype=start.dtype)
+            sampler = MCMC(kernel, draws, warmup, initial_params={"x": first}, disable_progbar=True)
+            sampler.run()
+            found.append(sampler.get_samples()["x"].detach())
+    values = torch.stack(found)
+    return Draws(values, split_gelman_rubin(values, 0, 1), effective_sample_size(values, 0, 1))
+
+
+def nuts_posterior(
+    model: VerticalModel,
+    data: VerticalData,
+    *,
+    collapsed: bool = True,
+    points: int = 32,
+    adaptive: bool = False,
+    start: Tensor | None = None,
+    **settings: int,
+) -> Draws:
+    """NUTS on `log_joint`, from `start` or from zero; `settings` are those of `nuts`."""
+    begin = torch.zeros(sum(model.sizes), dtype=data.features[0].dtype) if start is None else start
+    return nuts(log_joint(model, data, collapsed=collapsed, points=points, adaptive=adaptive), begin, **settings)

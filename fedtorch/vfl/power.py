@@ -1,0 +1,64 @@
+r"""The power-likelihood model: every party has a share of the likelihood, with its own predictor free of noise.
+
+.. math::
+    \prod_j p\big(y_i \mid b + o_i + \eta_{ij} + \textstyle\sum_{k \ne j} z_{ik}, \gamma\big)^{w_j}, \qquad
+    \eta_{ij} = g_j(x_{ij}, \theta_j), \qquad z_{ij} \sim N(\eta_{ij}, \rho^2), \qquad w_j = 1/J .
+
+With a Gaussian likelihood of known σ it is the augmented model with ρ → ρ(J−1)/J; with σ unknown a factor that depends
+on σ remains. With one party it is the model without noise. The product of powers is not normalised over y, so that
+bounds of different models are not comparable: compare predictive scores too (`fedtorch.vfl.log_score`).
+
+Source: Hassan et al., section 3.3, equation (7). Learnt weights, which rank the parties, are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fedtorch.models.likelihoods import Likelihood
+from fedtorch.vfl.model import VerticalModel, checked_model
+from fedtorch.vfl.predictors import Predictor, Prior
+
+__all__ = ["power"]
+
+
+def power(
+    likelihood: Likelihood,
+    predictors: Sequence[Predictor],
+    rho: float | Tensor,
+    *,
+    intercept: bool = True,
+    shared_prior: Prior | None = None,
+    concentration: float | None = None,
+) -> VerticalModel:
+    r"""The power-likelihood model; the parties have to know the response.
+
+    Args:
+        likelihood: of the response; from `fedtorch.models.likelihoods`, or your own.
+        predictors: one per party, from `fedtorch.vfl.linear` and `multilevel`, or your own.
+        rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
+        intercept: whether the server has one.
+        shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.
+        concentration: learn the weights w instead of 1/J each, with :math:`\text{concentration} \cdot n/J \cdot
+            \sum_j \log w_j` added to the bound. Without it all weight would go to one party, because the bound is
+            linear in w. The weights say whose noiseless predictor explains the response best: they rank the parties.
+
+    Raises:
+        ValueError: no party, or ρ or `concentration` that is not positive.
+
+    >>> from fedtorch.models import likelihoods
+    >>> from fedtorch.vfl import linear
+    >>> power(likelihoods.gaussian(), [linear(5), linear(6)], rho=1.0).sizes
+    [2, 5, 6]
+    """
+    return checked_model(
+        likelihood,
+        predictors,
+        rho,
+        power=True,
+        intercept=intercept,
+        shared_prior=shared_prior,
+        concentration=concentration,
+    )

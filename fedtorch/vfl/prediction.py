@@ -1,0 +1,81 @@
+r"""Predictions for rows that all parties hold, and scores by which models can be compared.
+
+Bounds of the augmented and the power model are not comparable (the product of powers is not normalised over y),
+predictive log scores are. A model's own noise on the predictor is part of its prediction: variance Jρ² in the augmented
+model, and in the power model, by its Gaussian closed form, :math:`J\,[\rho(J-1)/J]^2`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch.vfl.collapsed import collapsed_log_likelihood
+from fedtorch.vfl.model import VerticalData, VerticalModel, prepared
+from fedtorch.vfl.sfvi import Fit, centred
+
+__all__ = ["log_score", "noise_variance", "predictor", "spread"]
+
+
+def noise_variance(model: VerticalModel) -> Tensor:
+    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`."""
+    parties = len(model.predictors)
+    factor = (parties - 1) / parties if model.power else 1.0
+    return parties * (model.rho * factor).square()
+
+
+def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
+    """Intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws of γ, θ_1, …, θ_J.
+
+    Every party sends its g_j of the new rows; with many draws that tells much of its features, so sum them securely.
+
+    Args:
+        model: the model.
+        thetas: `(B, M, d_j)` each, for example `fit.sample(key, draws)`.
+        data: rows; the response is not looked at beyond its shape and range.
+    """
+    batch = prepared(model, data)
+    gamma, *own = thetas
+    etas = [p.forward(theta, x) for p, theta, x in zip(model.predictors, own, batch.features)]
+    return centred(model, gamma, sum(etas[1:], etas[0]), batch)
+
+
+def log_score(
+    model: VerticalModel,
+    thetas: Sequence[Tensor],
+    data: VerticalData,
+    *,
+    noise: Tensor | float | None = None,
+    points: int = 32,
+) -> Tensor:
+    r"""The predictive log-density of each row, :math:`\log \frac1M \sum_m p(y_i | \theta^{(m)})`, `(B, n)`.
+
+    Args:
+        model: the model.
+        thetas: draws of γ, θ_1, …, θ_J, `(B, M, d_j)` each.
+        data: held-out rows with their response.
+        noise: variance of the noise on the predictor, the model's own by default; 0 predicts without.
+        points: of the quadrature over it.
+    """
+    centre, shared = predictor(model, thetas, data)
+    y = prepared(model, data).y
+    variance = noise_variance(model) if noise is None else torch.as_tensor(noise, dtype=torch.float64)
+    if bool((variance == 0).all()):
+        rows = model.likelihood.log_prob(y, centre, shared)
+    else:
+        rows = collapsed_log_likelihood(model, y, centre, shared, points, power=False, variance=variance)
+    return rows.logsumexp(1) - math.log(centre.shape[1])
+
+
+def spread(fit: Fit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
+    """How much each party moves the predictor: posterior mean of the standard deviation of g_j over rows, `(B, J)`.
+
+    A ranking of the parties, of which each needs to tell one number.
+    """
+    batch = prepared(fit.model, data)
+    _, *own = fit.sample(key, draws)
+    moved = [p.forward(t, x).std(-1).mean((1, 2)) for p, t, x in zip(fit.model.predictors, own, batch.features)]
+    return torch.stack(moved, -1)

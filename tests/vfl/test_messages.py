@@ -1,0 +1,210 @@
+"""Messages between parties give the numbers of one graph, and what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from closed_forms import ROUNDING, distance
+from verticals import (
+    DRAWS,
+    GUIDES,
+    KEY,
+    MODELS,
+    ROWS,
+    STEPS,
+    below,
+    gathered,
+    nodes,
+    noises,
+    some_model,
+    some_parameters,
+)
+
+from fedtorch import random, tree, vfl, wire
+from fedtorch.vfl import messages
+from fedtorch.vfl.guide import draw_noise
+from fedtorch.vfl.messages import bounded_delay
+from fedtorch.vfl.model import prepared
+from fedtorch.vfl.sfvi import bound
+
+AMONG_PARTIES = [name for name in GUIDES if name != "sums, low rank, joint"]
+
+
+def in_one_graph(
+    model: vfl.VerticalModel,
+    guide: vfl.Guide,
+    q: vfl.Parameters,
+    data: vfl.VerticalData,
+    given: list[vfl.Noise],
+    minibatches: list[torch.Tensor] | None = None,
+) -> vfl.Parameters:
+    """What `sfvi` does, with the noise given."""
+    leaf = lambda value: value.detach().clone().requires_grad_()
+    q = tree.map(leaf, q)
+    optimizer = torch.optim.Adam(tree.leaves(q), lr=0.05)
+    batch = prepared(model, data)
+    for t, noise in enumerate(given):
+        here = batch if minibatches is None else batch.take(minibatches[t])
+        value = bound(model, guide, q, here, noise).sum() / DRAWS
+        gradients = torch.autograd.grad(value, tree.leaves(q), allow_unused=True)
+        for parameter, gradient in zip(tree.leaves(q), gradients):
+            parameter.grad = None if gradient is None else -gradient
+        optimizer.step()
+    return tree.map(torch.detach, q)
+
+
+@pytest.mark.parametrize("sticking", [True, False])
+@pytest.mark.parametrize("shared", [True, False], ids=["y shared", "y at the server"])
+@pytest.mark.parametrize("guide", AMONG_PARTIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_messages_give_the_numbers_of_one_graph(name: str, guide: str, shared: bool, sticking: bool) -> None:
+    family = dataclasses.replace(GUIDES[guide](), sticking=sticking)
+    model, data = some_model(name, "negative binomial")
+    data = data._replace(weight=0.5 + random.uniform(KEY, (2, ROWS), torch.float64))
+    if name == "power":
+        model = dataclasses.replace(model, concentration=0.3)
+    q = some_parameters(model, family, data)
+    needs = family.auxiliary.sees_response or (name == "power" and family.auxiliary.party is not None)
+    if needs and not shared:
+        with pytest.raises(ValueError, match="Expected the response at the party"):
+            nodes(model, family, q, data, shared)
+        return
+    for minibatches in (None, [torch.tensor([t, 11 - t, 4]) for t in range(STEPS)]):
+        given = noises(model, family, ROWS if minibatches is None else 3)
+        server, parties = nodes(model, family, q, data, shared)
+        for t, noise in enumerate(given):
+            messages.exchange(server, parties, noise, 0.05, rows=None if minibatches is None else minibatches[t])
+        expected = in_one_graph(model, family, q, data, given, minibatches)
+        # Adam's first steps divide a gradient by its own size, which magnifies rounding where it is small.
+        found = gathered(family, server, parties)
+        assert distance(below(found), below(expected)) < 1e3 * ROUNDING
+
+
+def test_bytes_of_an_iteration() -> None:
+    """Every message is B·M·C·n numbers and a header of safetensors."""
+    numbers = 8 * 2 * DRAWS * ROWS  # float64, B = 2
+
+    def traffic(name: str, guide: str, shared: bool) -> messages.Traffic:
+        model, data = some_model(name, "bernoulli")
+        family = GUIDES[guide]()
+        server, parties = nodes(model, family, some_parameters(model, family, data), data, shared)
+        return messages.exchange(server, parties, noises(model, family, ROWS)[0], 0.1)
+
+    value = messages.Value(torch.zeros(2, DRAWS, 1, ROWS, dtype=torch.float64))
+    gradient = messages.Gradient(*value)
+    share = messages.Share(value.value, torch.zeros(2, DRAWS, 0, dtype=torch.float64), None)
+    up, down, both = (len(wire.encode(message)) for message in (value, gradient, share))
+    assert traffic("augmented", "amortised", False) == (3 * up, 3 * down)
+    assert traffic("augmented", "sums", False) == (3 * up, 3 * down)
+    assert traffic("augmented", "amortised", True) == (3 * up, 3 * both)
+    assert traffic("power", "mean field", True) == (3 * (up + both), 3 * (both + down))
+    assert traffic("power", "sums", False) == (3 * up, 3 * down)
+    assert max(up, down, both) < numbers + 300
+
+
+def test_the_chain_of_a_joint_family_is_counted() -> None:
+    """Node j tells those before it as many numbers as they have coordinates; through the server, so twice."""
+    model, data = some_model("augmented", "bernoulli")
+    traffic = []
+    for sticking in (True, False):
+        family = dataclasses.replace(GUIDES["amortised, joint"](), sticking=sticking)
+        server, parties = nodes(model, family, some_parameters(model, family, data), data, False)
+        traffic.append(messages.exchange(server, parties, noises(model, family, ROWS)[0], 0.1))
+    told = [torch.zeros(2, DRAWS, sum(model.sizes[: j + 1]), dtype=torch.float64) for j in range(3)]
+    extra = sum(wire.size(messages.Backward(one)) for one in told)
+    assert traffic[0].up - traffic[1].up == traffic[0].down - traffic[1].down == extra
+
+
+@pytest.mark.parametrize(("name", "guide", "shared"), [
+    ("augmented", "amortised", False), ("augmented", "amortised", True), ("augmented", "sums", False),
+    ("power", "amortised, y seen", True),
+])  # fmt: skip
+def test_local_steps_save_exchanges(name: str, guide: str, shared: bool) -> None:
+    """Three local steps reach a higher bound than one, in as many exchanges, and use the same draws."""
+    model, data = some_model(name, "bernoulli")
+    family = GUIDES[guide]()
+    q = tree.map(lambda leaf: 0.3 * leaf, some_parameters(model, family, data))
+    reached = []
+    for local_steps in (1, 3):
+        server, parties = nodes(model, family, q, data, shared)
+        for noise in noises(model, family, ROWS, 30):
+            messages.exchange(server, parties, noise, 0.01, local_steps=local_steps)
+        end, fresh = (
+            gathered(family, server, parties),
+            draw_noise(model, family, KEY.reshape(1), ROWS, 500, torch.float64),
+        )
+        reached.append(bound(model, family, end, prepared(model, data), fresh).mean(1))
+    assert (reached[1] > reached[0] + 0.5).all()
+
+
+def test_with_the_response_shared_a_local_step_is_exact() -> None:
+    """The second step's gradient is that of the bound with the others' z held at what they told."""
+    model, data = some_model("augmented", "bernoulli")
+    family = GUIDES["amortised"]()
+    q = some_parameters(model, family, data)
+    noise = noises(model, family, ROWS)[0]
+    server, parties = nodes(model, family, q, data, True)
+    messages.exchange(server, parties, noise, 0.05, local_steps=2)
+    leaf = lambda value: value.detach().clone().requires_grad_()
+    mixed, held = tree.map(leaf, q), tree.map(leaf, q)
+    optimizer = torch.optim.Adam(tree.leaves(mixed.parties[0]), lr=0.05)
+    for _ in range(2):  # party 0 moves twice, the others and the server stay
+        here = mixed._replace(server=held.server, parties=(mixed.parties[0], *held.parties[1:]))
+        value = bound(model, family, here, prepared(model, data), noise).sum() / DRAWS
+        for parameter, gradient in zip(
+            tree.leaves(mixed.parties[0]), torch.autograd.grad(value, tree.leaves(mixed.parties[0]))
+        ):
+            parameter.grad = -gradient
+        optimizer.step()
+    assert distance(tree.map(torch.detach, parties[0].q), tree.map(torch.detach, mixed.parties[0])) < 1e3 * ROUNDING
+
+
+@pytest.mark.parametrize(("name", "guide", "shared"), [
+    ("augmented", "sums", False), ("augmented", "mean field", True), ("power", "amortised, y seen", True),
+])  # fmt: skip
+def test_idle_parties_are_remembered(name: str, guide: str, shared: bool) -> None:
+    """Nobody is away for longer than the delay, idle ones send nothing, and the bound still rises to where it was."""
+    model, data = some_model(name, "bernoulli")
+    family = GUIDES[guide]()
+    q = tree.map(lambda leaf: 0.3 * leaf, some_parameters(model, family, data))
+    fresh = draw_noise(model, family, KEY.reshape(1), ROWS, 500, torch.float64)
+    reached = []
+    for delay in (0, 2):
+        server, parties = nodes(model, family, q, data, shared)
+        schedule = itertools.islice(bounded_delay(3, delay, 0.5, KEY), 60)
+        for noise, active in zip(noises(model, family, ROWS, 60), schedule):
+            before = [tree.map(torch.clone, tree.map(torch.detach, party.q)) for party in parties]
+            traffic = messages.exchange(server, parties, noise, 0.03, active=active)
+            assert (traffic.up == 0) == (not any(active))
+            assert all(
+                here or distance(old, tree.map(torch.detach, p.q)) == 0 for old, p, here in zip(before, parties, active)
+            )
+        end = gathered(family, server, parties)
+        reached.append(bound(model, family, end, prepared(model, data), fresh).mean(1))
+    start = bound(model, family, q, prepared(model, data), fresh).mean(1)
+    assert ((reached[1] - start) > 0.8 * (reached[0] - start)).all()
+
+
+def test_nobody_is_away_for_longer_than_the_delay() -> None:
+    present = torch.tensor(list(itertools.islice(bounded_delay(4, 3, 0.2, KEY), 200)))
+    assert present[0].all()
+    runs = [max((len(list(run)) for here, run in itertools.groupby(row) if not here), default=0) for row in present.T]
+    assert runs == [3, 3, 3, 3]
+    assert 0.25 < present.double().mean() < 0.5
+
+
+def test_refusals() -> None:
+    model, data = some_model("augmented", "bernoulli")
+    family = GUIDES["sums, low rank, joint"]()
+    with pytest.raises(ValueError, match="full covariance for a joint"):
+        nodes(model, family, some_parameters(model, family, data), data, False)
+    family = GUIDES["amortised"]()
+    server, parties = nodes(model, family, some_parameters(model, family, data), data, False)
+    with pytest.raises(ValueError, match="all parties in the first iteration"):
+        messages.exchange(server, parties, noises(model, family, ROWS)[0], 0.1, active=[True, True, False])
+    for arguments in ((-1, 0.5), (1, 1.5)):
+        with pytest.raises(ValueError, match="delay ≥ 0 and a probability"):
+            next(bounded_delay(2, *arguments, KEY))
