@@ -111,7 +111,9 @@ class Stacked(nn.Module):
             ValueError: rows of another number of dimensions, or no key for a module that draws random numbers.
         """
         if x.ndim not in (self.row_dims + 1, self.row_dims + 2):
-            raise ValueError(f"Expected rows of {self.row_dims} dimensions, but got shape {tuple(x.shape)}; see row_dims")
+            raise ValueError(
+                f"Expected rows of {self.row_dims} dimensions, but got shape {tuple(x.shape)}; see row_dims"
+            )
         template = self._template[0]
         if template.training != self.training:
             template.train(self.training)

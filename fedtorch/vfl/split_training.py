@@ -11,23 +11,9 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.vfl.model import VerticalData
+from fedtorch.vfl.split_data import take_rows
 
-__all__ = ["StackedEarlyStopping", "VerticalLoader", "take_rows"]
-
-
-def take_rows(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
-    """These rows of everything, in this order.
-
-    Args:
-        data: aligned rows.
-        rows: `(m,)` indices.
-        row_dims: dimensions of one party's row; 1 each by default.
-    """
-    last = lambda value: None if value is None else value.index_select(-1, rows)
-    dims = [1] * len(data.features) if row_dims is None else row_dims
-    features = tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(data.features, dims))
-    present = None if data.present is None else data.present[rows]
-    return VerticalData(features, data.response.index_select(-1, rows), last(data.offset), last(data.weight), present)
+__all__ = ["StackedEarlyStopping", "VerticalLoader"]
 
 
 class VerticalLoader:
