@@ -292,6 +292,7 @@ class ServerNetwork(nn.Module):
             centre = total if batch.offset is None else total + batch.offset
             sampled = auxiliary.server(q, _held(q, self.bayes), centre, noise, batch, self.model)  # type: ignore
             total = torch.where(self.active[..., None, None], sampled.total, centre)
+            assert sampled.log_ratio is not None
             ratio = torch.where(self.active.unsqueeze(-1), sampled.log_ratio, 0.0)
         else:
             total = self.predictor(total, batch.offset, step)
