@@ -209,17 +209,18 @@ class PartyNetwork(nn.Module):
             draws: M; plain networks need only one.
             noise: whether to add ρε, which hides f_j and is part of the model.
         """
-        own, sent = random.fold_in(self.key.to(key.device), key), []
-        for m in range(draws):
-            here = random.fold_in(random.fold_in(own, _PREDICT), m)
-            theta = random.normal(random.fold_in(here, 0), (1, 1, self.noise.theta), self.rho.dtype)
-            weights, _ = self._weights(theta.to(self.rho.device))
-            eta = self.bottom(x, weights).mT.unsqueeze(1)
-            if noise and self.bayes is not None:
-                of_rows = random.normal(random.fold_in(here, 1), (1, 1, *eta.shape[2:]), eta.dtype)
-                eta = torch.addcmul(eta, self.rho, of_rows.to(eta.device))
-            sent.append(eta)
-        return torch.cat(sent, 1)
+        dims = self.bottom.row_dims
+        rows, device, sent = x.shape[-1 - dims], self.rho.device, []
+        own = random.fold_in(random.fold_in(self.key.to(key.device), key), _PREDICT)
+        each = random.fold_in(own, torch.arange(draws, device=key.device))
+        thetas = random.normal(random.fold_in(each, 0), (1, 1, self.noise.theta), self.rho.dtype).to(device)
+        for theta in thetas:
+            sent.append(self.bottom(x, self._weights(theta)[0]).mT)
+        etas = torch.stack(sent, 1)
+        if not noise or self.bayes is None:
+            return etas
+        of_rows = random.normal(random.fold_in(each, 1), (self.outputs, rows), self.rho.dtype).to(device)
+        return torch.addcmul(etas, self.rho, of_rows)
 
     def save(self, file: str | Path) -> None:
         """Writes this party's parameters, and nobody else's, as safetensors."""

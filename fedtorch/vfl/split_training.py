@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fedtorch import random
@@ -90,7 +91,7 @@ class StackedEarlyStopping(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Keeps what is best so far."""
-        if trainer.sanity_checking or not trainer.training:
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         losses = pl_module.validation_losses.detach()
         if not self._count:
