@@ -1,21 +1,22 @@
 r"""Private set intersection: which rows parties share, without showing each other the rest.
 
-The Diffie–Hellman construction on the curve P-256. An identifier is hashed to a point P, the leader has a secret a and a
-member a secret b; the member sends bP of its rows, the leader aP of its own, and the member returns b(aP). The leader
+The Diffie–Hellman construction on the curve P-256. An identifier is hashed to a point P, the leader has a secret a and
+a member a secret b; the member sends bP of its rows, the leader aP of its own, and the member returns b(aP). The leader
 computes a(bP) and compares: equal points are equal identifiers, and points of rows that the other lacks look random
 (decisional Diffie–Hellman). Members then hear the places of the common rows in their own list.
 
 - *Points* are what `cryptography` offers: a point is given by its x-coordinate, `SHA-256(context, counter, identifier)`
   with the first counter for which OpenSSL finds a point of that x (try and increment; every second x has one), and
   multiplied by ECDH, which returns the x-coordinate of the product. Both signs of a point give the same x, so that
-  :math:`x(a \cdot bP) = x(b \cdot aP)`. The group has prime order, so there is no small subgroup to leak into, and every
-  received x is refused unless it is on the curve. (The older construction, X25519 of a hash as u-coordinate, lets half
-  of the hashes fall on the curve's twist: that is as hard, but shows one bit of every row, and so is not used.)
+  :math:`x(a \cdot bP) = x(b \cdot aP)`. The group has prime order, so there is no small subgroup to leak into, and
+  every received x is refused unless it is on the curve. (The older construction, X25519 of a hash as u-coordinate, lets
+  half of the hashes fall on the curve's twist. Its group is as hard, but which of the two a blinded point is on stays
+  visible, one bit of every row, and clamping makes secrets multiples of the cofactor; it is not used here.)
 - *The leader learns* how many rows each member has, and for its own rows which member has them. *A member learns* how
   many rows the leader has, which of its own rows are used, and their order. A third party learns the sizes.
-- *Limits.* All follow the protocol: who puts guessed identifiers into its list learns whether the other has them, and no
-  such protocol can prevent it. Secrets come from the operating system, are new in each alignment and are not
-  reproducible; the result does not depend on them. How long hashing takes tells its own process about identifiers.
+- *Limits.* All follow the protocol: who puts guessed identifiers into its list learns whether the other has them, and
+  no such protocol can prevent it. Secrets come from the operating system, are new in each alignment and are not
+  reproducible; the result does not depend on them. Hashing takes a time that depends on the identifier.
 
 The leader is the party with the labels, usually. Messages are `fedtorch.wire` bytes: `run_leader` and `run_member` take
 any `send` and `receive`, and `intersect` runs all of it in one process.

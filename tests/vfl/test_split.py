@@ -157,7 +157,7 @@ def test_elements_do_not_influence_each_other(name: str) -> None:
     losses.sum().backward()
     for b in range(B):
         alone = copy.deepcopy(model)
-        part = lambda value: value[b : b + 1]
+        part = lambda value, b=b: value[b : b + 1]
         for module in alone.modules():
             for table in (module._parameters, module._buffers):
                 for key, value in table.items():
