@@ -1,13 +1,13 @@
 """Multilevel Poisson regression over two parties: marginal densities (Figure 4 of the VFL source).
 
-2000 areas with populations of 250 to 350 and five levels of remoteness, two features at each of two parties, slopes that
-vary by level. The true model by NUTS and by mean-field variational inference, the augmented model at ρ = 1 and 2 by NUTS
-(on the collapsed likelihood, whose posterior of the slopes is the same) and with amortised auxiliary variables; beside
-them q(s|θ)q(z|s). As printed every area has slopes of its own, with one draw each, which is not identifiable: here a level
-has, β_j^r ~ N(μ_j, σ_j). Coefficients are drawn at 0.3 of the prior's scale, so that counts stay in the tens; the priors
-are the published ones. The amortised encoders see x_j'θ_j only, so that z learns nothing of a row's count, and their best
-answer is to have next to no noise: the posterior is then that of the true model and not of the augmented one. The source
-gives figures only, hence no published numbers.
+2000 areas with populations of 250 to 350 and five levels of remoteness, two features at each of two parties, slopes
+that vary by level. The true model by NUTS and by mean-field inference, the augmented model at ρ = 1 and 2 by
+NUTS (on the collapsed likelihood, whose posterior of the slopes is the same) and with amortised auxiliary variables;
+beside them q(s|θ)q(z|s). As printed every area has slopes of its own, with one draw each, which is not identifiable:
+here a level has, β_j^r ~ N(μ_j, σ_j). Coefficients are drawn at 0.3 of the prior's scale, so that counts stay in the
+tens; the priors are the published ones. The amortised encoders see x_j'θ_j only, so that z learns nothing of a row's
+count, and their best answer is to have next to no noise: the posterior is then closer to that of the true model than to
+that of the augmented one. The source gives figures only, hence no published numbers.
 """
 
 from __future__ import annotations

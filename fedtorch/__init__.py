@@ -6,6 +6,7 @@ A federation is an algorithm (what clients and server compute) on a population (
 
 from fedtorch import data, metrics, plots, random, tree, wire
 from fedtorch.federation import graphs
+from fedtorch import data, metrics, plots, random, tree, vfl, wire
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,
@@ -101,6 +102,7 @@ __all__ = [
     "stragglers",
     "tree",
     "uniform_cohort",
+    "vfl",
     "weighted_cohort",
     "wire",
 ]

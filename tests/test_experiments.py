@@ -8,6 +8,8 @@ import pytest
 
 from experiments import fedavg_family, quickstart, vfl_heart
 from experiments.benchmarks import core, vfl_split
+from experiments import fedavg_family, quickstart, vfl_logistic, vfl_poisson
+from experiments.benchmarks import core, vfl
 
 
 def rows(path):
@@ -69,3 +71,25 @@ def test_vfl_split_benchmark(tmp_path):
     need_heart_failure()
     vfl_split.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
+def test_vfl_logistic(tmp_path):
+    vfl_logistic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    settings = {setting for setting, _ in found}
+    assert len(settings) == 2 * (4 + 4 + 2)  # with and without noise; our q(s|θ)q(z|s) beside the source's eight
+    assert {"NUTS" in setting for setting, metric in found if metric == "bound"} == {False}
+    assert (tmp_path / "vfl_logistic_2_parties.png").stat().st_size > 10_000
+
+
+def test_vfl_poisson(tmp_path):
+    vfl_poisson.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len({setting for setting, _ in rows(tmp_path / "rows.json")}) == 9
+    assert (tmp_path / "vfl_poisson.png").stat().st_size > 10_000
+
+
+def test_vfl_benchmark(tmp_path):
+    vfl.main(["--smoke", "--part", "bytes", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    up, down = ("bytes up, 826 rows and 2 parties", "bytes down, 826 rows and 2 parties")
+    one_exchange = "augmented, sums, response at the server"
+    assert found[one_exchange, up] == found[one_exchange, down]
+    assert found["power, amortised, response with the parties", up] > 4 * 4 * 826

@@ -16,7 +16,8 @@ from closed_forms import distance
 from verticals import GUIDES, nodes, noises, some_model, some_parameters
 
 from fedtorch import tree
-from fedtorch.vfl import messages, processes
+from fedtorch.vfl import processes
+from fedtorch.vfl.iteration import exchange
 
 WIDTHS, ROWS = [2, 3], 12
 CASES = [
@@ -37,7 +38,7 @@ def compare(name: str, guide: str, shared: bool, local_steps: int) -> tuple[floa
     server, parties = nodes(model, family, q, data, shared)
     up = down = 0
     for noise, rate, _ in iterations:
-        traffic = messages.exchange(server, parties, noise, rate, local_steps=local_steps)
+        traffic = exchange(server, parties, noise, rate, local_steps=local_steps)
         up, down = up + traffic.up, down + traffic.down
     expected = (server, *parties)[dist.get_rank()]
     here, others = nodes(model, family, q, data, shared)

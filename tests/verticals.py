@@ -7,13 +7,13 @@ from torch import Tensor
 
 from fedtorch import random, tree, vfl
 from fedtorch.models import encoder, likelihoods
-from fedtorch.vfl import messages
 from fedtorch.vfl.guide import draw_noise, initial
 from fedtorch.vfl.model import prepared
+from fedtorch.vfl.nodes import PartyNode, ServerNode
 
 WIDTHS = [2, 3, 1]
 SD = 0.8
-KEY, ROWS, DRAWS, STEPS = random.key(0), 12, 2, 4
+KEY, ROWS, DRAWS, STEPS = random.key(0), 12, 2, 3
 
 
 def draw(key: int, *shape: int) -> Tensor:
@@ -94,15 +94,15 @@ def some_model(name: str, likelihood: str, widths: list[int] = WIDTHS) -> tuple[
 
 def nodes(
     model: vfl.VerticalModel, guide: vfl.Guide, q: vfl.Parameters, data: vfl.VerticalData, shared: bool
-) -> tuple[messages.ServerNode, list[messages.PartyNode]]:
+) -> tuple[ServerNode, list[PartyNode]]:
     """All nodes, with the response at the parties too where it is `shared`."""
     y = data.response if shared else None
-    return messages.ServerNode(model, guide, q, prepared(model, data), shared), [
-        messages.PartyNode(model, guide, q, j, x, y, data.weight, shared) for j, x in enumerate(data.features)
+    return ServerNode(model, guide, q, prepared(model, data), shared), [
+        PartyNode(model, guide, q, j, x, y, data.weight, shared) for j, x in enumerate(data.features)
     ]
 
 
-def gathered(guide: vfl.Guide, server: messages.ServerNode, parties: list[messages.PartyNode]) -> vfl.Parameters:
+def gathered(guide: vfl.Guide, server: ServerNode, parties: list[PartyNode]) -> vfl.Parameters:
     """All nodes' parameters in one place."""
     joint = None
     if guide.joint:

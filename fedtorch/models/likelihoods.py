@@ -30,6 +30,8 @@ from torch import Tensor
 
 __all__ = ["Likelihood", "bernoulli", "categorical", "gaussian", "negative_binomial", "poisson"]
 
+_CHECKED = 2**16  # rows that are checked at a time, so that a check takes no memory that grows with the rows
+
 
 @dataclass(frozen=True)
 class Likelihood:
@@ -165,7 +167,9 @@ def _is_count(y: Tensor) -> Tensor:
 
 
 def _check(y: Tensor, *, expected: str, fits: Callable[[Tensor], Tensor]) -> None:
-    wrong = ~fits(y)
-    if bool(wrong.any()):
-        place = wrong.nonzero()[0].tolist()
-        raise ValueError(f"Expected {expected}, but got {float(y[tuple(place)])} in row {place[-1]}")
+    for start, part in enumerate(y.split(_CHECKED, -1)):
+        wrong = ~fits(part)
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            row = start * _CHECKED + place[-1]
+            raise ValueError(f"Expected {expected}, but got {float(part[tuple(place)])} in row {row}")

@@ -20,6 +20,9 @@ from fedtorch.vfl.predictors import Predictor, Prior, normal_prior
 __all__ = ["Batch", "VerticalData", "VerticalModel", "prepared"]
 
 
+_CHECKED = 2**16  # rows that are checked at a time, so that checks take no memory that grows with the rows
+
+
 class VerticalData(NamedTuple):
     """Aligned rows: the parties' features, and what the server (and perhaps the parties) know of them."""
 
@@ -45,11 +48,12 @@ class Batch(NamedTuple):
 
     def take(self, rows: Tensor) -> Batch:
         """The minibatch of these rows `(m,)`, weighted so that its sums are unbiased for those of all rows."""
-        of = lambda values: None if values is None else values.index_select(-1, rows)
-        weight = torch.ones_like(self.y) if self.weight is None else self.weight
         scale = self.y.shape[-1] / len(rows)
+        one = self.y.new_full((1, 1, len(rows)), scale)
+        weight = one if self.weight is None else self.weight.index_select(-1, rows) * scale
         features = tuple(x.index_select(-2, rows) for x in self.features)
-        return Batch(features, of(self.y), of(self.offset), of(weight) * scale, rows)
+        offset = None if self.offset is None else self.offset.index_select(-1, rows)
+        return Batch(features, self.y.index_select(-1, rows), offset, weight, rows)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def prepared(model: VerticalModel, data: VerticalData) -> Batch:
             raise ValueError(
                 f"Expected features ({rows}, {predictor.width}) of party {j}, but got {tuple(x.shape)}; align the rows"
             )
-        if not bool(x.isfinite().all()):
+        if not all(bool(part.isfinite().all()) for part in x.split(_CHECKED, -2)):
             raise ValueError(f"Expected finite features of party {j}, but got NaN or Inf; impute them first")
     for name in ("offset", "weight"):
         value = getattr(data, name)

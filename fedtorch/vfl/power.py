@@ -8,7 +8,7 @@ With a Gaussian likelihood of known σ it is the augmented model with ρ → ρ(
 on σ remains. With one party it is the model without noise. The product of powers is not normalised over y, so that
 bounds of different models are not comparable: compare predictive scores too (`fedtorch.vfl.log_score`).
 
-Source: Hassan et al., section 3.3, equation (7). Learnt weights, which rank the parties, are ours.
+Source: Hassan et al., section 3.3, equation (7). Learnt weights are ours.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def power(
         shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.
         concentration: learn the weights w instead of 1/J each, with :math:`\text{concentration} \cdot n/J \cdot
             \sum_j \log w_j` added to the bound. Without it all weight would go to one party, because the bound is
-            linear in w. The weights say whose noiseless predictor explains the response best: they rank the parties.
+            linear in w. The weights rank the parties by how well the response is explained without their z. That need
+            not be by how much they know: the likelihoods differ only through what q(z | θ) makes of the noise, and a
+            party with all the signal got the most weight with `mean_field` and the least with `amortised`. For a
+            ranking by influence use `fedtorch.vfl.spread`.
 
     Raises:
         ValueError: no party, or ρ or `concentration` that is not positive.

@@ -20,7 +20,8 @@ from torch import Tensor
 from fedtorch import wire
 from fedtorch.tree import Tree
 from fedtorch.vfl.guide import Noise
-from fedtorch.vfl.messages import Backward, Gradient, PartyNode, ServerNode, Share, Traffic, Value
+from fedtorch.vfl.messages import Backward, Gradient, Share, Traffic, Value
+from fedtorch.vfl.nodes import PartyNode, ServerNode
 
 __all__ = ["run_node", "run_party", "run_server"]
 
@@ -99,7 +100,7 @@ def run_server(
         like = _value_like(server)
         values = [receive(like, rank) for rank in ranks]
         if guide.joint and guide.sticking:
-            told = None
+            told: Backward | None = None
             for rank in reversed(ranks):
                 if told is not None:
                     send(told, rank)

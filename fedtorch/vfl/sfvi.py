@@ -61,7 +61,7 @@ class Fit(NamedTuple):
             return draw_theta(self.model, self.guide, self.parameters, noise.theta)[0]
 
     def weights(self) -> Tensor:
-        """The learnt weights of the parties' likelihoods, `(B, J)`; the larger, the better a party explains y.
+        """The learnt weights of the parties' likelihoods, `(B, J)`; see `power` for what they rank.
 
         Raises:
             ValueError: the model's weights are fixed.

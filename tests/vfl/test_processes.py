@@ -7,17 +7,60 @@ import os
 import socket
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 
 import pytest
-from closed_forms import ROUNDING
+import torch
+from closed_forms import ROUNDING, distance
 from verticals import GUIDES, nodes, noises, some_model, some_parameters
 
+from fedtorch import tree, wire
+from fedtorch.tree import Tree
 from fedtorch.vfl import processes
+from fedtorch.vfl.iteration import exchange
 
 TESTS = Path(__file__).parent.parent
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("name", "guide"), [
+    ("augmented", "amortised"), ("augmented", "sums, joint"), ("power", "mean field"), ("power", "sums"),
+])  # fmt: skip
+def test_both_sides_understand_each_other(name: str, guide: str, shared: bool) -> None:
+    """Server and parties in threads, with queues of encoded messages between them, give the numbers of one loop."""
+    if name == "power" and guide == "mean field" and not shared:
+        pytest.skip("the power model's parties need the response")
+    model, data = some_model(name, "negative binomial")
+    family = GUIDES[guide]()
+    q = some_parameters(model, family, data)
+    iterations = [(noise, 0.05, None) for noise in noises(model, family, 12)]
+    expected, others = nodes(model, family, q, data, shared)
+    for noise, rate, _ in iterations:
+        exchange(expected, others, noise, rate)
+    server, parties = nodes(model, family, q, data, shared)
+    lines: defaultdict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
+
+    def line(own: int) -> tuple[Callable[[Tree, int], None], Callable[[Tree, int], Tree]]:
+        return (
+            lambda message, to: lines[own, to].put(wire.encode(message)),
+            lambda like, source: wire.decode(lines[source, own].get(timeout=60), like),
+        )
+
+    with ThreadPoolExecutor(len(parties)) as pool:
+        running = [pool.submit(processes.run_party, party, iterations, *line(party.index)) for party in parties]
+        processes.run_server(server, iterations, *line(0))
+        for each in running:
+            each.result()
+    for one, two in zip((server, *parties), (expected, *others)):
+        values = [tree.map(torch.detach, tuple(node.leaves)) for node in (one, two)]
+        assert distance(*values) < ROUNDING
+
+
+@pytest.mark.slow
 def test_three_processes_equal_one(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

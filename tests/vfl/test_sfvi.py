@@ -53,7 +53,7 @@ def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
     """
     data, rho = gaussian_data(widths, 30), (0.5, 1.0)
     model = MODELS[name](likelihoods.gaussian(SD), predictors(widths), torch.tensor(rho))
-    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=1000, lr=0.03, size=2)
+    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=2)
     means, covariances = fit.moments()
     for b in range(2):
         mean, covariance, evidence = regression(data, noise_variance(name, rho[b], len(widths)))
@@ -69,11 +69,11 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
     data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3
     model = vfl.augmented(likelihoods.gaussian(SD), predictors([1, 1, 1]), rho)
     guide = vfl.Guide.of(vfl.amortised(encoder.linear(), sees_response=True), joint=True)
-    fit = vfl.sfvi(model, guide, data, key=KEY, steps=1000, lr=0.03, every=400)
+    fit = vfl.sfvi(model, guide, data, key=KEY, steps=700, lr=0.03, every=300)
     ratio = rho**2 / SD**2
     floor = 0.5 * (parties * math.log1p(ratio) - math.log1p(parties * ratio)) * len(data.response)
     evidence = regression(data, SD**2 + parties * rho**2)[2]
-    standard_error = 2.0  # of the mean of 500 sampled bounds, whose sd is about 40 nats here
+    standard_error = 2.0  # of the mean of 300 sampled bounds, whose sd is about 40 nats here
     assert float(fit.bounds[-1, 0]) < evidence - floor + 4 * standard_error
 
 
@@ -83,7 +83,7 @@ def test_rho_towards_zero_is_the_true_posterior() -> None:
     rho = torch.tensor([0.4, 0.2, 0.1])
     for name in MODELS:
         model = MODELS[name](likelihoods.gaussian(SD), predictors([2, 1]), rho)
-        means, covariances = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=1000, lr=0.03, size=3).moments()
+        means, covariances = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=3).moments()
         error = (means - mean).abs().sum(-1) + (covariances - covariance).abs().sum((-2, -1))
         ratio = error[:-1] / error[1:]
         assert ((ratio > 3) & (ratio < 4.2)).all()  # the added variance is proportional to ρ²
@@ -157,16 +157,16 @@ def test_sticking_the_landing_is_unbiased(name: str, guide: str) -> None:
     family = GUIDES[guide]()
     model = dataclasses.replace(model, rho=model.rho[:1])
     q = tree.map(lambda leaf: leaf.requires_grad_(), some_parameters(model, family, data, 1))
-    batch, draws = prepared(model, data), 4000
+    batch, draws = prepared(model, data), 1000
     noise = draw_noise(model, family, KEY.reshape(1), 12, draws, torch.float64)
     loose = dataclasses.replace(family, sticking=False)
-    score = (bound(model, family, q, batch, noise) - bound(model, loose, q, batch, noise)).unflatten(1, (40, -1))
+    score = (bound(model, family, q, batch, noise) - bound(model, loose, q, batch, noise)).unflatten(1, (20, -1))
     assert float(score.detach().abs().max()) < 1e-8  # the values are the same
-    groups = [torch.autograd.grad(score[:, i].mean(), tree.leaves(q), retain_graph=True) for i in range(40)]
+    groups = [torch.autograd.grad(score[:, i].mean(), tree.leaves(q), retain_graph=True) for i in range(20)]
     for leaf in zip(*groups):
         values = torch.stack([g.flatten() for g in leaf])
-        standard_error = values.std(0) / math.sqrt(40)
-        assert (values.mean(0).abs() <= 5 * standard_error + 1e-12).all()
+        standard_error = values.std(0) / math.sqrt(20)
+        assert (values.mean(0).abs() <= 6 * standard_error + 1e-12).all()
 
 
 @every_model
@@ -221,20 +221,25 @@ def test_amortised_parameters_do_not_grow_with_the_rows() -> None:
     assert all((few == many) == (name != "mean field") for name, (few, many) in counts.items())
 
 
-def test_learnt_weights_follow_the_parties_likelihoods() -> None:
-    """At the optimum w_j = c·n/J / (λ − ℓ_j), ℓ_j being the expected log-likelihood of party j's copy."""
-    data, concentration = logistic_data(WIDTHS, 60), 0.05
-    model = vfl.power(likelihoods.bernoulli(), predictors(), 1.0, concentration=concentration)
+def test_learnt_weights_are_stationary() -> None:
+    """They maximise the bound: its slope along the logits, large at equal weights, is gone where they end.
+
+    With mean-field z the party with all the signal gets the weight, with encoders the other one: see `power`.
+    """
+    x = draw(0, 60, 4)
+    data = vfl.VerticalData(x.split(2, 1), (x[:, 0] > 0).double())
+    model = vfl.power(likelihoods.bernoulli(), predictors([2, 2]), 2.0, concentration=0.02)
     family = vfl.Guide.of(vfl.mean_field(), vfl.diagonal())
-    fit = vfl.sfvi(model, family, data, key=KEY, steps=1000, lr=0.05, draws=4)
-    weights = fit.weights()[0]
-    noise = draw_noise(model, family, random.key(5).reshape(1), 60, 4000, torch.float64)
-    logits = fit.parameters.server["weights"]["logits"].requires_grad_()
-    slope = torch.autograd.grad(bound(model, family, fit.parameters, prepared(model, data), noise).mean(), logits)[0][0]
-    # d bound/d logit_j = w_j (ℓ_j − Σ w ℓ) + c n (1/J − w_j), zero for every j at the optimum.
-    scale = concentration * 60 * (weights - 1 / 3).abs().max()
-    assert scale > 0.05
-    assert slope.abs().max() < 0.1 * scale
+    fit = vfl.sfvi(model, family, data, key=KEY, steps=700, lr=0.03)
+    noise = draw_noise(model, family, random.key(5).reshape(1), 60, 2000, torch.float64)
+    slopes = []
+    for logits in (fit.parameters.server["weights"]["logits"], torch.zeros(1, 2, dtype=torch.float64)):
+        leaf = logits.clone().requires_grad_()
+        q = fit.parameters._replace(server={**fit.parameters.server, "weights": {"logits": leaf}})
+        value = bound(model, family, q, prepared(model, data), noise).mean()
+        slopes.append(float(torch.autograd.grad(value, leaf)[0].abs().max()))
+    assert slopes[0] < 0.1 * slopes[1]
+    assert fit.weights()[0, 0] > 0.8
     with pytest.raises(ValueError, match="learnt weights"):
         fit._replace(parameters=fit.parameters._replace(server={})).weights()
 
