@@ -4,9 +4,8 @@ A federation is an algorithm (what clients and server compute) on a population (
 `ft.Federation(ft.fedavg(local), ft.InProcess(data))` is a LightningModule, so a Lightning `Trainer` runs the rounds.
 """
 
-from fedtorch import data, metrics, plots, random, tree, wire
-from fedtorch.federation import graphs
 from fedtorch import data, metrics, plots, random, tree, vfl, wire
+from fedtorch.federation import graphs
 from fedtorch.federation.algorithm import Algorithm, BadClients, Local, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms import (
     ditto,

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import fedavg_family, quickstart, vfl_heart
-from experiments.benchmarks import core, vfl_split
-from experiments import fedavg_family, quickstart, vfl_logistic, vfl_poisson
-from experiments.benchmarks import core, vfl
+from experiments import fedavg_family, quickstart, vfl_heart, vfl_logistic, vfl_poisson
+from experiments.benchmarks import core, vfl, vfl_split
 
 
 def rows(path):
@@ -71,6 +69,8 @@ def test_vfl_split_benchmark(tmp_path):
     need_heart_failure()
     vfl_split.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
+
+
 def test_vfl_logistic(tmp_path):
     vfl_logistic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fedtorch.data.partition import split_features
-from fedtorch.vfl.alignment import intersect
 from fedtorch.vfl.leakage import warn_of_leakage
 from fedtorch.vfl.model import VerticalData
 
@@ -102,6 +101,8 @@ def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) ->
     Warns:
         LabelLeakageWarning: a feature that determines the label.
     """
+    from fedtorch.vfl.alignment import intersect  # here, because only alignment needs `cryptography`
+
     leader = _with_labels(parties)
     needed = None if required is None else [name for name in required if name != leader.name]
     for name in needed or []:
