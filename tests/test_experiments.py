@@ -22,14 +22,13 @@ from experiments import (
     gtv_fmi,
     quickstart,
     sparse_regression,
+    vfl_heart,
     vfl_logistic,
     vfl_poisson,
 )
-from experiments.benchmarks import core, fedlin, gibbs, gtv, vfl
+from experiments.benchmarks import core, fedlin, gibbs, gtv, vfl, vfl_split
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
 from experiments.benchmarks import grid as grid_benchmark
-from experiments import fedavg_family, quickstart, vfl_heart, vfl_logistic, vfl_poisson
-from experiments.benchmarks import core, vfl, vfl_split
 
 
 def rows(path):
@@ -178,6 +177,8 @@ def test_fedmgp_battery(tmp_path):
     fedmgp_battery.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     assert len(rows(tmp_path / "rows.json")) == 5
     assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
+
+
 def need_heart_failure():
     given = os.environ.get("FEDTORCH_DATA_DIR")
     if not given or not (Path(given) / "heart_failure").is_dir():
