@@ -179,14 +179,8 @@ def test_fedmgp_battery(tmp_path):
     assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
 
 
-def need_heart_failure():
-    given = os.environ.get("FEDTORCH_DATA_DIR")
-    if not given or not (Path(given) / "heart_failure").is_dir():
-        pytest.skip("needs the folder heart_failure in FEDTORCH_DATA_DIR")
-
-
 def test_vfl_heart(tmp_path):
-    need_heart_failure()
+    needs("heart_failure")
     vfl_heart.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
     assert set(vfl_heart.PUBLISHED) < {setting for setting, _ in found}
@@ -198,7 +192,7 @@ def test_vfl_heart(tmp_path):
 
 
 def test_vfl_split_benchmark(tmp_path):
-    need_heart_failure()
+    needs("heart_failure")
     vfl_split.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
