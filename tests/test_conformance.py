@@ -66,11 +66,11 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
     "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
     "fedyogi": lambda: ft.fedyogi(sgd(0.1, steps=2)),
-    "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "matrix_normal": lambda: ft.matrix_normal(
         ft.least_squares(LinearHead(3, dtype=torch.float64), steps=4), covariance=inverse_wishart(alpha=0.7)
     ),
     "gtv": lambda: ft.gtv(sgd(0.05, steps=2, batch_size=3), ft.Network.ring(K), {"weight": 0.5, "bias": 0.2}),
+    "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),

@@ -28,7 +28,8 @@ def test_ours_and_the_plain_loop_do_the_same_work(tmp_path):
     found = figures(tmp_path / "rows.json")
     for task in work.TASKS:
         plain = found[f"{task}: plain PyTorch loop", "loss"]
-        for name in peers.OURS:  # the same minibatches: only rounding differs
+        # The same minibatches: only rounding differs.
+        for name in [name for name in peers.OURS if task in peers.SYSTEMS[name].tasks]:
             assert found[f"{task}: {name}", "loss"] == pytest.approx(plain, rel=1e-5)
             assert found[f"{task}: plain PyTorch loop", f"times slower than {name}"] > 0
 

@@ -3,7 +3,7 @@
 from fedtorch.data.cache import locate
 from fedtorch.data.catalogue import DataSet, File, data_sets, describe
 from fedtorch.data.datasets import (
-    VerticalData,
+    VerticalTable,
     battery,
     breast_cancer,
     cmapss,
@@ -43,7 +43,7 @@ __all__ = [
     "FederatedData",
     "File",
     "Partitioner",
-    "VerticalData",
+    "VerticalTable",
     "battery",
     "breast_cancer",
     "by_column",

@@ -30,6 +30,7 @@ class VerticalData(NamedTuple):
     response: Tensor  # (n,) or (B, n)
     offset: Tensor | None = None  # (n,) or (B, n), added to the predictor
     weight: Tensor | None = None  # (n,) or (B, n), zero for the rows that a fold leaves out
+    present: Tensor | None = None  # (n, J) bool, False for the rows that a party lacks; split networks take these
 
 
 class Batch(NamedTuple):
@@ -163,6 +164,8 @@ def prepared(model: VerticalModel, data: VerticalData) -> Batch:
         value = getattr(data, name)
         if value is not None and value.shape[-1] != rows:
             raise ValueError(f"Expected {name} of {rows} rows, but got {tuple(value.shape)}")
+    if data.present is not None and not bool(data.present.all()):
+        raise ValueError("Expected rows that all parties have, but got absent ones; align with all parties required")
     dtype = data.features[0].dtype
     used = data.response if data.weight is None else torch.where(data.weight > 0, data.response, data.response[..., :1])
     model.likelihood.check(used)

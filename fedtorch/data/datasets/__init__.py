@@ -14,12 +14,12 @@ from fedtorch.data.datasets.education import school, student_performance
 from fedtorch.data.datasets.embedded import breast_cancer, diabetes, digits
 from fedtorch.data.datasets.engineering import battery, cmapss, cmapss_remaining_life
 from fedtorch.data.datasets.genomics import fed_tcga_brca, tcga_brca_expression, tcpa_brca_rppa
-from fedtorch.data.datasets.hearts import VerticalData, heart_disease, heart_failure, heart_failure_frame
+from fedtorch.data.datasets.hearts import VerticalTable, heart_disease, heart_failure, heart_failure_frame
 from fedtorch.data.datasets.images import mnist
 from fedtorch.data.datasets.weather import fmi_coordinates, fmi_extremes, fmi_forecast, fmi_weather
 
 __all__ = [
-    "VerticalData",
+    "VerticalTable",
     "battery",
     "breast_cancer",
     "cmapss",

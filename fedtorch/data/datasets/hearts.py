@@ -15,7 +15,7 @@ from fedtorch.data.federated import FederatedData
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["VerticalData", "heart_disease", "heart_failure", "heart_failure_frame"]
+__all__ = ["VerticalTable", "heart_disease", "heart_failure", "heart_failure_frame"]
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 
@@ -65,8 +65,8 @@ def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32)
     return by_client(hospital, (numpy.concatenate(xs), numpy.concatenate(ys)), dtype, names)
 
 
-class VerticalData(NamedTuple):
-    """Rows that several parties share, each of which holds some of the columns."""
+class VerticalTable(NamedTuple):
+    """A table whose columns several parties hold; `fedtorch.vfl.from_table` makes the parties."""
 
     x: Tensor  # (n, d)
     y: Tensor  # (n,)
@@ -75,7 +75,7 @@ class VerticalData(NamedTuple):
     continuous: tuple[int, ...]  # the columns that are measurements rather than dummies
 
 
-def heart_failure(dtype: torch.dtype = torch.float32) -> VerticalData:
+def heart_failure(dtype: torch.dtype = torch.float32) -> VerticalTable:
     """Heart disease of 918 patients: x `(918, 20)`, y `(918,)` int64, 1 for disease (508), at two parties.
 
     The first party holds the first five covariates in 9 columns, the second the other six in 11. The features
@@ -96,7 +96,7 @@ def heart_failure(dtype: torch.dtype = torch.float32) -> VerticalData:
     parties = [one_hot(frame[part], drop_first=False) for part in (covariates[:5], covariates[5:])]
     names = [name for party in parties for name in party.columns]
     first = len(parties[0].columns)
-    return VerticalData(
+    return VerticalTable(
         torch.tensor(numpy.hstack([party.to_numpy(dtype=numpy.float64) for party in parties]), dtype=dtype),
         torch.tensor(frame["HeartDisease"].to_numpy(), dtype=torch.int64),
         tuple(names),

@@ -2,8 +2,10 @@
 
 from fedtorch.federation.graphs import clustering, consensus, diagnostics, discrepancy, learning, regressors, solvers
 from fedtorch.federation.graphs.consensus import without_server
+from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, recipes, regressors, solvers
 from fedtorch.federation.graphs.diagnostics import Diagnostics, diagnose
 from fedtorch.federation.graphs.network import Components, Network
+from fedtorch.federation.graphs.unlabelled import unlabelled
 from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
 
 __all__ = [
@@ -16,8 +18,10 @@ __all__ = [
     "diagnostics",
     "discrepancy",
     "learning",
+    "recipes",
     "regressors",
     "solvers",
+    "unlabelled",
     "unreliable_edges",
     "without_server",
 ]

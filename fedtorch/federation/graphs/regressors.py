@@ -7,7 +7,8 @@ The nodes' hypotheses h_i, trees or whatever has `fit` and `predict`, minimise
 
 one node at a time given the others (Algorithm 5.4 with the update 5.21). To node i that is a fit on its own rows with
 weights 1/m_i and on the shared inputs x', labelled by its neighbours' mean prediction, with weights αd_i/m'. Models are
-never sent, only predictions on the shared inputs.
+never sent, only predictions on the shared inputs. The inputs may look different to every node, who knows features of
+its own: then they are shared examples, and this is vertical federation (section 6.5).
 
 Corrected in print: (5.21) has α/2 where the minimiser over one node of GTVMin with α needs α; see `ft.gtv`.
 
@@ -32,7 +33,7 @@ from fedtorch.federation.exchange import Increment, Neighbourhood, graph
 from fedtorch.federation.graphs.network import Network
 from fedtorch.tree import Tree
 
-__all__ = ["Regressor", "Server", "State", "Told", "fitted", "gtv_regressors"]
+__all__ = ["Outbox", "Regressor", "Server", "State", "Told", "fitted", "gtv_regressors"]
 
 
 class Regressor(Protocol):
@@ -66,6 +67,13 @@ class Server(NamedTuple):
     heard: Told
 
 
+class Outbox(NamedTuple):
+    """What a node works with; row i is in node i's memory, and only the heard part of it has travelled."""
+
+    heard: Told
+    inputs: Tensor  # (n, m', d) x' as each node sees it
+
+
 def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float, inputs: Tensor) -> Algorithm:
     """GTV minimisation for regressors with `fit(X, y, sample_weight)` and `predict(X)`.
 
@@ -76,13 +84,14 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         make: a new regressor; fits must not depend on global random state, so pass a `random_state`.
         network: whose nodes are the clients, in their order; rows are (x `(d,)`, y `()`).
         alpha: strength α of the coupling.
-        inputs: `(m', d)` the shared inputs x'; they need no labels.
+        inputs: `(m', d)` the shared inputs x', which need no labels; or `(n, m', d)`, as every node sees the same
+            examples.
 
-    Shapes: server state and outbox are `Server`, client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`, outbox is `Outbox`, client state is `State`, `(K, ...)`.
 
     Raises:
-        ValueError: α is negative or not finite, inputs that are not a matrix; or, when a run begins, rows of another
-            form or a network of another size.
+        ValueError: α is negative or not finite, inputs of another form; or, when a run begins, rows of another form or
+            a network of another size.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -95,36 +104,36 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         >>> round(float(one.predict([[0.0]])[0]), 4)  # 1 / (1 + 2α)
         0.5
     """
-    _check(alpha, inputs)
-    shared = inputs.detach().cpu().numpy()
+    shared = _checked_inputs(alpha, inputs, network.nodes)
 
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:
         if clients != network.nodes:
             raise ValueError(
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
             )
-        nothing = Told(torch.zeros(clients, len(inputs), dtype=torch.float64), torch.zeros(clients).double())
+        nothing = Told(torch.zeros(shared.shape[:2], dtype=torch.float64), torch.zeros(clients).double())
         return Server(nothing), State(tree.map(lambda leaf: leaf[0], nothing))
 
     def client(inbox: Neighbourhood, state: State, data: ClientData, key: Tensor) -> Reply:
         heard: Told = inbox.heard.heard
+        seen = inbox.heard.inputs.numpy()
         predictions, losses = torch.zeros_like(state.sent.predictions), torch.zeros_like(state.sent.weight)
         for k, count in enumerate(data.count.tolist()):
             x, y = (leaf[k, :count].cpu().numpy() for leaf in data.batch)
-            model = _fit(make, x, y, heard.predictions[k], float(heard.weight[k]), alpha, shared)
-            predictions[k] = torch.as_tensor(model.predict(shared))
+            model = _fit(make, x, y, heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
+            predictions[k] = torch.as_tensor(model.predict(seen[k]))
             losses[k] = float(np.square(y - model.predict(x)).mean())
         sent = Told(predictions, torch.ones_like(losses))
         return Reply(Increment(tree.subtract(sent, state.sent)), State(sent), {"loss": losses})
 
     return Algorithm(
         init=init,
-        outbox=lambda server: server,
+        outbox=lambda server: Outbox(server.heard, shared),
         client=client,
         server=lambda server, aggregate, key: Server(tree.add(server.heard, aggregate.value)),
         model=lambda inbox, state: {"predictions": state.sent.predictions},
         exchange=graph(network),
-        prepare=lambda data: _checked(data, inputs.shape[1]),
+        prepare=lambda data: _checked(data, inputs.shape[-1]),
         sent=lambda state: Increment(state.sent),
         recount=lambda server, told: Server(told.value),
     )
@@ -134,10 +143,9 @@ def fitted(
     make: Callable[[], Regressor], data: FederatedData, server: Server, alpha: float, inputs: Tensor
 ) -> list[Regressor]:
     """A regressor per node, fitted to its rows and to what it has heard; see `gtv_regressors` for the arguments."""
-    _check(alpha, inputs)
-    shared, heard = inputs.detach().cpu().numpy(), server.heard
+    seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.heard
     return [
-        _fit(make, x.cpu().numpy(), y.cpu().numpy(), heard.predictions[k], float(heard.weight[k]), alpha, shared)
+        _fit(make, x.cpu().numpy(), y.cpu().numpy(), heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
         for k, (x, y) in enumerate(data)
     ]
 
@@ -163,11 +171,16 @@ def _fit(
     return model
 
 
-def _check(alpha: float, inputs: Tensor) -> None:
+def _checked_inputs(alpha: float, inputs: Tensor, nodes: int) -> Tensor:
+    """The inputs as each node sees them, `(n, m', d)`."""
     if not (alpha >= 0 and math.isfinite(alpha)):
         raise ValueError(f"Expected alpha of at least 0 and finite, but got {alpha}")
-    if inputs.ndim != 2 or len(inputs) == 0:
-        raise ValueError(f"Expected shared inputs (m', d) with at least one row, but got shape {tuple(inputs.shape)}")
+    shape = tuple(inputs.shape)
+    if len(shape) not in (2, 3) or shape[-2] == 0 or (len(shape) == 3 and shape[0] != nodes):
+        raise ValueError(
+            f"Expected shared inputs (m', d) with at least one row, or ({nodes}, m', d), but got shape {shape}"
+        )
+    return inputs.detach().cpu().expand(nodes, *shape[-2:])
 
 
 def _checked(data: ClientData, features: int) -> ClientData:

@@ -1,0 +1,83 @@
+"""Split networks: all folds × models as one batch beside one after another, with the same code.
+
+40 pairs of small networks (10 folds × a plain and three hierarchical Bayes models) on the heart-disease rows: a slice
+of the 50 000 iterations of `experiments.vfl_heart`, in one graph with the optimiser and without Lightning's loop around
+it. Each repetition times the stack and then one network of it, a hierarchical Bayes one, whose time counts 40 times;
+the ratio is the median over repetitions.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from experiments import common, vfl_heart
+from fedtorch import data as ft_data
+from fedtorch import random, vfl
+from fedtorch.models import likelihoods
+from fedtorch.models.split_nn import mlp
+
+STEPS = 50_000
+
+
+def stepper(size: int) -> Callable[[int], None]:
+    """A function that takes iterations of `size` networks on training rows of the folds."""
+    table = ft_data.heart_failure()
+    fold = vfl_heart.folds(len(table.y), 1)
+    train, _ = vfl_heart.standardised(table, fold)
+    copies = 4
+    rows = vfl_heart.vertical(table, train, fold.train, fold.weight, copies)
+    cut = lambda value: value[:size]
+    rows = vfl.VerticalData(tuple(map(cut, rows.features)), cut(rows.response), weight=cut(rows.weight))
+    rho = torch.tensor([1.0, 5.0, 10.0, 0.0]).repeat(10)[:size]
+    keys = random.fold_in(random.key(1), torch.arange(size))
+    bottoms = [mlp(len(columns), (8, 8), 2) for columns in table.parties]
+    bayes = vfl.HierarchicalBayes(rho=rho)
+    model = vfl.SplitNetwork(bottoms, likelihoods.categorical(2), keys=keys, bayes=bayes).train()
+    optimizer = model.configure_optimizers()
+    done = 0
+
+    def take(count: int) -> None:
+        nonlocal done
+        for _ in range(count):
+            optimizer.zero_grad()
+            model.losses(rows, done).sum().backward()
+            optimizer.step()
+            done += 1
+
+    return take
+
+
+def seconds(take: Callable[[int], None], steps: int) -> float:
+    """Per iteration."""
+    start = time.perf_counter()
+    take(steps)
+    return (time.perf_counter() - start) / steps
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints milliseconds of an iteration, minutes of all, and the ratio."""
+    options = common.arguments(__doc__ or "").parse_args(argv)
+    repeats, steps = (1, 2) if options.smoke else (7, 64)
+    networks = 40
+    stack, single = stepper(networks), stepper(1)
+    stack(3), single(3)
+    times = [(seconds(stack, steps), seconds(single, 2 * steps)) for _ in range(repeats)]
+    together, alone = (statistics.median(column) for column in zip(*times))
+    ratio = statistics.median(networks * b / a for a, b in times)
+    setting = f"{networks} networks, {torch.get_num_threads()} threads"
+    rows = [
+        common.Row(setting, "ms per iteration, one batch", 1e3 * together),
+        common.Row(setting, "ms per iteration, one after another", 1e3 * alone * networks),
+        common.Row(setting, f"minutes for {STEPS} iterations, one batch", together * STEPS / 60),
+        common.Row(setting, "one after another / one batch", ratio),
+    ]
+    common.show(f"{setting}: {common.machine()}", ["", "ours"], [[row.metric, f"{row.ours:.2f}"] for row in rows])
+    common.write("vfl_split", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Training split networks with a Lightning `Trainer`: loaders of aligned rows, and early stopping of a whole stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.vfl.model import VerticalData
+from fedtorch.vfl.split_data import take_rows
+
+__all__ = ["StackedEarlyStopping", "VerticalLoader"]
+
+
+class VerticalLoader:
+    """What a `Trainer` iterates over: all rows at every step, or minibatches of a new order every epoch.
+
+    A minibatch's rows are weighted by rows per minibatch, so that its bound is unbiased for that of all rows.
+
+    Args:
+        data: aligned rows.
+        batch_size: rows of a minibatch; all rows by default.
+        steps: iterations of an epoch with all rows; of minibatches an epoch has as many as it takes.
+        key: of the order.
+        row_dims: dimensions of one party's row; 1 each by default.
+
+    Raises:
+        ValueError: a batch size or number of steps that is not positive.
+    """
+
+    def __init__(
+        self,
+        data: VerticalData,
+        *,
+        batch_size: int | None = None,
+        steps: int = 1,
+        key: Tensor | None = None,
+        row_dims: Sequence[int] | None = None,
+    ) -> None:
+        if steps < 1 or (batch_size is not None and batch_size < 1):
+            raise ValueError(f"Expected a positive batch_size and steps, but got {batch_size} and {steps}")
+        self.data, self.batch_size, self.steps, self.row_dims = data, batch_size, steps, row_dims
+        self.key, self.epoch = random.key(0) if key is None else key, 0
+
+    def __len__(self) -> int:
+        if self.batch_size is None:
+            return self.steps
+        return -(-self.data.response.shape[-1] // self.batch_size)
+
+    def __iter__(self) -> Iterator[VerticalData]:
+        if self.batch_size is None:
+            for _ in range(self.steps):
+                yield self.data
+            return
+        total = self.data.response.shape[-1]
+        order = random.permutation(random.fold_in(self.key, self.epoch), total).to(self.data.response.device)
+        self.epoch += 1
+        for rows in order.split(self.batch_size):
+            part = take_rows(self.data, rows, self.row_dims)
+            weight = part.response.new_ones(len(rows), dtype=part.features[0].dtype)
+            weight = weight if part.weight is None else part.weight
+            yield part._replace(weight=weight * (total / len(rows)))
+
+
+class StackedEarlyStopping(L.Callback):
+    """Every element of a stack keeps the weights of its own best validation epoch; training ends when all have stopped.
+
+    Args:
+        patience: validation epochs without improvement after which an element stops.
+
+    Attributes:
+        best: `(B,)` the lowest validation losses.
+        epoch: `(B,)` the validation epochs, from 0 on, in which they were reached.
+
+    Raises:
+        ValueError: a patience that is not positive.
+    """
+
+    def __init__(self, patience: int = 10) -> None:
+        if patience < 1:
+            raise ValueError(f"Expected a positive patience, but got {patience}")
+        self.patience = patience
+        self.best = self.epoch = torch.empty(0)
+        self._weights: dict[str, Tensor] = {}
+        self._count = 0
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Keeps what is best so far."""
+        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
+            return
+        losses = pl_module.validation_losses.detach()
+        if not self._count:
+            self.best, self.epoch = torch.full_like(losses, torch.inf), torch.zeros_like(losses, dtype=torch.long)
+            self._weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
+        going = self._count - self.epoch <= self.patience
+        better = going & (losses < self.best)
+        self.best, self.epoch = torch.where(better, losses, self.best), self.epoch.masked_fill(better, self._count)
+        for name, parameter in pl_module.named_parameters():
+            self._weights[name][better] = parameter.detach()[better]
+        self._count += 1
+        if bool((self._count - self.epoch > self.patience).all()):
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Restores every element's best weights."""
+        with torch.no_grad():
+            for name, parameter in pl_module.named_parameters():
+                if name in self._weights:
+                    parameter.copy_(self._weights[name])

@@ -1,0 +1,122 @@
+"""Private set intersection: the rows that a plain intersection gives, and what is refused."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from fedtorch import wire
+from fedtorch.vfl import alignment
+from fedtorch.vfl.alignment import Leader, Member, Points, Positions, intersect, run_leader, run_member
+
+LISTS = {
+    "registry": ["e", "a", "ü", "d", "b"],
+    "clinic": ["b", "x", "a", "e", "d"],
+    "laboratory": ["d", "q", "e", "b", "y", "ü"],
+}
+
+
+def common(required: list[str] | None = None) -> list[str]:
+    needed = [set(LISTS[name]) for name in (required if required is not None else ["clinic", "laboratory"])]
+    return [i for i in LISTS["registry"] if all(i in own for own in needed)]
+
+
+@pytest.mark.parametrize("required", [None, ["clinic"], []])
+def test_intersection_is_the_plain_one(required: list[str] | None) -> None:
+    found = intersect(LISTS, "registry", required)
+    for (name, own), rows in zip(LISTS.items(), found.rows):
+        expected = [i if i in own else None for i in common(required)]
+        assert [None if row < 0 else own[row] for row in rows.tolist()] == expected, name
+
+
+def test_bytes_are_those_of_the_messages() -> None:
+    points = lambda n: len(wire.encode(Points(torch.zeros(n, 32, dtype=torch.uint8)), {"rows": n}))
+    positions = len(wire.encode(Positions(torch.zeros(3, dtype=torch.int64)), {"rows": 3}))
+    expected = sum(points(n) + 2 * points(5) + positions for n in (5, 6))
+    assert intersect(LISTS, "registry").bytes == expected
+
+
+def test_only_bytes_pass_between_threads_that_share_nothing_else() -> None:
+    """The sides as they run in processes of their own."""
+    lines: dict[tuple[str, str], queue.Queue[bytes]] = {}
+    lock = threading.Lock()
+
+    def line(sender: str, receiver: str) -> queue.Queue[bytes]:
+        with lock:
+            return lines.setdefault((sender, receiver), queue.Queue())
+
+    def ends(name: str) -> tuple[Callable[[bytes, str], None], Callable[[str], bytes]]:
+        return lambda payload, to: line(name, to).put(payload), lambda source: line(source, name).get(timeout=30)
+
+    found: dict[str, torch.Tensor] = {}
+
+    def side(name: str) -> None:
+        if name == "registry":
+            found[name] = run_leader(Leader(LISTS[name], name), ["clinic", "laboratory"], *ends(name))
+        else:
+            found[name] = run_member(Member(LISTS[name], name), "registry", *ends(name))
+
+    threads = [threading.Thread(target=side, args=(name,)) for name in LISTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for name, rows in zip(LISTS, intersect(LISTS, "registry").rows):
+        assert torch.equal(found[name], rows)
+
+
+def test_points_say_nothing_without_the_secret() -> None:
+    """Two holders' points of the same identifiers differ, and a holder's order is not that of its rows."""
+    many = [str(i) for i in range(30)]
+    first, second = Member(many, "a"), Member(many, "b")
+    seen = [{bytes(x.tolist()) for x in holder.own_points().x} for holder in (first, second)]
+    assert not seen[0] & seen[1]
+    assert first.order != list(range(30))  # by chance with probability 1/30!
+    # Both have raised to both secrets: now they agree.
+    twice = [{bytes(x.tolist()) for x in b.blind(a.own_points()).x} for a, b in ((first, second), (second, first))]
+    assert twice[0] == twice[1]
+
+
+def test_hashes_are_points_of_the_curve() -> None:
+    """y² = x³ − 3x + b over the field, whose constants are those of FIPS 186."""
+    p = 2**256 - 2**224 + 2**192 + 2**96 - 1
+    b = 0x5AC635D8AA3A93E7B3EBBD55769886BC651D06B0CC53B0F63BCE3C3E27D2604B
+    for text in ("", "a", "ü", "4711"):
+        numbers = alignment._hash_to_point(text).public_numbers()
+        assert (numbers.y**2 - (numbers.x**3 - 3 * numbers.x + b)) % p == 0
+
+
+@pytest.mark.parametrize(("lists", "message"), [
+    ({"a": ["x", "y", "x"], "b": ["x"]}, "distinct identifiers at 'a', but rows 0 and 2"),
+    ({"a": ["x", "y"], "b": ["z"]}, "Expected rows that 'a' and .'b'. share, but got none"),
+    ({"a": [], "b": ["z"]}, "but got none"),
+    ({"c": ["x"]}, "Expected a leader among"),
+])  # fmt: skip
+def test_lists_that_cannot_be_aligned(lists: dict[str, list[str]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        intersect(lists, "a")
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(TypeError, match="Expected strings as identifiers of 'a', but got int in row 1"):
+        Member(["x", 3], "a")  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="Expected required members among"):
+        intersect(LISTS, "registry", ["bank"])
+    leader, member = Leader(["x", "y"]), Member(["x"], "b")
+    off = Points(torch.full((2, 32), 255, dtype=torch.uint8))  # larger than the field
+    with pytest.raises(ValueError, match=r"Expected x-coordinates of points of P-256"):
+        member.blind(off)
+    with pytest.raises(ValueError, match="Expected 2 points back from 'b', but got 1"):
+        leader.compare("b", member.own_points(), member.own_points())
+    for wrong in ([1], [-2], [0, 0]):
+        with pytest.raises(ValueError, match="Expected distinct positions below 1"):
+            member.finish(Positions(torch.tensor(wrong)))
+    bad = wire.encode(Points(torch.zeros(2, 32, dtype=torch.uint8)), {"rows": 3})
+    with pytest.raises(wire.PayloadError, match="expected shape"):
+        alignment._decode_points(bad, "b")
+    with pytest.raises(wire.PayloadError, match="expected a number of rows"):
+        alignment._decode_points(wire.encode(off, {"rows": -1}), "b")

@@ -1,0 +1,413 @@
+"""Split networks: one graph equals messages equals an ordinary network, and what training needs around it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from closed_forms import ROUNDING
+from torch import Tensor, nn
+
+from fedtorch import random, vfl, wire
+from fedtorch.models import encoder, functional, likelihoods
+from fedtorch.models.split_nn import Stacked, mlp
+from fedtorch.vfl import split_messages
+from fedtorch.vfl.messages import Gradient, Value
+from fedtorch.vfl.split_data import take_rows
+from fedtorch.vfl.split_parts import NodeNoise
+
+WIDTHS, N, B = [3, 2, 4], 14, 3
+KEYS = random.fold_in(random.key(0), torch.arange(B))
+SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
+
+
+def draw(key: int, *shape: int) -> Tensor:
+    return random.normal(random.key(key), shape, torch.float64)
+
+
+def data(classes: int = 3) -> vfl.VerticalData:
+    features = tuple(draw(j, *((B,) if j == 1 else ()), N, width) for j, width in enumerate(WIDTHS))
+    response = torch.arange(N).repeat(B, 1) % classes
+    return vfl.VerticalData(features, response.double(), 0.1 * draw(8, N), 0.5 + draw(9, B, N).square())
+
+
+def bottoms(outputs: int = 3, dropout: float = 0.0) -> list[nn.Module]:
+    return [mlp(width, [5], outputs, dropout=dropout, activation=nn.Tanh).double() for width in WIDTHS]
+
+
+def bayes(**arguments: Any) -> vfl.HierarchicalBayes:
+    return vfl.HierarchicalBayes(rho=torch.tensor([0.7, 0.0, 2.0]), **arguments)
+
+
+def network(bottom: list[nn.Module] | None = None, **arguments: Any) -> vfl.SplitNetwork:
+    arguments = {"keys": KEYS, "optimizer": SGD, **arguments}
+    made = vfl.SplitNetwork(bottom or bottoms(), likelihoods.categorical(3), **arguments).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "encoder" in name:  # an encoder at its start answers zero, whatever it sees
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return made
+
+
+SMALL = encoder.perceptron(3)
+CASES: dict[str, Callable[[], vfl.SplitNetwork]] = {
+    "plain": network,
+    "dropout": lambda: network(bottoms(dropout=0.3)),
+    "concatenated": lambda: network(
+        bottoms(2), combine=vfl.concatenated, top=mlp(6, [4], 3).double(), widths=[2, 2, 2]
+    ),
+    "sums": lambda: network(bayes=bayes()),
+    "sums, skewed": lambda: network(bayes=bayes(auxiliary=vfl.sums(SMALL))),
+    "amortised": lambda: network(bayes=bayes(auxiliary=vfl.amortised(SMALL), weight_sd=0.7)),
+    "amortised, y seen": lambda: network(
+        bayes=bayes(auxiliary=vfl.amortised(SMALL, sees_response=True), sticking=False)
+    ),
+    "full covariance, all weights": lambda: network(bayes=bayes(theta=vfl.full_covariance(), random="*")),
+    "Bayes, concatenated": lambda: network(
+        bottoms(2), combine=vfl.concatenated, top=mlp(6, [4], 3).double(), widths=[2, 2, 2], bayes=bayes()
+    ),
+}
+
+
+def distance(first: nn.Module, second: nn.Module) -> float:
+    ours, theirs = dict(first.named_parameters()), dict(second.named_parameters())
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).detach().abs().max()) for n in ours if ours[n].numel())
+
+
+def in_one_graph(model: vfl.SplitNetwork, rows: vfl.VerticalData, steps: int) -> None:
+    optimizer = model.configure_optimizers()
+    model.train()
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.losses(rows, step).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("absent", [False, True], ids=["", "absent rows"])
+@pytest.mark.parametrize("name", CASES)
+def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None:
+    model, rows = CASES[name](), data()
+    if absent:
+        if model.server.encoder:
+            pytest.skip("noise at the sum needs all parties")
+        rows = rows._replace(present=random.bernoulli(random.key(3), 0.7, (N, 3)))
+    other = copy.deepcopy(model)
+    before = copy.deepcopy(model)
+    in_one_graph(model, rows, 3)
+    server, parties = split_messages.nodes(other, rows, SGD)
+    traffic = [split_messages.exchange(server, parties, step) for step in range(3)]
+    assert distance(model, other) < ROUNDING
+    assert distance(model, before) > 1e-3
+    widths = [party.outputs for party in model.parties]
+    values = [torch.zeros(B, 1, width, N, dtype=torch.float64) for width in widths]
+    expected = sum(wire.size(Value(v)) for v in values), sum(wire.size(Gradient(v)) for v in values)
+    assert all(found == expected for found in traffic)
+    assert expected[0] - 8 * B * sum(widths) * N < 200 * len(widths)  # beside the numbers, headers
+
+
+def test_gradient_messages_are_autograd_s() -> None:
+    """What comes down is the derivative of the joint loss with respect to what went up."""
+    model, rows = CASES["plain"](), data()
+    server, parties = split_messages.nodes(model, rows, SGD)
+    values = [party.propose(0) for party in parties]
+    leaves = [value.value.clone().requires_grad_() for value in values]
+    total = sum(leaves)[:, 0] + rows.offset  # (B, C, N)
+    log_p = total.log_softmax(1).gather(1, rows.response.long()[:, None])[:, 0]
+    loss = -((log_p * rows.weight).sum(1) / rows.weight.sum(1)).sum()
+    loss.backward()
+    for found, leaf in zip(server.evaluate(values, 0), leaves):
+        assert torch.allclose(found.gradient, leaf.grad, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["plain", "sums", "amortised"])
+def test_minibatches_as_messages(name: str) -> None:
+    model, rows = CASES[name](), data()._replace(weight=None)
+    other, chosen = copy.deepcopy(model), torch.tensor([5, 1, 9])
+    in_one_graph(model, take_rows(rows, chosen), 1)
+    server, parties = split_messages.nodes(other, rows, SGD)
+    split_messages.exchange(server, parties, 0, rows=chosen)
+    assert distance(model, other) < ROUNDING
+
+
+def test_local_steps_move_a_party_along_what_it_was_told() -> None:
+    model, rows = CASES["amortised"](), data()
+    once, thrice = copy.deepcopy(model), copy.deepcopy(model)
+    for other, count in ((once, 1), (thrice, 3)):
+        server, parties = split_messages.nodes(other, rows, SGD)
+        split_messages.exchange(server, parties, 0, local_steps=count)
+    assert torch.equal(once.server.shared, thrice.server.shared)
+    moved = [distance(model.parties[0], other.parties[0]) for other in (once, thrice)]
+    assert moved[1] > 2 * moved[0] > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "sums", "amortised"])
+def test_elements_do_not_influence_each_other(name: str) -> None:
+    """Each element alone has the losses and gradients that it has in the stack; batched equals looped."""
+    model, rows = CASES[name](), data()
+    model.train()
+    losses = model.losses(rows, 2)
+    losses.sum().backward()
+    for b in range(B):
+        alone = copy.deepcopy(model)
+        part = lambda value, b=b: value[b : b + 1]
+        for module in alone.modules():
+            for table in (module._parameters, module._buffers):
+                for key, value in table.items():
+                    if value is not None and value.ndim and len(value) == B:
+                        table[key] = nn.Parameter(part(value.detach())) if table is module._parameters else part(value)
+            if isinstance(module, Stacked):
+                module.size = 1
+        for node in (*alone.parties, alone.server):
+            if hasattr(node, "model"):
+                node.model = dataclasses.replace(node.model, rho=part(node.model.rho))
+        x = tuple(part(f) if f.ndim == 3 else f for f in rows.features)
+        loss = alone.losses(vfl.VerticalData(x, part(rows.response), rows.offset, part(rows.weight)), 2)
+        loss.sum().backward()
+        assert torch.allclose(loss, losses[b : b + 1], rtol=0, atol=ROUNDING)
+        for whole, own in zip(model.parameters(), alone.parameters()):
+            if whole.grad is not None:
+                assert torch.allclose(own.grad, part(whole.grad), rtol=0, atol=ROUNDING)
+
+
+def test_permuted_parties_change_nothing() -> None:
+    model, rows = CASES["plain"](), data()
+    order = [2, 0, 1]
+    other = copy.deepcopy(model)
+    other.parties = nn.ModuleList([model.parties[j] for j in order])
+    permuted = rows._replace(features=tuple(rows.features[j] for j in order))
+    assert torch.allclose(model.losses(rows, 0), other.losses(permuted, 0), rtol=0, atol=ROUNDING)
+
+
+def test_one_party_without_noise_is_an_ordinary_network() -> None:
+    """Trained by torch alone on the same start, both for a plain network and where ρ is 0."""
+    rows = vfl.VerticalData((draw(0, N, 3),), data().response[0])
+    for prior in (None, vfl.HierarchicalBayes(rho=0.0)):
+        model = network([bottoms()[0]], bayes=prior)
+        party = model.parties[0]
+        flat = {} if prior is None else party._named(party.q["mean"].unsqueeze(1))
+        start = dict(zip(party.bottom.own, party.bottom.weights)) | flat
+        plain = [functional.load(bottoms()[0], {name: value[b] for name, value in start.items()}) for b in range(B)]
+        in_one_graph(model, rows, 4)
+        for b, module in enumerate(plain):
+            optimizer = SGD(module.parameters())
+            for _ in range(4):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(module(rows.features[0]), rows.response.long()).backward()
+                optimizer.step()
+            expected = module(rows.features[0]).softmax(1).T
+            assert torch.allclose(model.predict(rows.features)[b], expected, rtol=0, atol=ROUNDING)
+
+
+def test_gaussian_bound_averages_to_its_closed_form() -> None:
+    """One party, one linear weight, Gaussian response, exact q(s | w): E of the bound is that of Bayesian regression.
+
+    The augmented model is the regression with noise variance σ² + ρ², so with q(s | w) exact,
+    E[bound] = E_q[log N(y; xw, σ² + ρ²)] − KL(q(w) ‖ N(0, 1)).
+    """
+    x, y = draw(0, 20, 1), draw(1, 20)
+    sd, rho, size, draws = 0.8, 1.3, 1, 1000
+    prior = vfl.HierarchicalBayes(rho=rho, random="*", auxiliary=vfl.sums(encoder.linear(), skewed=False))
+    model = vfl.SplitNetwork(
+        [nn.Linear(1, 1, bias=False).double()], likelihoods.gaussian(sd), keys=KEYS[:size], bayes=prior
+    ).double()
+    # s | y, w ~ N(η + (y − η) ρ²/(ρ² + σ²), …): the encoder sees (η, y − η) and answers in units of ρ.
+    share = rho**2 / (rho**2 + sd**2)
+    with torch.no_grad():
+        weights = dict(model.server.encoder)
+        weights["skip"][0, 0, 0, 1] = share / rho
+        weights["shift"][0, 0, 1] = 0.5 * torch.log(torch.tensor(1 - share))
+    model.train()
+    bounds = torch.stack([-20 * model.losses(vfl.VerticalData((x,), y), t)[0].detach() for t in range(draws)])
+    mean, spread = model.parties[0].q["mean"][0, 0].detach(), model.parties[0].q["log_sd"].exp()[0, 0].detach()
+    variance = sd**2 + rho**2
+    squares = (y - x[:, 0] * mean).square().sum() + spread**2 * x.square().sum()
+    fit = -0.5 * squares / variance - 10 * torch.log(torch.tensor(2 * torch.pi * variance))
+    kl = 0.5 * (spread**2 + mean**2 - 1) - spread.log()
+    error = bounds.std() / draws**0.5
+    assert abs(bounds.mean() - (fit - kl)) < 4 * error
+
+
+class Images(nn.Module):
+    """A user's own convolutional bottom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 2, 3)
+        self.last = nn.Linear(2, 3)
+        self.register_buffer("centre", torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.convolution(x - self.centre)).mean((-2, -1)))
+
+
+@pytest.mark.parametrize("prior", [None, bayes()])
+def test_convolutional_bottoms_and_tables_train_together(prior: vfl.HierarchicalBayes | None) -> None:
+    images = draw(3, N, 1, 5, 5)
+    model = network([Images().double(), bottoms()[0]], row_dims=[3, 1], bayes=prior, names=["scanner", "ward"])
+    rows = vfl.VerticalData((images, draw(0, N, 3)), data().response)
+    model.check(rows)
+    before = model.log_score(rows).mean()
+    for _ in range(10):
+        in_one_graph(model, rows, 3)
+    assert model.log_score(rows).mean() > before
+    stacked = rows._replace(features=(images.expand(B, -1, -1, -1, -1), rows.features[1]))
+    assert torch.equal(model.predict(stacked.features), model.predict(rows.features))
+
+
+def trainer(folder: Path, **arguments: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, **{"enable_checkpointing": False, "max_epochs": 2, **arguments},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dropout", "amortised"])
+def test_an_ordinary_trainer_trains_it(name: str, tmp_path: Path) -> None:
+    """And takes the steps of a plain loop, and writes checkpoints that can be loaded."""
+    model, rows = CASES[name](), data()
+    other = copy.deepcopy(model)
+    loader = vfl.VerticalLoader(rows, steps=3)
+    fit = trainer(tmp_path, enable_checkpointing=True)
+    fit.fit(model, loader, vfl.VerticalLoader(rows))
+    in_one_graph(other, rows, 6)
+    assert distance(model, other) < ROUNDING
+    assert model.validation_losses.shape == (B,)
+    fresh = CASES[name]()
+    fresh.load_state_dict(torch.load(fit.checkpoint_callback.best_model_path, weights_only=True)["state_dict"])
+    assert distance(model, fresh) == 0
+    predicted = trainer(tmp_path).predict(model, vfl.VerticalLoader(rows))
+    assert torch.allclose(predicted[0].sum(1), torch.ones(B, N, dtype=torch.float64))
+
+
+def test_minibatches_cover_an_epoch_and_keep_the_scale() -> None:
+    rows = data()
+    loader = vfl.VerticalLoader(rows, batch_size=4)
+    batches = list(loader)
+    assert len(batches) == len(loader) == 4
+    seen = torch.cat([part.response[0] + 100 * part.features[0][:, 0] for part in batches])
+    assert torch.equal(seen.sort().values, (rows.response[0] + 100 * rows.features[0][:, 0]).sort().values)
+    scaled = torch.cat([part.weight * (len(part.response[0]) / N) for part in batches], 1)
+    assert torch.allclose(scaled.sort().values, rows.weight.sort().values)
+    assert not torch.equal(batches[0].response, next(iter(loader)).response)  # a new order
+
+
+def test_early_stopping_restores_every_element_s_best(tmp_path: Path) -> None:
+    model, rows = network(optimizer=lambda p: torch.optim.Adam(p, lr=0.1)), data()
+    odd = rows._replace(response=(rows.response + torch.arange(N) % 2) % 3)  # validation labels of another rule
+    history, weights = [], []
+
+    class Record(L.Callback):
+        def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+            if not trainer.sanity_checking:
+                history.append(pl_module.validation_losses)
+                weights.append(copy.deepcopy(pl_module.state_dict()))
+
+    stop = vfl.StackedEarlyStopping(patience=4)
+    fit = trainer(tmp_path, max_epochs=60, callbacks=[Record(), stop])
+    fit.fit(model, vfl.VerticalLoader(rows, steps=2), vfl.VerticalLoader(odd))
+    losses = torch.stack(history)
+    assert len(losses) < 60
+    for b in range(B):
+        own = losses[:, b]
+        until = next((t for t in range(len(own)) if t - int(own[: t + 1].argmin()) >= 4), len(own))
+        best = int(own[: until + 1].argmin())
+        assert int(stop.epoch[b]) == best
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter[b], weights[best][name][b])
+    now = -(model.log_score(odd) * odd.weight).sum(1) / odd.weight.sum(1)
+    assert torch.allclose(now, stop.best)
+    assert (stop.best < losses[-1]).all()
+
+
+@pytest.mark.parametrize("name", ["plain", "sums", "amortised"])
+def test_save_load_and_predict_per_party(name: str, tmp_path: Path) -> None:
+    model, rows = CASES[name](), data()
+    in_one_graph(model, rows, 2)
+    for node in (*model.parties, model.server):
+        node.save(tmp_path / f"{node.name}.safetensors")
+    fresh = CASES[name]()
+    assert distance(model, fresh) > 0
+    for node in (*fresh.parties, fresh.server):
+        node.load(tmp_path / f"{node.name}.safetensors")
+    assert torch.equal(fresh.predict(rows.features, draws=5), model.predict(rows.features, draws=5))
+    with pytest.raises(ValueError, match="Expected parameters of party 'party 0', but got those of 'party 1'"):
+        fresh.parties[0].load(tmp_path / "party 1.safetensors")
+    # By the parties: each sends draws of its values, the server adds them up.
+    fresh.eval()
+    sent = [party.propose(x, random.key(0), 5) for party, x in zip(fresh.parties, rows.features)]
+    total = fresh.server.predictor(sum(sent))
+    assert torch.allclose(total.softmax(-2).mean(1), model.predict(rows.features, draws=5))
+
+
+def test_predictions_average_over_weights_and_noise() -> None:
+    """A Gaussian response: the draws' variance is that of the weights plus Jρ²."""
+    rho, draws = 1.5, 1000
+    prior = vfl.HierarchicalBayes(rho=rho, random="*", sd=0.4)
+    linear = [nn.Linear(1, 1, bias=False).double() for _ in range(2)]
+    model = vfl.SplitNetwork(linear, likelihoods.gaussian(1.0), keys=KEYS[:1], bayes=prior).double()
+    x = torch.tensor([[2.0]], dtype=torch.float64)
+    totals = model.totals([x, x], draws, None, True).flatten()
+    bare = model.totals([x, x], draws, None, False).flatten()
+    for found, variance in ((totals, 2 * (0.4 * 2) ** 2 + 2 * rho**2), (bare, 2 * (0.4 * 2) ** 2)):
+        assert abs(found.var() - variance) < 4 * variance * (2 / draws) ** 0.5
+
+
+def test_noise_is_a_function_of_the_step() -> None:
+    first, second = NodeNoise(KEYS[0], 3, 2), NodeNoise(KEYS[0], 3, 2)
+    like = torch.zeros(1, dtype=torch.float64)
+    later = second.at(130, 5, like)
+    for step in (0, 130, 63, 64, 130):
+        found = first.at(step, 5, like)
+    assert all(torch.equal(a, b) for a, b in zip(found, later))
+    assert not torch.equal(first.at(129, 5, like)[1], later[1])
+
+
+def test_starts_leave_the_global_generator_alone() -> None:
+    module = mlp(3, [4], 1)
+    state = torch.random.get_rng_state()
+    stack = Stacked(module, KEYS)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert torch.equal(Stacked(mlp(3, [4], 1), KEYS[1:]).weights[0], stack.weights[0][1:])
+    assert not torch.equal(stack.weights[0][0], stack.weights[0][1])
+
+
+def test_bad_input() -> None:
+    model, rows = network(), data()
+    with pytest.raises(ValueError, match="Expected features of 3 parties, but got 2"):
+        model.check(rows._replace(features=rows.features[:2]))
+    with pytest.raises(ValueError, match=f"Expected {N} rows of 1 dimensions of 'party 2'.*align the rows"):
+        model.check(rows._replace(features=(*rows.features[:2], rows.features[2][1:])))
+    with pytest.raises(ValueError, match="Expected finite features of 'party 0'"):
+        model.check(rows._replace(features=(rows.features[0] * torch.nan, *rows.features[1:])))
+    with pytest.raises(ValueError, match="Expected labels from 0 to 2"):
+        model.check(rows._replace(response=rows.response + 1))
+    with pytest.raises(ValueError, match="Expected features of 3 parties"):
+        model.predict(rows.features[:1])
+    with pytest.raises(ValueError, match="Expected rho ≥ 0"):
+        vfl.HierarchicalBayes(rho=-1.0)
+    with pytest.raises(ValueError, match="Expected rho of 3 elements, but got 2"):
+        network(bayes=vfl.HierarchicalBayes(rho=torch.ones(2)))
+    with pytest.raises(ValueError, match="Expected a pattern that matches"):
+        network(bayes=bayes(random="head.*"))
+    with pytest.raises(ValueError, match="Expected a sum at the cut layer"):
+        network(bottoms(2), combine=vfl.concatenated, widths=[2, 2, 2], bayes=bayes(auxiliary=vfl.sums()))
+    with pytest.raises(ValueError, match="Expected an amortised family"):
+        network(bayes=bayes(auxiliary=vfl.mean_field()))
+    with pytest.raises(ValueError, match="use GroupNorm"):
+        network([nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))])
+    with pytest.raises(ValueError, match="Expected parties with a name"):
+        network(names=["a", "a", "b"])
+    with pytest.raises(ValueError, match="Expected rows that all parties have"):
+        CASES["sums"]().check(rows._replace(present=torch.ones(N, 3, dtype=torch.bool)))
+    with pytest.raises(ValueError, match="Expected keys for a module that draws"):
+        Stacked(mlp(3, [4], 1, dropout=0.5), KEYS).train()(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="Expected rows of 1 dimensions"):
+        Stacked(mlp(3, [4], 1), KEYS)(torch.zeros(3))
