@@ -24,11 +24,6 @@ from experiments import (
     sparse_directed,
     sparse_network,
     sparse_regression,
-    vfl_logistic,
-    vfl_poisson,
-)
-from experiments.benchmarks import core, fedlin, gibbs, gtv, vfl
-    sparse_regression,
     vfl_heart,
     vfl_logistic,
     vfl_poisson,
@@ -121,16 +116,6 @@ def test_sparse_network_of_proteins(tmp_path):
         assert (tmp_path / f"sparse_network_{name}.png").stat().st_size > 10_000
 
 
-def test_sparse_regression(tmp_path):
-    arguments = ["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
-    sparse_regression.main(arguments)
-    found = rows(tmp_path / "rows.json")
-    for way in ("federated", "pooled as iid", "sites, averaged"):
-        assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
-    assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
-    assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
-
-
 def test_grid_benchmark(tmp_path):
     grid_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")
@@ -178,12 +163,6 @@ def test_gtv_benchmark(tmp_path):
     assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
     assert all(value > 0 for value in found.values())
     assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
-def test_gibbs_benchmark(tmp_path, part):
-    gibbs.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
-    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
 
 def test_fedlin_selection(tmp_path):

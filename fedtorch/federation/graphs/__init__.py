@@ -1,8 +1,16 @@
 """Federated learning networks: the graph, what it promises, how to learn it, and its clusters."""
 
-from fedtorch.federation.graphs import clustering, consensus, diagnostics, discrepancy, learning, regressors, solvers
+from fedtorch.federation.graphs import (
+    clustering,
+    consensus,
+    diagnostics,
+    discrepancy,
+    learning,
+    recipes,
+    regressors,
+    solvers,
+)
 from fedtorch.federation.graphs.consensus import without_server
-from fedtorch.federation.graphs import clustering, diagnostics, discrepancy, learning, recipes, regressors, solvers
 from fedtorch.federation.graphs.diagnostics import Diagnostics, diagnose
 from fedtorch.federation.graphs.network import Components, Network
 from fedtorch.federation.graphs.unlabelled import unlabelled
