@@ -158,7 +158,8 @@ def test_false_discoveries_are_as_announced(rule: Any) -> None:
         power.append(float((found & truth).sum() / truth.sum()))
     rates = torch.tensor(false)
     assert float(rates.mean()) < level + 3 * float(rates.std()) / len(rates) ** 0.5
-    assert sum(power) / len(power) > 0.5
+    least = {graphical.union: 0.5, graphical.intersection: 0.25}  # an edge that both include is half as easy to find
+    assert sum(power) / len(power) > least[rule]
 
 
 def test_permuted_variables() -> None:
