@@ -28,6 +28,7 @@ from experiments import (
     vfl_logistic,
     vfl_poisson,
 )
+from experiments.benchmarks import __main__ as benchmarks
 from experiments.benchmarks import core, fedlin, gibbs, gtv, vfl, vfl_split
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
 from experiments.benchmarks import grid as grid_benchmark
@@ -331,3 +332,12 @@ def test_gtv_fmi_as_published(tmp_path):
     assert rows(tmp_path / "rows.json")["optimum of the same objective", "validation error"] == pytest.approx(
         10.02, abs=0.005
     )
+
+
+def test_benchmarks_write_their_tables(tmp_path):
+    benchmarks.main(["fedlin", "--results", str(tmp_path), "--", "--smoke"])
+    text = (tmp_path / "fedlin.md").read_text()
+    assert "python -m experiments.benchmarks fedlin -- --smoke" in text
+    assert len(text.splitlines()) > 10
+    with pytest.raises(SystemExit):
+        benchmarks.main(["nothing"])

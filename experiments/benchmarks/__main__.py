@@ -1,0 +1,71 @@
+"""Runs benchmarks one after the other and writes each one's table to `experiments/benchmarks/results/<name>.md`.
+
+`python -m experiments.benchmarks gtv fedlin` runs these two; what comes after `--` goes to each of them, as in
+`python -m experiments.benchmarks gtv -- --full`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments import common
+
+NAMES = ("fedlin", "fedmgp", "gibbs", "grid", "gtv", "vfl", "vfl_split")
+RESULTS = Path(__file__).parent / "results"
+
+
+def measure(name: str, options: Sequence[str]) -> list[dict]:
+    """The rows of one benchmark."""
+    module = importlib.import_module(f"experiments.benchmarks.{name}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        module.main([*options, "--json", str(file)])
+        return json.loads(file.read_text())["rows"]
+
+
+def markdown(name: str, rows: Sequence[dict], options: Sequence[str], loads: tuple[float, float]) -> str:
+    """A benchmark's table, and where it was measured."""
+    module = importlib.import_module(f"experiments.benchmarks.{name}")
+    title = (module.__doc__ or name).strip().splitlines()[0]
+    command = " ".join(["python -m experiments.benchmarks", name, *(["--", *options] if options else [])])
+    head = [
+        f"# {title}",
+        "",
+        f"`{command}` on {common.machine()}; {time.strftime('%Y-%m-%d')}; load average {loads[0]:.1f} before and",
+        f"{loads[1]:.1f} after, this work included.",
+        "",
+        "| setting | figure | measured |",
+        "| --- | --- | --- |",
+    ]
+    return "\n".join([*head, *(f"| {row['setting']} | {row['metric']} | {row['ours']:.4g} |" for row in rows), ""])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmarks that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the tables")
+    given = list(sys.argv[1:] if argv is None else argv)
+    options = given[given.index("--") + 1 :] if "--" in given else []
+    arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
+    unknown = [name for name in arguments.names if name not in NAMES]
+    if unknown:
+        parser.error(f"Expected benchmarks of {', '.join(NAMES)}, but got {', '.join(unknown)}")
+    for name in arguments.names or NAMES:
+        before = os.getloadavg()[0]
+        rows = measure(name, options)
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        text = markdown(name, rows, options, (before, os.getloadavg()[0]))
+        (arguments.results / f"{name}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
