@@ -24,7 +24,7 @@ from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchy import Hierarchy
 from fedtorch.models.hyperpriors import Hyperprior, Prior
-from fedtorch.models.projections import Projected, Start
+from fedtorch.models.projections import LogFactor, Projected, Start
 from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
 
 __all__ = ["Likelihood", "Local", "Model", "derivatives", "of"]
@@ -61,6 +61,7 @@ class Model(NamedTuple):
     start: Start
     prepare: Callable[[Any], Any]
     devices: Callable[[Moments, Any], DevicePosterior]  # (what the others know of φ, prepared data)
+    log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
 
 
 def of(
@@ -112,6 +113,16 @@ def of(
 
         return _in_chunks(mixture, (cavity, data), _numbers(data))
 
+    def log_factor(phi: Tensor, data: Any) -> Tensor:
+        def evidence(part: tuple[Tensor, Any]) -> Tensor:
+            mu, (inner, log_noise) = part[0][..., :m], split(part[0][..., m:])
+            spread = hierarchy.covariance(inner)
+            fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
+            spread = spread + torch.diag_embed(fixed * torch.finfo(phi.dtype).eps)
+            return likelihood.local(part[1], mu @ means.to(phi).mT, spread, inner, log_noise).log_evidence
+
+        return _in_chunks(evidence, (phi, data), phi.shape[1] * max(features**2, likelihood.size(data)))
+
     def _numbers(data: Any) -> int:
         return len(rule.weights) * max(features**2, likelihood.size(data))
 
@@ -148,7 +159,7 @@ def of(
         mean = torch.cat([average[:m], zeta])
         return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
 
-    return Model(names, prior, project, Start(summary, estimate), likelihood.prepare, devices)
+    return Model(names, prior, project, Start(summary, estimate), likelihood.prepare, devices, log_factor)
 
 
 class _Given(NamedTuple):

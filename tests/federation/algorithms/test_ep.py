@@ -330,6 +330,19 @@ def test_no_silent_non_convergence() -> None:
         fit(improper, ft.InProcess(devices(1, 1)), rounds=8)
 
 
+def test_clients_whose_site_is_not_renewed_are_named() -> None:
+    project, data = conjugate(torch.arange(3.0, dtype=torch.float64)[:, None])
+    prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
+
+    def fails_for_two_rows(cavity: Moments, data: Any, key: Tensor) -> projections.Projected:
+        found = project(cavity, data, key)
+        lost = (data.count == 2)[:, None]
+        return projections.Projected(found.tilted._replace(mean=found.tilted.mean.where(~lost, torch.nan)), cavity)
+
+    with pytest.warns(RuntimeWarning, match=r"1 kept an old one \('1'\): the projection found no moments"):
+        fit(ft.ep(fails_for_two_rows, prior), ft.InProcess(data))
+
+
 def test_bad_settings_are_refused() -> None:
     project, _ = conjugate(torch.zeros(2, 1, dtype=torch.float64))
     prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
