@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -382,7 +383,15 @@ def random_problem(seed: int, most: int) -> tuple[ft.data.FederatedData, float |
 @pytest.mark.parametrize(("problems", "most"), [(range(8), 30), pytest.param(range(200), 2000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(14_400)
 def test_random_problems_do_not_fail(problems: range, most: int) -> None:
-    """Warnings are errors, so that each has converged."""
+    """Each converges. Where clients are few and of very different sizes, one may have no cavity; the fit names it."""
+    named = 0
     for seed in problems:
         data, noise, features = random_problem(seed, most)
-        assert fit(algorithm(linear(features, noise=noise)), ft.InProcess(data), rounds=100).converged
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = fit(algorithm(linear(features, noise=noise)), ft.InProcess(data), rounds=100)
+        assert found.converged
+        assert all("kept an old one" in str(warning.message) for warning in told)
+        assert bool(told) == bool((found.last.info["improper"] + found.last.info["failed"]).any())
+        named += bool(told)
+    assert named <= max(1, len(problems) // 20)
