@@ -20,6 +20,12 @@ __all__ = ["as_prior", "changes", "from_the_prior", "jump", "product", "where_tr
 
 
 def as_prior(prior: Prior | Natural | MultivariateNormal) -> Prior:
+    """A prior of any of these forms, in float64.
+
+    Raises:
+        TypeError: of another form.
+        ValueError: a batch of priors.
+    """
     if isinstance(prior, MultivariateNormal):
         if prior.batch_shape:
             raise ValueError(f"Expected one normal prior, but got a batch of {tuple(prior.batch_shape)}")
