@@ -80,7 +80,7 @@ def linear(
             return data
         found = statistics(data, hierarchy.mean.shape[0])
         if isinstance(noise, Hyperprior):
-            known = torch.full_like(found.power, torch.nan)
+            known = torch.ones_like(found.power)
         else:
             known = noise(found) if callable(noise) else torch.full_like(found.power, noise)
         return _Data(reduced(found), known.log())
@@ -141,7 +141,7 @@ class _Data(NamedTuple):
     """What the linear model needs of `K` devices' rows."""
 
     rows: Reduced
-    log_noise: Tensor  # (K,) where the noise is known, or NaN
+    log_noise: Tensor  # (K,) where the noise is known, and 0 where it is learnt
 
 
 def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
