@@ -10,6 +10,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithms.ep import devices, fit
+from fedtorch.models import hierarchical
 from fedtorch.tree import Tree
 
 
@@ -19,10 +21,13 @@ class Candidate(NamedTuple):
     algorithm: ft.Algorithm
     rounds: int
     pooled: bool = False  # whether it sees the rows of all devices in one place
+    model: hierarchical.Model | None = None  # of expectation propagation, with a constant as its last feature
 
 
 def predictions_of(candidate: Candidate, training: FederatedData, test: FederatedData, seed: int = 0) -> list[Tensor]:
     """What every device predicts for its own rows of `test`, `(n_k,)` each."""
+    if candidate.model is not None:
+        return _expected(candidate.algorithm, candidate.model, candidate.rounds, training, test)
     population = ft.InProcess(training.pool() if candidate.pooled else training)
     *_, last = ft.run(candidate.algorithm, population, rounds=candidate.rounds, seed=seed)
     local = candidate.algorithm.local
@@ -35,6 +40,20 @@ def predictions_of(candidate: Candidate, training: FederatedData, test: Federate
 
     every = last.clients.evaluate(candidate.algorithm.outbox(last.server), test, predict)
     return [row[:count] for row, count in zip(every, test.counts.tolist())]
+
+
+def _expected(
+    algorithm: ft.Algorithm, model: hierarchical.Model, rounds: int, training: FederatedData, test: FederatedData
+) -> list[Tensor]:
+    """The posterior mean of every row of `test` under a hierarchical model."""
+    rows = training.map(_with_constant)
+    found = fit(algorithm, ft.InProcess(rows), rounds=rounds, tolerance=0.02)
+    means = devices(found.last, algorithm, model, rows).marginals().mean
+    return [x @ mean for mean, (x, _) in zip(means, test.map(_with_constant))]
+
+
+def _with_constant(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.cat([rows[0], torch.ones_like(rows[0][:, :1])], 1), rows[1]
 
 
 def errors(candidate: Candidate, training: FederatedData, test: FederatedData) -> Tensor:

@@ -152,7 +152,7 @@ def test_fedlin_school(tmp_path):
 
 def test_fedlin_benchmark(tmp_path):
     fedlin.main(["--smoke", "--json", str(tmp_path / "rows.json")])
-    assert len(rows(tmp_path / "rows.json")) == 8
+    assert len(rows(tmp_path / "rows.json")) == 18
 
 
 def test_gtv_benchmark(tmp_path):

@@ -1,4 +1,4 @@
-"""FedLin's speed: HM1 against the paper's loop written plainly, and a round of very many devices.
+"""FedLin's speed: HM1 against the paper's loop written plainly, a round of very many devices, HM2 against NUTS.
 
 Ratios are medians over repetitions in which both sides run one after the other in the same process, so that they hold
 when the machine's speed drifts. A section is one function that returns rows.
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common
+from fedtorch.federation.algorithms.ep import fit
+from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.linear import LinearHead
 
 STEPS, ROUNDS, RATE, ALPHA = 20, 30, 0.01, 0.1  # the paper's T, C, η₂, α
@@ -113,11 +115,65 @@ def many_devices(count: int, features: int, rank: int, rounds: int) -> list[comm
     ]
 
 
+def expectation_propagation(counts: Sequence[int], features: int, draws: int) -> list[common.Row]:
+    """HM2, seconds a round against K with σ² learnt; and a run to convergence against NUTS on the same posterior.
+
+    NUTS gets the log posterior of (μ, log τ, log σ²) with all θ_k integrated, by a function of d × d matrices, so that
+    it draws as few dimensions as EP has.
+    """
+    return [row for count in counts for row in _propagation(count, features, draws if count == counts[0] else 0)]
+
+
+def _propagation(count: int, features: int, draws: int) -> list[common.Row]:
+    """One K; NUTS where there are draws."""
+    data = ft.data.from_tensors(list(zip(*devices(count, 40, features))))
+    model = hierarchical.linear(hierarchical.normal(features))
+    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    running = ft.run(algorithm, ft.InProcess(data))
+    times = [seconds(lambda: next(running)) for _ in range(6)]
+    title = f"HM2: K = {count}, d = {features}, σ² learnt"
+    rounds = len(fit(algorithm, ft.InProcess(data)).rounds)
+    found = [
+        common.Row(title, "s a round", statistics.median(times[1:])),
+        common.Row(title, "rounds to convergence", rounds),
+    ]
+    if draws:
+        ours = seconds(lambda: fit(algorithm, ft.InProcess(data)))
+        theirs = seconds(lambda: nuts(model, data, draws))
+        found.append(common.Row(title, "a whole run, s", ours))
+        found.append(common.Row(title, f"NUTS, {draws} draws after as many, s", theirs))
+        found.append(common.Row(title, "times faster than NUTS", theirs / ours))
+    return found
+
+
+def nuts(model: hierarchical.Model, data: ft.data.FederatedData, draws: int) -> Tensor:
+    """Draws of φ by NUTS from all devices' factors in one place, `(draws, p)`."""
+    from pyro.infer import MCMC, NUTS
+
+    block = model.prepare(data.stack(range(len(data))))
+    precision = gaussian.unpack(model.prior.normal.precision)
+
+    def potential(at: dict[str, Tensor]) -> Tensor:
+        phi = at["phi"]
+        log = model.log_factor(phi.expand(len(data), 1, -1), block).sum()
+        return 0.5 * phi @ precision @ phi - phi @ model.prior.normal.shift - log
+
+    start = {"phi": torch.zeros(len(precision), dtype=torch.float64)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        chain = MCMC(NUTS(potential_fn=potential), num_samples=draws, warmup_steps=draws, initial_params=start,
+                     disable_progbar=True)  # fmt: skip
+        chain.run()
+    return chain.get_samples()["phi"]
+
+
 def sections(smoke: bool) -> dict[str, Callable[[], list[common.Row]]]:
     """The benchmarks by name."""
     return {
         "HM1": lambda: against_loops(*((10, 20, 8, 2, 1) if smoke else (100, 200, 8, ROUNDS, 5))),
         "HM1, many devices": lambda: many_devices(1000 if smoke else 100_000, 8, 8, 2 if smoke else 5),
+        "HM2": lambda: expectation_propagation(*(([6], 2, 10) if smoke else ([20, 200, 2000], 4, 500))),
+        "HM2, ten features": lambda: expectation_propagation(*(([6], 5, 2) if smoke else ([20, 200, 2000], 10, 200))),
     }
 
 

@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from fedtorch.models import hierarchical
-from fedtorch.models.hierarchical import Hierarchy, Likelihood, Local, Model
+from fedtorch.models.factor import Likelihood, Local, Model, derivatives
+from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical import Hierarchy
 from fedtorch.models.quadrature import Rule, gauss_hermite, two_shells
 
 __all__ = ["Rows", "generalised", "logistic", "poisson"]
@@ -115,12 +117,13 @@ def generalised(
             log_evidence = log_evidence + correction
         whole = root @ half
         centre = mean + (root @ u[..., None] + whole @ shift[..., None])[..., 0]
-        return Local(log_evidence, centre, whole @ spread @ whole.mT)
+        found = Moments(centre, whole @ spread @ whole.mT)
+        return Local(log_evidence, lambda weights: derivatives(mean, covariance, found, weights), lambda: found)
 
     def size(data: Rows) -> int:
         return data.x.shape[1] * (features + (1 if inner is None else len(inner.weights)))
 
-    return hierarchical.of(hierarchy, Likelihood(prepare, local, None, size), rule=rule)
+    return hierarchical.of(hierarchy, Likelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
 
 
 def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:

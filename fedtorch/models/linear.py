@@ -24,10 +24,12 @@ __all__ = [
     "FeatureMap",
     "LeastSquares",
     "LinearHead",
+    "Reduced",
     "SufficientStatistics",
     "least_norm",
     "polynomial",
     "raw",
+    "reduced",
     "residual_sum",
     "residual_variance",
     "ridge",
@@ -191,6 +193,26 @@ def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     rank = known.sum(-1)
     solution = (vectors @ (inverse * rotated)[..., None])[..., 0]
     return LeastSquares(solution, rank, inverse.sum(-1) / rank.clamp(min=1))
+
+
+class Reduced(NamedTuple):
+    """d rows that stand for all rows of a linear model: ‖y − Xθ‖² = rest + ‖response − root'θ‖²."""
+
+    root: Tensor  # (..., d, d) B with BB' = X'X
+    response: Tensor  # (..., d) z with B z = X'y
+    rest: Tensor  # (...) ‖y‖² − ‖z‖²
+    count: Tensor  # type: ignore[assignment]  # (...) of all rows
+
+
+def reduced(statistics: SufficientStatistics) -> Reduced:
+    """B = V Λ^½ of X'X = V Λ V'; directions that the rows leave open are zero."""
+    values, vectors = torch.linalg.eigh(statistics.gram)
+    known = values > _ROUNDING * values.shape[-1] * values.amax(-1, keepdim=True).clamp(min=0)
+    scale = torch.where(known, values, 0.0).sqrt()
+    rotated = (vectors.mT @ statistics.cross[..., None])[..., 0]
+    response = torch.where(known, rotated / torch.where(known, scale, 1.0), 0.0)
+    rest = (statistics.power - response.square().sum(-1)).clamp(min=0)
+    return Reduced(vectors * scale[..., None, :], response, rest, statistics.rows)
 
 
 def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:

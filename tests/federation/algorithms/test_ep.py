@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -330,6 +331,19 @@ def test_no_silent_non_convergence() -> None:
         fit(improper, ft.InProcess(devices(1, 1)), rounds=8)
 
 
+def test_clients_whose_site_is_not_renewed_are_named() -> None:
+    project, data = conjugate(torch.arange(3.0, dtype=torch.float64)[:, None])
+    prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
+
+    def fails_for_two_rows(cavity: Moments, data: Any, key: Tensor) -> projections.Projected:
+        found = project(cavity, data, key)
+        lost = (data.count == 2)[:, None]
+        return projections.Projected(found.tilted._replace(mean=found.tilted.mean.where(~lost, torch.nan)), cavity)
+
+    with pytest.warns(RuntimeWarning, match=r"1 kept an old one \('1'\): the projection found no moments"):
+        fit(ft.ep(fails_for_two_rows, prior), ft.InProcess(data))
+
+
 def test_bad_settings_are_refused() -> None:
     project, _ = conjugate(torch.zeros(2, 1, dtype=torch.float64))
     prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
@@ -369,7 +383,15 @@ def random_problem(seed: int, most: int) -> tuple[ft.data.FederatedData, float |
 @pytest.mark.parametrize(("problems", "most"), [(range(8), 30), pytest.param(range(200), 2000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(14_400)
 def test_random_problems_do_not_fail(problems: range, most: int) -> None:
-    """Warnings are errors, so that each has converged."""
+    """Each converges. Where clients are few and of very different sizes, one may have no cavity; the fit names it."""
+    named = 0
     for seed in problems:
         data, noise, features = random_problem(seed, most)
-        assert fit(algorithm(linear(features, noise=noise)), ft.InProcess(data), rounds=100).converged
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = fit(algorithm(linear(features, noise=noise)), ft.InProcess(data), rounds=100)
+        assert found.converged
+        assert all("kept an old one" in str(warning.message) for warning in told)
+        assert bool(told) == bool((found.last.info["improper"] + found.last.info["failed"]).any())
+        named += bool(told)
+    assert named <= max(1, len(problems) // 20)

@@ -1,0 +1,49 @@
+r"""Expectation propagation: the posterior of what all clients share, by sums of normal sites.
+
+The posterior of the shared parameters φ is p(φ) ∏_k f_k(φ), where f_k(φ) = ∫ p(y_k | θ_k) p(θ_k | φ) dθ_k needs client
+k's data. Client k stands for f_k by a site q_k, a normal density's natural parameters (r_k, Q_k); the server keeps
+q(φ) = p(φ) ∏ q_k(φ), whose parameters are sums. In a round, with damping δ,
+
+.. math::
+    \text{cavity}_k = q / q_k, \qquad
+    q_k \leftarrow q_k^{1-\delta} \bigl(\mathrm{proj}[\text{cavity}_k f_k] / \text{cavity}_k\bigr)^\delta ,
+
+where proj is the normal density of equal mean and covariance, found by `project`. A site may be indefinite, and most
+sites of a converged hierarchical model are; q and the cavities must be densities.
+
+The first round is a summed one: clients tell a summary, from which the server makes a first estimate; each client
+starts with an equal share of it, so that the first cavities are neither the bare prior nor narrow. Printed from zero
+sites (Algorithm 3), the method breaks in its first step. Whoever joins later starts from a zero site.
+
+Backtracking. The sites at which q and all cavities are densities form a convex set, which the start lies in. When q or
+a client's cavity is none, every client goes half the way back to its site of the last round that was good, until the
+server's q and all cavities are densities again; then δ is half of what it was. It is halved, too, where changes of q
+do not shrink, and recovers in good rounds. Where a cavity is still none after some retreats, as with few clients of
+very different sizes, that client keeps its site, and the report says so.
+
+Hyperpriors that are not normal are factors of one coordinate each; the server keeps a site for each and renews it as a
+client would (`Factor`).
+
+Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study on linear models", Algorithms 2 and 3;
+Vehtari et al. (2020), "Expectation propagation as a way of life".
+"""
+
+from fedtorch.federation.algorithms.ep.algorithm import ep
+from fedtorch.federation.algorithms.ep.correction import Corrected, corrected
+from fedtorch.federation.algorithms.ep.fitting import Fit, RoundReport, devices, fit, posterior
+from fedtorch.federation.algorithms.ep.state import Outbox, Server, State, Told
+
+__all__ = [
+    "Corrected",
+    "Fit",
+    "Outbox",
+    "RoundReport",
+    "Server",
+    "State",
+    "Told",
+    "corrected",
+    "devices",
+    "ep",
+    "fit",
+    "posterior",
+]
