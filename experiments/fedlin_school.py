@@ -24,13 +24,12 @@ from experiments import common
 from experiments.fedlin_common import Candidate, choose, errors
 from fedtorch.data import FederatedData
 from fedtorch.models import hierarchical, hyperpriors
-from fedtorch.models.hierarchical import Hierarchy
-from fedtorch.models.hyperpriors import Hyperprior
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 
 FEATURES = 27  # without the file's constant, which is the head's intercept
 YEARS = range(3)  # indicators
+BANDS = range(7, 10)  # of verbal reasoning, indicators
 PERCENTAGES = slice(3, 5)  # made fractions, so that all features are of one size
 
 
@@ -80,36 +79,18 @@ def hm1(rounds: int) -> dict[str, Candidate]:
 def hm2(rounds: int) -> dict[str, Candidate]:
     """Hierarchical Bayes by expectation propagation: which coefficients differ between schools, the others shared.
 
-    Random intercepts; intercepts and slopes of the examination's years; all coefficients, the slopes with one variance.
+    Random intercepts; with slopes of the examination's years; and with those of the verbal reasoning bands.
     Scores are tens, so that the priors are wide: μ ~ N(0, 30²), log τ ~ N(0, 3²).
     """
     variance = hyperpriors.log_normal(0.0, 3.0)
-    sets = {"intercepts": [FEATURES], "intercepts and years": [FEATURES, *YEARS]}
-    kinds = {name: hierarchical.normal(FEATURES + 1, random=which, sd=30.0, variance=variance)
-             for name, which in sets.items()}  # fmt: skip
+    years = [FEATURES, *YEARS]
+    sets = {"intercepts": [FEATURES], "intercepts and years": years, "years and bands": [*years, *BANDS]}
     found = {}
-    for name, hierarchy in {**kinds, "all": one_slope_variance(variance)}.items():
-        model = hierarchical.linear(hierarchy)
+    for name, which in sets.items():
+        model = hierarchical.linear(hierarchical.normal(FEATURES + 1, random=which, sd=30.0, variance=variance))
         algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
         found[name] = Candidate(algorithm, 60, model=model)
     return found
-
-
-def one_slope_variance(variance: Hyperprior) -> Hierarchy:
-    """All coefficients differ: intercepts with one variance, all slopes with another, so that nodes stay few."""
-
-    def covariance(zeta: Tensor) -> Tensor:
-        slopes = zeta[..., :1].expand(*zeta.shape[:-1], FEATURES)
-        return torch.diag_embed(torch.cat([slopes, zeta[..., 1:]], -1).exp())
-
-    def scales(spread: Tensor, log_noise: Tensor) -> Tensor:
-        each = spread.diagonal()
-        return torch.stack([each[:FEATURES].mean(), each[FEATURES]]).log()
-
-    eye = torch.eye(FEATURES + 1, dtype=torch.float64)
-    names = [f"mean {j}" for j in range(FEATURES + 1)] + ["log variance of slopes", "log variance of intercepts"]
-    prior = hyperpriors.prior(eye.new_zeros(FEATURES + 1), 30.0**2 * eye, [variance, variance])
-    return Hierarchy(tuple(names), eye, covariance, scales, prior)
 
 
 # Name -> (rounds -> its settings by name).
