@@ -225,8 +225,10 @@ def fedmgp(
         return Server(shared, state.shared, heard, mean, _pack(root), moments, bound)
 
     def model(inbox: Outbox, state: State) -> dict[str, Tensor]:
-        posterior = gp.posterior(inbox.shared, inbox.mean, _unpack(inbox.root, size))
-        return {**inbox.told_at, **state.own, **posterior}
+        once = _once(inbox)
+        posterior = gp.posterior(once.shared, once.mean, _unpack(once.root, size))
+        everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
+        return {**inbox.told_at, **state.own, **everybody}
 
     def prepare(data: Any) -> Any:
         gp.check(data)
