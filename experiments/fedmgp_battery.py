@@ -11,7 +11,9 @@ A cell's first cycles look alike whatever follows, so its own outputs tell neith
 process it will have: the multi-output models share one scale, the pooled root mean square, and their weights have a
 normal prior about the common start. Its width was chosen on cells 2, 9 and 14, which are not test cells here. Two
 processes do not fit every cell to the precision of a measurement; what they leave is not noise from cycle to cycle, so
-the intervals are too narrow, and a better bound is not always a better prediction.
+the intervals are too narrow, and a better bound is not always a better prediction. ModularGP suffers most: modules
+vouch for eight values each to that precision, and nothing but lengthscales below the distance of the pseudo-inputs
+meets them all, between which its predictions then fall to zero.
 """
 
 from __future__ import annotations

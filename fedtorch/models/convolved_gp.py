@@ -125,7 +125,9 @@ class ConvolvedGP(gpytorch.Module):
     ) -> None:
         super().__init__()
         if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(f"Expected a positive scale of the outputs, but got {scale}; leave it away for each unit's")
+            raise ValueError(
+                f"Expected a positive scale of the outputs, but got {scale}; leave it away for each unit's"
+            )
         if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
             raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
         self.features = features
