@@ -47,11 +47,11 @@ def predictions(seed: int, rounds: int) -> tuple[dict[str, fm.Prediction], Tenso
     shift = ft.random.normal(ft.random.fold_in(ft.random.key(seed), 99), (30,), fm.DTYPE)
     found = {}
     for name, size in zip(PUBLISHED, (0.0, 0.05, 0.1)):
-        found[name] = fm.predict(fm.fedmgp(data, inducing + size * shift, rounds)[0][0], at)
+        found[name] = fm.predict(fm.fedmgp(data, fm.model(inducing + size * shift), rounds)[0][0], at)
     found["FedPoly"] = fm.polynomial(kept.x, kept.y, at)
-    found["ModularGP"] = fm.modular(kept.x, kept.y, inducing, 30, at)
+    found["ModularGP"] = fm.modular(kept.x, kept.y, fm.model(inducing, units=5), 30, at)
     found["IndGP"] = fm.alone(kept.x[0], kept.y[0], at)
-    found["CenMGP"] = fm.central(kept.x, kept.y, inducing, at)
+    found["CenMGP"] = fm.central(kept.x, kept.y, fm.model(inducing, units=5), at)
     return found, truth
 
 
@@ -59,7 +59,7 @@ def draw(seed: int, rounds: int, folder: Path) -> Path:
     """Figure 3: every unit's points, curve, federated prediction with 99 % intervals; unit 1 also alone."""
     kept, at, truth = problem(seed)
     inducing = torch.linspace(-1.1, 1.1, 30, dtype=fm.DTYPE)
-    units, _ = fm.fedmgp(fm.federated(kept.x, kept.y), inducing, rounds)
+    units, _ = fm.fedmgp(fm.federated(kept.x, kept.y), fm.model(inducing), rounds)
     figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
     for k, (axis, unit) in enumerate(zip(axes.flat, units)):
         _band(axis, kept.grid, fm.predict(unit, kept.grid), "C0", "FedMGP, 99 %")

@@ -76,28 +76,46 @@ def federated(x: Sequence[Tensor], y: Sequence[Tensor]) -> ft.data.FederatedData
     return ft.data.from_tensors([(a[:, None], b) for a, b in zip(x, y)])
 
 
-def kernel(latents: int = 1, units: int | None = None) -> ConvolutionProcess:
+def kernel(latents: int = 1, units: int | None = None, weight_sd: float | None = None) -> ConvolutionProcess:
     """The convolution process with a weak prior on the units' smoothing widths.
 
     Without it the width of a unit with half a signal may shrink to nothing, which the likelihood hardly minds and the
-    extrapolation does.
+    extrapolation does. `weight_sd` is that of a normal prior of units' weights about those that they start from.
     """
     shape = torch.Size() if units is None else torch.Size([units])
-    prior = gpytorch.priors.LogNormalPrior(math.log(0.05), 1.0)
-    return ConvolutionProcess(1, latents, shape, smoothing_prior=prior)
+    smoothing = gpytorch.priors.LogNormalPrior(math.log(0.05), 1.0)
+    weight = None
+    if weight_sd is not None:
+        usual, sd = torch.tensor([latents**-0.5, weight_sd], dtype=DTYPE)
+        weight = gpytorch.priors.NormalPrior(usual, sd)
+    return ConvolutionProcess(1, latents, shape, smoothing_prior=smoothing, weight_prior=weight)
 
 
-def model(inducing: Tensor, latents: int = 1, units: int | None = None) -> ConvolvedGP:
+def model(
+    inducing: Tensor,
+    latents: int = 1,
+    units: int | None = None,
+    scale: float | None = None,
+    weight_sd: float | None = None,
+) -> ConvolvedGP:
     """The model of all experiments, of one unit or of several at once."""
     shape = torch.Size() if units is None else torch.Size([units])
-    return ConvolvedGP(inducing[:, None], kernel(latents, units), batch_shape=shape)
+    return ConvolvedGP(inducing[:, None], kernel(latents, units, weight_sd), batch_shape=shape, scale=scale)
+
+
+def pooled_scale(y: Sequence[Tensor]) -> float:
+    """The root of the mean square of all units' outputs, from two sums over units."""
+    return math.sqrt(sum(float(b.square().sum()) for b in y) / sum(len(b) for b in y))
 
 
 def fedmgp(
-    data: ft.data.FederatedData, inducing: Tensor, rounds: int, latents: int = 1, **settings: object
+    data: ft.data.FederatedData,
+    module: ConvolvedGP,
+    rounds: int,
+    **settings: object,
 ) -> tuple[list[ConvolvedGP], ft.Round]:
     """Each unit's model after some rounds of `ft.fedmgp`, and the last round."""
-    algorithm = ft.fedmgp(model(inducing, latents), accept_disclosure=True, **settings)  # type: ignore[arg-type]
+    algorithm = ft.fedmgp(module, accept_disclosure=True, **settings)  # type: ignore[arg-type]
     *_, last = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
     return unit_models(algorithm, last, range(len(data))), last
 
@@ -117,10 +135,9 @@ def predict(unit: ConvolvedGP, x: Tensor) -> Prediction:
         return Prediction(mean, (variance + unit.likelihood.noise).sqrt())
 
 
-def central(x: Sequence[Tensor], y: Sequence[Tensor], inducing: Tensor, at: Tensor, latents: int = 1) -> Prediction:
-    """CenMGP: the same model fitted centrally by L-BFGS; predictions of unit 0 at `at` `(N,)`."""
+def central(x: Sequence[Tensor], y: Sequence[Tensor], whole: ConvolvedGP, at: Tensor) -> Prediction:
+    """CenMGP: the same model, of all units, fitted centrally by L-BFGS; predictions of unit 0 at `at` `(N,)`."""
     block = federated(x, y).stack(range(len(x)))
-    whole = model(inducing, latents, len(x))
     fit(whole, block.batch[0], block.batch[1], block.mask)
     with torch.no_grad():
         mean, variance = whole.marginals(at[None, :, None].expand(len(x), -1, -1))
@@ -201,9 +218,7 @@ def polynomial(
     return Prediction(features(at, degree) @ theta, None)
 
 
-def modular(
-    x: Sequence[Tensor], y: Sequence[Tensor], inducing: Tensor, pseudo: int, at: Tensor, latents: int = 1
-) -> Prediction:
+def modular(x: Sequence[Tensor], y: Sequence[Tensor], whole: ConvolvedGP, pseudo: int, at: Tensor) -> Prediction:
     """ModularGP: units fit sparse GPs alone and send what they say of their pseudo-targets; predictions of unit 0.
 
     With q_m(u_m) / p_m(u_m) ∝ exp(h'u_m − ½ u_m'P u_m) from unit m's module, the server maximises
@@ -224,7 +239,6 @@ def modular(
             noises.append(noise)
         places.append(z)
     z, p, h = torch.stack(places)[..., None], torch.stack(precisions), torch.stack(shifts)
-    whole = model(inducing, latents, len(x))
     block = federated(x, y).stack(range(len(x)))
     whole.start(block.batch[1], block.mask)
     size = whole.points

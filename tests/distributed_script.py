@@ -26,10 +26,12 @@ from fedtorch.federation import coordinator
 from fedtorch.federation.evaluation import evaluate
 from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
 from fedtorch.models import sparse
+from fedtorch.models.convolved_gp import ConvolvedGP
 
 LINEAR = linear_clients([3, 12, 5, 9, 7, 4, 20])
 CLASSES = classes((9, 14, 5, 11, 20), dtype=torch.float64)
 NETWORK = ft.Network([(0, 1), (1, 2), (2, 5), (3, 4), (4, 5), (5, 6), (0, 6)], [1.0, 0.5, 2.0, 1.0, 1.5, 0.7, 1.0])
+SIGNALS = ft.data.from_tensors([(x[:, :1], y) for x, y in LINEAR])
 METRICS = {"accuracy": ft.metrics.accuracy(), "cross_entropy": ft.metrics.cross_entropy()}
 
 
@@ -61,6 +63,12 @@ def remembers() -> ft.Algorithm:
         model=lambda inbox, state: {"row": inbox},
         exchange=ft.private_rows(),
     )
+
+
+def processes() -> ft.Algorithm:
+    """A Gaussian process of all clients, whose server keeps the sum of what each has told last."""
+    inducing = torch.linspace(-2, 2, 3, dtype=torch.float64)[:, None]
+    return ft.fedmgp(ConvolvedGP(inducing), steps=2, accept_disclosure=True)
 
 
 def some_rounds(algorithm: ft.Algorithm, population: Any, **arguments: Any) -> list[Any]:
@@ -122,6 +130,8 @@ def rounds() -> dict[str, float]:
             LINEAR,
             {"cohort": 4},
         ),
+        "FedMGP": (processes(), SIGNALS, {"faults": faults}),
+        "FedMGP of a cohort": (processes(), SIGNALS, {"cohort": 3}),
         "FedAdam": (ft.fedadam(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": 3}),
         "Gibbs": (
             ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),

@@ -83,10 +83,14 @@ class ConvolvedGP(gpytorch.Module):
         features: applied to all inputs and inducing inputs and shared by all units: a deep kernel, or
             `EmbedCategories`. Kernels see its outputs.
         mean: whether each unit has a constant mean of its own.
+        scale: of the outputs of all units, for example the root of their pooled mean square, two sums over units;
+            default: each unit's own, as its outputs suggest. A unit that has seen only a small part of its signal
+            misjudges its own.
         jitter: relative to the variances; it grows tenfold, for a unit that needs it, up to 10⁶ times.
 
     Raises:
-        ValueError: inducing inputs that are not finite or not `(J, d)`, or a kernel of other dimensions.
+        ValueError: inducing inputs that are not finite or not `(J, d)`, a kernel of other dimensions, or a scale that
+            is not positive.
 
     Example:
         >>> import torch
@@ -116,9 +120,14 @@ class ConvolvedGP(gpytorch.Module):
         learn_inducing: bool = False,
         features: nn.Module | None = None,
         mean: bool = False,
+        scale: float | None = None,
         jitter: float = 1e-8,
     ) -> None:
         super().__init__()
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(
+                f"Expected a positive scale of the outputs, but got {scale}; leave it away for each unit's"
+            )
         if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
             raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
         self.features = features
@@ -128,7 +137,7 @@ class ConvolvedGP(gpytorch.Module):
             raise ValueError(f"Expected a kernel of {dims} dimensions, but got one of {self.kernel.dims}")
         if likelihood is None:
             likelihood = GaussianLikelihood(noise_constraint=positive(_LEAST_NOISE), batch_shape=batch_shape)
-        self.likelihood, self.batch_shape, self.jitter = likelihood, batch_shape, jitter
+        self.likelihood, self.batch_shape, self.scale, self.jitter = likelihood, batch_shape, scale, jitter
         if learn_inducing:
             self.inducing = nn.Parameter(inducing.clone())
         else:
@@ -183,6 +192,8 @@ class ConvolvedGP(gpytorch.Module):
         scale = (((y - mean[..., None]) * mask).square().sum(-1) / count).sqrt()
         size = (y * mask).abs().amax(-1)
         scale = torch.where(scale > 1e-8 * size, scale, torch.where(size > 0, size, torch.ones_like(size)))
+        if self.scale is not None:
+            scale = torch.full_like(scale, self.scale)
         found["kernel.scale"] = scale.to(values["kernel.scale"])
         if self.offset is not None:
             found["offset"] = (mean / scale).to(values["offset"])

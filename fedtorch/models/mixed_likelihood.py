@@ -20,7 +20,8 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
 
     Args:
         parts: one-dimensional GPyTorch likelihoods. 0 must be a possible output of each, as it is for Gaussian,
-            Student-t, Laplace, Bernoulli (outputs 0 and 1) and Poisson likelihoods.
+            Student-t, Laplace, Bernoulli (outputs 0 and 1) and Poisson likelihoods. GPyTorch's Poisson rate is the
+            softplus of f, not its exponential; units of other levels than 0 want `ConvolvedGP(mean=True)`.
 
     Source: Moreno-Muñoz, Artés and Álvarez (2018), "Heterogeneous multi-output Gaussian process prediction".
     """

@@ -69,13 +69,15 @@ class _Mixture(gpytorch.Module):
 
     scale: Tensor
 
-    def __init__(self, dims: int, latents: int, batch_shape: torch.Size) -> None:
+    def __init__(self, dims: int, latents: int, batch_shape: torch.Size, weight_prior: Any = None) -> None:
         super().__init__()
         if dims < 1 or latents < 1:
             raise ValueError(f"Expected at least one dimension and one latent, but got {dims} and {latents}")
         self.dims, self.latents = dims, latents
         self.weight = nn.Parameter(torch.full((*batch_shape, latents), latents**-0.5))
         self.register_buffer("scale", torch.ones(batch_shape))
+        if weight_prior is not None:
+            self.register_prior("weight_prior", weight_prior, lambda kernel: kernel.weight)
 
     @property
     def amplitude(self) -> Tensor:
@@ -108,6 +110,9 @@ class ConvolutionProcess(_Mixture):
         lengthscale_prior: on the lengthscales `(I, d)`.
         smoothing_prior: on the units' smoothing widths `(*b, I, d)`; with little data of a unit it keeps them
             from shrinking to nothing.
+        weight_prior: on the units' weights `(*b, I)`, amplitudes in units of their scales. A unit that has seen a part
+            of the inputs then leans towards what is usual where its own outputs do not tell; the common `scale` of
+            `ConvolvedGP` makes weights of different units comparable.
     """
 
     units = ("raw_smoothing", "weight", "scale")
@@ -119,8 +124,9 @@ class ConvolutionProcess(_Mixture):
         batch_shape: torch.Size = torch.Size(),  # noqa: B008 (immutable)
         lengthscale_prior: Any = None,
         smoothing_prior: Any = None,
+        weight_prior: Any = None,
     ) -> None:
-        super().__init__(dims, latents, batch_shape)
+        super().__init__(dims, latents, batch_shape, weight_prior)
         self.raw_lengthscale = nn.Parameter(torch.zeros(latents, dims))
         self.raw_smoothing = nn.Parameter(torch.zeros(*batch_shape, latents, dims))
         self.register_constraint("raw_lengthscale", positive())
@@ -184,6 +190,7 @@ class Coregionalisation(_Mixture):
         kernel: of the latent processes, with `batch_shape=(latents,)`.
         dims: input dimensions d.
         batch_shape: of the units.
+        weight_prior: see `ConvolutionProcess`.
 
     Raises:
         ValueError: the kernel has no batch shape of one dimension.
@@ -196,13 +203,14 @@ class Coregionalisation(_Mixture):
         kernel: Any,
         dims: int,
         batch_shape: torch.Size = torch.Size(),  # noqa: B008 (immutable)
+        weight_prior: Any = None,
     ) -> None:
         if len(kernel.batch_shape) != 1:
             raise ValueError(
                 "Expected a kernel with one batch dimension, the latent processes, but got batch_shape="
                 f"{tuple(kernel.batch_shape)}; make it with batch_shape=torch.Size([latents])"
             )
-        super().__init__(dims, kernel.batch_shape[0], batch_shape)
+        super().__init__(dims, kernel.batch_shape[0], batch_shape, weight_prior)
         self.kernel = kernel
 
     def latent(self, w: Tensor) -> Tensor:

@@ -301,3 +301,21 @@ def test_bad_settings() -> None:
     gp = model(likelihood=gpytorch.likelihoods.BernoulliLikelihood())
     with pytest.raises(TypeError, match="GaussianLikelihood for exact units, but got BernoulliLikelihood"):
         gp.site(*data(), MASK, exact_units=True)
+
+
+def test_a_common_scale_and_a_prior_on_weights() -> None:
+    y = torch.tensor([[1.0, 2.0, -3.0], [0.1, 0.0, 0.2]], dtype=torch.float64)
+    prior = gpytorch.priors.NormalPrior(torch.tensor(0.5, dtype=y.dtype), torch.tensor(0.3, dtype=y.dtype))
+    kernel = ConvolutionProcess(1, 2, torch.Size([2]), weight_prior=prior)
+    inducing = torch.linspace(-1, 1, 4, dtype=y.dtype)[:, None]
+    gp = ConvolvedGP(inducing, kernel, batch_shape=torch.Size([2]), scale=1.5)
+    gp.start(y)
+    assert torch.equal(gp.kernel.scale, torch.full((2,), 1.5, dtype=y.dtype))
+    assert torch.allclose(gp.likelihood.noise[:, 0], torch.full((2,), (0.3 * 1.5) ** 2, dtype=y.dtype))
+    gp.kernel.weight.data = torch.tensor([[0.5, 0.8], [-0.1, 0.5]], dtype=y.dtype)
+    flat = -2 * math.log(0.3 * math.sqrt(2 * math.pi))
+    expected = flat - 0.5 * torch.tensor([1.0, 4.0], dtype=y.dtype)
+    assert torch.allclose(gp.log_prior(True), expected)
+    assert float(gp.log_prior(False)) == 0
+    with pytest.raises(ValueError, match=r"Expected a positive scale of the outputs, but got 0\.0"):
+        ConvolvedGP(inducing, scale=0.0)

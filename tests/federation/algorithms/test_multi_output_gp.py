@@ -17,6 +17,7 @@ from fedtorch.federation.algorithms.multi_output_gp import _symmetric
 from fedtorch.federation.trust.robust import median, trimmed_mean
 from fedtorch.models.convolved_gp import ConvolvedGP, fit, join
 from fedtorch.models.mixed_likelihood import MixedLikelihood
+from fedtorch.models.multi_output_kernels import ConvolutionProcess
 from fedtorch.models.quiet_gpytorch import gpytorch
 
 DTYPE = torch.float64
@@ -38,7 +39,7 @@ def signals(sizes: list[int] = SIZES, seed: int = 0, kind: str = "real") -> ft.d
         elif kind == "class":
             y = (f + 0.3 * noise > 0).to(DTYPE)
         else:
-            y = torch.poisson(f.exp(), generator=generator)
+            y = torch.poisson(torch.nn.functional.softplus(f), generator=generator)  # the link of GPyTorch
         clients.append((x, y))
     return ft.data.from_tensors(clients, [f"unit {k}" for k in range(len(sizes))])
 
@@ -118,14 +119,14 @@ def test_training_comes_near_the_optimum_of_a_central_optimiser() -> None:
     gp, (x, y, mask) = central(algorithm, rounds[-1]), block(data)
     best = fit(gp, x, y, mask, start=False)
     assert bounds[-1] > bounds[5] > bounds[0]
-    assert bounds[-1] > float(best) - 0.1 * int(data.counts.sum())  # a tenth of a nat per row: Adam's steps are fixed
+    assert bounds[-1] > float(best) - 0.02 * (float(best) - bounds[0])
 
 
 def test_the_same_in_every_chunking_and_order() -> None:
     data, order = signals(), torch.tensor([2, 0, 3, 1])
-    one = last(ft.run(exact(), ft.InProcess(data), rounds=6))
+    one = last(ft.run(exact(), ft.InProcess(data), rounds=3))
     for other in (ft.InProcess(data, 1), ft.InProcess(data, 3), ft.InProcess(data.select(order))):
-        two = last(ft.run(exact(), other, rounds=6))
+        two = last(ft.run(exact(), other, rounds=3))
         assert distance(one.server.mean, two.server.mean) < CLOSE
         assert abs(float(one.server.bound - two.server.bound)) < CLOSE
 
@@ -154,9 +155,9 @@ def test_a_unit_that_drops_out_is_remembered_and_one_that_never_answers_is_not_m
 
 def test_unstable_communication_ends_near_the_same_bound() -> None:
     data = signals()
-    best = max(float(r.server.bound) for r in ft.run(exact(), ft.InProcess(data), rounds=40))
+    best = max(float(r.server.bound) for r in ft.run(exact(), ft.InProcess(data), rounds=25))
     faults = ft.dropouts(0.2) | ft.lost_messages(after=0.1)
-    *_, final = ft.run(exact(), ft.InProcess(data), rounds=60, faults=faults)
+    *_, final = ft.run(exact(), ft.InProcess(data), rounds=30, faults=faults)
     gp, (x, y, mask) = central(exact(), final), block(data)
     with torch.no_grad():
         assert float(gp.bound(x, y, mask)) > best - 10  # of a bound that rises by 200
@@ -186,9 +187,9 @@ def elbo(
 def test_sites_of_other_likelihoods_end_at_the_best_gaussian(kind: str, make: Any) -> None:
     data = signals(kind=kind)
     algorithm = exact(model=module(likelihood=make().to(DTYPE)), steps=0, server_lr=0.0)
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=60))
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=40))
     value, slope = elbo(algorithm, final, data, likelihood=make())
-    # With damping 1/2 the distance halves each round; 2^-60 is below the rounding of the quadrature.
+    # With damping 1/2 the distance halves each round; 2^-40 of some hundreds is far below 1e-6.
     assert slope < 1e-6
     assert abs(float(value - final.server.bound)) < 1e-6
 
@@ -222,37 +223,51 @@ def test_units_with_different_likelihoods_share_a_process() -> None:
     real, count = signals([25, 25]), signals([25, 25], kind="count", seed=1)
     parts = [(x, y, torch.full((25,), k)) for k, data in enumerate((real, count)) for x, y in data]
     likelihood = MixedLikelihood([gpytorch.likelihoods.GaussianLikelihood(), gpytorch.likelihoods.PoissonLikelihood()])
-    algorithm = exact(model=module(likelihood=likelihood.to(DTYPE)))
+    algorithm = exact(model=module(likelihood=likelihood.to(DTYPE), mean=True))
     data = ft.data.from_tensors(parts)
-    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=30))
+    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=25))
     scale = rounds[-1].clients.table.read(slice(0, 4)).own["kernel.scale"]
     assert bool((scale[2:] == 1).all())
     assert float((scale[:2] - 1).abs().min()) > 1e-3
     assert float(rounds[-1].server.bound) > float(rounds[3].server.bound)
-    unit = ft.functional.load(
-        algorithm.local.module, rounds[-1].clients.tensors(algorithm.outbox(rounds[-1].server), 3)
-    )
-    x = data[3][0]
-    with torch.no_grad():
-        log_rate = unit.marginals(x)[0]
-    assert float(torch.corrcoef(torch.stack([log_rate, -(4 * x[:, 0]).sin()]))[0, 1]) > 0.8  # an amplitude of −2
+    tensors = [rounds[-1].clients.tensors(algorithm.outbox(rounds[-1].server), k) for k in (2, 3)]
+    units = [ft.functional.load(algorithm.local.module, own) for own in tensors]
+    for unit, (x, _, _), amplitude in zip(units, parts[2:], (1.0, -2.0)):
+        truth = amplitude * (4 * x[:, 0]).sin()
+        with torch.no_grad():
+            found = unit.marginals(x)[0]
+        # Of 25 counts of mean about 1: the sd of a level or an amplitude is about sqrt(2 / 25), 0.3; two of them.
+        assert float((found - truth).abs().mean()) < 0.6
+        assert float(torch.corrcoef(torch.stack([found, truth]))[0, 1]) > 0.9
     with pytest.raises(TypeError, match="Expected rows of one kind"):
         unit.predict(x)
+
+
+def test_a_prior_on_weights_draws_them_together() -> None:
+    data = signals()
+    prior = gpytorch.priors.NormalPrior(torch.tensor(0.4, dtype=DTYPE), torch.tensor(0.1, dtype=DTYPE))
+    away = []
+    for kernel in (ConvolutionProcess(1), ConvolutionProcess(1, weight_prior=prior)):
+        algorithm = exact(model=module(kernel=kernel, scale=1.3))
+        own = last(ft.run(algorithm, ft.InProcess(data), rounds=10)).clients.table.read(slice(0, K)).own
+        assert bool((own["kernel.scale"] == 1.3).all())
+        away.append(float((own["kernel.weight"] - 0.4).square().mean()))
+    assert away[1] < 0.5 * away[0]
 
 
 def test_stochastic_natural_gradients_end_near_the_exact_posterior() -> None:
     data = signals([60, 50, 40, 45])
     settings: dict[str, Any] = {"steps": 0, "server_lr": 0.0}
     best = last(ft.run(exact(**settings), ft.InProcess(data), rounds=1)).server
-    noisy = exact(site_batch_size=20, damping=0.05, **settings)
-    means = [r.server.mean for r in ft.run(noisy, ft.InProcess(data), rounds=150)][50:]
-    # In prior standard deviations; 100 correlated draws of noise of some hundredths.
+    noisy = exact(site_batch_size=20, damping=0.1, **settings)
+    means = [r.server.mean for r in ft.run(noisy, ft.InProcess(data), rounds=100)][30:]
+    # In prior standard deviations; 70 correlated draws of noise of some hundredths.
     assert float((torch.stack(means).mean(0) - best.mean).abs().max()) < 0.1
 
 
 def test_a_new_unit_joins() -> None:
     data, algorithm = signals(), exact()
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=30))
+    final = last(ft.run(algorithm, ft.InProcess(data), rounds=20))
     some = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), 0))
     x = torch.tensor([[-0.6], [-0.2], [0.4], [0.8]], dtype=DTYPE)
     new = join(some, x, -1.5 * (4 * x[:, 0]).sin())
@@ -290,8 +305,8 @@ def test_units_whose_message_tells_their_outputs_are_warned_of() -> None:
 
 def test_averaging_one_unit_raises_its_bound() -> None:
     data = signals([40])
-    algorithm = ft.fedmgp_average(module(), units=1, steps=10, lr=0.02)
-    losses = [float(r.info["loss"]) for r in ft.run(algorithm, ft.InProcess(data), rounds=30)]
+    algorithm = ft.fedmgp_average(module(), units=1, steps=10, lr=0.05)
+    losses = [float(r.info["loss"]) for r in ft.run(algorithm, ft.InProcess(data), rounds=10)]
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -308,8 +323,8 @@ def test_copies_of_a_unit_average_to_that_unit() -> None:
 def test_averaging_is_biased_and_sums_are_not() -> None:
     """Averaged local optima are wider than the posterior at the same hyperparameters."""
     data = signals([30, 30, 30, 30])
-    averaged = ft.fedmgp_average(module(), units=4, steps=10, lr=0.05)
-    final = last(ft.run(averaged, ft.InProcess(data), rounds=60))
+    averaged = ft.fedmgp_average(module(), units=4, steps=10, lr=0.1)
+    final = last(ft.run(averaged, ft.InProcess(data), rounds=25))
     gp, (x, y, mask) = module(batch_shape=torch.Size([4])), block(data)
     own = {**dict(gp.named_parameters()), **dict(gp.named_buffers())}
     for k in range(4):
