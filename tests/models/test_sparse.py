@@ -9,6 +9,7 @@ import pytest
 import sparse_oracle
 import torch
 from closed_forms import linear_clients
+from scipy import stats
 from torch import Tensor
 
 import fedtorch as ft
@@ -30,18 +31,49 @@ def simulated(counts: list[int], effects: Tensor, seed: int = 0) -> ft.data.Fede
     return ft.data.FederatedData((x, y), torch.tensor(counts))
 
 
-def test_collinear_and_constant_columns_and_a_client_with_one_row() -> None:
+def widened(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows with their first column once more, a constant one and one of zeros."""
+    x, one = rows[0], torch.ones(len(rows[0]), 1, dtype=torch.float64)
+    return torch.cat([x, x[:, :1], one, 0 * one], 1), rows[1]
+
+
+@pytest.mark.parametrize("intercept", [False, True])
+def test_collinear_and_constant_columns_and_a_client_with_one_row(intercept: bool) -> None:
+    """The conjugate case in closed form: also the sum and the difference of two equal columns' coefficients.
+
+    σ is known to a relative 3e-5, by a prior as sure as 2e9 observations. Errors come from independent chains.
+    """
+    data, chains, tau, sigma = simulated([40, 1, 50, 60], torch.tensor([1.5, 0.0]).double()), 24, 0.5, 0.8
+    data = data.map(widened)
+    precision, shift = torch.eye(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    for x, y in data:
+        if intercept:
+            x, y = x - x.mean(0), y - y.mean()
+        solved = torch.linalg.solve(sigma**2 * torch.eye(len(x), dtype=torch.float64) + tau**2 * x @ x.T, x)
+        precision, shift = precision + x.T @ solved, shift + solved.T @ y
+    covariance = torch.linalg.inv(precision)
+    contrasts = torch.eye(5, dtype=torch.float64)
+    contrasts[[0, 0, 2, 2], [0, 2, 0, 2]] = torch.tensor([1.0, 1.0, 1.0, -1.0]).double()
+    mean, sd = contrasts @ covariance @ shift, (contrasts @ covariance @ contrasts.T).diagonal().sqrt()
+    local = sparse.regression(deviation=deviations.normal(), noise_shape=1e9, intercept=intercept)
+    shared = sparse.hierarchy(global_priors.gaussian(), scale=tau, noise_scale=1e9 * sigma**2)
+    population = ft.InProcess(data)
+    sampler = ft.Sampler(ft.gibbs(local, shared, sweeps=2, chains=chains), population, torch.zeros(5), burn_in=15)
+    draws = sampler.run(75).draws()["theta"] @ contrasts.T
+    for value, expected in ((draws, mean), ((draws - mean).square(), sd.square())):
+        each = value.mean(1)
+        z = (each.mean(0) - expected) / (each.std(0) / chains**0.5)
+        assert float(z.abs().max()) < stats.t.ppf(1 - 1e-3 / 20, chains - 1)
+
+
+def test_the_horseshoe_of_collinear_columns_keeps_their_sum() -> None:
+    """The rows say much of θ_1 + θ_3, and the sparse prior little: its posterior is near that of a single column."""
     data = simulated([40, 1, 50, 60], torch.tensor([1.5, 0.0]).double())
-
-    def widen(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, one = rows[0], torch.ones(len(rows[0]), 1, dtype=torch.float64)
-        return torch.cat([x, x[:, :1], one, 0 * one], 1), rows[1]
-
-    wide = data.map(widen)
-    for intercept in (False, True):
-        found = sample(wide, intercept=intercept)
-        assert all(bool(leaf.isfinite().all()) for leaf in found.draws().values())
-        assert 0.5 < float(found.mean()["theta"][[0, 2]].sum()) < 2.0
+    total = sample(data.map(widened), 30).draws()["theta"][..., [0, 2]].sum(-1)
+    single = sample(data, 30).draws()["theta"][..., 0]
+    assert bool(total.isfinite().all())
+    sd = (total.var() + single.var()).sqrt()
+    assert abs(float(total.mean() - single.mean())) < float(sd)
 
 
 def test_missing_values_are_refused_with_the_way_out() -> None:
@@ -121,7 +153,7 @@ def test_alternatives_find_the_effect(prior: Any, deviation: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chains", "rounds"), [pytest.param(48, 90, id="short"), pytest.param(200, 1000, marks=pytest.mark.slow, id="long")]
+    ("chains", "rounds"), [pytest.param(32, 80, id="short"), pytest.param(200, 1000, marks=pytest.mark.slow, id="long")]
 )
 def test_the_posterior_without_markov_chains(chains: int, rounds: int) -> None:
     """Within 0.1 sd for means and 0.05 for inclusion, and within the Monte Carlo errors of both sides.
@@ -166,7 +198,7 @@ def test_inclusion_at_the_sizes_of_the_paper(seeds: int) -> None:
 
 @pytest.mark.parametrize(
     ("replicates", "rounds"),
-    [pytest.param(60, 150, id="short"), pytest.param(400, 3000, marks=pytest.mark.slow, id="long")],
+    [pytest.param(60, 60, id="short"), pytest.param(300, 1200, marks=pytest.mark.slow, id="long")],
 )
 def test_intervals_are_nominal(replicates: int, rounds: int) -> None:
     """Truth drawn from the prior: 95 % intervals of θ cover it in 95 % of cases, within 3 standard errors.
