@@ -60,14 +60,14 @@ def nuts(smoke: bool) -> list[common.Row]:
     from fedtorch.models import sparse_pyro
 
     data = simulated(0)
-    rounds, sizes = (30, (5, 5)) if smoke else (2000, (300, 200))
-    algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=20, chains=4)
+    rounds, chains, sizes = (30, 2, (5, 5)) if smoke else (1000, 32, (300, 200))
+    algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=10, chains=chains)
     watch = lambda round: {"theta": round.server.variables.theta}
     sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(COVARIATES), burn_in=rounds // 10, watch=watch)
     spent = cpu_seconds(lambda: sampler.run(rounds))
     table = sampler.summary()
     ours = float(table["ess_bulk"].min()) / spent
-    setting = f"Gibbs, 4 chains of {rounds} rounds, 20 sweeps each"
+    setting = f"Gibbs, {chains} chains of {rounds} rounds, 10 sweeps each"
     rows = [common.Row(setting, "effective samples a second", ours)]
     rows.append(common.Row(setting, "largest R-hat", float(table["r_hat"].max())))
     depth = 3 if smoke else 8

@@ -59,7 +59,7 @@ def test_collinear_and_constant_columns_and_a_client_with_one_row(intercept: boo
     shared = sparse.hierarchy(global_priors.gaussian(), scale=tau, noise_scale=1e9 * sigma**2)
     population = ft.InProcess(data)
     sampler = ft.Sampler(ft.gibbs(local, shared, sweeps=2, chains=chains), population, torch.zeros(5), burn_in=15)
-    draws = sampler.run(75).draws()["theta"] @ contrasts.T
+    draws = sampler.run(55).draws()["theta"] @ contrasts.T
     for value, expected in ((draws, mean), ((draws - mean).square(), sd.square())):
         each = value.mean(1)
         z = (each.mean(0) - expected) / (each.std(0) / chains**0.5)
@@ -95,7 +95,7 @@ def test_imputed_covariates_keep_an_effect() -> None:
     rows[1][0][:, 0] = torch.nan
     gaps = imputation.incomplete(rows)
     start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
-    *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), start, rounds=100)
+    *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), start, rounds=60)
     found = sample(imputation.impute(gaps, final.server, random.key(1)))
     assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
 
@@ -108,9 +108,9 @@ def test_an_intercept_takes_out_the_level() -> None:
 
 
 def test_more_coefficients_than_rows() -> None:
-    effects = torch.zeros(60, dtype=torch.float64)
+    effects = torch.zeros(50, dtype=torch.float64)
     effects[[3, 40]] = 1.5
-    found = sample(simulated([35, 70, 50, 45], effects), rounds=25)
+    found = sample(simulated([35, 60, 50, 45], effects), rounds=15)
     inclusion = found.mean()["prior.included"]
     assert sorted(inclusion.topk(2).indices.tolist()) == [3, 40]
     assert float(inclusion.sort().values[:-2].mean()) < 0.5 < float(inclusion[[3, 40]].min())
@@ -153,7 +153,7 @@ def test_alternatives_find_the_effect(prior: Any, deviation: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chains", "rounds"), [pytest.param(32, 80, id="short"), pytest.param(200, 1000, marks=pytest.mark.slow, id="long")]
+    ("chains", "rounds"), [pytest.param(24, 70, id="short"), pytest.param(200, 1000, marks=pytest.mark.slow, id="long")]
 )
 def test_the_posterior_without_markov_chains(chains: int, rounds: int) -> None:
     """Within 0.1 sd for means and 0.05 for inclusion, and within the Monte Carlo errors of both sides.
@@ -198,7 +198,7 @@ def test_inclusion_at_the_sizes_of_the_paper(seeds: int) -> None:
 
 @pytest.mark.parametrize(
     ("replicates", "rounds"),
-    [pytest.param(60, 60, id="short"), pytest.param(300, 1200, marks=pytest.mark.slow, id="long")],
+    [pytest.param(40, 50, id="short"), pytest.param(300, 1200, marks=pytest.mark.slow, id="long")],
 )
 def test_intervals_are_nominal(replicates: int, rounds: int) -> None:
     """Truth drawn from the prior: 95 % intervals of θ cover it in 95 % of cases, within 3 standard errors.

@@ -121,12 +121,12 @@ def test_gibbs_and_nuts_agree_with_the_posterior(kind: str) -> None:
     local: LocalKernel = sparse.regression()
     if kind == "linear":
         oracle = sparse_oracle.regression(data)
-        draws = sparse_pyro.nuts(sparse_pyro.collapsed_regression(data), draws=1000, warmup=200, depth=7, compile=True)
+        draws = sparse_pyro.nuts(sparse_pyro.collapsed_regression(data), draws=2000, warmup=200, depth=7, compile=True)
         draws["theta_k"] = sparse_pyro.site_coefficients(data, draws, random.key(0))
     else:
         data, local = data.map(lambda rows: (rows[0], (rows[1] > 0).double())), logistic.logistic_regression()
         oracle = sparse_oracle.logistic_regression(data, 40_000)
-        draws = sparse_pyro.nuts(sparse_pyro.logistic_regression(data), draws=1000, warmup=200, depth=7, compile=True)
+        draws = sparse_pyro.nuts(sparse_pyro.logistic_regression(data), draws=2000, warmup=200, depth=7, compile=True)
     sd = torch.cat([oracle.theta_sd, oracle.sites_sd.flatten(), torch.ones(1)])
     assert float(oracle.error.max()) < 0.01
     means = [draws["theta"].mean(0), draws["theta_k"].mean(0).flatten(), sparse_pyro.inclusion(draws)]
