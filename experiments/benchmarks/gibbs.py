@@ -73,9 +73,10 @@ def nuts(smoke: bool) -> list[common.Row]:
     depth = 3 if smoke else 8
     found: dict[str, torch.Tensor] = {}
     program = sparse_pyro.collapsed_regression(data)
-    run = lambda: found.update(
-        sparse_pyro.nuts(program, draws=sizes[0], warmup=sizes[1], depth=depth, compile=not smoke)
-    )
+
+    def run() -> None:
+        found.update(sparse_pyro.nuts(program, draws=sizes[0], warmup=sizes[1], depth=depth, compile=not smoke))
+
     spent = cpu_seconds(run)
     draws = arviz.convert_to_dataset({"theta": found["theta"][None].numpy()})
     theirs = float(arviz.ess(draws)["theta"].min()) / spent

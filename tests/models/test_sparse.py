@@ -205,13 +205,13 @@ def test_intervals_are_nominal(replicates: int, rounds: int) -> None:
 
     So many federations of three sites side by side, each with its own truth and data.
     """
-    prior = {"spike": 0.05, "variance": (2.5, 0.7), "inclusion": (1.5, 2.0)}
+    prior = global_priors.spike_and_slab(spike=0.05, variance=(2.5, 0.7), inclusion=(1.5, 2.0))
     x = random.normal(random.key(5), (12, 2), torch.float64)
     ones = lambda keys: torch.ones(len(keys), dtype=torch.float64)
     setting = geweke.Setting(x, 3, 2.0, geweke.horseshoe_scales, _spike_and_slab_draws, ones)
     truth = geweke.draw_joint(setting, replicates, 6)
     data = geweke.regression_data(setting, truth.sites, geweke.keys(7, 3 * replicates))
-    local, shared = sparse.regression(noise_shape=2.0), sparse.hierarchy(global_priors.spike_and_slab(**prior))
+    local, shared = sparse.regression(noise_shape=2.0), sparse.hierarchy(prior)
     joint = geweke.draw_joint(setting, replicates, 8)
     draws = []
     for t in range(rounds):
