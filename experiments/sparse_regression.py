@@ -160,17 +160,19 @@ def table(title: str, names: Sequence[str], found: dict[str, Found]) -> list[com
 
 
 def heart(sizes: Sizes, seed: int) -> tuple[tuple[str, ...], dict[str, Found]]:
-    """Heart disease in four hospitals: logistic regression, and linear regression of the disease less its frequency."""
+    """Heart disease in four hospitals: logistic regression, and linear regression of the standardised disease."""
     data = ft.data.heart_disease(standardise=True, dtype=torch.float64)
     short = Sizes(sizes.rounds, max(1, sizes.sweeps // 20), sizes.chains)  # Pólya–Gamma numbers take their time
     logits = federated(data, logistic.logistic_regression(), short, seed)
-    linear = ft.data.from_tensors([(x, y - y.double().mean()) for x, y in data], list(data.names))
+    frequency = data.pool()[0][1].double().mean()
+    scale = (frequency * (1 - frequency)).sqrt()  # the prior's scales are those of a response of variance 1
+    linear = ft.data.from_tensors([(x, (y.double() - y.double().mean()) / scale) for x, y in data], list(data.names))
     return data.features, {"logistic, federated": logits, **analyses(linear, sizes, seed)}
 
 
 def draw(names: Sequence[str], found: dict[str, Found], folder: Path, title: str) -> Path:
     """Inclusion probabilities and posterior means by covariate."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 0.32 * len(names) + 1.4), layout="constrained", sharey=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 0.32 * len(names) + 1.7), layout="constrained", sharey=True)
     place = np.arange(len(names))
     for i, (name, result) in enumerate(found.items()):
         shift = (i - (len(found) - 1) / 2) * 0.14
@@ -186,7 +188,7 @@ def draw(names: Sequence[str], found: dict[str, Found], folder: Path, title: str
         axes.grid(axis="y", color="0.93")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=len(found), frameon=False)
+    figure.legend(loc="outside upper center", ncols=min(3, len(found)), frameon=False)
     return common.save(figure, folder, title)
 
 

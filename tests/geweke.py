@@ -177,7 +177,7 @@ def run(
     start: Callable[[Joint], Joint] = lambda joint: joint,
 ) -> dict[str, float]:
     """The z-scores of a sampler."""
-    direct = statistics(start(draw_joint(setting, 40_000, 1)), setting.sites, prior)
+    direct = statistics(start(draw_joint(setting, 100 * replicates, 1)), setting.sites, prior)
     joint = start(draw_joint(setting, replicates, 2))
     chains: dict[str, list[Tensor]] = {name: [] for name in direct}
     for t in range(rounds):

@@ -6,6 +6,7 @@ prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,8 +73,11 @@ def spike_and_slab(
         \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j),\quad \gamma_j \sim \text{Bernoulli}(\rho),\quad
         \rho \sim \text{Beta}(a_\rho, b_\rho),\quad \eta_j \sim IG(a_\eta, b_\eta)
 
-    γ_j is drawn with θ and ρ integrated out, one after another, then θ, η_j ~ IG(a_η + ½, b_η + ½ θ_j²/c₀^{1−γ_j}) and
-    ρ. (Kidd et al. 2023, section 2.2.2; their Algorithm 3 draws γ_j given θ_j and ρ, and mixes far worse.)
+    γ_j is drawn twice, each time one after another with ρ integrated out: first with θ integrated out, for coefficients
+    of which the data say little; then, after θ, with η integrated out, for those that the data tell, whose η would hold
+    γ where it is: θ_j given γ_j is then Student's t of 2 a_η degrees of freedom and variance scale c₀^{1−γ_j} b_η/a_η.
+    Then η_j ~ IG(a_η + ½, b_η + ½ θ_j²/c₀^{1−γ_j}), and ρ. (Kidd et al. 2023, section 2.2.2; their Algorithm 3 draws
+    γ_j given θ_j, η and ρ, and mixes far worse.)
 
     Args:
         spike: c₀, the variance of what counts as zero, relative to that of an effect.
@@ -101,21 +105,23 @@ def spike_and_slab(
 
     def update(state: SpikeAndSlab, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, SpikeAndSlab]:
         p = estimate.shape[-1]
-        for_flips, for_theta, for_variance, for_inclusion = random.split(keys, 4)
+        for_flips, for_theta, for_variance, for_inclusion, for_more_flips = random.split(keys, 5)
+        index = (torch.arange(p) if blocks is None else blocks).to(estimate.device)
+        count = int(index.max()) + 1
+
+        def flip(each: Tensor, evidence: Tensor, for_uniform: Tensor) -> Tensor:
+            total = evidence.new_zeros(len(keys), count).index_add_(1, index, evidence)
+            return _flip(each, total, random.uniform(for_uniform, (count,), torch.float64), *inclusion)
+
         evidence = _log_density(estimate, state.variance + 1 / precision)
         evidence = evidence - _log_density(estimate, spike * state.variance + 1 / precision)
-        index = torch.arange(p) if blocks is None else blocks
-        total = torch.zeros(len(keys), int(index.max()) + 1, dtype=torch.float64, device=estimate.device)
-        total.index_add_(1, index.to(estimate.device), evidence)
-        first = state.included[:, _first_of_each(index)]
-        uniform = random.uniform(for_flips, (total.shape[1],), torch.float64)
-        each = _flip(first, total, uniform, *inclusion)
-        included = each[:, index]
-        factor = included + spike * (1 - included)
-        posterior = precision + 1 / (factor * state.variance)
+        each = flip(state.included[:, _first_of_each(index)], evidence, for_flips)
+        posterior = precision + 1 / (_factor(each, spike)[:, index] * state.variance)
         theta = precision * estimate / posterior
         theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()
-        energy = theta.square() / factor / 2
+        if not shared_variance:
+            each = flip(each, slab_evidence(theta.square() / 2, spike, *variance), for_more_flips)
+        energy = theta.square() / _factor(each, spike)[:, index] / 2
         shape, rate = variance
         if shared_variance:
             gamma = random.gamma(for_variance, shape + p / 2, (1,), torch.float64)
@@ -123,9 +129,9 @@ def spike_and_slab(
         else:
             eta = (rate + energy) / random.gamma(for_variance, shape + 0.5, (p,), torch.float64)
         a, b = inclusion
-        count = each.sum(-1)
-        rho = random.beta(for_inclusion, a + count, b + each.shape[1] - count, (), torch.float64)
-        return theta, SpikeAndSlab(included, eta, rho)
+        slabs = each.sum(-1)
+        rho = random.beta(for_inclusion, a + slabs, b + count - slabs, (), torch.float64)
+        return theta, SpikeAndSlab(each[:, index], eta, rho)
 
     return GlobalPrior(init, update)
 
@@ -205,6 +211,27 @@ def _normal(estimate: Tensor, precision: Tensor, posterior: Tensor, keys: Tensor
 def _log_density(x: Tensor, variance: Tensor) -> Tensor:
     """log N(x; 0, variance) up to a constant."""
     return -0.5 * (variance.log() + x.square() / variance)
+
+
+def slab_evidence(energy: Tensor, spike: float, shape: float, rate: float, power: float = 1.0) -> Tensor:
+    r"""The log ratio of slab to spike for coefficients θ_j, their variances η_j ~ IG(shape, rate) integrated out.
+
+    .. math:: \log \frac{\int N(\theta; 0, \eta)^r\, IG(\eta)\, d\eta}{\int N(\theta; 0, c_0 \eta)^r\, IG(\eta)\, d\eta}
+        = \tfrac r2 \log c_0 + (a + \tfrac r2) \log \frac{b + e / c_0}{b + e}, \qquad e = r \theta^2 / 2
+
+    Args:
+        energy: e.
+        spike: c₀.
+        shape: a.
+        rate: b.
+        power: r.
+    """
+    return 0.5 * power * math.log(spike) + (shape + power / 2) * ((rate + energy / spike) / (rate + energy)).log()
+
+
+def _factor(included: Tensor, spike: float) -> Tensor:
+    """c₀ to the power of 1 − γ."""
+    return included + spike * (1 - included)
 
 
 def _flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float) -> Tensor:

@@ -12,7 +12,6 @@ Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian mo
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from fedtorch import random
 from fedtorch.models import sparse
 from fedtorch.models.gaussian_conditional import Design, columns, gaussian_conditional
 from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel
+from fedtorch.models.global_priors import slab_evidence
 
 __all__ = ["LoneSite", "consensus", "lone_regression", "majority_vote", "nothing_shared"]
 
@@ -84,10 +84,8 @@ def lone_regression(
             theta, rss = draw(precision, 1 / (sites * factor * eta), normals[s])
             precision = precisions[s] / (noise[1] + rss / 2)
             energy = theta.square() / (2 * sites)
-            eta = (variance[1] + energy / factor) / etas[s]
-            # log of N(θ; 0, η) over N(θ; 0, c₀η), each to the power of 1 over the number of sites
-            evidence = energy / eta * (1 / spike - 1) + 0.5 * math.log(spike) / sites
-            included = _flip(included, evidence, logits[s], a, b)
+            included = _flip(included, slab_evidence(energy, spike, *variance, 1 / sites), logits[s], a, b)
+            eta = (variance[1] + energy / (included + spike * (1 - included))) / etas[s]
         rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
         return LoneSite(rows(theta), rows(included), rows(eta), rows(precision))
 

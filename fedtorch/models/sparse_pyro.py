@@ -1,7 +1,9 @@
 r"""The sparse models as Pyro programs: for users of Pyro, and for NUTS as an independent oracle.
 
-The indicators γ of the spike and slab are summed out, so that all variables are continuous, and deviations are written
-as λ τ z with standard normal z. Importing this module imports Pyro.
+The indicators γ of the spike and slab are summed out, so that all variables are continuous. Deviations are written as
+λ τ z with standard normal z, or, in linear regression, integrated out: y_k is normal with mean X_k θ and covariance
+σ_k² I + X_k D_k X_k', D_k = diag(λ_k² τ²), whose posterior NUTS explores with far shorter paths. Importing this module
+imports Pyro.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.models import sparse_pyro
@@ -25,9 +27,10 @@ import torch
 from pyro.infer import MCMC, NUTS
 from torch import Tensor
 
+from fedtorch import random
 from fedtorch.data import FederatedData
 
-__all__ = ["inclusion", "logistic_regression", "nuts", "regression"]
+__all__ = ["collapsed_regression", "inclusion", "logistic_regression", "nuts", "regression", "site_coefficients"]
 
 Program = Callable[[], None]
 
@@ -64,6 +67,60 @@ def regression(
     return program
 
 
+def collapsed_regression(
+    data: FederatedData,
+    *,
+    spike: float = 0.01,
+    variance: tuple[float, float] = (2.0, 0.5),
+    inclusion: tuple[float, float] = (1.0, 1.0),
+    noise: tuple[float, float] = (1.0, 1.0),
+) -> Program:
+    """The model of `regression` with the sites' coefficients θ_k integrated out; `site_coefficients` draws them.
+
+    Args:
+        data: rows (x `(d,)`, y `()`) of all sites, at hand.
+        spike: c₀.
+        variance: (a_η, b_η).
+        inclusion: (a_ρ, b_ρ).
+        noise: (a_σ, b_σ).
+
+    Returns:
+        a Pyro program with sites `theta`, `lambda`, `tau`, `eta`, `rho`, `sigma2`.
+    """
+    sites = [(x.double(), y.double()) for x, y in data]
+
+    def program() -> None:
+        theta, scale = _hierarchy(len(sites), sites[0][0].shape[1], spike, variance, inclusion)
+        with pyro.plate("noises", len(sites)):
+            sigma2 = pyro.sample("sigma2", dist.InverseGamma(_number(noise[0]), _number(noise[1])))
+        for k, (x, y) in enumerate(sites):
+            law = dist.LowRankMultivariateNormal(x @ theta, x * scale[k], sigma2[k].expand(len(y)))
+            pyro.sample(f"y_{k}", law, obs=y)
+
+    return program
+
+
+def site_coefficients(data: FederatedData, samples: dict[str, Tensor], key: Tensor) -> Tensor:
+    """A draw of θ_k for each draw of `collapsed_regression`, `(draws, M, p)`.
+
+    Args:
+        data: as the program's.
+        samples: draws of the program.
+        key: of the randomness.
+    """
+    precision = (samples["lambda"] * samples["tau"].unsqueeze(-2)).square().reciprocal()
+    found = []
+    for k, (x, y) in enumerate(data):
+        x, y = x.double(), y.double()
+        noise = samples["sigma2"][:, k, None]
+        factor = torch.linalg.cholesky(x.mT @ x / noise[..., None] + torch.diag_embed(precision[:, k]))
+        shift = y @ x / noise + precision[:, k] * samples["theta"]
+        z = random.normal(random.fold_in(key, k), shift.shape, torch.float64)
+        half = torch.linalg.solve_triangular(factor, shift[..., None], upper=False)
+        found.append(torch.linalg.solve_triangular(factor.mT, half + z[..., None], upper=True)[..., 0])
+    return torch.stack(found, 1)
+
+
 def logistic_regression(
     data: FederatedData,
     *,
@@ -97,7 +154,7 @@ def logistic_regression(
 
 
 def nuts(
-    program: Program, *, draws: int = 1000, warmup: int = 500, seed: int = 0, depth: int = 10
+    program: Program, *, draws: int = 1000, warmup: int = 500, seed: int = 0, depth: int = 10, compile: bool = False
 ) -> dict[str, Tensor]:
     """Draws of a program by Pyro's NUTS, with deterministic sites; the global generators are left as they were.
 
@@ -107,6 +164,7 @@ def nuts(
         warmup: how many before.
         seed: of Pyro's generators.
         depth: the largest depth of a tree.
+        compile: whether the density is traced once by TorchScript, which makes small programs three times as fast.
 
     Returns:
         by site, `(draws, ...)`.
@@ -116,7 +174,13 @@ def nuts(
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pyro.set_rng_seed(seed)
-            kernel = NUTS(program, max_tree_depth=depth, target_accept_prob=0.9)
+            kernel = NUTS(
+                program,
+                max_tree_depth=depth,
+                target_accept_prob=0.9,
+                jit_compile=compile,
+                ignore_jit_warnings=compile,
+            )
             chain = MCMC(kernel, num_samples=draws, warmup_steps=warmup, disable_progbar=True)
             chain.run()
             samples = chain.get_samples()
@@ -140,7 +204,17 @@ def inclusion(samples: dict[str, Tensor], spike: float = 0.01) -> Tensor:
 def _coefficients(
     sites: int, p: int, spike: float, variance: tuple[float, float], inclusion: tuple[float, float]
 ) -> Tensor:
-    """Samples the hierarchy of coefficients; returns those of the sites, `(M, p)`."""
+    """Samples the hierarchy and the coefficients of the sites; returns these, `(M, p)`."""
+    theta, scale = _hierarchy(sites, p, spike, variance, inclusion)
+    wide = torch.ones(sites, p, dtype=torch.float64)
+    z = pyro.sample("z", dist.Normal(torch.zeros_like(wide), wide).to_event(2))
+    return pyro.deterministic("theta_k", theta + scale * z)
+
+
+def _hierarchy(
+    sites: int, p: int, spike: float, variance: tuple[float, float], inclusion: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Samples θ `(p,)` and the scales λ τ of the sites' deviations from it, `(M, p)`."""
     ones = torch.ones(p, dtype=torch.float64)
     rho = pyro.sample("rho", dist.Beta(_number(inclusion[0]), _number(inclusion[1])))
     eta = pyro.sample("eta", dist.InverseGamma(variance[0] * ones, variance[1] * ones).to_event(1))
@@ -150,10 +224,8 @@ def _coefficients(
     ratio = torch.logaddexp(rho.log(), torch.log1p(-rho) + zero.log_prob(theta) - slab.log_prob(theta))
     pyro.factor("spike", ratio.sum(-1))
     tau = pyro.sample("tau", dist.HalfCauchy(ones).to_event(1))
-    wide = torch.ones(sites, p, dtype=torch.float64)
-    scale = pyro.sample("lambda", dist.HalfCauchy(wide).to_event(2))
-    z = pyro.sample("z", dist.Normal(torch.zeros_like(wide), wide).to_event(2))
-    return pyro.deterministic("theta_k", theta + scale * tau * z)
+    scale = pyro.sample("lambda", dist.HalfCauchy(torch.ones(sites, p, dtype=torch.float64)).to_event(2))
+    return theta, scale * tau
 
 
 def _number(value: float) -> Tensor:

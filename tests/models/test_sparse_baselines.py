@@ -51,7 +51,7 @@ def test_geweke(length: tuple[int, int]) -> None:
         site = local.sweep({}, site, data, geweke.keys(4, replicates, t)[:, None], 1)
         for name, value in statistics(site).items():
             chains[name].append(value)
-    name, score, bound = geweke.worst(geweke.z_scores(statistics(prior_draws(100_000, 1)), chains))
+    name, score, bound = geweke.worst(geweke.z_scores(statistics(prior_draws(100 * replicates, 1)), chains))
     assert abs(score) < bound, (name, score, bound)
 
 
@@ -74,7 +74,7 @@ def test_pooled_and_separate_sites() -> None:
     data = linear_clients([40, 60])
     algorithm = ft.gibbs(sparse_baselines.lone_regression(), sparse_baselines.nothing_shared(), sweeps=5, chains=2)
     watch = lambda round: {"included": round.clients.table.read(slice(0, 1)).variables.included[0]}
-    sampler = ft.Sampler(algorithm, ft.InProcess(data.pool()), torch.zeros(3), burn_in=10, watch=watch).run(60)
+    sampler = ft.Sampler(algorithm, ft.InProcess(data.pool()), torch.zeros(3), burn_in=10, watch=watch).run(40)
     assert sampler.bytes_up == 0
     assert bool((sampler.mean()["included"] > 0).all())
     runs = [

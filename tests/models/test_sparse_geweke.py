@@ -13,7 +13,7 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.models import deviations, gaussian_conditional, global_priors, sparse
 
-LENGTHS = [pytest.param((50, 20), id="short"), pytest.param((250, 400), id="long", marks=pytest.mark.slow)]
+LENGTHS = [pytest.param((40, 16), id="short"), pytest.param((250, 400), id="long", marks=pytest.mark.slow)]
 SHAPE = 2.0
 
 
@@ -172,6 +172,6 @@ def test_it_fails_without_the_factor_one_half(monkeypatch: pytest.MonkeyPatch) -
     about = sparse.exact.about
     monkeypatch.setattr(sparse.exact, "about", lambda *sums: (*about(*sums)[:2], 2 * about(*sums)[2]))
     shared = sparse.hierarchy(global_priors.gaussian())
-    scores = geweke.run(sparse.regression(noise_shape=SHAPE), shared, SETTING, no_statistics, 80, 50)
+    scores = geweke.run(sparse.regression(noise_shape=SHAPE), shared, SETTING, no_statistics, 60, 40)
     _, score, bound = geweke.worst(scores)
     assert abs(score) > 2 * bound

@@ -1,10 +1,11 @@
-"""The Pyro programs are the models of the Gibbs samplers: by their joint density, and by NUTS."""
+"""The Pyro programs are the models of the Gibbs samplers: by their joint density, by NUTS, and by exact oracles."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import sparse_oracle
 import torch
 from pyro import poutine
 from scipy import stats
@@ -13,6 +14,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random
 from fedtorch.models import logistic, sparse, sparse_pyro
+from fedtorch.models.gibbs_kernels import LocalKernel
 
 
 def sites(counts: tuple[int, ...], effects: list[float], seed: int = 0) -> ft.data.FederatedData:
@@ -73,28 +75,73 @@ def test_global_generators_are_left_alone() -> None:
     )
 
 
+def test_the_density_without_the_sites_coefficients() -> None:
+    """It is that of the whole model at (θ_k) less the conditional density of θ_k given the rest, at any θ_k."""
+    data = sites((4, 7), [0.6, 0.0])
+    keys = random.split(random.key(3), 6)
+    positive = lambda i, shape: random.exponential(keys[i], shape, torch.float64)
+    values = {
+        "rho": random.uniform(keys[0], (), torch.float64),
+        "eta": positive(1, (2,)),
+        "theta": random.normal(keys[2], (2,), torch.float64),
+        "tau": positive(3, (2,)),
+        "lambda": positive(4, (2, 2)),
+        "sigma2": positive(5, (2,)),
+    }
+    trace = poutine.trace(poutine.condition(sparse_pyro.collapsed_regression(data), values)).get_trace()
+    z = random.normal(random.key(4), (2, 2), torch.float64)
+    expected = log_density(data, {**values, "z": z})
+    for k, (x, y) in enumerate(data):
+        scale, noise = values["lambda"][k] * values["tau"], values["sigma2"][k]
+        design = x * scale
+        covariance = torch.linalg.inv(design.T @ design / noise + torch.eye(2, dtype=torch.float64))
+        mean = covariance @ design.T @ (y - x @ values["theta"]) / noise
+        expected -= float(stats.multivariate_normal(mean.numpy(), covariance.numpy()).logpdf(z[k].numpy()))
+    assert float(trace.log_prob_sum()) == pytest.approx(expected, rel=1e-9)
+    draws = {name: value.expand(20_000, *value.shape) for name, value in values.items()}
+    found = sparse_pyro.site_coefficients(data, draws, random.key(5))
+    last_mean, last_sd = values["theta"] + scale * mean, scale * covariance.diagonal().sqrt()
+    assert bool(((found[:, 1].mean(0) - last_mean).abs() < 4.5 * last_sd / 20_000**0.5).all())
+    assert torch.allclose(found[:, 1].std(0), last_sd, rtol=4.5 / 40_000**0.5)
+
+
+def check_agreement(found: Tensor, sd: Tensor, oracle: sparse_oracle.Posterior) -> None:
+    """Posterior means within 0.1 sd and inclusion probabilities within 0.05; all by (θ, θ_1, …, inclusion)."""
+    gap = found - torch.cat([oracle.theta, oracle.sites.flatten(), oracle.inclusion])
+    assert float((gap / sd)[:-1].abs().max()) < 0.1, gap / sd
+    assert float(gap[-1:].abs().max()) < 0.05, gap
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["linear", "logistic"])
-def test_gibbs_agrees_with_nuts(kind: str) -> None:
-    """Posterior means within 0.1 sd and inclusion probabilities within 0.05."""
+def test_gibbs_and_nuts_agree_with_the_posterior(kind: str) -> None:
+    """Both samplers against draws without Markov chains, and each other; errors of the oracle are below 0.01 sd."""
     data = sites((25, 30), [0.5], seed=1)
-    program, local = sparse_pyro.regression(data), sparse.regression()
-    if kind == "logistic":
-        data = data.map(lambda rows: (rows[0], (rows[1] > 0).double()))
-        program, local = sparse_pyro.logistic_regression(data), logistic.logistic_regression()
+    local: LocalKernel = sparse.regression()
+    if kind == "linear":
+        oracle = sparse_oracle.regression(data)
+        draws = sparse_pyro.nuts(sparse_pyro.collapsed_regression(data), draws=2000, warmup=200, depth=7, compile=True)
+        draws["theta_k"] = sparse_pyro.site_coefficients(data, draws, random.key(0))
+    else:
+        data, local = data.map(lambda rows: (rows[0], (rows[1] > 0).double())), logistic.logistic_regression()
+        oracle = sparse_oracle.logistic_regression(data, 40_000)
+        draws = sparse_pyro.nuts(sparse_pyro.logistic_regression(data), draws=2000, warmup=200, depth=7, compile=True)
+    sd = torch.cat([oracle.theta_sd, oracle.sites_sd.flatten(), torch.ones(1)])
+    assert float(oracle.error.max()) < 0.01
+    means = [draws["theta"].mean(0), draws["theta_k"].mean(0).flatten(), sparse_pyro.inclusion(draws)]
+    nuts = torch.cat(means)
+    check_agreement(nuts, sd, oracle)
 
     def watch(round: ft.Round) -> dict[str, Tensor]:
         own = round.clients.table.read(slice(0, 2)).variables.theta.transpose(0, 1)
         shared = round.server.variables
-        return {"theta": shared.theta, "theta_k": own, "included": shared.prior.included}
+        return {"all": torch.cat([shared.theta, own.flatten(1), shared.prior.included], 1)}
 
-    algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=10, chains=8)
-    rounds = 3000 if kind == "linear" else 1000
-    sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(1), burn_in=100, watch=watch).run(rounds)
-    oracle = sparse_pyro.nuts(program, draws=1500, warmup=500)
-    for name in ("theta", "theta_k"):
-        gap = (sampler.mean()[name] - oracle[name].mean(0)).abs() / oracle[name].std(0)
-        assert float(gap.max()) < 0.1, (name, gap)
-    gap = (sampler.mean()["included"] - sparse_pyro.inclusion(oracle)).abs()
-    assert float(gap.max()) < 0.05, gap
+    algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=10 if kind == "linear" else 3, chains=64)
+    sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(1), burn_in=50, watch=watch, keep=False)
+    found = sampler.run(450).moments["all"].mean
+    check_agreement(found.mean(0), sd, oracle)
+    error = ((found.std(0) / sd).square() / 64 + oracle.error.square()).sqrt()
+    z = (found.mean(0) - torch.cat([oracle.theta, oracle.sites.flatten(), oracle.inclusion])) / sd / error
+    assert float(z.abs().max()) < sparse_oracle.bound(len(z))
