@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         [[f"{e}", f"{1e3 * s:.3g}", f"{1e9 * s / e:.3g}", f"{m:.0f}"] for e, s, m in growth],
     )
     count, iterations = (20, 20) if options.smoke else (207, 1000 if options.full else 50)
-    loop, faster = against_notebook(count, iterations, 3 if options.full else 1)
+    loop, faster = against_notebook(count, iterations, 1)
     rows.append(common.Row(f"{count} stations, {iterations} iterations", "s, loop over nodes", loop))
     rows.append(common.Row(f"{count} stations, {iterations} iterations", "times faster (target 50)", faster))
     common.show(
