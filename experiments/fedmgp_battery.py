@@ -11,10 +11,10 @@ A cell's first cycles look alike whatever follows, so its own outputs tell neith
 process it will have: the multi-output models share one scale, the pooled root mean square, and their weights have a
 normal prior about the common start. Its width was chosen after trying about a dozen settings on several cells, the last
 of them on cells 2, 9 and 14; two of the test cells (0 and 5) had been seen before, so the figures flatter it somewhat.
-Two processes do not fit every cell to the precision of a measurement; what they leave is not noise from cycle to cycle,
-so the intervals are too narrow, and a better bound is not always a better prediction. ModularGP suffers most: modules
-vouch for eight values each to that precision, and nothing but lengthscales below the distance of the pseudo-inputs
-meets them all, between which its predictions then fall to zero.
+Two processes do not fit every cell to the precision of a measurement; what they leave is not noise from cycle to
+cycle, so the intervals are too narrow, and a better bound is not always a better prediction. ModularGP suffers most:
+on the one cell looked at, its lengthscales fell below the distance of the pseudo-inputs, perhaps because modules
+vouch for eight values each to that precision, and predictions between these fell to zero.
 """
 
 from __future__ import annotations

@@ -244,7 +244,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     points, limit = (60, 150) if options.smoke else (1000, 30_000 if options.full else 500)
     reached = rounds_to(points, 1e-8, limit, seed=0)
-    rows += [common.Row(f"{points} nodes, {name}", "rounds to 1e-8", found[0]) for name, found in reached.items()]
+    metric = f"rounds to 1e-8, stopped at {limit}"
+    rows += [common.Row(f"{points} nodes, {name}", metric, found[0]) for name, found in reached.items()]
     common.show(
         f"Rounds to a relative error of 1e-8, at most {limit}: {points} points, 3 neighbours, d = 4, α = 100",
         ["", "rounds", "sums over the network", "scope"],
