@@ -18,7 +18,6 @@ tensor([ 2., -1.,  0., -1.], dtype=torch.float64)
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
@@ -29,6 +28,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.federation.graphs.edge_list import as_edges, as_names, as_positions, as_weights, canonical, node_count
+from fedtorch.federation.graphs.random_edges import check_count, check_probability, independent_pairs, within_blocks
 from fedtorch.federation.graphs.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["Components", "Network"]
 
 _DENSE = 400  # nodes up to which the eigenvalues come from the whole matrix
-_BLOCK = 2**20  # skips drawn at a time
 
 
 class Components(NamedTuple):
@@ -84,12 +84,12 @@ class Network:
         names: Sequence[str] | None = None,
         positions: Any = None,
     ) -> None:
-        edges = _as_edges(edges)
-        weights = _as_weights(weights, len(edges))
-        nodes = _node_count(edges, nodes, names, positions)
-        ordered, kept_weights = _canonical(edges, weights, nodes)
+        edges = as_edges(edges)
+        weights = as_weights(weights, len(edges))
+        nodes = node_count(edges, nodes, names, positions)
+        ordered, kept_weights = canonical(edges, weights, nodes)
         values = {"edges": ordered, "weights": kept_weights, "nodes": nodes}
-        values |= {"positions": _as_positions(positions, nodes), "_names": _as_names(names, nodes), "_adjacencies": {}}
+        values |= {"positions": as_positions(positions, nodes), "_names": as_names(names, nodes), "_adjacencies": {}}
         self.__dict__.update(values)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -344,14 +344,14 @@ class Network:
     @classmethod
     def star(cls, nodes: int) -> Network:
         """Node 0 in the middle and an edge from it to each of the others: a server and its clients."""
-        _check_count(nodes)
+        check_count(nodes)
         leaves = torch.arange(1, nodes)
         return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)
 
     @classmethod
     def ring(cls, nodes: int) -> Network:
         """Each node and the next one, the last and the first."""
-        _check_count(nodes)
+        check_count(nodes)
         here = torch.arange(nodes if nodes > 1 else 0)
         return cls(torch.stack((here, (here + 1) % nodes), 1), nodes=nodes)
 
@@ -362,9 +362,9 @@ class Network:
         Edges are found by skipping a geometric number of pairs each, so that the time is that of the edges (Batagelj
         and Brandes, 2005, "Efficient generation of large random networks").
         """
-        _check_count(nodes)
-        _check_probability("p", p)
-        return cls(_pair(_skips(nodes * (nodes - 1) // 2, p, key), nodes), nodes=nodes)
+        check_count(nodes)
+        check_probability("p", p)
+        return cls(independent_pairs(nodes, p, key), nodes=nodes)
 
     @classmethod
     def stochastic_blocks(
@@ -386,95 +386,14 @@ class Network:
         if counts.ndim != 1 or not len(counts) or int(counts.min()) < 1:
             raise ValueError(f"Expected sizes of at least one node each, but got {sizes}")
         for p in (float(inside.min()), float(inside.max())):
-            _check_probability("within", p)
-        _check_probability("between", between)
+            check_probability("within", p)
+        check_probability("between", between)
         nodes = int(counts.sum())
         block = torch.arange(len(counts)).repeat_interleave(counts)
-        across = _pair(_skips(nodes * (nodes - 1) // 2, between, random.fold_in(key, 0)), nodes)
+        across = independent_pairs(nodes, between, random.fold_in(key, 0))
         across = across[block[across[:, 0]] != block[across[:, 1]]]
-        within_edges = _within_blocks(counts, inside, random.fold_in(key, 1))
+        within_edges = within_blocks(counts, inside, random.fold_in(key, 1))
         return cls(torch.cat((across, within_edges)), nodes=nodes)
-
-
-def _as_edges(edges: Any) -> Tensor:
-    found = torch.as_tensor(edges).detach().cpu()
-    if found.numel() == 0 and found.ndim == 1:
-        return torch.empty(0, 2, dtype=torch.int64)
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise TypeError(f"Expected edges as integers, but got {found.dtype}")
-    if found.ndim != 2 or found.shape[1] != 2:
-        raise ValueError(f"Expected edges (E, 2), but got shape {tuple(found.shape)}")
-    return found.to(torch.int64)
-
-
-def _as_weights(weights: Any, count: int) -> Tensor:
-    if weights is None:
-        return torch.ones(count, dtype=torch.float64)
-    found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
-    if found.shape != (count,):
-        raise ValueError(f"Expected one weight per edge, ({count},), but got shape {tuple(found.shape)}")
-    bad = ~((found > 0) & found.isfinite())
-    if bool(bad.any()):
-        raise ValueError(
-            f"Expected positive finite weights, but got {float(found[bad][0])} for edge {int(bad.nonzero()[0])}; "
-            "leave out edges of weight zero"
-        )
-    return found
-
-
-def _node_count(edges: Tensor, nodes: int | None, names: Sequence[str] | None, positions: Any) -> int:
-    """The number of nodes from whatever says it; the edges must be within."""
-    if nodes is None:
-        known = [len(given) for given in (names, positions) if given is not None]
-        nodes = known[0] if known else int(edges.max()) + 1 if len(edges) else 0
-    if nodes < 0:
-        raise ValueError(f"Expected a number of nodes, but got {nodes}")
-    if len(edges) and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
-        raise ValueError(
-            f"Expected nodes from 0 to {nodes - 1}, but got edges over {int(edges.min())}…{int(edges.max())}"
-        )
-    return nodes
-
-
-def _canonical(edges: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Each edge once as i < j, in order."""
-    low, high = edges.amin(1), edges.amax(1)
-    if bool((low == high).any()):
-        node = int(low[low == high][0])
-        raise ValueError(f"Expected edges between different nodes, but got a self-loop at node {node}; remove it")
-    code = low * nodes + high
-    if bool((code.diff() > 0).all()):
-        return torch.stack((low, high), 1), weights.clone()
-    order = torch.from_numpy(np.argsort(code.numpy(), kind="stable"))
-    code, weights = code[order], weights[order]
-    again = code.diff() == 0
-    different = again & (weights.diff() != 0)
-    if bool(different.any()):
-        i, j = divmod(int(code[1:][different][0]), nodes)
-        raise ValueError(
-            f"Expected one weight for the edge ({i}, {j}), but got two different ones; weights are symmetric"
-        )
-    kept = torch.cat((torch.ones(min(1, len(code)), dtype=torch.bool), ~again))
-    code = code[kept]
-    return torch.stack((code // nodes, code % nodes), 1), weights[kept]
-
-
-def _as_names(names: Sequence[str] | None, nodes: int) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    found = tuple(map(str, names))
-    if len(found) != nodes or len(set(found)) < nodes:
-        raise ValueError(f"Expected {nodes} different names, but got {len(found)}, {len(set(found))} of them different")
-    return found
-
-
-def _as_positions(positions: Any, nodes: int) -> Tensor | None:
-    if positions is None:
-        return None
-    found = torch.as_tensor(positions, dtype=torch.float64).detach().cpu().clone()
-    if found.ndim != 2 or len(found) != nodes or found.shape[1] < 2:
-        raise ValueError(f"Expected positions ({nodes}, 2) or more, but got shape {tuple(found.shape)}")
-    return found
 
 
 def _as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
@@ -488,56 +407,3 @@ def _as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str
             matrix.shape,
             check_invariants=False,
         )
-
-
-def _check_count(nodes: int) -> None:
-    if nodes < 1:
-        raise ValueError(f"Expected at least one node, but got {nodes}")
-
-
-def _check_probability(name: str, p: float) -> None:
-    if not 0 <= p <= 1:
-        raise ValueError(f"Expected {name} as a probability between 0 and 1, but got {p}")
-
-
-def _skips(total: int, p: float, key: Tensor) -> Tensor:
-    """The numbers below `total` that coins of probability p choose, in ascending order."""
-    if p == 0 or total == 0:
-        return torch.empty(0, dtype=torch.int64)
-    rate = -math.log1p(-p) if p < 1 else math.inf
-    found, last, block = [], -1, 0
-    while last < total:
-        expected = (total - last) * p
-        count = min(_BLOCK, int(expected + 6 * math.sqrt(expected)) + 10)
-        waits = random.exponential(random.fold_in(key, block), (count,), torch.float64)
-        steps = (waits / rate).clamp(max=float(total)).to(torch.int64) + 1
-        found.append(last + steps.cumsum(0))
-        last, block = int(found[-1][-1]), block + 1
-    numbers = torch.cat(found)
-    return numbers[numbers < total]
-
-
-def _pair(number: Tensor, nodes: int | Tensor) -> Tensor:
-    """The pairs i < j of `nodes` with these numbers in lexicographic order, `(..., 2)`."""
-    size = torch.as_tensor(nodes)
-    before = lambda i: i * (2 * size - i - 1) // 2  # pairs whose first node is less than i
-    root = ((2 * size - 1).double() ** 2 - 8 * number.double()).clamp(min=0).sqrt()
-    i = (((2 * size - 1) - root) / 2).floor().to(torch.int64).clamp(min=0)
-    i = i - (before(i) > number).to(torch.int64)
-    i = i + (before(i + 1) <= number).to(torch.int64)
-    return torch.stack((i, number - before(i) + i + 1), -1)
-
-
-def _within_blocks(sizes: Tensor, probabilities: Tensor, key: Tensor) -> Tensor:
-    """Edges within blocks: drawn with the largest probability, then kept in proportion to their own."""
-    pairs = sizes * (sizes - 1) // 2
-    ends = pairs.cumsum(0)
-    most = float(probabilities.max())
-    number = _skips(int(ends[-1]), most, random.fold_in(key, 0))
-    block = torch.searchsorted(ends, number, right=True)
-    if not bool((probabilities == most).all()):
-        coins = random.uniform(random.fold_in(key, 1), (len(number),), torch.float64)
-        kept = coins * most < probabilities[block]
-        number, block = number[kept], block[kept]
-    first = (sizes.cumsum(0) - sizes)[block]
-    return first[:, None] + _pair(number - (ends - pairs)[block], sizes[block])

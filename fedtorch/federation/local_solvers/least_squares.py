@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
-from fedtorch.federation.local_solvers.gradient_descent import LocalState
 from fedtorch.federation.local_solvers.prediction import predictor
+from fedtorch.federation.local_solvers.stack import LocalState
 from fedtorch.models import functional
 from fedtorch.models.linear import LinearHead
 from fedtorch.tree import Tree

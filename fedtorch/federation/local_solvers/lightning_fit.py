@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
-from fedtorch.federation.local_solvers.gradient_descent import LocalState
 from fedtorch.federation.local_solvers.prediction import predictor
+from fedtorch.federation.local_solvers.stack import LocalState
 from fedtorch.models import functional
 from fedtorch.tree import Tree
 

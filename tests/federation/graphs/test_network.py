@@ -9,6 +9,7 @@ import torch
 
 import fedtorch as ft
 from fedtorch.federation.graphs import network as network_module
+from fedtorch.federation.graphs import random_edges
 
 PLACES = ft.random.uniform(ft.random.key(9), (30, 2), torch.float64)
 
@@ -164,15 +165,13 @@ def test_equal_points_do_not_become_their_own_neighbours():
 def test_pairs_are_numbered_in_lexicographic_order():
     for nodes in (2, 3, 7, 40):
         pairs = torch.combinations(torch.arange(nodes))
-        assert torch.equal(network_module._pair(torch.arange(len(pairs)), nodes), pairs)
+        assert torch.equal(random_edges.pair(torch.arange(len(pairs)), nodes), pairs)
     nodes = 3_000_000  # rounding: the last pairs of a large triangle, and the first and last of its rows
     first = torch.tensor([0, 1, 77_777, 1_499_999, nodes - 3, nodes - 2])
     start = first * (2 * nodes - first - 1) // 2
     size = nodes - 1 - first
-    assert torch.equal(network_module._pair(start, nodes), torch.stack((first, first + 1), 1))
-    assert torch.equal(
-        network_module._pair(start + size - 1, nodes), torch.stack((first, torch.full((6,), nodes - 1)), 1)
-    )
+    assert torch.equal(random_edges.pair(start, nodes), torch.stack((first, first + 1), 1))
+    assert torch.equal(random_edges.pair(start + size - 1, nodes), torch.stack((first, torch.full((6,), nodes - 1)), 1))
 
 
 def test_every_pair_of_erdos_renyi_is_as_likely():

@@ -1,0 +1,97 @@
+"""Edges, weights, names and positions as a `Network` keeps them, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["as_edges", "as_names", "as_positions", "as_weights", "canonical", "node_count"]
+
+
+def as_edges(edges: Any) -> Tensor:
+    """Pairs of nodes, `(E, 2)` int64."""
+    found = torch.as_tensor(edges).detach().cpu()
+    if found.numel() == 0 and found.ndim == 1:
+        return torch.empty(0, 2, dtype=torch.int64)
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        raise TypeError(f"Expected edges as integers, but got {found.dtype}")
+    if found.ndim != 2 or found.shape[1] != 2:
+        raise ValueError(f"Expected edges (E, 2), but got shape {tuple(found.shape)}")
+    return found.to(torch.int64)
+
+
+def as_weights(weights: Any, count: int) -> Tensor:
+    """One positive weight per edge, `(count,)` float64; ones if none are given."""
+    if weights is None:
+        return torch.ones(count, dtype=torch.float64)
+    found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    if found.shape != (count,):
+        raise ValueError(f"Expected one weight per edge, ({count},), but got shape {tuple(found.shape)}")
+    bad = ~((found > 0) & found.isfinite())
+    if bool(bad.any()):
+        raise ValueError(
+            f"Expected positive finite weights, but got {float(found[bad][0])} for edge {int(bad.nonzero()[0])}; "
+            "leave out edges of weight zero"
+        )
+    return found
+
+
+def node_count(edges: Tensor, nodes: int | None, names: Sequence[str] | None, positions: Any) -> int:
+    """The number of nodes from whatever says it; the edges must be within."""
+    if nodes is None:
+        known = [len(given) for given in (names, positions) if given is not None]
+        nodes = known[0] if known else int(edges.max()) + 1 if len(edges) else 0
+    if nodes < 0:
+        raise ValueError(f"Expected a number of nodes, but got {nodes}")
+    if len(edges) and not 0 <= int(edges.min()) <= int(edges.max()) < nodes:
+        raise ValueError(
+            f"Expected nodes from 0 to {nodes - 1}, but got edges over {int(edges.min())}…{int(edges.max())}"
+        )
+    return nodes
+
+
+def canonical(edges: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
+    """Each edge once as i < j, in order."""
+    low, high = edges.amin(1), edges.amax(1)
+    if bool((low == high).any()):
+        node = int(low[low == high][0])
+        raise ValueError(f"Expected edges between different nodes, but got a self-loop at node {node}; remove it")
+    code = low * nodes + high
+    if bool((code.diff() > 0).all()):
+        return torch.stack((low, high), 1), weights.clone()
+    order = torch.from_numpy(np.argsort(code.numpy(), kind="stable"))
+    code, weights = code[order], weights[order]
+    again = code.diff() == 0
+    different = again & (weights.diff() != 0)
+    if bool(different.any()):
+        i, j = divmod(int(code[1:][different][0]), nodes)
+        raise ValueError(
+            f"Expected one weight for the edge ({i}, {j}), but got two different ones; weights are symmetric"
+        )
+    kept = torch.cat((torch.ones(min(1, len(code)), dtype=torch.bool), ~again))
+    code = code[kept]
+    return torch.stack((code // nodes, code % nodes), 1), weights[kept]
+
+
+def as_names(names: Sequence[str] | None, nodes: int) -> tuple[str, ...] | None:
+    """One different name per node, if they are given."""
+    if names is None:
+        return None
+    found = tuple(map(str, names))
+    if len(found) != nodes or len(set(found)) < nodes:
+        raise ValueError(f"Expected {nodes} different names, but got {len(found)}, {len(set(found))} of them different")
+    return found
+
+
+def as_positions(positions: Any, nodes: int) -> Tensor | None:
+    """Coordinates `(nodes, 2)` or more in float64, if they are given."""
+    if positions is None:
+        return None
+    found = torch.as_tensor(positions, dtype=torch.float64).detach().cpu().clone()
+    if found.ndim != 2 or len(found) != nodes or found.shape[1] < 2:
+        raise ValueError(f"Expected positions ({nodes}, 2) or more, but got shape {tuple(found.shape)}")
+    return found
