@@ -177,6 +177,19 @@ def test_the_objective_never_increases(block: int) -> None:
         never_increases(seed)
 
 
+@pytest.mark.parametrize("trace", [1.0, 30.0])
+def test_the_objective_of_zhang_and_yeung_never_increases(trace: float) -> None:
+    data, learn = related([12] * 20, 5), zhang_yeung(trace=trace)
+    algorithm = matrix_normal(ft.least_squares(head(5), steps=5), covariance=learn)
+    known, values = statistics(data), []
+    for round in ft.run(algorithm, ft.InProcess(data), rounds=30):
+        values.append(objective(round.server, learn, known))
+    server = round.server
+    assert all(after <= before * (1 + 1e-12) for before, after in zip(values, values[1:]))
+    assert float(server.covariance.diagonal().sum()) == pytest.approx(trace)
+    assert float(server.parameters.norm()) > 1
+
+
 @pytest.mark.slow
 def test_the_objective_never_increases_in_1000_random_runs() -> None:
     for seed in range(1000, 2000):
