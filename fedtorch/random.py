@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -64,7 +65,7 @@ def _philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tenso
     Returns:
         words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
     """
-    shape = torch.broadcast_shapes(key.shape, *(word.shape for word in counter if isinstance(word, Tensor)))
+    shape = numpy.broadcast_shapes(key.shape, *(word.shape for word in counter if isinstance(word, Tensor)))
     even, odd, spare = key.new_empty((3, 2, *shape)).unbind()
     words, low, spare_low = even.unbind(), odd.unbind(), spare.unbind()
     for target, word in zip((words[0], low[0], words[1], low[1]), counter):

@@ -32,7 +32,11 @@ def _children(node: Tree) -> list[tuple[str, Tree]]:
         return list(zip(node._fields, node))
     if isinstance(node, tuple):
         return [(str(i), child) for i, child in enumerate(node)]
-    raise TypeError(
+    raise _no_tree(node)
+
+
+def _no_tree(node: Any) -> TypeError:
+    return TypeError(
         f"Expected a tree of tensors (Tensor, None, dict, tuple or NamedTuple), but got {type(node).__name__}; "
         "turn arrays and numbers into tensors and lists into tuples first"
     )
@@ -85,9 +89,9 @@ def map(function: Callable[..., Any], first: Tree, *others: Tree, is_leaf: type 
         return None
     if isinstance(first, dict):
         return {k: map(function, v, *(o[k] for o in others), is_leaf=is_leaf) for k, v in first.items()}
-    children = [c for _, c in _children(first)]
-    mapped = [map(function, c, *(o[i] for o in others), is_leaf=is_leaf) for i, c in enumerate(children)]
-    return _rebuild(first, mapped)
+    if not isinstance(first, tuple):
+        raise _no_tree(first)
+    return _rebuild(first, [map(function, *each, is_leaf=is_leaf) for each in zip(first, *others)])
 
 
 def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

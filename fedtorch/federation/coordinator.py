@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,8 +30,16 @@ from fedtorch.tree import Tree
 __all__ = ["Progress", "Round", "begin", "run"]
 
 RECOUNT_EVERY = 100  # rounds, after which running sums are made anew from what the clients have told
-_PURPOSES = 4  # of a round's keys
-_COHORT, _CLIENT, _SERVER, _FAULTS = range(_PURPOSES)
+_KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
+
+
+class _Keys(NamedTuple):
+    """A round's keys, one for each purpose."""
+
+    cohort: Tensor
+    client: Tensor
+    server: Tensor
+    faults: Tensor
 
 
 class Progress(NamedTuple):
@@ -103,16 +112,16 @@ def run(
     everybody = torch.arange(len(population.data))
     draw = cohort_function(cohort, len(everybody))
     number, server, clients = start if start is not None else begin(algorithm, population, parameters)
-    root = random.key(seed)
-    while rounds is None or number < rounds:
-        keys = random.fold_in(random.fold_in(root, number), torch.arange(_PURPOSES))
-        asked = draw(keys[_COHORT])
+    for keys in _keys(seed, number):
+        if rounds is not None and number >= rounds:
+            return
+        asked = draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
-        hear, silent, before, late, after = fates(faults, keys[_FAULTS], asked, len(everybody))
-        pending = clients.step(algorithm.outbox(server), hear, keys[_CLIENT], silent)
+        hear, silent, before, late, after = fates(faults, keys.faults, asked, len(everybody))
+        pending = clients.step(algorithm.outbox(server), hear, keys.client, silent)
         if pending.aggregate is not None:
-            server = algorithm.server(server, pending.aggregate, keys[_SERVER])
+            server = algorithm.server(server, pending.aggregate, keys.server)
             pending.commit()
         number += 1
         if algorithm.recount is not None and number % RECOUNT_EVERY == 0:
@@ -131,3 +140,12 @@ def run(
             after,
             pending.ids[:0] if pending.repeated is None else pending.repeated,
         )
+
+
+def _keys(seed: int, number: int) -> Iterator[_Keys]:
+    """The keys of all rounds after the first `number`; a round's depend on the seed and its number only."""
+    root, purposes = random.key(seed), torch.arange(len(_Keys._fields))
+    for first in itertools.count(number, _KEYS_AHEAD):
+        rounds = random.fold_in(root, torch.arange(first, first + _KEYS_AHEAD))
+        for keys in random.fold_in(rounds[:, None], purposes).unbind():
+            yield _Keys(*keys.unbind())

@@ -115,7 +115,7 @@ def private_rows() -> Exchange:
     return Exchange(
         scatter=tree.take,
         gather=lambda messages, ids: RowsOf(indices(ids), _map_messages(lambda node: node, messages)),
-        merge=tree.concatenate,
+        merge=tree.concatenate,  # a copy even of one block, so that the server may keep rows
         finish=_in_order,
         traffic=lambda outbox, messages, ids: (
             client_count(ids) * wire.row_size(messages),
@@ -199,8 +199,7 @@ def _add_all(partials: Sequence[Tree]) -> Tree:
 
 def _hear(network: Network, partial: RowsOf) -> Tree:
     """What every node hears of the messages of some."""
-    if not bool((partial.ids[1:] > partial.ids[:-1]).all()):
-        partial = _in_order(partial)
+    partial = _in_order(partial)
 
     def hear(node: Mean | Increment) -> Mean | Increment:
         if isinstance(node, Increment):
@@ -240,6 +239,9 @@ def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
 
 
 def _in_order(partial: RowsOf) -> RowsOf:
+    """The messages in ascending order of the clients, as a single block's already are."""
+    if bool((partial.ids[1:] > partial.ids[:-1]).all()):
+        return partial
     order = partial.ids.argsort()
     rows = tree.map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), partial.message)
     return RowsOf(partial.ids[order], rows)

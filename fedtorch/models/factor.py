@@ -62,6 +62,8 @@ class Model(NamedTuple):
     prepare: Callable[[Any], Any]
     devices: Callable[[Moments, Any], DevicePosterior]  # (what the others know of φ, prepared data)
     log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
+    # (φ (K, R, p), their weights (K, R), prepared data) -> θ_k given the rows, mixed over these φ
+    given: Callable[[Tensor, Tensor, Any], DevicePosterior]
 
 
 def of(
@@ -101,30 +103,39 @@ def of(
         def moments(part: tuple[Moments, Any]) -> Moments:
             return _moments(*tilted(*part))
 
-        return Projected(_in_chunks(moments, (cavity, data), _numbers(data)), cavity)
+        return Projected(_in_chunks(moments, (cavity, data), _numbers(data, len(rule.weights))), cavity)
 
     def devices(cavity: Moments, data: Any) -> DevicePosterior:
         def mixture(part: tuple[Moments, Any]) -> DevicePosterior:
             nodes, _ = tilted(*part)
-            _, log_noise = split(nodes.nodes)
-            log_noise = torch.full_like(nodes.weights, torch.nan) if log_noise is None else log_noise
-            found = nodes.values.moments()
-            return DevicePosterior(nodes.weights, found.mean, found.covariance, log_noise)
+            return mixed(nodes.weights, nodes.values, nodes.nodes)
 
-        return _in_chunks(mixture, (cavity, data), _numbers(data))
+        return _in_chunks(mixture, (cavity, data), _numbers(data, len(rule.weights)))
+
+    def mixed(weights: Tensor, found: Local, zeta: Tensor) -> DevicePosterior:
+        _, log_noise = split(zeta)
+        log_noise = torch.full_like(weights, torch.nan) if log_noise is None else log_noise
+        moments = found.moments()
+        return DevicePosterior(weights, moments.mean, moments.covariance, log_noise)
+
+    def at(phi: Tensor, data: Any) -> Local:
+        mu, (inner, log_noise) = phi[..., :m], split(phi[..., m:])
+        spread = hierarchy.covariance(inner)
+        fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
+        spread = spread + torch.diag_embed(fixed * torch.finfo(phi.dtype).eps)
+        return likelihood.local(data, mu @ means.to(phi).mT, spread, inner, log_noise)
 
     def log_factor(phi: Tensor, data: Any) -> Tensor:
-        def evidence(part: tuple[Tensor, Any]) -> Tensor:
-            mu, (inner, log_noise) = part[0][..., :m], split(part[0][..., m:])
-            spread = hierarchy.covariance(inner)
-            fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
-            spread = spread + torch.diag_embed(fixed * torch.finfo(phi.dtype).eps)
-            return likelihood.local(part[1], mu @ means.to(phi).mT, spread, inner, log_noise).log_evidence
+        return _in_chunks(lambda part: at(*part).log_evidence, (phi, data), _numbers(data, phi.shape[1]))
 
-        return _in_chunks(evidence, (phi, data), phi.shape[1] * max(features**2, likelihood.size(data)))
+    def given(phi: Tensor, weights: Tensor, data: Any) -> DevicePosterior:
+        def mixture(part: tuple[Tensor, Tensor, Any]) -> DevicePosterior:
+            return mixed(part[1], at(part[0], part[2]), part[0][..., m:])
 
-    def _numbers(data: Any) -> int:
-        return len(rule.weights) * max(features**2, likelihood.size(data))
+        return _in_chunks(mixture, (phi, weights, data), _numbers(data, phi.shape[1]))
+
+    def _numbers(data: Any, nodes: int) -> int:
+        return nodes * max(features**2, likelihood.size(data))
 
     def summary(data: Any, prior: Prior) -> dict[str, Tensor]:
         """One step of expectation maximisation from the prior's mean."""
@@ -159,7 +170,7 @@ def of(
         mean = torch.cat([average[:m], zeta])
         return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
 
-    return Model(names, prior, project, Start(summary, estimate), likelihood.prepare, devices, log_factor)
+    return Model(names, prior, project, Start(summary, estimate), likelihood.prepare, devices, log_factor, given)
 
 
 class _Given(NamedTuple):

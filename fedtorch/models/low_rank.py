@@ -4,7 +4,8 @@ V `(K, r)` has orthonormal columns, so that
 
 .. math:: Ω^{-1} = \frac1a (I - VV') + V \operatorname{diag}\frac{1}{a + s} V'
 
-(Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 stands for nothing.
+(Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 stands for nothing, and r may
+be 0.
 """
 
 from __future__ import annotations
@@ -63,11 +64,10 @@ class LowRank(NamedTuple):
         return covariance / sd[:, None] / sd
 
 
-def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
-    """A multiple of the identity for `units` units, with room for `rank` directions."""
+def identity(units: int, multiple: float | Tensor = 1.0) -> LowRank:
+    """A multiple of the identity for `units` units."""
     multiple = torch.as_tensor(multiple, dtype=torch.float64)
-    rank = min(units, rank)
-    return LowRank(multiple, multiple.new_zeros(units, rank), multiple.new_zeros(rank))
+    return LowRank(multiple, multiple.new_zeros(units, 0), multiple.new_zeros(0))
 
 
 def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
@@ -77,15 +77,11 @@ def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
     maximum likelihood (probabilistic principal components).
     """
     units = len(factor)
-    rank = min(units, rank)
     left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
     values = singular.square()
     left, values = _canonical(left, values)
     beyond = values[rank:].sum() / max(units - rank, 1)
-    missing = rank - min(rank, len(values))
-    vectors = torch.cat([left[:, :rank], left.new_zeros(units, missing)], 1)
-    kept = (values[:rank] - beyond).clamp(min=0)
-    return LowRank(multiple + beyond, vectors, torch.cat([kept, kept.new_zeros(missing)]))
+    return LowRank(multiple + beyond, left[:, :rank].contiguous(), (values[:rank] - beyond).clamp(min=0))
 
 
 def _canonical(vectors: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,8 +129,7 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
     precision = covariance.inverse_diagonal()
     weights = 1 / (covariance.multiple * precision)
     shrunk = covariance.values / (covariance.multiple + covariance.values)
-    used = shrunk > 0
-    z = covariance.vectors[:, used] * (shrunk[used] * weights[:, None]).sqrt()
+    z = covariance.vectors * (shrunk * weights[:, None]).sqrt()
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
 
     def positive(c: float) -> int:

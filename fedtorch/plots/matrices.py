@@ -64,8 +64,8 @@ def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) 
         raise ValueError(f"Expected {devices} names, one per device, but got {len(names)}")
     shown = torch.linspace(0, devices - 1, min(devices, _MOST_DEVICES)).round().long()
     plane = (covariance.vectors * covariance.values.sqrt())[shown, :2]
-    if plane.shape[1] == 2:
-        shown = shown[torch.atan2(plane[:, 1], plane[:, 0]).argsort().cpu()]
+    plane = torch.nn.functional.pad(plane, (0, 2 - plane.shape[1]))
+    shown = shown[torch.atan2(plane[:, 1], plane[:, 0]).argsort(stable=True).cpu()]
     figure = new_figure(5.2, 4.4)
     axes = figure.subplots()
     matrix = covariance.correlation(shown.to(covariance.vectors.device)).cpu().numpy()

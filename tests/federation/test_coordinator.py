@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -243,3 +244,12 @@ def test_the_start_is_copied_and_carries_no_graph() -> None:
 def test_an_algorithm_without_a_module_needs_a_start() -> None:
     with pytest.raises(ValueError, match="Expected parameters= to start from"):
         next(ft.run(running_sum(), ft.InProcess(linear_clients(SIZES))))
+
+
+def test_a_rounds_keys_depend_on_the_seed_and_its_number_only() -> None:
+    purposes = torch.arange(4)
+    for start in (0, 3, 64, 1000):
+        found = itertools.islice(coordinator._keys(7, start), 70)
+        for number, keys in enumerate(found, start):
+            expected = random.fold_in(random.fold_in(random.key(7), number), purposes)
+            assert torch.equal(torch.stack(tuple(keys)), expected)

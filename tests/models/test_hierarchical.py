@@ -10,7 +10,7 @@ import pytest
 import torch
 from closed_forms import distance
 from torch import Tensor
-from torch.distributions import MultivariateNormal
+from torch.distributions import Bernoulli, MultivariateNormal, Poisson
 
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import Fit, corrected, devices, fit
@@ -303,6 +303,30 @@ def test_common_nodes_correct_what_the_normal_approximation_gets_wrong(count: in
     assert abs(float((better.quantile(0.05)[1] - quantile) / sd[1])) < 0.05  # the grid's step, and a thousand nodes
 
 
+def test_devices_from_common_nodes_are_those_of_the_posterior_itself() -> None:
+    """θ_k given all rows against sums over a grid of (μ, log τ), for one feature and five devices."""
+    data, _ = linear_data(5, 1, 4)
+    model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
+    found, algorithm = infer(model, data)
+    common = corrected(found.posterior, model.log_factor, model.prior, ft.InProcess(data), prepare=model.prepare)
+    better = devices(found.last, algorithm, model, data, given=common).marginals()
+    normal = devices(found.last, algorithm, model, data).marginals()
+    grid = torch.cartesian_prod(torch.linspace(-4, 4, 300), torch.linspace(-6, 5, 300)).double()
+    block = model.prepare(data.stack(range(5)))
+    log = model.log_factor(grid.expand(5, -1, -1), block).sum(0) - 0.5 * grid.square().sum(1)
+    weight = torch.softmax(log, 0)
+    errors: dict[str, list[float]] = {"common nodes": [], "normal": []}
+    for k, (x, y) in enumerate(data):
+        precision = (-grid[:, 1]).exp() + x.square().sum() / NOISE
+        centre = (grid[:, 0] * (-grid[:, 1]).exp() + (x[:, 0] * y).sum() / NOISE) / precision
+        mean = weight @ centre
+        sd = (weight @ (1 / precision + (centre - mean).square())).sqrt()
+        for name, part in (("common nodes", better), ("normal", normal)):
+            errors[name] += [abs(float((part.mean[k, 0] - mean) / sd)), abs(float(part.stddev[k, 0] / sd - 1))]
+    assert max(errors["common nodes"]) < 0.001  # eight thousand quasi-random nodes
+    assert max(errors["common nodes"]) < max(errors["normal"]) < 0.01
+
+
 def test_a_correction_that_cannot_be_trusted_says_so() -> None:
     data, _ = linear_data(6, 2, 8)
     model = hierarchical.linear(hierarchical.normal(2), noise=NOISE)
@@ -321,6 +345,27 @@ def test_a_device_factor_is_the_evidence_of_its_rows() -> None:
         covariance = zeta.exp() * torch.outer(x[:, 1], x[:, 1]) + log_noise.exp() * torch.eye(2).double()
         expected = MultivariateNormal(x @ torch.stack([a, b, c]), covariance).log_prob(y)
         assert abs(float(value - expected)) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+@pytest.mark.parametrize("random", [[], [1]])
+def test_a_generalised_device_factor_is_the_evidence_of_its_rows(kind: str, random: list[int]) -> None:
+    """Against the likelihood itself where all effects are fixed, and a fine grid over the one that is not."""
+    x, y = draw(6, 2, seed=4), torch.tensor([0.0, 1, 1, 0, 1, 1]).double()
+    phi = draw(1, 5, 2 + len(random), seed=5)
+    found = []
+    for inner in ("default", gauss_hermite(2, 25)):
+        model = getattr(generalised, kind)(hierarchical.normal(2, random=random), inner=inner)
+        found.append(model.log_factor(phi, model.prepare(ft.data.from_tensors([(x, y)]).stack([0])))[0])
+    standard = torch.linspace(-8, 8, 4001).double() if random else torch.zeros(1).double()
+    weight = torch.softmax(-0.5 * standard.square(), 0)
+    for default, fine, (a, b, *zeta) in zip(*found, phi[0]):
+        slope = b + standard * (zeta[0] / 2).exp() if random else b + standard
+        eta = x[:, :1] * a + x[:, 1:] * slope
+        law = Bernoulli(logits=eta) if kind == "logistic" else Poisson(eta.exp())
+        expected = (law.log_prob(y[:, None]).sum(0) + weight.log()).logsumexp(0)
+        assert abs(float(fine - expected)) < 1e-6  # the fixed effect has a variance of one rounding error
+        assert abs(float(default - expected)) < 1e-3  # seven nodes a coordinate
 
 
 @pytest.mark.slow

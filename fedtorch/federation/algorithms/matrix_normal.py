@@ -126,6 +126,8 @@ def proximal() -> Shrinkage:
         return torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
 
     def after(covariance: LowRank, theta: Tensor, moved: Tensor, steps: Tensor) -> Tensor:
+        if len(moved) == 0:
+            return theta
         if not bool((steps > 0).all()):
             raise ValueError(
                 f"Expected a local solver that takes gradient steps, but got a sum of learning rates of "
@@ -193,7 +195,7 @@ def matrix_normal(
     def init(parameters: Tree, clients: int) -> tuple[Server, Tree]:
         rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
         nothing = rows.new_zeros(clients)
-        omega = low_rank.identity(clients, rank, float("inf") if start is None else start)
+        omega = low_rank.identity(clients, float("inf") if start is None else start)
         heard = torch.full((clients,), False, device=rows.device)
         return Server(rows, Summary(nothing, nothing, nothing), heard, omega), local.init(parameters)
 
@@ -239,12 +241,11 @@ def matrix_normal(
         if not bool(variance.isfinite().all()):
             _refuse_if_hopeless(heard)
             return Server(theta, summary, heard, state.covariance)
-        moved = ids[state.heard[ids] | (start is not None)]  # the others had no prior yet
-        if len(moved):
-            theta = shrink.after(state.covariance, theta, moved, told.step[torch.isin(ids, moved)])
+        moved = state.heard[ids] | (start is not None)  # the others had no prior yet
+        theta = shrink.after(state.covariance, theta, ids[moved], told.step[moved])
         scale = _typical(variance * summary.spread, summary.spread > 0)
         known = torch.where(heard[:, None], theta, 0.0)
-        return Server(theta, summary, heard, learn.update(state.covariance, known, scale, int(heard.sum())))
+        return Server(theta, summary, heard, learn.update(state.covariance, known, scale, int(heard.sum()), rank))
 
     return Algorithm(
         init=init,

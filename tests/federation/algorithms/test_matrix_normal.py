@@ -131,7 +131,7 @@ def test_a_round_of_proximal_shrinkage_written_out() -> None:
 
 
 def test_proximal_shrinkage_of_a_cohort_finds_the_mode() -> None:
-    data, omega = related(SIZES), low_rank.identity(K, 2, 0.3)
+    data, omega = related(SIZES), low_rank.identity(K, 0.3)
     algorithm = matrix_normal(
         ft.least_squares(head(), steps=1), covariance=frozen(omega), shrinkage=proximal(), noise=0.25
     )
@@ -175,6 +175,19 @@ def never_increases(seed: int) -> None:
 def test_the_objective_never_increases(block: int) -> None:
     for seed in range(6 * block, 6 * block + 6):
         never_increases(seed)
+
+
+@pytest.mark.parametrize("trace", [1.0, 30.0])
+def test_the_objective_of_zhang_and_yeung_never_increases(trace: float) -> None:
+    data, learn = related([12] * 20, 5), zhang_yeung(trace=trace)
+    algorithm = matrix_normal(ft.least_squares(head(5), steps=5), covariance=learn)
+    known, values = statistics(data), []
+    for round in ft.run(algorithm, ft.InProcess(data), rounds=30):
+        values.append(objective(round.server, learn, known))
+    server = round.server
+    assert all(after <= before * (1 + 1e-12) for before, after in zip(values, values[1:]))
+    assert float(server.covariance.diagonal().sum()) == pytest.approx(trace)
+    assert float(server.parameters.norm()) > 1
 
 
 @pytest.mark.slow

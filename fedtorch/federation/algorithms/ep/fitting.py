@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.algorithms.ep.state import Server
 from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.population import Population
@@ -153,17 +155,34 @@ def posterior(server: Server) -> MultivariateNormal:
     return gaussian.distribution(server.posterior)
 
 
-def devices(round: Round, algorithm: Algorithm, model: Model, data: FederatedData) -> DevicePosterior:
+def devices(
+    round: Round,
+    algorithm: Algorithm,
+    model: Model,
+    data: FederatedData,
+    *,
+    given: Corrected | None = None,
+) -> DevicePosterior:
     """Each device's own posterior given all devices' rows (section 4.2.1), made where its rows are.
+
+    From its cavity, in which what the others know of φ is normal: with five devices that is good to one per cent of an
+    sd. Or from the posterior of φ as `corrected` has found it, p(θ_k | all) = ∫ p(θ_k | φ, y_k) p(φ | all) dφ being a
+    mixture over its nodes.
 
     Args:
         round: the last one.
         algorithm: made by `ep` from `model`.
         model: a hierarchical model.
         data: the rows that it was run on.
+        given: the corrected posterior of φ, whose nodes every device hears; memory goes with devices × nodes ×
+            coefficients², so ask `corrected` for fewer `points` where that is much.
     """
 
     def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
-        return model.devices(gaussian.moments(Natural(**cavity)), model.prepare(block))
+        rows = model.prepare(block)
+        if given is None:
+            return model.devices(gaussian.moments(Natural(**cavity)), rows)
+        nodes, weights = tree.expand((given.nodes, given.weights), len(block.count))
+        return model.given(nodes, weights, rows)
 
     return round.clients.evaluate(algorithm.outbox(round.server), data, own)
