@@ -34,6 +34,7 @@ def check_settings(
     damping: float,
     exact_units: bool,
 ) -> None:
+    """Raises ValueError unless the arguments of `fedmgp` of these names are in their ranges and fit together."""
     if steps < 0 or not lr > 0 or not server_lr >= 0:
         raise ValueError(f"Expected steps >= 0, lr > 0 and server_lr >= 0, but got {steps}, {lr} and {server_lr}")
     for name, value in (("batch_size", batch_size), ("site_batch_size", site_batch_size)):
@@ -98,6 +99,7 @@ def adam(
 
 
 def no_moments(parameters: dict[str, Tensor]) -> Moments:
+    """The moments of parameters that have taken no step."""
     zeros = tree.zeros_like(parameters)
     return Moments(zeros, tree.zeros_like(parameters), torch.zeros((), dtype=torch.float64))
 
