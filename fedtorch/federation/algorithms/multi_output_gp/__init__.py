@@ -10,17 +10,26 @@ Units share latent processes g, and each has a likelihood, amplitudes and smooth
 The server adds the sites up, and q(g) = N(Λ⁻¹ Σ a_m, Λ⁻¹) with Λ = C_gg⁻¹ + Σ B_m is the posterior that a central
 computation gives. At that q the gradient at fixed q is the gradient of the collapsed bound (the envelope theorem), so θ
 and φ go up the marginal likelihood of all units. θ moves at fixed q(g), not at fixed whitened values, which would tie
-q to the covariance that moves. Only sums are needed, so messages may be masked by secure aggregation.
+q to the covariance that moves.
 
 What moves slowly is a common factor of all units' weights: g has unit variance, so the posterior of g holds each unit's
 weight where the others' are. Some tenths of a nat to a few nats are left there when everything else has settled;
 predictions hardly change with it. Steps of a tenth start fast, shorter ones (lr=0.03) end higher.
 
 For other likelihoods the site is the natural gradient of E_q[log p(y_m | f_m)], taken with a `damping` below 1:
-partitioned variational inference, which for Gaussian noise and no damping is the exact sum.
+partitioned variational inference, which for Gaussian noise and no damping is the exact sum. Where the likelihood is
+log-concave (Bernoulli, Poisson, Laplace) it ends at the best q(g). Of heavy tails (Student-t) rows of negative
+curvature are taken for flat, and it ends some thousandths of a nat below.
 
-What leaves a unit: B_m and a_m of a unit with no more rows than there are inducing values determine its outputs up to
-a scale; sums over several units do not. `fedmgp` warns of such units.
+Units with a process of their own (`ConvolvedGP(own_kernel=...)`) tell B_m = V_m'(Ω_m + Σ_m)⁻¹V_m and
+a_m = V_m'(Ω_m + Σ_m)⁻¹y_m, with that process in Ω_m. What they know of it stays with them: the client's module knows
+it after `observe(x, y)` with its own rows.
+
+What leaves a unit: B_m and a_m of a unit with no more rows than there are inducing values determine its outputs, for
+whoever knows its inputs and hyperparameters; sums over several units do not. `fedmgp` warns of such units. Messages are
+trees of one fixed shape whatever the number of rows, and the server uses nothing but sums of them and of gradients, so
+that a secure summation can stand between units and server; there is none in this module, and until one is put there the
+server sees each message.
 
 `fedmgp_average` is the source's Algorithm 2, which averages local optima of (μ, Cholesky factor of M). It is biased: a
 unit's local optimum weighs the prior as if the unit were alone.
