@@ -59,13 +59,15 @@ def algorithms(units: int) -> dict[str, ft.Algorithm]:
     return found
 
 
-def draw(columns: dict[str, dict[str, float]], folder: Path) -> Path:
-    """The errors by setting and method."""
+def draw(columns: dict[str, dict[str, np.ndarray]], folder: Path) -> Path:
+    """The mean errors by setting and method, with two standard errors over seeds."""
     figure, axes = plt.subplots(figsize=(8, 3.8), layout="constrained")
     names = list(next(iter(columns.values())))
     for i, name in enumerate(names):
         at = np.arange(len(columns)) + 0.2 * (i - 1.5)
-        axes.bar(at, [column[name] for column in columns.values()], 0.2, label=name, color=f"C{i}")
+        errors = [column[name] for column in columns.values()]
+        means, bars = [float(e.mean()) for e in errors], [2 * standard_error(e) for e in errors]
+        axes.bar(at, means, 0.2, yerr=bars, ecolor="0.3", label=name, color=f"C{i}")
     axes.axhline(fm.NOISE**2, color="0.5", linestyle="--", linewidth=1, label="noise alone")
     axes.set_yscale("log")
     axes.set_xticks(range(len(columns)), [name.replace(", ", ",\n") for name in columns])
@@ -73,6 +75,11 @@ def draw(columns: dict[str, dict[str, float]], folder: Path) -> Path:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return common.save(figure, folder, "fedmgp_faults")
+
+
+def standard_error(errors: np.ndarray) -> float:
+    """Of the mean over seeds, 0 of a single one."""
+    return float(errors.std(ddof=1) / len(errors) ** 0.5) if len(errors) > 1 else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -89,13 +96,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, algorithm in algorithms(units).items():
             count = rounds if name == "fedmgp" else slow
             values = [error(algorithm, problem(units, anomalous, s), count, drop) for s in range(options.seeds)]
+            columns[setting][name] = np.array(values)
             sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-            columns[setting][name] = float(np.mean(values))
-            rows.append(common.Row(setting, f"{name} MSE", columns[setting][name], sd))
+            rows.append(common.Row(setting, f"{name} MSE", float(np.mean(values)), sd))
     names = list(next(iter(columns.values())))
-    lines = [[setting, *(f"{found[name]:.4f}" for name in names)] for setting, found in columns.items()]
+    lines = [
+        [setting, *(f"{found[name].mean():.4f} ± {standard_error(found[name]):.4f}" for name in names)]
+        for setting, found in columns.items()
+    ]
     title = f"Unit 1's lost half, {units} units of 60 points, {options.seeds} seeds, {rounds} rounds (FedAvg {slow})"
-    common.show(title, ["MSE", *names], lines)
+    common.show(title, ["MSE ± standard error", *names], lines)
     common.write("fedmgp_faults", rows, options.json)
     if options.out is not None:
         common.show_path(draw(columns, options.out))

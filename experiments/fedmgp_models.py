@@ -97,10 +97,18 @@ def model(
     units: int | None = None,
     scale: float | None = None,
     weight_sd: float | None = None,
+    own_kernel: object | None = None,
 ) -> ConvolvedGP:
-    """The model of all experiments, of one unit or of several at once."""
+    """The model of all experiments, of one unit or of several at once; units share the size of their own processes."""
     shape = torch.Size() if units is None else torch.Size([units])
-    return ConvolvedGP(inducing[:, None], kernel(latents, units, weight_sd), batch_shape=shape, scale=scale)
+    return ConvolvedGP(
+        inducing[:, None],
+        kernel(latents, units, weight_sd),
+        batch_shape=shape,
+        scale=scale,
+        own_kernel=own_kernel,
+        share_own_kernel=own_kernel is not None,
+    )
 
 
 def pooled_scale(y: Sequence[Tensor]) -> float:
@@ -117,7 +125,10 @@ def fedmgp(
     """Each unit's model after some rounds of `ft.fedmgp`, and the last round."""
     algorithm = ft.fedmgp(module, accept_disclosure=True, **settings)  # type: ignore[arg-type]
     *_, last = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
-    return unit_models(algorithm, last, range(len(data))), last
+    models = unit_models(algorithm, last, range(len(data)))
+    for unit, rows in zip(models, data):
+        unit.observe(*rows)
+    return models, last
 
 
 def unit_models(algorithm: ft.Algorithm, last: ft.Round, units: Sequence[int]) -> list[ConvolvedGP]:
@@ -185,16 +196,19 @@ def alone(x: Tensor, y: Tensor, at: Tensor) -> Prediction:
 
 
 def polynomial(
-    x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor, degrees: Sequence[int] = range(2, 13), pull: float = 0.1
+    x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor, degrees: Sequence[int] = range(2, 41), pull: float = 0.1
 ) -> Prediction:
     """FedPoly: a shared polynomial by federated sums, then unit 0's own, held to the shared one by ω‖θ* − θ‖².
 
-    The degree is chosen by five-fold cross-validation of the shared polynomial. The source prints the penalty with a
-    minus sign, which would push θ away.
+    The degree is chosen by five-fold cross-validation of the shared polynomial. Polynomials are written in Chebyshev's
+    on the range of all inputs, whose sums of squares can be inverted at any degree tried. The source prints the
+    penalty with a minus sign, which would push θ away.
     """
+    low, high = min(float(a.min()) for a in x), max(float(a.max()) for a in x)
 
     def features(inputs: Tensor, degree: int) -> Tensor:
-        return torch.stack([inputs**k for k in range(degree + 1)], -1)
+        place = (2 * inputs - low - high) / (high - low)
+        return torch.stack([torch.special.chebyshev_polynomial_t(place, k) for k in range(degree + 1)], -1)
 
     def shared(parts: Sequence[tuple[Tensor, Tensor]], degree: int) -> Tensor:
         designs = [(features(a, degree), b) for a, b in parts]

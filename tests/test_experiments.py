@@ -219,7 +219,9 @@ def test_fedmgp_battery(tmp_path):
     except FileNotFoundError as error:
         pytest.skip(str(error))
     fedmgp_battery.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
-    assert len(rows(tmp_path / "rows.json")) == 5 + 4  # five errors, and the intervals of all but the polynomial
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 6 + 2 * 5  # six errors, and coverage and width of the intervals of all but the polynomial
+    assert found["FedMGP", "95 % intervals cover"] >= found["FedMGP, no own process", "95 % intervals cover"]
     assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch.models.convolved_gp import ConvolvedGP, fit, join, stable_cholesky
+from fedtorch.models.convolved_gp.rows import row_fit
 from fedtorch.models.multi_output_kernels import ConvolutionProcess, Coregionalisation, EmbedCategories
 from fedtorch.models.quiet_gpytorch import gpytorch
 
@@ -289,6 +290,20 @@ def test_jitter_grows_only_where_it_is_needed() -> None:
     assert float((found[1] @ found[1].mT - rank_one).abs().max()) < 1e-6
     with pytest.raises(ValueError, match=r"that of unit \[1\] is not"):
         stable_cholesky(torch.stack([good, -good]), 1e-8)
+
+
+def test_expected_log_likelihoods_of_laplace_noise_are_those_of_a_fine_grid() -> None:
+    """Where quadrature at 20 nodes errs by a tenth: at the kink."""
+    likelihood = gpytorch.likelihoods.LaplaceLikelihood().to(DTYPE)
+    likelihood.noise = 0.3
+    y, mean = torch.tensor([0.0, 0.5, -3.0], dtype=DTYPE), torch.tensor([0.0, 0.2, 1.0], dtype=DTYPE)
+    variance = torch.tensor([1.0, 0.04, 2.0], dtype=DTYPE)
+    z = torch.linspace(-9, 9, 2_000_001, dtype=DTYPE)[:, None]
+    density = torch.distributions.Laplace(mean + variance.sqrt() * z, likelihood.noise.sqrt()).log_prob(y)
+    weight = (-0.5 * z.square()).exp()
+    expected = (weight * density).sum(0) / weight.sum(0)
+    found = row_fit(likelihood, y, mean, variance, torch.ones_like(y), ())
+    assert torch.allclose(found, expected, rtol=0, atol=1e-9)  # the step is 1e-5, the error at a kink its square
 
 
 def test_bad_settings() -> None:

@@ -1,0 +1,44 @@
+r"""Federated multi-output Gaussian processes: exact by sums, and by averaging as published.
+
+Units share latent processes g, and each has a likelihood, amplitudes and smoothing widths of its own; see
+`fedtorch.models.convolved_gp`. In a round of `fedmgp` a unit hears the shared hyperparameters θ and q(g), and
+
+1. takes `steps` steps up its own part of the bound, E_q[log p(y_m | f_m)], in its own hyperparameters φ_m;
+2. tells the gradient of that part with respect to θ at fixed q, and
+3. what its outputs say of g, its site: for Gaussian noise exactly B_m = V_m'V_m/σ_m² and a_m = V_m'y_m/σ_m².
+
+The server adds the sites up, and q(g) = N(Λ⁻¹ Σ a_m, Λ⁻¹) with Λ = C_gg⁻¹ + Σ B_m is the posterior that a central
+computation gives. At that q the gradient at fixed q is the gradient of the collapsed bound (the envelope theorem), so θ
+and φ go up the marginal likelihood of all units. θ moves at fixed q(g), not at fixed whitened values, which would tie
+q to the covariance that moves.
+
+What moves slowly is a common factor of all units' weights: g has unit variance, so the posterior of g holds each unit's
+weight where the others' are. Some tenths of a nat to a few nats are left there when everything else has settled;
+predictions hardly change with it. Steps of a tenth start fast, shorter ones (lr=0.03) end higher.
+
+For other likelihoods the site is the natural gradient of E_q[log p(y_m | f_m)], taken with a `damping` below 1:
+partitioned variational inference, which for Gaussian noise and no damping is the exact sum. Where the likelihood is
+log-concave (Bernoulli, Poisson, Laplace) it ends at the best q(g). Of heavy tails (Student-t) rows of negative
+curvature are taken for flat, and it ends some thousandths of a nat below.
+
+Units with a process of their own (`ConvolvedGP(own_kernel=...)`) tell B_m = V_m'(Ω_m + Σ_m)⁻¹V_m and
+a_m = V_m'(Ω_m + Σ_m)⁻¹y_m, with that process in Ω_m. What they know of it stays with them: the client's module knows
+it after `observe(x, y)` with its own rows.
+
+What leaves a unit: B_m and a_m of a unit with no more rows than there are inducing values determine its outputs, for
+whoever knows its inputs and hyperparameters; sums over several units do not. `fedmgp` warns of such units. Messages are
+trees of one fixed shape whatever the number of rows, and the server uses nothing but sums of them and of gradients, so
+that a secure summation can stand between units and server; there is none in this module, and until one is put there the
+server sees each message.
+
+`fedmgp_average` is the source's Algorithm 2, which averages local optima of (μ, Cholesky factor of M). It is biased: a
+unit's local optimum weighs the prior as if the unit were alone.
+
+Source: Chung and Al Kontar (2024), "Federated multi-output Gaussian processes", (13) to (16) and Algorithm 2; Bui et
+al. (2018), "Partitioned variational inference"; Khan and Lin (2017) for the natural gradients.
+"""
+
+from fedtorch.federation.algorithms.multi_output_gp.average import fedmgp_average
+from fedtorch.federation.algorithms.multi_output_gp.exact import fedmgp
+
+__all__ = ["fedmgp", "fedmgp_average"]

@@ -1,0 +1,220 @@
+"""The exact posterior of what units share, by sums of what each unit tells."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
+from fedtorch.federation.algorithms.multi_output_gp.steps import (
+    Moments,
+    adam,
+    along_rows,
+    check_settings,
+    in_parts,
+    no_moments,
+    some_rows,
+)
+from fedtorch.federation.exchange import Increment, Mean
+from fedtorch.models.gaussian import pack, unpack
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.models.convolved_gp import ConvolvedGP
+
+__all__ = ["fedmgp"]
+
+
+class Message(NamedTuple):
+    """What a unit tells the server."""
+
+    site: Increment  # of its `Told`
+    gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
+
+
+class State(NamedTuple):
+    """A unit's own; leaves `(K, ...)`."""
+
+    own: dict[str, Tensor]  # its hyperparameters and scale
+    moments: Moments
+    sent: Told
+    started: Tensor  # bool: whether `own` comes from its own data
+
+
+class Server(NamedTuple):
+    """What the server keeps."""
+
+    shared: dict[str, Tensor]  # θ
+    told_at: dict[str, Tensor]  # θ at which the units last told their sites
+    heard: Told  # the sum of all `sent`, float64
+    mean: Tensor  # (P,) of q(t), g = basis · t
+    root: Tensor  # (P (P + 1) / 2,) lower root of its covariance
+    moments: Moments
+    bound: Tensor  # () of the marginal likelihood, exact for Gaussian noise when all have answered
+
+
+class Outbox(NamedTuple):
+    """What the server sends out."""
+
+    shared: dict[str, Tensor]
+    told_at: dict[str, Tensor]
+    mean: Tensor
+    root: Tensor
+    units: Tensor  # () that have told, 0 before the first round
+
+
+def fedmgp(
+    module: ConvolvedGP,
+    *,
+    steps: int = 5,
+    lr: float = 0.1,
+    server_lr: float = 0.1,
+    batch_size: int | None = None,
+    site_batch_size: int | None = None,
+    damping: float | None = None,
+    exact_units: bool = False,
+    accept_disclosure: bool = False,
+) -> Algorithm:
+    """A multi-output Gaussian process over units that keep their data; rows are (x `(d,)`, y) and what the likelihood
+    wants besides.
+
+    `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior: call it for a `MultivariateNormal` of
+    f, its `predict` for outputs. `Server.bound` is the bound of the marginal likelihood at the hyperparameters with
+    which the units last told their sites, and those make the predictions.
+
+    Args:
+        module: of one unit, no batch shape; in float64 unless the data are easy. A unit's own parameters start from
+            its own data.
+        steps: of Adam on a unit's own hyperparameters in each exchange, at fixed q.
+        lr: of these steps.
+        server_lr: of the server's Adam step on the shared hyperparameters, once an exchange; 0 keeps them.
+        batch_size: rows of a hyperparameter step, drawn anew for each; default: all.
+        site_batch_size: rows that a unit's site is estimated from in each exchange: stochastic natural gradients, for
+            units too large to pass over; needs damping below 1.
+        damping: by which share a site moves to its new value; default: 1 for Gaussian noise, else 0.5.
+        exact_units: whether a unit's residual covariance is kept whole, in O(N³); for Gaussian noise.
+        accept_disclosure: whether units with no more rows than inducing values may take part without a warning.
+
+    Shapes: server state is `Server`, outbox `Outbox`; client state is `State`, `(K, ...)`.
+
+    Raises:
+        ValueError: a setting out of range, a module with a batch shape, or rows that do not fit it.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.convolved_gp import ConvolvedGP
+        >>> x = torch.linspace(0, 1, 40, dtype=torch.float64)[:, None]
+        >>> noise = 0.1 * ft.random.normal(ft.random.key(0), (3, 40), torch.float64)
+        >>> data = ft.data.from_tensors([(x, a * (6 * x[:, 0]).sin() + e) for a, e in zip((1.0, 2.0, -1.0), noise)])
+        >>> algorithm = ft.fedmgp(ConvolvedGP(torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]))
+        >>> *_, last = ft.run(algorithm, ft.InProcess(data), rounds=20)
+        >>> 20 < float(last.server.bound) < 110
+        True
+    """
+    gp = StackedGP(module, exact_units)
+    damping = (1.0 if gp.gaussian else 0.5) if damping is None else damping
+    check_settings(steps, lr, server_lr, batch_size, site_batch_size, damping, gp.exact_units)
+    size = gp.module.points
+
+    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
+        shared = {name: parameters[name] for name in gp.shared}
+        own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
+        like = gp.values["posterior_mean"]
+        nothing = Told(
+            like.new_zeros(size * (size + 1) // 2), torch.zeros_like(like), like.new_zeros(()), like.new_zeros(())
+        )
+        trained = {name: own[name] for name in gp.trained}
+        zero = torch.zeros((), dtype=torch.float64)
+        server = Server(
+            shared,
+            shared,
+            tree.to(nothing, torch.float64),
+            torch.zeros_like(like, dtype=torch.float64),
+            pack(torch.eye(size, dtype=torch.float64)),
+            no_moments(shared),
+            zero,
+        )
+        return server, State(own, no_moments(trained), nothing, torch.tensor(False))
+
+    def outbox(server: Server) -> Outbox:
+        like = gp.values["posterior_mean"].dtype
+        return Outbox(
+            server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.heard.units.to(like)
+        )
+
+    def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
+        x, y, *extra = data.batch
+        mask, every = data.mask.to(y.dtype), inbox.shared
+        inbox = _once(inbox)
+        posterior = gp.posterior(inbox.shared, inbox.mean, unpack(inbox.root).tril())
+        heard = {**inbox.shared, **posterior}
+
+        def rows(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
+            return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
+
+        fresh = gp.module.initial_units(y, mask, *extra)
+        own = tree.map(lambda old, new: torch.where(along_rows(state.started, old), old, new), state.own, fresh)
+        moments = state.moments
+        for step in range(steps):
+            gradient = gp.gradient(heard, own, gp.trained, *rows(batch_size, step))[1]
+            trained, moments = adam({n: own[n] for n in gp.trained}, gradient, moments, lr, inbox.units > 0)
+            own = {**own, **trained}
+        part, gradient = gp.gradient({**own, **posterior}, every, gp.shared, *rows(batch_size, steps))
+        new = gp.site({**heard, **own}, *rows(site_batch_size, steps + 1))
+        share = torch.where(state.sent.units > 0, damping, 1.0).to(y.dtype)
+        sent = tree.add(tree.scale(state.sent, 1 - share), tree.scale(new, share))
+        message = Message(Increment(tree.subtract(sent, state.sent)), Mean(gradient, torch.ones_like(data.count)))
+        loss = -part / data.count.clamp(min=1)
+        return Reply(message, State(own, moments, sent, torch.ones_like(state.started)), {"loss": loss})
+
+    def server(state: Server, aggregate: Message, key: Tensor) -> Server:
+        heard = tree.add(state.heard, aggregate.site.value)
+        mean, root, bound = gp.combine(heard)
+        shared, moments = state.shared, state.moments
+        if float(state.heard.units) > 0 and server_lr > 0 and shared:
+            gradient = tree.scale(aggregate.gradient.value, float(state.heard.units))
+            gradient = tree.add(gradient, gp.shared_gradient(shared, state.mean, unpack(state.root).tril()))
+            shared, moments = adam(shared, gradient, moments, server_lr, torch.tensor(True))
+            mean, root = gp.carry(mean, root, state.shared, shared)
+        return Server(shared, state.shared, heard, mean, pack(root), moments, bound)
+
+    def model(inbox: Outbox, state: State) -> dict[str, Tensor]:
+        once = _once(inbox)
+        posterior = gp.posterior(once.shared, once.mean, unpack(once.root).tril())
+        everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
+        return {**inbox.told_at, **state.own, **everybody}
+
+    def prepare(data: Any) -> Any:
+        gp.check(data)
+        few = (data.count <= size).nonzero()[:, 0]
+        if len(few) and not accept_disclosure:
+            warnings.warn(
+                f"{len(few)} units have no more rows than the {size} inducing values: whoever reads such a unit's "
+                "message alone learns its outputs. Sum the messages by secure aggregation, take fewer inducing "
+                "inputs, or pass accept_disclosure=True",
+                stacklevel=2,
+            )
+        return data
+
+    return Algorithm(
+        init=init,
+        outbox=outbox,
+        client=lambda inbox, state, data, key: in_parts(client, size * data.mask.shape[1], inbox, state, data, key),
+        server=server,
+        model=model,
+        prepare=prepare,
+        local=gp.local(),
+        sent=lambda state: Increment(state.sent),
+        recount=lambda server, told: server._replace(heard=told.value),
+    )
+
+
+def _once(inbox: Tree) -> Tree:
+    """Views of one value for all units as `(1, ...)`, so that what depends on nothing else is computed once."""
+    shared = all(len(leaf) > 1 and leaf.stride(0) == 0 for leaf in tree.leaves(inbox))
+    return tree.take(inbox, slice(0, 1)) if shared else inbox

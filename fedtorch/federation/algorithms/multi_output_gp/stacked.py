@@ -1,0 +1,176 @@
+"""A Gaussian process of one unit as functions of the stacked tensors of many."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import BadClients, Local, LocalSolver, Quadratic
+from fedtorch.federation.algorithms.multi_output_gp.steps import in_parts
+from fedtorch.models import functional
+from fedtorch.models.gaussian import pack, unpack
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.models.convolved_gp import ConvolvedGP, Site
+
+__all__ = ["POSTERIOR", "StackedGP", "Told"]
+
+POSTERIOR = ("posterior_mean", "posterior_root")
+
+
+class Told(NamedTuple):
+    """What a unit has told of g, or the sum over units."""
+
+    precision: Tensor  # (P (P + 1) / 2,) lower triangle of B
+    shift: Tensor  # (P,) a
+    constant: Tensor  # () c
+    units: Tensor  # () how many
+
+
+class StackedGP:
+    """The module as functions of stacked tensors `(K, ...)`; shared ones may be `(1, ...)`."""
+
+    def __init__(self, module: ConvolvedGP, exact_units: bool) -> None:
+        from fedtorch.models.convolved_gp import ConvolvedGP
+        from fedtorch.models.quiet_gpytorch import gpytorch
+
+        if not isinstance(module, ConvolvedGP):
+            raise TypeError(f"Expected a ConvolvedGP, but got {type(module).__name__}")
+        if tuple(module.batch_shape):
+            raise ValueError(
+                f"Expected a module of one unit, but got batch_shape={tuple(module.batch_shape)}; leave it away"
+            )
+        self.module = copy.deepcopy(module)
+        self.module.rebase()
+        self.module.observed = None
+        self.exact_units = module.keeps_whole(exact_units)
+        self.gaussian = isinstance(module.likelihood, gpytorch.likelihoods.GaussianLikelihood)
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        self.shared, self.own = list(self.module.shared_names), list(self.module.unit_names)
+        self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
+        self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
+
+    def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
+        """`function()` with `values` in the places of the module's tensors."""
+        names = [name for name in values if name in self.values]
+        with functional.Swap(self.module, names)([values[name] for name in names]):
+            return function()
+
+    def gradient(
+        self,
+        fixed: dict[str, Tensor],
+        free: dict[str, Tensor],
+        names: Sequence[str],
+        rows: Tree,
+        mask: Tensor,
+        factor: Tensor,
+        units: int | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(each unit's part of the bound plus its priors `(K,)`, gradients with respect to `names` of `free`).
+
+        With `units`, its risk (14) instead, with the sign turned: minus a share of the divergence.
+        """
+        x, y, extra = rows
+        moving = {name: free[name].detach().clone().requires_grad_() for name in names}
+
+        def part() -> Tensor:
+            value = self.module.expected_log_likelihood(x, y, mask, *extra, exact_units=self.exact_units)
+            value = factor * value
+            if units is not None:
+                return value - self.module.divergence() / units
+            return value + self.module.log_prior(True) if set(names) <= set(self.own) else value
+
+        with torch.enable_grad():
+            value = self.on({**fixed, **free, **moving}, part)
+            found = torch.autograd.grad(value.sum(), list(moving.values()), allow_unused=True)
+        gradient = {n: torch.zeros_like(free[n]) if g is None else g for n, g in zip(names, found)}
+        return value.detach(), gradient
+
+    def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Told:
+        """What units tell, `(K, ...)`."""
+        x, y, extra = rows
+        found: Site = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
+        told = Told(pack(found.precision), found.shift, found.constant, torch.ones_like(found.constant))
+        return tree.scale(told, factor)._replace(units=told.units)
+
+    def posterior(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
+        """q(t) and its basis, by the names of the module's buffers: t is white under the prior at `shared`."""
+        with torch.no_grad():
+            basis = self.on(shared, self.module.root)
+            basis = basis.expand(*mean.shape[:-1], *self.values["basis"].shape)
+        return {"basis": basis, "posterior_mean": mean, "posterior_root": root}
+
+    def combine(self, heard: Told) -> tuple[Tensor, Tensor, Tensor]:
+        """(mean, root, bound) of q(t) from the prior and the sum of the sites."""
+        from fedtorch.models.convolved_gp import posterior
+
+        precision = unpack(heard.precision)
+        return posterior(torch.eye(self.module.points).to(precision), precision, heard.shift, heard.constant)
+
+    def carry(
+        self, mean: Tensor, root: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The same q(g) in values t that are white under the prior at other shared hyperparameters."""
+        with torch.no_grad():
+            basis = self.on(before, self.module.root)
+            change = self.on({**after, "basis": basis}, self.module.change).to(mean)
+        return change @ mean, change @ root
+
+    def shared_gradient(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
+        """The gradient of −KL(q ‖ p) and of the shared priors."""
+        moving = {name: value.detach().clone().requires_grad_() for name, value in shared.items()}
+        like = self.values["posterior_mean"].dtype
+        posterior = self.posterior(shared, mean.to(like), root.to(like))
+        with torch.enable_grad():
+            value = self.on({**moving, **posterior}, lambda: self.module.log_prior(False) - self.module.divergence())
+            found = torch.autograd.grad(value, list(moving.values()), allow_unused=True)
+        return {n: torch.zeros_like(shared[n]) if g is None else g for n, g in zip(shared, found)}
+
+    def predict(self, tensors: Tree, inputs: Tree) -> Tensor:
+        """Means of f, `(K, N)`."""
+
+        def means(tensors: Tree, inputs: Tensor) -> Tensor:
+            return self.on(tensors, lambda: self.module.marginals(inputs)[0])
+
+        with torch.no_grad():
+            return in_parts(means, inputs.shape[1] * self.module.points, tensors, inputs)
+
+    def check(self, data: Any) -> Any:
+        """Raises unless the rows are (x `(d,)`, y, …) in the module's dtype, and every unit has some."""
+        rows = data.batch
+        dtype = self.values["posterior_mean"].dtype
+        dims = self.module.inducing.shape[-1]
+        if not isinstance(rows, tuple) or len(rows) < 2 or rows[0].shape[2:] != (dims,) or rows[1].ndim != 2:
+            shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(rows)]
+            raise ValueError(f"Expected rows (x, y) of shapes ({dims},) and (), but got {shapes}")
+        if rows[0].dtype != dtype or rows[1].dtype != dtype:
+            raise ValueError(
+                f"Expected rows in the module's {dtype}, but got {rows[0].dtype} and {rows[1].dtype}; use data.to"
+            )
+        empty = (data.count == 0).nonzero()[:, 0]
+        if len(empty):
+            raise BadClients(empty, "expected at least one row, but got none; leave such clients out with data.select")
+        return data
+
+    def local(self) -> LocalSolver:
+        """The module for predictions; there is no separate local problem to solve."""
+
+        def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+            raise NotImplementedError("Expected ft.fedmgp to run the units; it has no local solver to use elsewhere")
+
+        names = [*self.shared, *self.trained]
+        return LocalSolver(
+            solve=solve,
+            parameters={name: self.values[name].clone() for name in names},
+            init=lambda parameters: None,
+            predict=self.predict,
+            tensors=lambda parameters, state: parameters,
+            prepare=self.check,
+            module=self.module,
+        )
