@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from fedtorch import exact, random
-from fedtorch.models import sparse
+from fedtorch.models import interweaving, sparse
 from fedtorch.models.gaussian_conditional import Design
 from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel
 
@@ -100,14 +100,15 @@ def draw_joint(setting: Setting, count: int, purpose: int) -> Joint:
     if setting.scale is not None:
         precision, auxiliary = torch.full_like(precision, setting.scale**-2), torch.ones_like(precision)
     rate = setting.noise(random.fold_in(own, 2))
-    shared = sparse.Global(theta, precision, auxiliary, rate, prior)
+    shared = sparse.Global(theta, theta, precision, auxiliary, rate, prior)
     each = random.fold_in(random.fold_in(own, 3)[:, None], torch.arange(sites)).flatten()
     repeat = lambda leaf: leaf.repeat_interleave(sites, 0)
     w, u = setting.scales(random.fold_in(each, 0), (p,))
     z = random.normal(random.fold_in(each, 1), (p,), torch.float64)
     noise = random.gamma(random.fold_in(each, 2), setting.shape, (), torch.float64) / repeat(rate)
     local = repeat(theta) + z / (w * repeat(precision)).sqrt()
-    return Joint(shared, sparse.Site(local[:, None], w[:, None], u[:, None], noise[:, None]))
+    place, *rest = (leaf[:, None] for leaf in (local, w, u, noise))
+    return Joint(shared, sparse.Site(place, place, *rest, interweaving.nothing(local)))
 
 
 def draw_responses(setting: Setting, sites: sparse.Site, key: Tensor) -> Tensor:
@@ -144,7 +145,10 @@ def step(
     for name, terms in local.report(after).items():
         limbs = sum(exact.limbs(term) for term in terms)
         sums[name] = limbs.reshape(count, sites, *limbs.shape[2:]).sum(1)
-    return Joint(shared.update(joint.shared, sums, keys(102, count, t)), after)
+    now = shared.update(joint.shared, sums, keys(102, count, t))
+    if "score" in sums:  # the sites moved with θ
+        after = after._replace(theta=repeat(now.theta - now.centre) + after.place)
+    return Joint(now, after)
 
 
 def statistics(joint: Joint, sites: int, prior: Callable[[Any], dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -36,10 +36,12 @@ class GlobalPrior:
     Attributes:
         init: start of θ, `(C, p)` -> its variables, `(C, ...)`.
         update: (variables, θ̂ `(C, p)`, its precision h `(C, p)`, keys `(C,)`) -> (θ `(C, p)`, variables).
+        precision: variables -> the precisions of θ given them, `(C, p)` or a number; it is normal of mean zero then.
     """
 
     init: Callable[[Tensor], Tree]
     update: Callable[[Tree, Tensor, Tensor, Tensor], tuple[Tensor, Tree]]
+    precision: Callable[[Tree], Tensor]
 
 
 class SpikeAndSlab(NamedTuple):
@@ -133,7 +135,7 @@ def spike_and_slab(
         rho = random.beta(for_inclusion, a + slabs, b + count - slabs, (), torch.float64)
         return theta, SpikeAndSlab(each[:, index], eta, rho)
 
-    return GlobalPrior(init, update)
+    return GlobalPrior(init, update, lambda state: 1 / (_factor(state.included, spike) * state.variance))
 
 
 def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
@@ -179,7 +181,7 @@ def gaussian(scale: float = 1.0) -> GlobalPrior:
     def update(state: Tree, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, Tree]:
         return _normal(estimate, precision, precision + 1 / scale**2, keys), state
 
-    return GlobalPrior(lambda start: {}, update)
+    return GlobalPrior(lambda start: {}, update, lambda state: torch.tensor(1 / scale**2, dtype=torch.float64))
 
 
 def _scale_mixture(mix: Callable[[Mixture, Tensor, Tensor], tuple[Tensor, Tensor]], slab: float) -> GlobalPrior:
@@ -200,7 +202,7 @@ def _scale_mixture(mix: Callable[[Mixture, Tensor, Tensor], tuple[Tensor, Tensor
         exponential = random.exponential(for_auxiliary, (1,), torch.float64)
         return theta, Mixture(local, auxiliary, scale, exponential / (1 + scale))
 
-    return GlobalPrior(init, update)
+    return GlobalPrior(init, update, lambda state: state.precision * state.scale + slab)
 
 
 def _normal(estimate: Tensor, precision: Tensor, posterior: Tensor, keys: Tensor) -> Tensor:

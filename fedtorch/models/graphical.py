@@ -105,7 +105,7 @@ def neighbourhoods(
         >>> graphical.edges(graphical.union(inclusion), 0.1).nonzero().tolist()
         [[0, 1], [1, 0]]
     """
-    regression = sparse.regression(deviation=deviation, noise_shape=noise_shape)
+    regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=0)
 
     def sweep(heard: Tree, site: Tree, data: Fields, keys: Tensor, sweeps: int) -> Tree:
         p = data.gram.shape[-1]

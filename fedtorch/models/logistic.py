@@ -16,10 +16,11 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import BadClients
-from fedtorch.models import sparse
+from fedtorch.models import interweaving, sparse
 from fedtorch.models.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs_kernels import LocalKernel
 from fedtorch.models.polya_gamma import polya_gamma
+from fedtorch.tree import Tree
 
 __all__ = ["LogisticSite", "logistic_regression"]
 
@@ -28,9 +29,11 @@ class LogisticSite(NamedTuple):
     """A client's variables; `(K, C, ...)`."""
 
     theta: Tensor  # (..., p) θ_k
+    place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
     precision: Tensor  # (..., p) 1/λ²
     auxiliary: Tensor  # (..., p) 1/ν
     noise: Tensor  # (...) 1, for the sums that all regressions report
+    likelihood: Tree  # of such moves given Pólya–Gamma numbers; {} for those that do not tell
     intercept: Tensor  # (...) β_k
 
 
@@ -40,7 +43,9 @@ class _Rows(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # (K,)
 
 
-def logistic_regression(*, deviation: Deviation | None = None, intercept_scale: float = 10.0) -> LocalKernel:
+def logistic_regression(
+    *, deviation: Deviation | None = None, intercept_scale: float = 10.0, interweave: int = sparse.INTERWEAVE
+) -> LocalKernel:
     """The clients' half: logistic regression with coefficients that deviate from the global ones.
 
     Every site has an intercept β_k ~ N(0, s²) of its own. Rows are (x `(d,)`, y `()`), y 0 or 1.
@@ -48,6 +53,7 @@ def logistic_regression(*, deviation: Deviation | None = None, intercept_scale: 
     Args:
         deviation: the prior of θ_kj − θ_j; default `horseshoe()`.
         intercept_scale: s.
+        interweave: up to how many coefficients the server can move θ with all θ_k; see `sparse.regression`.
 
     Raises:
         ValueError: `intercept_scale` is not positive; rows of another form, or y other than 0 and 1 (when a population
@@ -59,7 +65,8 @@ def logistic_regression(*, deviation: Deviation | None = None, intercept_scale: 
 
     def init(start: Tensor) -> LogisticSite:
         ones = torch.ones_like(start)
-        return LogisticSite(start, ones, ones, ones[:, 0], torch.zeros_like(start[:, 0]))
+        likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
+        return LogisticSite(start, start, ones, ones, ones[:, 0], likelihood, torch.zeros_like(start[:, 0]))
 
     def sweep(heard: sparse.Heard, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int) -> LogisticSite:
         if len(keys) == 0:
@@ -93,7 +100,7 @@ def _sweep_one(
     centre = torch.cat([torch.zeros_like(site.intercept)[:, None], heard.theta], 1)
     ridge = torch.full_like(centre, flat)
     offset = centre @ x.mT
-    coefficients = torch.cat([site.intercept[:, None], site.theta], 1) - centre
+    coefficients = torch.cat([site.intercept[:, None], site.place - heard.centre], 1)
     w, u = site.precision, site.auxiliary
     for s in range(sweeps):
         omega = polya_gamma(random.fold_in(for_rows, s), offset + coefficients @ x.mT)
@@ -105,8 +112,13 @@ def _sweep_one(
         coefficients = torch.linalg.solve_triangular(factor.mT, half + normals[:, s, :, None], upper=True)[..., 0]
         energy = coefficients[:, 1:].square() * heard.precision / 2
         w, u = deviation.update(w, u, energy, tuple(part[:, s] for part in mixing))
-    theta = heard.theta + coefficients[:, 1:]
-    return LogisticSite(theta, w.clamp_max(sparse.MOST_PRECISE), u, site.noise, coefficients[:, 0])
+    theta, place = heard.theta + coefficients[:, 1:], heard.centre + coefficients[:, 1:]
+    likelihood = site.likelihood
+    if likelihood:
+        predictor = torch.cat([coefficients[:, :1], place], 1) @ x.mT
+        likelihood = interweaving.logistic(x[:, 1:], y - omega * predictor, omega)
+    precision = w.clamp_max(sparse.MOST_PRECISE)
+    return LogisticSite(theta, place, precision, u, site.noise, likelihood, coefficients[:, 0])
 
 
 def prepare(data: Any) -> _Rows:

@@ -11,7 +11,8 @@ sampler and `hierarchy()` the server's; `ft.gibbs` runs them. The conditionals:
 - θ_k ~ N(A⁻¹(X'y/σ² + D⁻¹θ), A⁻¹), A = X'X/σ² + D⁻¹, D = diag(λ_k² τ²), drawn as a deviation from θ
 - λ_kj² as `fedtorch.models.deviations` says, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k)
 - 1/τ_j² ~ Gamma((M+1)/2, 1/ξ_j + ½ Σ_k (θ_kj − θ_j)²/λ_kj²), ξ_j ~ IG(1, 1 + 1/τ_j²), M counting the clients heard
-- θ_j from Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k 1/λ_kj².
+- θ_j from Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k 1/λ_kj², and before that θ with all θ_k − θ held fixed, from the sites'
+  likelihoods: see `fedtorch.models.interweaving`.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.2. Their Algorithm 2 is
 missing from the text and Algorithm 3 lacks the factors ½ of the conditionals of τ_j² and η.
@@ -26,15 +27,17 @@ from torch import Tensor
 
 from fedtorch import exact, random
 from fedtorch.federation.algorithm import BadClients
+from fedtorch.models import interweaving
 from fedtorch.models.deviations import Deviation, horseshoe
 from fedtorch.models.gaussian_conditional import Design, columns, gaussian_conditional
 from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.models.global_priors import GlobalPrior, spike_and_slab
 from fedtorch.tree import Tree
 
-__all__ = ["Global", "Heard", "Site", "discoveries", "hierarchy", "regression"]
+__all__ = ["INTERWEAVE", "Global", "Heard", "Site", "discoveries", "hierarchy", "regression"]
 
 MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
+INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
 _LARGE = 32  # coefficients above which a problem is solved on its own rows
 
 
@@ -42,6 +45,7 @@ class Heard(NamedTuple):
     """What a client hears; `(K, C, ...)`, at the server `(C, ...)`."""
 
     theta: Tensor  # (..., p) the global parameter
+    centre: Tensor  # (..., p) θ less all moves that every θ_k has made with it
     precision: Tensor  # (..., p) 1/τ²
     noise: Tensor  # (...) b_σ
 
@@ -50,22 +54,31 @@ class Site(NamedTuple):
     """A client's variables; `(K, C, ...)`."""
 
     theta: Tensor  # (..., p) θ_k
+    place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
     precision: Tensor  # (..., p) 1/λ²
     auxiliary: Tensor  # (..., p) 1/ν
     noise: Tensor  # (...) 1/σ²
+    likelihood: Tree  # of such moves; {} for those that do not tell
 
 
 class Global(NamedTuple):
     """The server's variables; `(C, ...)`."""
 
     theta: Tensor  # (C, p)
+    centre: Tensor  # (C, p) θ less all moves that every θ_k has made with it
     precision: Tensor  # (C, p) 1/τ²
     auxiliary: Tensor  # (C, p) 1/ξ
     noise: Tensor  # (C,) b_σ
     prior: Tree  # of the global prior
 
 
-def regression(*, deviation: Deviation | None = None, noise_shape: float = 1.0, intercept: bool = False) -> LocalKernel:
+def regression(
+    *,
+    deviation: Deviation | None = None,
+    noise_shape: float = 1.0,
+    intercept: bool = False,
+    interweave: int = INTERWEAVE,
+) -> LocalKernel:
     """The clients' half: linear regression with coefficients that deviate from the global ones.
 
     Clients may have any number of rows, fewer than coefficients too, and collinear or constant columns: what the data
@@ -75,6 +88,8 @@ def regression(*, deviation: Deviation | None = None, noise_shape: float = 1.0, 
         deviation: the prior of θ_kj − θ_j; default `horseshoe()`.
         noise_shape: a_σ.
         intercept: whether every site has an intercept of its own under a flat prior, which is integrated out.
+        interweave: up to how many coefficients p the sites tell p (p + 3) / 2 numbers more, so that the server can move
+            θ with all θ_k; chains then mix many times faster. 0: never.
 
     Raises:
         ValueError: `noise_shape` is not positive; rows of another form, or NaN in them (when a population is bound).
@@ -85,7 +100,8 @@ def regression(*, deviation: Deviation | None = None, noise_shape: float = 1.0, 
 
     def init(start: Tensor) -> Site:
         ones = torch.ones_like(start)
-        return Site(start, ones, ones, ones[:, 0])
+        likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
+        return Site(start, start, ones, ones, ones[:, 0], likelihood)
 
     def sweep(heard: Heard, site: Site, data: Design, keys: Tensor, sweeps: int) -> Site:
         clients, chains, p = site.theta.shape
@@ -104,21 +120,23 @@ def regression(*, deviation: Deviation | None = None, noise_shape: float = 1.0, 
             w, u = deviation.update(w, u, delta * delta * half, tuple(part[s] for part in mixing))
             noise = gammas[s] / (scale + rss / 2)
         rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
-        theta = heard.theta + rows(delta)
-        return Site(theta, rows(w.clamp_max(MOST_PRECISE)), rows(u), rows(noise))
+        theta, place, noise = heard.theta + rows(delta), heard.centre + rows(delta), rows(noise)
+        likelihood = interweaving.linear(data, place, noise) if p <= interweave else {}
+        return Site(theta, place, rows(w.clamp_max(MOST_PRECISE)), rows(u), noise, likelihood)
 
     return LocalKernel(init, lambda data: design(data, intercept), sweep, report)
 
 
 def report(site: Site) -> Sums:
-    """What the server needs of the sites, as sums: how many there are, Σ w, Σ w θ, Σ w θ² and Σ 1/σ²."""
-    first, second = exact.products(site.precision, site.theta)
+    """What the server needs of the sites, as sums: how many, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods."""
+    first, second = exact.products(site.precision, site.place)
     return {
         "clients": (torch.ones_like(site.noise),),
         "precision": (site.precision,),
         "first": first,
         "second": second,
         "noise": (site.noise,),
+        **(interweaving.report(site.likelihood) if site.likelihood else {}),
     }
 
 
@@ -153,28 +171,34 @@ def hierarchy(
     def init(start: Tensor) -> Global:
         ones = torch.ones_like(start)
         precision = ones if scale is None else ones / scale**2
-        return Global(start, precision, ones, noise_scale * ones[:, 0], prior.init(start))
+        return Global(start, start, precision, ones, noise_scale * ones[:, 0], prior.init(start))
 
     def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
         p = state.theta.shape[-1]
-        for_scale, for_auxiliary, for_prior, for_noise = random.split(keys, 4)
+        for_scale, for_auxiliary, for_prior, for_noise, for_move = random.split(keys, 5)
         clients = exact.value(sums["clients"])
-        weight, first, second = exact.about(sums["precision"], sums["first"], sums["second"], state.theta)
+        before = state.theta
+        if "score" in sums:
+            before = interweaving.move(sums, before, state.centre, prior.precision(state.prior), for_move)
+        weight, first, second = exact.about(sums["precision"], sums["first"], sums["second"], state.centre)
         precision, auxiliary = state.precision, state.auxiliary
         if scale is None:
             gamma = random.gamma(for_scale, (clients[:, None] + 1) / 2, (p,), torch.float64)
             precision = gamma / (auxiliary + second / 2)
             auxiliary = random.exponential(for_auxiliary, (p,), torch.float64) / (1 + precision)
-        estimate = state.theta + first / weight
-        theta, variables = prior.update(state.prior, estimate, weight * precision, for_prior)
+        theta, variables = prior.update(state.prior, before + first / weight, weight * precision, for_prior)
+        centre = theta + (state.centre - before)
         noise = state.noise
         if noise_prior is not None:
             shape, rate = noise_prior
             gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
             noise = gamma / (rate + exact.value(sums["noise"]))
-        return Global(theta, precision, auxiliary, noise, variables)
+        return Global(theta, centre, precision, auxiliary, noise, variables)
 
-    return GlobalKernel(init, lambda state: Heard(state.theta, state.precision, state.noise), update)
+    def send(state: Global) -> Heard:
+        return Heard(state.theta, state.centre, state.precision, state.noise)
+
+    return GlobalKernel(init, send, update)
 
 
 def discoveries(inclusion: Tensor, rate: float = 0.05) -> Tensor:

@@ -51,7 +51,7 @@ def draw_joint(count: int, p: int, purpose: int) -> geweke.Joint:
         local = theta.repeat_interleave(SITES, 0) + SCALE * z / w.sqrt()
         noise = random.gamma(random.fold_in(each, 2), SHAPE, (p,), torch.float64)
         ones = torch.ones_like(theta)
-        shared = sparse.Global(theta, ones / SCALE**2, ones, ones[:, 0], {})
+        shared = sparse.Global(theta, theta, ones / SCALE**2, ones, ones[:, 0], {})
         zero = torch.zeros(len(each), dtype=torch.float64)
         sites = directed.DirectedSite(*(leaf[:, None] for leaf in (local, w, u, noise, zero)))
         drawn = geweke.Joint(shared, tree.map(lambda leaf: leaf.unflatten(0, (-1, SITES)), sites))
@@ -115,7 +115,7 @@ def test_two_variables_against_quadrature() -> None:
     local = directed.regression(deviation=deviations.normal(), noise_shape=sure)
     site = tree.map(lambda leaf: leaf[None], local.init(torch.zeros(chains, 2, dtype=torch.float64)))
     ones = torch.ones(1, chains, 2, dtype=torch.float64)
-    heard, data = sparse.Heard(0.2 * ones, ones / tau**2, sure * ones[..., 0]), observe(y[None])
+    heard, data = sparse.Heard(0.2 * ones, 0.2 * ones, ones / tau**2, sure * ones[..., 0]), observe(y[None])
     draws = []
     for t in range(50):
         site = local.sweep(heard, site, data, geweke.keys(7, chains, t)[None], 8)

@@ -66,8 +66,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.models import sparse
-        >>> x = ft.random.normal(ft.random.key(0), (2, 50, 3))
-        >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(2)])
+        >>> x = ft.random.normal(ft.random.key(0), (6, 50, 3))
+        >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(6)])
         >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=10, chains=2)
         >>> *_, final = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=20)
         >>> final.server.variables.theta.shape
