@@ -213,8 +213,11 @@ def _density(axis: plt.Axes, result: Result, label: str, colour: str, style: str
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Fits all combinations, prints a table per number of parties and draws the figures."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    parser = common.arguments(__doc__ or "")
+    parser.add_argument("--parties", type=int, choices=(2, 10), action="append", help="only this number of parties")
+    options = parser.parse_args(argv)
     size = Size(60, 4, (2,), 100, 20) if options.smoke else Size(500, 20, (2, 10), 5000, 800)
+    size = size._replace(parties=tuple(options.parties or size.parties))
     rhos = RHOS[1:2] if options.smoke else RHOS
     runs = [combinations(size, seed, rhos) for seed in range(options.seeds)]
     tables = [figures(*run) for run in runs]

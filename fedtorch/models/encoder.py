@@ -1,9 +1,9 @@
 r"""Amortised encoders: what is seen of a row gives the parameters of its latent variable.
 
 One small network serves all rows, so its size does not grow with them; many networks, one for each element of a batch
-(folds × models × seeds), are one stack of weights. With activation a,
+(folds × models × seeds), are one stack of weights. With
 
-.. math:: f(v) = A v + c + V a(W v + b), \qquad v \in R^F .
+.. math:: f(v) = A v + c + V \tanh(W v + b), \qquad v \in R^F .
 
 The linear part is exact for Gaussian models; the rest starts at zero, so that a new encoder answers zero.
 
@@ -54,12 +54,11 @@ def linear() -> Encoder:
     return Encoder(init, lambda weights, features: _affine(weights["skip"], features, weights["shift"]))
 
 
-def perceptron(hidden: int = 16, activation: Callable[[Tensor], Tensor] = torch.tanh) -> Encoder:
-    """One hidden layer beside the linear part.
+def perceptron(hidden: int = 16) -> Encoder:
+    """One hidden layer of hyperbolic tangents beside the linear part.
 
     Args:
         hidden: its width.
-        activation: elementwise.
 
     Raises:
         ValueError: no hidden unit.
@@ -80,11 +79,16 @@ def perceptron(hidden: int = 16, activation: Callable[[Tensor], Tensor] = torch.
         }
 
     def forward(weights: dict[str, Tensor], features: Tensor) -> Tensor:
-        inner = activation(_affine(weights["first"], features, weights["bias"]))
-        return straight.forward(weights, features) + weights["second"] @ inner
+        # tanh(v) = 2σ(2v) − 1, whose σ costs a tenth of tanh on a CPU; the twos go to the weights, which are small.
+        inner = _affine(2 * weights["first"], features, 2 * weights["bias"]).sigmoid()
+        shift = weights["shift"] - weights["second"].sum(-1, True)
+        return _affine(2 * weights["second"], inner, _affine(weights["skip"], features, shift))
 
     return Encoder(init, forward)
 
 
 def _affine(weight: Tensor, features: Tensor, shift: Tensor) -> Tensor:
-    return weight @ features + shift
+    """Weights `(B, 1, O, F)` on features `(B, M, F, n)`, plus `(B, 1 or M, O, 1 or n)`: one product for all B·M."""
+    lead = features.shape[:2]
+    stack = lambda value: value.expand(*lead, *value.shape[2:]).flatten(0, 1)
+    return torch.baddbmm(stack(shift), stack(weight), stack(features)).unflatten(0, lead)

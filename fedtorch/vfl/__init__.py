@@ -15,7 +15,7 @@ from fedtorch.vfl.leakage import LabelLeakageWarning
 from fedtorch.vfl.model import VerticalData, VerticalModel
 from fedtorch.vfl.parties import Aligned, Party, align, from_table, joined
 from fedtorch.vfl.power import power
-from fedtorch.vfl.prediction import log_score, noise_variance, spread
+from fedtorch.vfl.prediction import log_score, lost_score, noise_variance, spread
 from fedtorch.vfl.predictors import Predictor, by_level, laplace_prior, linear, multilevel, normal_prior, slopes
 from fedtorch.vfl.sfvi import Fit, cosine, sfvi
 from fedtorch.vfl.soul import Soul, soul
@@ -56,6 +56,7 @@ __all__ = [
     "laplace_prior",
     "linear",
     "log_score",
+    "lost_score",
     "low_rank",
     "mean_field",
     "multilevel",

@@ -8,6 +8,20 @@ With a Gaussian likelihood of known σ it is the augmented model with ρ → ρ(
 on σ remains. With one party it is the model without noise. The product of powers is not normalised over y, so that
 bounds of different models are not comparable: compare predictive scores too (`fedtorch.vfl.log_score`).
 
+Learnt weights do not rank the parties, and cannot. With :math:`e_j = z_j - \eta_j` and :math:`h = b + o +
+\sum_j \eta_j`, party j's likelihood is :math:`p(y \mid h + \sum_k e_k - e_j)`, so that integrating z out leaves
+
+.. math:: Z(w) = \int p(\gamma, \theta) \prod_i \int \prod_j p\big(y_i \mid h_i + \textstyle\sum_k e_k - e_j,
+          \gamma\big)^{w_j}\, dN(e \mid 0, \rho^2 I)\, d(\gamma, \theta) .
+
+The parties' data enter through h alone, which all J likelihoods share, and the e_j are exchangeable: Z does not change
+when the weights are permuted, whichever party knows more. Moreover log Z is convex in w (a log-sum of exponentials of
+linear functions), so equal weights are its minimum and any one party its maxima; `concentration` makes the weights
+interior, not informative. What weights come out is a matter of the guide, whose z is closer to its posterior for some
+parties than for others: the party with all the signal got the most weight with `mean_field` and the least with
+`amortised`. Parties are ranked by `fedtorch.vfl.lost_score` (what predictions lose without a party's features) and
+`spread` (how much it moves the predictor).
+
 Source: Hassan et al., section 3.3, equation (7). Learnt weights are ours.
 """
 
@@ -42,11 +56,7 @@ def power(
         intercept: whether the server has one.
         shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.
         concentration: learn the weights w instead of 1/J each, with :math:`\text{concentration} \cdot n/J \cdot
-            \sum_j \log w_j` added to the bound. Without it all weight would go to one party, because the bound is
-            linear in w. The weights rank the parties by how well the response is explained without their z. That need
-            not be by how much they know: the likelihoods differ only through what q(z | θ) makes of the noise, and a
-            party with all the signal got the most weight with `mean_field` and the least with `amortised`. For a
-            ranking by influence use `fedtorch.vfl.spread`.
+            \sum_j \log w_j` added to the bound. Do not read them as a ranking of the parties, see above.
 
     Raises:
         ValueError: no party, or ρ or `concentration` that is not positive.

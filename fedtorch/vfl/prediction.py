@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
-from fedtorch.vfl.model import VerticalData, VerticalModel, prepared
+from fedtorch.vfl.model import Batch, VerticalData, VerticalModel, prepared
 from fedtorch.vfl.sfvi import Fit, centred
 
-__all__ = ["log_score", "noise_variance", "predictor", "spread"]
+__all__ = ["log_score", "lost_score", "noise_variance", "predictor", "spread"]
 
 
 def noise_variance(model: VerticalModel) -> Tensor:
@@ -38,9 +38,12 @@ def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData
         data: rows; the response is not looked at beyond its shape and range.
     """
     batch = prepared(model, data)
-    gamma, *own = thetas
-    etas = [p.forward(theta, x) for p, theta, x in zip(model.predictors, own, batch.features)]
-    return centred(model, gamma, sum(etas[1:], etas[0]), batch)
+    return centred(model, thetas[0], torch.stack(_etas(model, thetas, batch)).sum(0), batch)
+
+
+def _etas(model: VerticalModel, thetas: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+    """g_j of every party, `(B, M, C, n)` each."""
+    return [p.forward(theta, x) for p, theta, x in zip(model.predictors, thetas[1:], batch.features)]
 
 
 def log_score(
@@ -61,7 +64,13 @@ def log_score(
         points: of the quadrature over it.
     """
     centre, shared = predictor(model, thetas, data)
-    y = prepared(model, data).y
+    return _scored(model, prepared(model, data).y, centre, shared, noise, points)
+
+
+def _scored(
+    model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, noise: Tensor | float | None, points: int
+) -> Tensor:
+    """`log_score` of predictors `(B, M, C, n)`."""
     variance = noise_variance(model) if noise is None else torch.as_tensor(noise, dtype=torch.float64)
     if bool((variance == 0).all()):
         rows = model.likelihood.log_prob(y, centre, shared)
@@ -70,12 +79,34 @@ def log_score(
     return rows.logsumexp(1) - math.log(centre.shape[1])
 
 
+def lost_score(
+    model: VerticalModel,
+    thetas: Sequence[Tensor],
+    data: VerticalData,
+    *,
+    noise: Tensor | float | None = None,
+    points: int = 32,
+) -> Tensor:
+    """What each party's features are worth: the log score that rows lose where its g_j is held at its mean over rows.
+
+    A ranking of the parties by information: a party of pure noise loses nothing but chance on rows that were not
+    trained on. Average over rows; differences between parties are paired by row. Arguments are those of `log_score`.
+
+    Returns:
+        `(B, J, n)`.
+    """
+    batch = prepared(model, data)
+    etas = torch.stack(_etas(model, thetas, batch))
+    whole, shared = centred(model, thetas[0], etas.sum(0), batch)
+    without = [_scored(model, batch.y, whole - eta + eta.mean(-1, True), shared, noise, points) for eta in etas]
+    return _scored(model, batch.y, whole, shared, noise, points).unsqueeze(1) - torch.stack(without, 1)
+
+
 def spread(fit: Fit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
     """How much each party moves the predictor: posterior mean of the standard deviation of g_j over rows, `(B, J)`.
 
-    A ranking of the parties, of which each needs to tell one number.
+    A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
     """
     batch = prepared(fit.model, data)
-    _, *own = fit.sample(key, draws)
-    moved = [p.forward(t, x).std(-1).mean((1, 2)) for p, t, x in zip(fit.model.predictors, own, batch.features)]
-    return torch.stack(moved, -1)
+    thetas = fit.sample(key, draws)
+    return torch.stack([eta.std(-1).mean((1, 2)) for eta in _etas(fit.model, thetas, batch)], -1)

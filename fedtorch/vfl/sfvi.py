@@ -61,7 +61,7 @@ class Fit(NamedTuple):
             return draw_theta(self.model, self.guide, self.parameters, noise.theta)[0]
 
     def weights(self) -> Tensor:
-        """The learnt weights of the parties' likelihoods, `(B, J)`; see `power` for what they rank.
+        """The learnt weights of the parties' likelihoods, `(B, J)`; `power` says why they do not rank the parties.
 
         Raises:
             ValueError: the model's weights are fixed.

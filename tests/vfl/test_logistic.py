@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from verticals import KEY, logistic_data, predictors
+from closed_forms import ROUNDING
+from verticals import KEY, MODELS, draw, logistic_data, predictors
 
-from fedtorch import vfl
+from fedtorch import random, vfl
 from fedtorch.models import likelihoods
 from fedtorch.vfl import oracles
-from fedtorch.vfl.prediction import log_score
+from fedtorch.vfl.prediction import log_score, lost_score
 
 
 def single(data: vfl.VerticalData) -> vfl.VerticalData:
@@ -52,14 +53,36 @@ def test_the_posterior_agrees_with_nuts(parties: int) -> None:
     agrees(parties, 20, 500, steps=6000, draws=2000, allowed=(0.1, 0.1))
 
 
-def test_parties_are_ranked_by_how_much_they_move_the_predictor() -> None:
-    data = logistic_data([2, 2], 60)
-    x = data.features
-    y = (x[0].sum(1) > 0).double()
-    model = vfl.augmented(likelihoods.bernoulli(), predictors([2, 2]), 0.5)
-    fit = vfl.sfvi(model, vfl.Guide.of(vfl.sums(), joint=True), data._replace(response=y), key=KEY, steps=200, lr=0.05)
-    moved = vfl.spread(fit, data, KEY)[0]
-    assert moved[0] > 1.5 * moved[1]
+@pytest.mark.parametrize("name", MODELS)
+def test_parties_are_ranked(name: str) -> None:
+    """Slopes of 2, 1 and 0: by what predictions of other rows lose without a party, and by how much it moves them."""
+    slopes, rows = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64), 600
+    x = draw(1, rows, 3)
+    y = random.bernoulli(KEY, (x @ slopes).sigmoid(), (rows,)).double()
+    train, test = (vfl.VerticalData(x[part].split(1, 1), y[part]) for part in (slice(300), slice(300, rows)))
+    model = MODELS[name](likelihoods.bernoulli(), predictors([1, 1, 1]), 0.5)
+    fit = vfl.sfvi(model, vfl.Guide.of(vfl.sums(), joint=True), train, key=KEY, steps=300, lr=0.05)
+    lost = lost_score(model, fit.sample(KEY, 100), test)[0]
+    # Three standard errors of a difference that is paired by row.
+    for more, less in ((2, 0), (0, 1)):
+        gap = lost[more] - lost[less]
+        assert gap.mean() > 3 * gap.std() / gap.numel() ** 0.5
+    assert lost[1].mean().abs() < 3 * lost[1].std() / 300**0.5 + 0.01  # a party of noise is worth nothing
+    assert vfl.spread(fit, test, KEY)[0].argsort().tolist() == [1, 0, 2]
+
+
+def test_a_score_is_lost_as_if_the_party_were_left_out() -> None:
+    """Features of mean zero held at their mean are features of zeros."""
+    data = logistic_data([2, 1], 12)
+    data = data._replace(features=tuple(x - x.mean(0) for x in data.features))
+    model = vfl.augmented(likelihoods.bernoulli(), predictors([2, 1]), 1.0)
+    thetas = [draw(j, 1, 5, d) for j, d in enumerate(model.sizes)]
+    lost = lost_score(model, thetas, data)
+    assert lost.shape == (1, 2, 12)
+    for j in range(2):
+        held = tuple(x * (k != j) for k, x in enumerate(data.features))
+        expected = log_score(model, thetas, data) - log_score(model, thetas, data._replace(features=held))
+        torch.testing.assert_close(lost[:, j], expected, rtol=ROUNDING, atol=ROUNDING)
 
 
 def test_attenuation() -> None:

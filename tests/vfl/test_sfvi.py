@@ -244,6 +244,22 @@ def test_learnt_weights_are_stationary() -> None:
         fit._replace(parameters=fit.parameters._replace(server={})).weights()
 
 
+def test_learnt_weights_cannot_rank_the_parties() -> None:
+    """A family of z as exchangeable as its posterior: permuted weights have the same bound, whatever a party knows."""
+    model, data = some_model("power", "bernoulli")
+    model = dataclasses.replace(model, concentration=0.1)
+    family = GUIDES["sums"]()
+    q = some_parameters(model, family, data)
+    noise = draw_noise(model, family, KEY.reshape(1), 12, 3, torch.float64)
+    order = [2, 0, 1]
+    moved = q._replace(server={**q.server, "weights": {"logits": q.server["weights"]["logits"][:, order]}})
+    batch, z = prepared(model, data), noise.z[0][:, :, order]
+    one = bound(model, family, q, batch, noise)
+    two = bound(model, family, moved, batch, noise._replace(z=(z, *noise.z[1:])))
+    torch.testing.assert_close(one, two, rtol=ROUNDING, atol=ROUNDING)
+    assert distance(one, bound(model, family, moved, batch, noise)) > 1e-3  # not by the weights having no effect
+
+
 def test_categorical_with_two_classes_is_bernoulli() -> None:
     """Predictors (−s/2, s/2) of two classes are a predictor s of one; the likelihoods then agree."""
     data = logistic_data([2, 1], 12)
