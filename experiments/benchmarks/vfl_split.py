@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from experiments import common, vfl_heart
+from experiments import common, vfl_heart_models
 from fedtorch import data as ft_data
 from fedtorch import random, vfl
 from fedtorch.models import likelihoods
 from fedtorch.models.split_nn import mlp
+from fedtorch.vfl.split.network import adam
 
 STEPS = 50_000
 
@@ -26,10 +27,10 @@ STEPS = 50_000
 def stepper(size: int) -> Callable[[int], None]:
     """A function that takes iterations of `size` networks on training rows of the folds."""
     table = ft_data.heart_failure()
-    fold = vfl_heart.folds(len(table.y), 1)
-    train, _ = vfl_heart.standardised(table, fold)
+    fold = vfl_heart_models.folds(len(table.y), 1)
+    train, _ = vfl_heart_models.standardised(table, fold)
     copies = 4
-    rows = vfl_heart.vertical(table, train, fold.train, fold.weight, copies)
+    rows = vfl_heart_models.vertical(table, train, fold.train, fold.weight, copies)
     cut = lambda value: value[:size]
     rows = vfl.VerticalData(tuple(map(cut, rows.features)), cut(rows.response), weight=cut(rows.weight))
     rho = torch.tensor([1.0, 5.0, 10.0, 0.0]).repeat(10)[:size]
@@ -37,7 +38,7 @@ def stepper(size: int) -> Callable[[int], None]:
     bottoms = [mlp(len(columns), (8, 8), 2) for columns in table.parties]
     bayes = vfl.HierarchicalBayes(rho=rho)
     model = vfl.SplitNetwork(bottoms, likelihoods.categorical(2), keys=keys, bayes=bayes).train()
-    optimizer = model.configure_optimizers()
+    optimizer = adam(model.parameters())
     done = 0
 
     def take(count: int) -> None:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from fedtorch import random, vfl, wire
 from fedtorch.models import encoder, functional, likelihoods
 from fedtorch.models.split_nn import Stacked, mlp
-from fedtorch.vfl import split_messages
 from fedtorch.vfl.messages import Gradient, Value
-from fedtorch.vfl.split_data import take_rows
-from fedtorch.vfl.split_parts import NodeNoise
+from fedtorch.vfl.split.bayes import NodeNoise
+from fedtorch.vfl.split.nodes import exchange, nodes
+from fedtorch.vfl.split.rows import take_rows
 
 WIDTHS, N, B = [3, 2, 4], 14, 3
 KEYS = random.fold_in(random.key(0), torch.arange(B))
@@ -102,8 +102,8 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
     other = copy.deepcopy(model)
     before = copy.deepcopy(model)
     in_one_graph(model, rows, 3)
-    server, parties = split_messages.nodes(other, rows, SGD)
-    traffic = [split_messages.exchange(server, parties, step) for step in range(3)]
+    server, parties = nodes(other, rows, SGD)
+    traffic = [exchange(server, parties, step) for step in range(3)]
     assert distance(model, other) < ROUNDING
     assert distance(model, before) > 1e-3
     widths = [party.outputs for party in model.parties]
@@ -116,7 +116,7 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
 def test_gradient_messages_are_autograd_s() -> None:
     """What comes down is the derivative of the joint loss with respect to what went up."""
     model, rows = CASES["plain"](), data()
-    server, parties = split_messages.nodes(model, rows, SGD)
+    server, parties = nodes(model, rows, SGD)
     values = [party.propose(0) for party in parties]
     leaves = [value.value.clone().requires_grad_() for value in values]
     total = sum(leaves)[:, 0] + rows.offset  # (B, C, N)
@@ -132,8 +132,8 @@ def test_minibatches_as_messages(name: str) -> None:
     model, rows = CASES[name](), data()._replace(weight=None)
     other, chosen = copy.deepcopy(model), torch.tensor([5, 1, 9])
     in_one_graph(model, take_rows(rows, chosen), 1)
-    server, parties = split_messages.nodes(other, rows, SGD)
-    split_messages.exchange(server, parties, 0, rows=chosen)
+    server, parties = nodes(other, rows, SGD)
+    exchange(server, parties, 0, rows=chosen)
     assert distance(model, other) < ROUNDING
 
 
@@ -141,8 +141,8 @@ def test_local_steps_move_a_party_along_what_it_was_told() -> None:
     model, rows = CASES["amortised"](), data()
     once, thrice = copy.deepcopy(model), copy.deepcopy(model)
     for other, count in ((once, 1), (thrice, 3)):
-        server, parties = split_messages.nodes(other, rows, SGD)
-        split_messages.exchange(server, parties, 0, local_steps=count)
+        server, parties = nodes(other, rows, SGD)
+        exchange(server, parties, 0, local_steps=count)
     assert torch.equal(once.server.shared, thrice.server.shared)
     moved = [distance(model.parties[0], other.parties[0]) for other in (once, thrice)]
     assert moved[1] > 2 * moved[0] > 0

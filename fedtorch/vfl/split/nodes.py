@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from fedtorch import wire
 from fedtorch.vfl.messages import Gradient, Traffic, Value
 from fedtorch.vfl.model import VerticalData
-from fedtorch.vfl.split import SplitNetwork, adam
-from fedtorch.vfl.split_data import batch_of, check_rows, of_party, present, rows_of, take_rows
-from fedtorch.vfl.split_parts import PartyNetwork, ServerNetwork
+from fedtorch.vfl.split.network import SplitNetwork, adam
+from fedtorch.vfl.split.party import PartyNetwork
+from fedtorch.vfl.split.rows import batch_of, check_rows, of_party, present, rows_of, take_rows
+from fedtorch.vfl.split.server import ServerNetwork
 
 __all__ = ["BottomNode", "TopNode", "exchange", "nodes"]
 

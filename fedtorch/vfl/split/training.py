@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.vfl.model import VerticalData
-from fedtorch.vfl.split_data import take_rows
+from fedtorch.vfl.split.rows import take_rows
 
 __all__ = ["StackedEarlyStopping", "VerticalLoader"]
 
