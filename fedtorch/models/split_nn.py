@@ -63,7 +63,7 @@ def mlp(
 
 
 class _Linear(nn.Linear):
-    """A linear layer of rows `(..., n, width)` that lie last in memory: a stack of narrow ones is three times faster."""
+    """A linear layer of rows `(..., n, width)` that computes with rows last, in half the time for narrow ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.weight @ x.mT + self.bias.unsqueeze(-1)).mT

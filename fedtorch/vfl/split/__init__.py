@@ -4,6 +4,7 @@
 process and `processes` with one process per party; `training` is what a Lightning `Trainer` needs.
 """
 
+from fedtorch.vfl.split import nodes, processes
 from fedtorch.vfl.split.bayes import HierarchicalBayes
 from fedtorch.vfl.split.network import SplitNetwork
 from fedtorch.vfl.split.party import PartyNetwork
@@ -18,5 +19,7 @@ __all__ = [
     "StackedEarlyStopping",
     "VerticalLoader",
     "concatenated",
+    "nodes",
+    "processes",
     "summed",
 ]

@@ -38,7 +38,7 @@ from fedtorch.vfl.auxiliary import amortised, sums
 from fedtorch.vfl.model import VerticalData
 from fedtorch.vfl.split.bayes import HierarchicalBayes
 from fedtorch.vfl.split.party import PartyNetwork
-from fedtorch.vfl.split.rows import batch_of, check_rows, of_party, present, rows_of, shaped
+from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, of_party, present, rows_of, shaped
 from fedtorch.vfl.split.server import Combine, ServerNetwork, summed
 
 __all__ = ["SplitNetwork", "adam"]
@@ -122,7 +122,7 @@ class SplitNetwork(L.LightningModule):
             parties.append(PartyNetwork(name, bottom, width, likelihood, count, bayes, of_node(j)))
         self.parties = cast("Sequence[PartyNetwork]", nn.ModuleList(parties))
         stacked = None if top is None else Stacked(top, of_weights(0))
-        self.server = ServerNetwork(likelihood, combine, stacked, count, bayes, of_node(0), parties[0])
+        self.server = ServerNetwork(likelihood, combine, stacked, widths, bayes, of_node(0), parties[0])
         self.optimizer, self.validation_draws = optimizer, validation_draws
         self.validation_losses = torch.full((len(keys),), math.nan)
 
@@ -168,12 +168,7 @@ class SplitNetwork(L.LightningModule):
                 does not have, or absent rows with noise drawn at the sum.
         """
         check_rows(data, [party.bottom.row_dims for party in self.parties], [party.name for party in self.parties])
-        used = (
-            data.response
-            if data.weight is None
-            else torch.where(data.weight > 0, data.response, data.response[..., :1])
-        )
-        self.server.likelihood.check(used)
+        check_response(self.server.likelihood, data)
         if data.present is not None and len(self.server.encoder):
             raise ValueError("Expected rows that all parties have, for `sums`, but got absent ones; use `amortised`")
 

@@ -21,7 +21,7 @@ from fedtorch.vfl.messages import Gradient, Traffic, Value
 from fedtorch.vfl.model import VerticalData
 from fedtorch.vfl.split.network import SplitNetwork, adam
 from fedtorch.vfl.split.party import PartyNetwork
-from fedtorch.vfl.split.rows import batch_of, check_rows, of_party, present, rows_of, take_rows
+from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, of_party, present, rows_of, take_rows
 from fedtorch.vfl.split.server import ServerNetwork
 
 __all__ = ["BottomNode", "TopNode", "exchange", "nodes"]
@@ -78,12 +78,20 @@ class TopNode:
         network: the server's part of a split network; the node trains it in place.
         data: response, offset and weights; its features are not looked at.
         optimizer: from parameters to an optimiser.
+
+    Raises:
+        ValueError: a response that the likelihood does not have.
     """
 
     def __init__(self, network: ServerNetwork, data: VerticalData, optimizer: Optimizers = adam) -> None:
-        network.likelihood.check(data.response)
+        check_response(network.likelihood, data)
         self.network, self.data = network, data._replace(features=())
         self.optimizer = optimizer(network.parameters())
+
+    def expected(self, rows: Tensor | None = None) -> list[Value]:
+        """What the parties' values look like."""
+        size, count = len(self.network.rho), self.data.response.shape[-1] if rows is None else len(rows)
+        return [Value(self.network.rho.new_zeros(size, 1, width, count)) for width in self.network.widths]
 
     def evaluate(self, values: Sequence[Value], step: int, rows: Tensor | None = None) -> list[Gradient]:
         """Moves the server's parameters, and says every party the gradient of what it sent."""

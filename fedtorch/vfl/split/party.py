@@ -55,6 +55,7 @@ class PartyNetwork(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.bottom, self.outputs, self.bayes, self.key = name, bottom, outputs, bayes, key
+        self.parties = parties
         self.q, self.encoder = nn.ParameterDict(), nn.ParameterDict()
         self.random: dict[str, torch.Size] = {}  # shapes of the random weights of one element
         self._register(bayes)

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtorch.models.likelihoods import Likelihood
 from fedtorch.vfl.model import Batch, VerticalData
 
-__all__ = ["batch_of", "check_rows", "of_party", "present", "rows_of", "shaped", "take_rows"]
+__all__ = ["batch_of", "check_response", "check_rows", "of_party", "present", "rows_of", "shaped", "take_rows"]
 
 
 def batch_of(data: VerticalData, dtype: torch.dtype) -> Batch:
@@ -49,6 +50,12 @@ def check_rows(data: VerticalData, row_dims: Sequence[int], names: Sequence[str]
             )
         if not bool(x.isfinite().all()):
             raise ValueError(f"Expected finite features of {name!r}, but got NaN or Inf; impute them first")
+
+
+def check_response(likelihood: Likelihood, data: VerticalData) -> None:
+    """Raises `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
+    y, weight = data.response, data.weight
+    likelihood.check(y if weight is None else torch.where(weight > 0, y, y[..., :1]))
 
 
 def shaped(value: Tensor, ones: int, dtype: torch.dtype) -> Tensor:

@@ -42,8 +42,7 @@ class ServerNetwork(nn.Module):
         likelihood: of the response.
         combine: of the values at the cut layer.
         top: stacked networks on the cut layer `(B, n, C)`; None for none.
-        size: B.
-        parties: J.
+        widths: C_j, what each party sends for a row.
         bayes: noise and priors.
         key: of its noise and its encoder's weights.
         like: a party's network, whose dtype and ρ it takes.
@@ -54,20 +53,21 @@ class ServerNetwork(nn.Module):
         likelihood: Likelihood,
         combine: Combine,
         top: Stacked | None,
-        parties: int,
+        widths: Sequence[int],
         bayes: HierarchicalBayes | None,
         key: Tensor,
         like: PartyNetwork,
     ) -> None:
         super().__init__()
         self.likelihood, self.combine, self.top, self.bayes, self.key = likelihood, combine, top, bayes, key
+        self.widths = list(widths)
         self.register_buffer("rho", like.rho.clone(), persistent=False)
         self.register_buffer("active", like.active.clone(), persistent=False)
         shared = torch.zeros(like.bottom.size, 1, len(likelihood.shared), dtype=like.rho.dtype)
         self.shared, self.encoder = nn.Parameter(shared), nn.ParameterDict()
         here = bayes is not None and bayes.auxiliary is not None and bayes.auxiliary.server is not None
         if here:
-            self.model = auxiliary_model(likelihood, likelihood.outputs, parties, self.rho)
+            self.model = auxiliary_model(likelihood, likelihood.outputs, len(widths), self.rho)
             self.encoder = encoder_weights(bayes.auxiliary, self.model, self.rho, key)  # type: ignore[union-attr, arg-type]
         self.noise = NodeNoise(key, 0, likelihood.outputs if here else 0)
 
