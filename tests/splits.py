@@ -46,6 +46,7 @@ def network(bottom: list[nn.Module] | None = None, **arguments: Any) -> vfl.Spli
     return made
 
 
+WEIGHT_SD = torch.tensor([0.7, 0.2, 0.3])  # of the second, without noise, nothing depends on it
 SMALL = encoder.perceptron(3)
 CASES: dict[str, Callable[[], vfl.SplitNetwork]] = {
     "plain": network,
@@ -55,7 +56,7 @@ CASES: dict[str, Callable[[], vfl.SplitNetwork]] = {
     ),
     "sums": lambda: network(bayes=bayes()),
     "sums, skewed": lambda: network(bayes=bayes(auxiliary=vfl.sums(SMALL))),
-    "amortised": lambda: network(bayes=bayes(auxiliary=vfl.amortised(SMALL), weight_sd=0.7)),
+    "amortised": lambda: network(bayes=bayes(auxiliary=vfl.amortised(SMALL), weight_sd=WEIGHT_SD)),
     "amortised, y seen": lambda: network(
         bayes=bayes(auxiliary=vfl.amortised(SMALL, sees_response=True), sticking=False)
     ),

@@ -176,6 +176,16 @@ def test_gaussian_bound_averages_to_its_closed_form() -> None:
     assert abs(bounds.mean() - (fit - kl)) < 4 * error
 
 
+def test_a_prior_on_the_other_weights_adds_their_squares() -> None:
+    """Where ρ > 0; the last layer's have the prior of their own."""
+    rows, sd = data()._replace(weight=None), torch.tensor([0.7, 0.2, 0.3], dtype=torch.float64)
+    without, with_prior = (network(bayes=bayes(weight_sd=value)).losses(rows, 1) for value in (None, sd))
+    weights = [weight for party in network().parties for weight in list(party.bottom.weights)[:2]]
+    squares = torch.stack([weight.square().flatten(1).sum(1) for weight in weights]).sum(0)
+    expected = torch.where(torch.arange(B) == 1, 0, squares / (2 * sd.square() * N))
+    assert torch.allclose(with_prior - without, expected, rtol=1e-6, atol=0)  # sds pass through float32
+
+
 class Images(nn.Module):
     """A user's own convolutional bottom."""
 
@@ -336,6 +346,18 @@ def test_bad_input() -> None:
         vfl.HierarchicalBayes(rho=-1.0)
     with pytest.raises(ValueError, match="Expected rho of 3 elements, but got 2"):
         network(bayes=vfl.HierarchicalBayes(rho=torch.ones(2)))
+    with pytest.raises(ValueError, match="Expected weight_sd of 3 elements, but got 2"):
+        network(bayes=bayes(weight_sd=torch.ones(2)))
+    with pytest.raises(ValueError, match="Expected positive sd and weight_sd"):
+        bayes(weight_sd=torch.tensor([0.5, 0.0]))
+    with pytest.raises(ValueError, match="Expected weight of 14 rows, but got shape"):
+        model.check(rows._replace(weight=rows.weight[:, 1:]))
+    with pytest.raises(ValueError, match=r"Expected networks of 'party 0' .* to \(n, 3\), but got \(14, 2\)"):
+        network(bottoms(2)).losses(rows, 0)
+    with pytest.raises(ValueError, match="Expected 3 numbers a row for the likelihood, but got 6"):
+        network(bottoms(2), combine=vfl.concatenated, widths=[2, 2, 2]).losses(rows, 0)
+    with pytest.raises(ValueError, match="Expected 3 numbers a row for the likelihood, but got 2"):
+        network(bottoms(2), widths=[2, 2, 2], bayes=bayes()).losses(rows, 0)
     with pytest.raises(ValueError, match="Expected a pattern that matches"):
         network(bayes=bayes(random="head.*"))
     with pytest.raises(ValueError, match="Expected a sum at the cut layer"):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import random, wire
+from fedtorch import random
 from fedtorch.models import functional
 from fedtorch.models.likelihoods import Likelihood
 from fedtorch.models.split_nn import Stacked
@@ -22,11 +21,12 @@ from fedtorch.vfl.split.bayes import (
     encoder_weights,
     held,
 )
+from fedtorch.vfl.split.saved import Saved
 
 __all__ = ["PartyNetwork"]
 
 
-class PartyNetwork(nn.Module):
+class PartyNetwork(Saved):
     """A party's bottom networks, and what it believes of their weights; in another organisation it runs alone.
 
     Args:
@@ -103,7 +103,10 @@ class PartyNetwork(nn.Module):
         rows = x.shape[-1 - self.bottom.row_dims]
         theta_noise, z_noise = self.noise.at(step, rows, self.rho)
         weights, terms = self._weights(theta_noise)
-        eta = self._rows(x, weights, step)
+        keys = None
+        if self.training and self.bottom._draws is not False:
+            keys = dropout_keys(self.key, step, self.bottom.size, x.device)
+        eta = self._rows(x, weights, keys).unsqueeze(1)
         bayes = self.bayes
         if bayes is None or bayes.auxiliary is None or bayes.auxiliary.party is None:
             return eta, terms
@@ -112,11 +115,15 @@ class PartyNetwork(nn.Module):
         z = torch.where(self.active[..., None, None], z, eta)
         return z, terms + self.active * batch.weighted_sum(ratio)
 
-    def _rows(self, x: Tensor, weights: dict[str, Tensor] | None, step: int) -> Tensor:
-        keys = None
-        if self.training and self.bottom._draws is not False:
-            keys = dropout_keys(self.key, step, self.bottom.size, x.device)
-        return self.bottom(x, weights, keys).mT.unsqueeze(1)
+    def _rows(self, x: Tensor, weights: dict[str, Tensor] | None, keys: Tensor | None = None) -> Tensor:
+        """Rows of all networks, `(B, C_j, n)`."""
+        found = self.bottom(x, weights, keys)
+        if found.ndim != 3 or found.shape[-1] != self.outputs:
+            raise ValueError(
+                f"Expected networks of {self.name!r} that map rows (n, ...) to (n, {self.outputs}), but got "
+                f"{tuple(found.shape[1:])}; see `widths`"
+            )
+        return found.mT
 
     def _weights(self, noise: Tensor) -> tuple[dict[str, Tensor] | None, Tensor]:
         """A draw of the random weights, and log p − log q of it, `(B, 1)`."""
@@ -139,6 +146,8 @@ class PartyNetwork(nn.Module):
     def propose(self, x: Tensor, key: Tensor, draws: int = 1, noise: bool = True) -> Tensor:
         """Predictions of new rows that it sends to the server: draws of z_j from the model, `(B, draws, C_j, n)`.
 
+        A network with dropout has to be in evaluation mode (`eval()`).
+
         Args:
             x: features of the new rows.
             key: of the draws; the party folds its own number in.
@@ -151,25 +160,9 @@ class PartyNetwork(nn.Module):
         each = random.fold_in(own, torch.arange(draws, device=key.device))
         thetas = random.normal(random.fold_in(each, 0), (1, 1, self.noise.theta), self.rho.dtype).to(device)
         for theta in thetas:
-            sent.append(self.bottom(x, self._weights(theta)[0]).mT)
+            sent.append(self._rows(x, self._weights(theta)[0]))
         etas = torch.stack(sent, 1)
         if not noise or self.bayes is None:
             return etas
         of_rows = random.normal(random.fold_in(each, 1), (self.outputs, rows), self.rho.dtype).to(device)
         return torch.addcmul(etas, self.rho, of_rows)
-
-    def save(self, file: str | Path) -> None:
-        """Writes this party's parameters, and nobody else's, as safetensors."""
-        Path(file).write_bytes(wire.encode(self.state_dict(), {"party": self.name}))
-
-    def load(self, file: str | Path) -> None:
-        """Reads what `save` wrote.
-
-        Raises:
-            ValueError: the file is another party's, or of a network of another shape.
-        """
-        payload = Path(file).read_bytes()
-        name = wire.metadata(payload, client=self.name).get("party")
-        if name != self.name:
-            raise ValueError(f"Expected parameters of party {self.name!r}, but got those of {name!r}")
-        self.load_state_dict(wire.decode(payload, like=self.state_dict(), client=self.name))

@@ -39,10 +39,13 @@ def present(value: Tensor, data: VerticalData, j: int) -> Tensor:
 
 
 def check_rows(data: VerticalData, row_dims: Sequence[int], names: Sequence[str]) -> None:
-    """Raises `ValueError` unless every party has as many rows as the response, and finite ones."""
+    """Raises `ValueError` unless all have as many rows as the response, and every party finite ones."""
     if len(data.features) != len(names):
         raise ValueError(f"Expected features of {len(names)} parties, but got {len(data.features)}")
     rows = data.response.shape[-1]
+    for what, value in (("offset", data.offset), ("weight", data.weight)):
+        if value is not None and value.shape[-1] != rows:
+            raise ValueError(f"Expected {what} of {rows} rows, but got shape {tuple(value.shape)}")
     for x, dims, name in zip(data.features, row_dims, names):
         if x.ndim not in (dims + 1, dims + 2) or x.shape[-1 - dims] != rows:
             raise ValueError(

@@ -19,6 +19,7 @@ from fedtorch.vfl.split.bayes import (
     held,
 )
 from fedtorch.vfl.split.party import PartyNetwork
+from fedtorch.vfl.split.saved import Saved
 
 __all__ = ["Combine", "ServerNetwork", "concatenated", "summed"]
 
@@ -35,7 +36,7 @@ def concatenated(values: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(values), -2)
 
 
-class ServerNetwork(nn.Module):
+class ServerNetwork(Saved):
     """What the server holds: the cut layer, perhaps a top network and the encoder of q(s | θ), shared parameters.
 
     Args:
@@ -47,6 +48,10 @@ class ServerNetwork(nn.Module):
         key: of its noise and its encoder's weights.
         like: a party's network, whose dtype and ρ it takes.
     """
+
+    name = "server"
+    rho: Tensor  # (B, 1, 1, 1)
+    active: Tensor  # (B, 1) whether an element has noise and priors
 
     def __init__(
         self,
@@ -71,9 +76,6 @@ class ServerNetwork(nn.Module):
             self.encoder = encoder_weights(bayes.auxiliary, self.model, self.rho, key)  # type: ignore[union-attr, arg-type]
         self.noise = NodeNoise(key, 0, likelihood.outputs if here else 0)
 
-    rho: Tensor
-    active: Tensor
-
     def forward(self, values: Sequence[Tensor], step: int, batch: Batch) -> Tensor:
         """The server's term of the bound, `(B, 1)`: log-likelihood, and log p − log q of s where it draws s.
 
@@ -86,7 +88,7 @@ class ServerNetwork(nn.Module):
         if len(self.encoder):
             auxiliary = self.bayes.auxiliary  # type: ignore[union-attr]
             q, noise = dict(self.encoder), self.noise.at(step, total.shape[-1], self.rho)[1]
-            centre = total if batch.offset is None else total + batch.offset
+            centre = self._with_offset(total, batch.offset)
             sampled = auxiliary.server(q, held(q, self.bayes), centre, noise, batch, self.model)  # type: ignore
             total = torch.where(self.active[..., None, None], sampled.total, centre)
             assert sampled.log_ratio is not None
@@ -104,7 +106,12 @@ class ServerNetwork(nn.Module):
                 keys = dropout_keys(self.key, step, self.top.size, combined.device)
             rows = self.top(combined.mT.flatten(1, 2), None, keys)
             combined = rows.unflatten(1, (combined.shape[1], -1)).mT
-        return combined if offset is None else combined + offset
+        return self._with_offset(combined, offset)
 
-    save, load = PartyNetwork.save, PartyNetwork.load
-    name = "server"
+    def _with_offset(self, total: Tensor, offset: Tensor | None) -> Tensor:
+        if total.shape[-2] != self.likelihood.outputs:
+            raise ValueError(
+                f"Expected {self.likelihood.outputs} numbers a row for the likelihood, but got {total.shape[-2]}; "
+                "see `widths`, `combine` and `top`"
+            )
+        return total if offset is None else total + offset
