@@ -20,7 +20,7 @@ from fedtorch.models.split_nn import Stacked, mlp
 from fedtorch.vfl.messages import Gradient, Value
 from fedtorch.vfl.split.bayes import NodeNoise
 from fedtorch.vfl.split.nodes import exchange, nodes
-from fedtorch.vfl.split.rows import take_rows
+from fedtorch.vfl.split.rows import minibatch
 
 
 def in_one_graph(model: vfl.SplitNetwork, rows: vfl.VerticalData, steps: int) -> None:
@@ -72,7 +72,7 @@ def test_gradient_messages_are_autograd_s() -> None:
 def test_minibatches_as_messages(name: str) -> None:
     model, rows = CASES[name](), data()._replace(weight=None)
     other, chosen = copy.deepcopy(model), torch.tensor([5, 1, 9])
-    in_one_graph(model, take_rows(rows, chosen), 1)
+    in_one_graph(model, minibatch(rows, chosen), 1)
     server, parties = nodes(other, rows, SGD)
     exchange(server, parties, 0, rows=chosen)
     assert distance(model, other) < ROUNDING
@@ -248,6 +248,18 @@ def test_minibatches_cover_an_epoch_and_keep_the_scale() -> None:
     scaled = torch.cat([part.weight * (len(part.response[0]) / N) for part in batches], 1)
     assert torch.allclose(scaled.sort().values, rows.weight.sort().values)
     assert not torch.equal(batches[0].response, next(iter(loader)).response)  # a new order
+
+
+@pytest.mark.parametrize("name", ["plain", "amortised", "sums"])
+def test_minibatches_are_unbiased(name: str) -> None:
+    """Averaged over an epoch and over noise, the loss is that of all rows, prior and all."""
+    model, rows = CASES[name](), data()._replace(weight=None)
+    parts = [minibatch(rows, chosen) for chosen in random.permutation(random.key(0), N).split(2)]
+    with torch.no_grad():
+        whole = torch.stack([model.losses(rows, step) for step in range(400)])
+        each = torch.stack([torch.stack([model.losses(p, s) for p in parts]).mean(0) for s in range(400, 800)])
+    error = ((whole.var(0) + each.var(0)) / 400).sqrt()
+    assert ((whole.mean(0) - each.mean(0)).abs() < 4 * error + ROUNDING).all()
 
 
 def test_early_stopping_restores_every_element_s_best(tmp_path: Path) -> None:

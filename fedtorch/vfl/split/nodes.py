@@ -21,7 +21,7 @@ from fedtorch.vfl.messages import Gradient, Traffic, Value
 from fedtorch.vfl.model import VerticalData
 from fedtorch.vfl.split.network import SplitNetwork, adam
 from fedtorch.vfl.split.party import PartyNetwork
-from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, of_party, present, rows_of, take_rows
+from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, minibatch, of_party, present, rows_of
 from fedtorch.vfl.split.server import ServerNetwork
 
 __all__ = ["BottomNode", "TopNode", "exchange", "nodes"]
@@ -51,7 +51,7 @@ class BottomNode:
     def propose(self, step: int, rows: Tensor | None = None) -> Value:
         """z_j of the iteration's rows."""
         self.step = step
-        self.now = self.data if rows is None else take_rows(self.data, rows, [self.network.bottom.row_dims])
+        self.now = self.data if rows is None else minibatch(self.data, rows, [self.network.bottom.row_dims])
         self._forward()
         return Value(self.sent.detach())
 
@@ -95,7 +95,7 @@ class TopNode:
 
     def evaluate(self, values: Sequence[Value], step: int, rows: Tensor | None = None) -> list[Gradient]:
         """Moves the server's parameters, and says every party the gradient of what it sent."""
-        batch = batch_of(self.data if rows is None else take_rows(self.data, rows, []), self.network.rho.dtype)
+        batch = batch_of(self.data if rows is None else minibatch(self.data, rows, []), self.network.rho.dtype)
         sent = [value.value.requires_grad_() for value in values]
         loss = -self.network(sent, step, batch).squeeze(1) / rows_of(batch)
         self.optimizer.zero_grad()

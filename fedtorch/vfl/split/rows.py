@@ -10,7 +10,7 @@ from torch import Tensor
 from fedtorch.models.likelihoods import Likelihood
 from fedtorch.vfl.model import Batch, VerticalData
 
-__all__ = ["batch_of", "check_response", "check_rows", "of_party", "present", "rows_of", "shaped", "take_rows"]
+__all__ = ["batch_of", "check_response", "check_rows", "minibatch", "of_party", "present", "rows_of", "shaped"]
 
 
 def batch_of(data: VerticalData, dtype: torch.dtype) -> Batch:
@@ -66,8 +66,8 @@ def shaped(value: Tensor, ones: int, dtype: torch.dtype) -> Tensor:
     return value.to(dtype).reshape(-1, *(1,) * ones, value.shape[-1])
 
 
-def take_rows(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
-    """These rows of everything, in this order.
+def minibatch(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
+    """These rows of everything, in this order, weighted by rows per row of the minibatch: sums are unbiased.
 
     Args:
         data: aligned rows.
@@ -78,4 +78,7 @@ def take_rows(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None =
     dims = [1] * len(data.features) if row_dims is None else row_dims
     features = tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(data.features, dims))
     present = None if data.present is None else data.present[rows]
-    return VerticalData(features, data.response.index_select(-1, rows), last(data.offset), last(data.weight), present)
+    scale = data.response.shape[-1] / len(rows)
+    one = torch.ones(len(rows), device=rows.device)
+    weight = one if data.weight is None else data.weight.index_select(-1, rows)
+    return VerticalData(features, data.response.index_select(-1, rows), last(data.offset), weight * scale, present)
