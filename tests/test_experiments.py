@@ -25,6 +25,7 @@ from experiments import (
     sparse_network,
     sparse_regression,
     vfl_heart,
+    vfl_heart_models,
     vfl_logistic,
     vfl_poisson,
 )
@@ -233,8 +234,19 @@ def test_vfl_heart(tmp_path):
     # The reference is deterministic but for the random folds; the figures are 86.2 % and −0.341.
     assert found["logistic regression, all covariates", "accuracy (%)"] == pytest.approx(86.2, abs=0.5)
     assert found["logistic regression, all covariates", "log-likelihood"] == pytest.approx(-0.341, abs=0.003)
-    assert found["split network", "log-likelihood − logistic regression's"] < 0
+    assert found["split network", "log-likelihood − logistic regression's, se over rows"] < 0
     assert (tmp_path / "vfl_heart.png").stat().st_size > 10_000
+
+
+def test_vfl_heart_chooses_priors_by_training_rows_only():
+    outer = vfl_heart_models.folds(60, 2)
+    within = vfl_heart_models.inner(outer)
+    rows = lambda fold, part: set(fold[part].tolist())
+    for fold, train in enumerate(outer.train.tolist()):
+        for one in range(fold * vfl_heart_models.INNER, (fold + 1) * vfl_heart_models.INNER):
+            assert rows(within.train, one).isdisjoint(rows(within.test, one))
+            assert rows(within.train, one) | rows(within.test, one) == set(train)
+        assert set(train).isdisjoint(rows(outer.test, fold))
 
 
 def test_vfl_split_benchmark(tmp_path):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from queue import Queue
+
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree, vfl
+from fedtorch import random, tree, vfl, wire
 from fedtorch.models import encoder, likelihoods
+from fedtorch.tree import Tree
 from fedtorch.vfl.guide import draw_noise, initial
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.nodes import PartyNode, ServerNode
@@ -123,3 +128,12 @@ def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = S
     return [
         draw_noise(model, guide, random.fold_in(KEY, t).reshape(1), rows, DRAWS, torch.float64) for t in range(steps)
     ]
+
+
+def queues(patience: float = 60) -> Callable[[int], tuple[Callable[[Tree, int], None], Callable[[Tree, int], Tree]]]:
+    """What gives every node in one process its `send` and `receive`, with encoded messages between them."""
+    waiting: defaultdict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
+    return lambda own: (
+        lambda message, to: waiting[own, to].put(wire.encode(message)),
+        lambda like, source: wire.decode(waiting[source, own].get(timeout=patience), like),
+    )

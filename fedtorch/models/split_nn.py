@@ -37,6 +37,8 @@ def mlp(
 ) -> nn.Sequential:
     """Hidden layers, each followed by an activation and perhaps dropout, and a linear layer called `last`.
 
+    It maps rows `(..., n, width)` to `(..., n, outputs)`.
+
     Args:
         width: features of a row.
         hidden: widths of the hidden layers; none for a linear model.
@@ -53,11 +55,18 @@ def mlp(
         )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (before, after) in enumerate(zip([width, *hidden], hidden)):
-        layers[f"linear{i}"], layers[f"activation{i}"] = nn.Linear(before, after), activation()
+        layers[f"linear{i}"], layers[f"activation{i}"] = _Linear(before, after), activation()
         if dropout:
             layers[f"dropout{i}"] = nn.Dropout(dropout)
-    layers["last"] = nn.Linear([width, *hidden][-1], outputs)
+    layers["last"] = _Linear([width, *hidden][-1], outputs)
     return nn.Sequential(layers)
+
+
+class _Linear(nn.Linear):
+    """A linear layer of rows `(..., n, width)` that computes with rows last, in half the time for narrow ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x.mT + self.bias.unsqueeze(-1)).mT
 
 
 class Stacked(nn.Module):

@@ -3,8 +3,8 @@
 Parties (`Party`) align their rows (`align`), privately.
 
 A model (`augmented`, `power`) is approximated by a guide (`Guide.of(sums())`) and fitted by `sfvi` in one graph, or by
-`messages` and `processes` among parties. Split networks (`SplitNetwork`) are trained by a Lightning `Trainer`, or by
-`split_messages` among parties.
+`messages` and `processes` among parties. Split networks (`SplitNetwork`, in `split`) are trained by a Lightning
+`Trainer`, or by `split.nodes` and `split.processes` among parties.
 """
 
 from fedtorch.vfl.augmented import attenuation, augmented
@@ -19,9 +19,14 @@ from fedtorch.vfl.prediction import log_score, lost_score, noise_variance, sprea
 from fedtorch.vfl.predictors import Predictor, by_level, laplace_prior, linear, multilevel, normal_prior, slopes
 from fedtorch.vfl.sfvi import Fit, cosine, sfvi
 from fedtorch.vfl.soul import Soul, soul
-from fedtorch.vfl.split import SplitNetwork
-from fedtorch.vfl.split_parts import HierarchicalBayes, concatenated, summed
-from fedtorch.vfl.split_training import StackedEarlyStopping, VerticalLoader
+from fedtorch.vfl.split import (
+    HierarchicalBayes,
+    SplitNetwork,
+    StackedEarlyStopping,
+    VerticalLoader,
+    concatenated,
+    summed,
+)
 
 __all__ = [
     "Aligned",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,28 @@ from fedtorch.vfl.guide import Noise
 from fedtorch.vfl.messages import Backward, Traffic, Value
 from fedtorch.vfl.nodes import PartyNode, ServerNode
 
-__all__ = ["bounded_delay", "exchange"]
+__all__ = ["Iteration", "bounded_delay", "exchange", "taking_part"]
+
+
+class Iteration(NamedTuple):
+    """What every node knows of an iteration before it begins."""
+
+    noise: Noise
+    rate: float  # Adam's learning rate
+    rows: Tensor | None = None  # (m,) of a minibatch; all by default
+    active: Sequence[bool] | None = None  # which parties take part; all by default
+
+
+def taking_part(iteration: Iteration, heard: Sequence[bool]) -> list[bool]:
+    """Which parties take part, of which the server has `heard` before or not.
+
+    Raises:
+        ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
+    """
+    here = [True] * len(heard) if iteration.active is None else list(iteration.active)
+    if not all(here) and (iteration.rows is not None or not all(h or known for h, known in zip(here, heard))):
+        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
+    return here
 
 
 def exchange(
@@ -41,13 +63,9 @@ def exchange(
     """
     if any(party.response_shared != server.response_shared for party in parties):
         raise ValueError("Expected one answer to response_shared from server and parties, but got different ones")
-    taking_part = [True] * len(parties) if active is None else list(active)
-    if not all(taking_part) and (
-        rows is not None or any(not p.heard for p, here in zip(parties, taking_part) if not here)
-    ):
-        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
+    here = taking_part(Iteration(noise, rate, rows, active), [party.heard for party in parties])
     server.begin(noise, rows)
-    awake = [party for party, here in zip(parties, taking_part) if here]
+    awake = [party for party, takes_part in zip(parties, here) if takes_part]
     up = [wire.size(party.propose(noise, rows)) for party in awake]
     chained = server.guide.joint and server.guide.sticking
     chain = _back_substitute(server, parties, noise) if chained else Traffic(0, 0)

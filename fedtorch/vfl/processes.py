@@ -4,49 +4,51 @@ Start J + 1 processes with `torchrun`: rank 0 is the server, rank j party j − 
 own data only; nothing else leaves it. The noise is a function of the key, so that a joint q(γ, θ) needs no exchange of
 noise, and the numbers are those of `sfvi` and `exchange`.
 
-What travels are the bytes of `fedtorch.wire`: no pickle, and a payload of another structure, shape or dtype than the
-model's, or with NaN, is refused with the sender's name.
+Who is idle is part of an `Iteration`: all know it beforehand (`bounded_delay` is a function of its key). An idle party
+sends nothing, but for its link in the chain of a joint q, and the server goes on with what it last heard. The server
+does not decide by the clock whom it goes on without, since numbers would depend on the machines' load; a party that
+should answer and does not ends the run after `timeout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fedtorch import wire
 from fedtorch.tree import Tree
-from fedtorch.vfl.guide import Noise
+from fedtorch.vfl.iteration import Iteration, taking_part
+from fedtorch.vfl.line import TIMEOUT, Line
 from fedtorch.vfl.messages import Backward, Gradient, Share, Traffic, Value
 from fedtorch.vfl.nodes import PartyNode, ServerNode
 
 __all__ = ["run_node", "run_party", "run_server"]
 
-Iteration = tuple[Noise, float, Tensor | None]  # noise, learning rate, rows of the minibatch
 
-
-def run_node(node: ServerNode | PartyNode, iterations: Iterable[Iteration], *, local_steps: int = 1) -> Traffic:
+def run_node(
+    node: ServerNode | PartyNode,
+    iterations: Iterable[Iteration],
+    *,
+    local_steps: int = 1,
+    timeout: timedelta = TIMEOUT,
+) -> Traffic:
     """Runs this process's node; returns the bytes that it sent (up) and received (down), the other way at the server.
 
     Args:
         node: the server on rank 0, party j − 1 on rank j.
-        iterations: noise, learning rate and rows of each iteration, the same on every rank.
+        iterations: the same on every rank.
         local_steps: steps that a party takes per exchange.
+        timeout: the longest wait for another rank.
 
     Raises:
-        RuntimeError: no process group, or one of another size than the model's parties and a server.
+        RuntimeError: no process group, one of another size than the model's parties and a server, or a rank that does
+            not answer in time.
+        ValueError: an idle party in the first iteration or with minibatches.
         fedtorch.wire.PayloadError: a message that is not what was expected.
     """
-    if not dist.is_initialized():
-        raise RuntimeError("Expected a process group, but got none; start with torchrun and init_process_group")
-    ranks = len(node.model.predictors) + 1
-    if dist.get_world_size() != ranks or dist.get_rank() != node.index:
-        here = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-        raise RuntimeError(f"Expected node {node.index} to run on its own rank of {ranks}, but got {here}")
-    line = _Line()
+    line = Line(node.index, len(node.model.predictors) + 1, timeout)
     if isinstance(node, ServerNode):
         run_server(node, iterations, line.send, line.receive)
         return Traffic(line.received, line.sent)
@@ -64,15 +66,19 @@ def run_party(
     """A party's side of every iteration; `send(message, to)` and `receive(like, source)` carry the messages."""
     model, guide = party.model, party.guide
     at_party = guide.auxiliary.party is not None
-    for noise, rate, rows in iterations:
-        value = party.propose(noise, rows)
-        send(value, 0)
+    for iteration in iterations:
+        here = taking_part(iteration, [party.heard] * len(model.predictors))[party.index - 1]
+        if here:
+            send(party.propose(iteration.noise, iteration.rows), 0)
+        value = party.value
         if guide.joint and guide.sticking:
             told = None
             if party.index < len(model.predictors):
                 told = receive(Backward(_draws(value, sum(model.sizes[: party.index + 1]))), 0)
-            party.pull, tell = party.back_substitute(noise.theta, told)
+            party.pull, tell = party.back_substitute(iteration.noise.theta, told)
             send(tell, 0)
+        if not here:
+            continue
         share = None
         if at_party and (model.power or party.response_shared):
             shared = _draws(value, len(model.likelihood.shared))
@@ -82,7 +88,7 @@ def run_party(
             assert share is not None
             send(party.answer(share), 0)
         gradient = receive(Gradient(value.value), 0) if share is None or model.power else None
-        party.update(gradient, share, rate, local_steps)
+        party.update(gradient, share, iteration.rate, local_steps)
 
 
 def run_server(
@@ -95,32 +101,38 @@ def run_server(
     model, guide = server.model, server.guide
     ranks = range(1, len(model.predictors) + 1)
     at_party = guide.auxiliary.party is not None
-    for noise, rate, rows in iterations:
-        server.begin(noise, rows)
+    values: dict[int, Value] = {}  # what was last heard
+    answers: dict[int, Share] = {}
+    for iteration in iterations:
+        here = taking_part(iteration, [rank in values for rank in ranks])
+        awake = [rank for rank, takes_part in zip(ranks, here) if takes_part]
+        server.begin(iteration.noise, iteration.rows)
         like = _value_like(server)
-        values = [receive(like, rank) for rank in ranks]
+        values.update({rank: receive(like, rank) for rank in awake})
+        heard = [values[rank] for rank in ranks]
         if guide.joint and guide.sticking:
             told: Backward | None = None
             for rank in reversed(ranks):
                 if told is not None:
                     send(told, rank)
                 told = receive(Backward(_draws(like, sum(model.sizes[:rank]))), rank)
-            server.pull, _ = server.back_substitute(noise.theta, told)
+            server.pull, _ = server.back_substitute(iteration.noise.theta, told)
         if at_party and model.power:
-            shares = server.share(values)
-            for rank, share in zip(ranks, shares):
-                send(share, rank)
-            gradients = server.collect([receive(share, rank) for rank, share in zip(ranks, shares)], rate)
-            for rank, gradient in zip(ranks, gradients):
-                send(gradient, rank)
+            shares = server.share(heard)
+            for rank in awake:
+                send(shares[rank - 1], rank)
+            answers.update({rank: receive(shares[rank - 1], rank) for rank in awake})
+            gradients = server.collect([answers[rank] for rank in ranks], iteration.rate)
+            for rank in awake:
+                send(gradients[rank - 1], rank)
         elif at_party and server.response_shared:
-            shares = server.share(values)
-            server.evaluate(values, rate)
-            for rank, share in zip(ranks, shares):
-                send(share, rank)
+            shares = server.share(heard)
+            server.evaluate(heard, iteration.rate)
+            for rank in awake:
+                send(shares[rank - 1], rank)
         else:
-            gradient = server.evaluate(values, rate)
-            for rank in ranks:
+            gradient = server.evaluate(heard, iteration.rate)
+            for rank in awake:
                 send(gradient, rank)
 
 
@@ -134,23 +146,3 @@ def _value_like(server: ServerNode) -> Value:
     size, draws = server.gamma.shape[:2]
     rows = server.batch.y.shape[-1]
     return Value(server.gamma.new_zeros(size, draws, server.model.likelihood.outputs, rows))
-
-
-class _Line:
-    """Bytes between this rank and others, counted."""
-
-    def __init__(self) -> None:
-        self.sent = self.received = 0
-
-    def send(self, message: Tree, to: int) -> None:
-        payload = wire.encode(message)
-        if payload:
-            dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to)
-            self.sent += len(payload)
-
-    def receive(self, like: Any, source: int) -> Any:
-        payload = torch.empty(wire.size(like), dtype=torch.uint8)
-        if len(payload):
-            dist.recv(payload, source)
-            self.received += len(payload)
-        return wire.decode(payload.numpy().tobytes(), like, client=f"rank {source}")

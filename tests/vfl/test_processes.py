@@ -1,27 +1,26 @@
-"""A server and two parties in three processes give the numbers and the bytes of one process."""
+"""A server and three parties in four processes give the numbers and the bytes of one process."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 
 import pytest
+import splits
 import torch
 from closed_forms import ROUNDING, distance
-from verticals import GUIDES, nodes, noises, some_model, some_parameters
+from splits import CASES, SGD, N, data
+from verticals import GUIDES, nodes, noises, queues, some_model, some_parameters
 
-from fedtorch import tree, wire
-from fedtorch.tree import Tree
-from fedtorch.vfl import processes
-from fedtorch.vfl.iteration import exchange
+from fedtorch import random, tree
+from fedtorch.vfl import processes, split
+from fedtorch.vfl.iteration import Iteration, exchange
 
 TESTS = Path(__file__).parent.parent
 
@@ -30,26 +29,21 @@ TESTS = Path(__file__).parent.parent
 @pytest.mark.parametrize(("name", "guide"), [
     ("augmented", "amortised"), ("augmented", "sums, joint"), ("power", "mean field"), ("power", "sums"),
 ])  # fmt: skip
-def test_both_sides_understand_each_other(name: str, guide: str, shared: bool) -> None:
+@pytest.mark.parametrize("delayed", [False, True], ids=["", "idle parties"])
+def test_both_sides_understand_each_other(name: str, guide: str, shared: bool, delayed: bool) -> None:
     """Server and parties in threads, with queues of encoded messages between them, give the numbers of one loop."""
     if name == "power" and guide == "mean field" and not shared:
         pytest.skip("the power model's parties need the response")
     model, data = some_model(name, "negative binomial")
     family = GUIDES[guide]()
     q = some_parameters(model, family, data)
-    iterations = [(noise, 0.05, None) for noise in noises(model, family, 12)]
+    given = zip(noises(model, family, 12), [None, [True, False, True], [False, True, True]])
+    iterations = [Iteration(noise, 0.05, None, active if delayed else None) for noise, active in given]
     expected, others = nodes(model, family, q, data, shared)
-    for noise, rate, _ in iterations:
-        exchange(expected, others, noise, rate)
+    for noise, rate, rows, active in iterations:
+        exchange(expected, others, noise, rate, rows=rows, active=active)
     server, parties = nodes(model, family, q, data, shared)
-    lines: defaultdict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
-
-    def line(own: int) -> tuple[Callable[[Tree, int], None], Callable[[Tree, int], Tree]]:
-        return (
-            lambda message, to: lines[own, to].put(wire.encode(message)),
-            lambda like, source: wire.decode(lines[source, own].get(timeout=60), like),
-        )
-
+    line = queues()
     with ThreadPoolExecutor(len(parties)) as pool:
         running = [pool.submit(processes.run_party, party, iterations, *line(party.index)) for party in parties]
         processes.run_server(server, iterations, *line(0))
@@ -60,21 +54,50 @@ def test_both_sides_understand_each_other(name: str, guide: str, shared: bool) -
         assert distance(*values) < ROUNDING
 
 
+@pytest.mark.parametrize("absent", [False, True], ids=["", "absent rows"])
+@pytest.mark.parametrize("name", CASES)
+def test_both_sides_of_a_split_network_understand_each_other(name: str, absent: bool) -> None:
+    model, rows = CASES[name](), data()
+    if absent:
+        if model.server.encoder:
+            pytest.skip("noise at the sum needs all parties")
+        rows = rows._replace(present=random.bernoulli(random.key(3), 0.7, (N, 3)))
+    here, other = copy.deepcopy(model), copy.deepcopy(model)
+    rows = rows._replace(weight=None)  # of a minibatch, they would be taken along
+    iterations = [(0, None), (1, torch.tensor([5, 1, 9])), (2, None)]
+    server, parties = split.nodes.nodes(model, rows, SGD)
+    for step, chosen in iterations:
+        split.nodes.exchange(server, parties, step, rows=chosen, local_steps=2)
+    server, parties = split.nodes.nodes(here, rows, SGD)
+    line = queues()
+    with ThreadPoolExecutor(len(parties)) as pool:
+        running = [
+            pool.submit(split.processes.run_party, party, iterations, *line(party.index + 1), local_steps=2)
+            for party in parties
+        ]
+        split.processes.run_server(server, iterations, *line(0))
+        for each in running:
+            each.result()
+    assert splits.distance(model, here) < ROUNDING
+    assert splits.distance(model, other) > 1e-3
+
+
 @pytest.mark.slow
-def test_three_processes_equal_one(tmp_path: Path) -> None:
+def test_four_processes_equal_one(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--master-addr=127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--master-addr=127.0.0.1"]
     command += [f"--master-port={port}", str(TESTS / "vertical_script.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
-    for rank in range(3):
+    for rank in range(4):
         findings = json.loads((tmp_path / f"findings-{rank}.json").read_text())
-        assert len(findings) == 17
+        assert len(findings) == 17 + len(CASES)
         wrong = {name: found for name, found in findings.items() if not (found[0] < ROUNDING and found[1] == 0)}
         assert not wrong
+    assert "rank 1 to answer within 0.5 s" in (tmp_path / "silence.txt").read_text()
 
 
 def test_without_a_process_group_it_is_refused() -> None:
@@ -82,4 +105,4 @@ def test_without_a_process_group_it_is_refused() -> None:
     family = GUIDES["sums"]()
     server, _ = nodes(model, family, some_parameters(model, family, data), data, False)
     with pytest.raises(RuntimeError, match="Expected a process group"):
-        processes.run_node(server, [(noise, 0.1, None) for noise in noises(model, family, 12)])
+        processes.run_node(server, [Iteration(noise, 0.1) for noise in noises(model, family, 12)])

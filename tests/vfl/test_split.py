@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,74 +11,16 @@ import lightning as L
 import pytest
 import torch
 from closed_forms import ROUNDING
+from splits import CASES, KEYS, SGD, B, N, bayes, bottoms, data, distance, draw, network
 from torch import Tensor, nn
 
 from fedtorch import random, vfl, wire
 from fedtorch.models import encoder, functional, likelihoods
 from fedtorch.models.split_nn import Stacked, mlp
-from fedtorch.vfl import split_messages
 from fedtorch.vfl.messages import Gradient, Value
-from fedtorch.vfl.split_data import take_rows
-from fedtorch.vfl.split_parts import NodeNoise
-
-WIDTHS, N, B = [3, 2, 4], 14, 3
-KEYS = random.fold_in(random.key(0), torch.arange(B))
-SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)
-
-
-def draw(key: int, *shape: int) -> Tensor:
-    return random.normal(random.key(key), shape, torch.float64)
-
-
-def data(classes: int = 3) -> vfl.VerticalData:
-    features = tuple(draw(j, *((B,) if j == 1 else ()), N, width) for j, width in enumerate(WIDTHS))
-    response = torch.arange(N).repeat(B, 1) % classes
-    return vfl.VerticalData(features, response.double(), 0.1 * draw(8, N), 0.5 + draw(9, B, N).square())
-
-
-def bottoms(outputs: int = 3, dropout: float = 0.0) -> list[nn.Module]:
-    return [mlp(width, [5], outputs, dropout=dropout, activation=nn.Tanh).double() for width in WIDTHS]
-
-
-def bayes(**arguments: Any) -> vfl.HierarchicalBayes:
-    return vfl.HierarchicalBayes(rho=torch.tensor([0.7, 0.0, 2.0]), **arguments)
-
-
-def network(bottom: list[nn.Module] | None = None, **arguments: Any) -> vfl.SplitNetwork:
-    arguments = {"keys": KEYS, "optimizer": SGD, **arguments}
-    made = vfl.SplitNetwork(bottom or bottoms(), likelihoods.categorical(3), **arguments).double()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if "encoder" in name:  # an encoder at its start answers zero, whatever it sees
-                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return made
-
-
-SMALL = encoder.perceptron(3)
-CASES: dict[str, Callable[[], vfl.SplitNetwork]] = {
-    "plain": network,
-    "dropout": lambda: network(bottoms(dropout=0.3)),
-    "concatenated": lambda: network(
-        bottoms(2), combine=vfl.concatenated, top=mlp(6, [4], 3).double(), widths=[2, 2, 2]
-    ),
-    "sums": lambda: network(bayes=bayes()),
-    "sums, skewed": lambda: network(bayes=bayes(auxiliary=vfl.sums(SMALL))),
-    "amortised": lambda: network(bayes=bayes(auxiliary=vfl.amortised(SMALL), weight_sd=0.7)),
-    "amortised, y seen": lambda: network(
-        bayes=bayes(auxiliary=vfl.amortised(SMALL, sees_response=True), sticking=False)
-    ),
-    "full covariance, all weights": lambda: network(bayes=bayes(theta=vfl.full_covariance(), random="*")),
-    "Bayes, concatenated": lambda: network(
-        bottoms(2), combine=vfl.concatenated, top=mlp(6, [4], 3).double(), widths=[2, 2, 2], bayes=bayes()
-    ),
-}
-
-
-def distance(first: nn.Module, second: nn.Module) -> float:
-    ours, theirs = dict(first.named_parameters()), dict(second.named_parameters())
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[n] - theirs[n]).detach().abs().max()) for n in ours if ours[n].numel())
+from fedtorch.vfl.split.bayes import NodeNoise
+from fedtorch.vfl.split.nodes import exchange, nodes
+from fedtorch.vfl.split.rows import minibatch
 
 
 def in_one_graph(model: vfl.SplitNetwork, rows: vfl.VerticalData, steps: int) -> None:
@@ -102,8 +43,8 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
     other = copy.deepcopy(model)
     before = copy.deepcopy(model)
     in_one_graph(model, rows, 3)
-    server, parties = split_messages.nodes(other, rows, SGD)
-    traffic = [split_messages.exchange(server, parties, step) for step in range(3)]
+    server, parties = nodes(other, rows, SGD)
+    traffic = [exchange(server, parties, step) for step in range(3)]
     assert distance(model, other) < ROUNDING
     assert distance(model, before) > 1e-3
     widths = [party.outputs for party in model.parties]
@@ -116,7 +57,7 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
 def test_gradient_messages_are_autograd_s() -> None:
     """What comes down is the derivative of the joint loss with respect to what went up."""
     model, rows = CASES["plain"](), data()
-    server, parties = split_messages.nodes(model, rows, SGD)
+    server, parties = nodes(model, rows, SGD)
     values = [party.propose(0) for party in parties]
     leaves = [value.value.clone().requires_grad_() for value in values]
     total = sum(leaves)[:, 0] + rows.offset  # (B, C, N)
@@ -131,9 +72,9 @@ def test_gradient_messages_are_autograd_s() -> None:
 def test_minibatches_as_messages(name: str) -> None:
     model, rows = CASES[name](), data()._replace(weight=None)
     other, chosen = copy.deepcopy(model), torch.tensor([5, 1, 9])
-    in_one_graph(model, take_rows(rows, chosen), 1)
-    server, parties = split_messages.nodes(other, rows, SGD)
-    split_messages.exchange(server, parties, 0, rows=chosen)
+    in_one_graph(model, minibatch(rows, chosen), 1)
+    server, parties = nodes(other, rows, SGD)
+    exchange(server, parties, 0, rows=chosen)
     assert distance(model, other) < ROUNDING
 
 
@@ -141,8 +82,8 @@ def test_local_steps_move_a_party_along_what_it_was_told() -> None:
     model, rows = CASES["amortised"](), data()
     once, thrice = copy.deepcopy(model), copy.deepcopy(model)
     for other, count in ((once, 1), (thrice, 3)):
-        server, parties = split_messages.nodes(other, rows, SGD)
-        split_messages.exchange(server, parties, 0, local_steps=count)
+        server, parties = nodes(other, rows, SGD)
+        exchange(server, parties, 0, local_steps=count)
     assert torch.equal(once.server.shared, thrice.server.shared)
     moved = [distance(model.parties[0], other.parties[0]) for other in (once, thrice)]
     assert moved[1] > 2 * moved[0] > 0
@@ -235,6 +176,16 @@ def test_gaussian_bound_averages_to_its_closed_form() -> None:
     assert abs(bounds.mean() - (fit - kl)) < 4 * error
 
 
+def test_a_prior_on_the_other_weights_adds_their_squares() -> None:
+    """Where ρ > 0; the last layer's have the prior of their own."""
+    rows, sd = data()._replace(weight=None), torch.tensor([0.7, 0.2, 0.3], dtype=torch.float64)
+    without, with_prior = (network(bayes=bayes(weight_sd=value)).losses(rows, 1) for value in (None, sd))
+    weights = [weight for party in network().parties for weight in list(party.bottom.weights)[:2]]
+    squares = torch.stack([weight.square().flatten(1).sum(1) for weight in weights]).sum(0)
+    expected = torch.where(torch.arange(B) == 1, 0, squares / (2 * sd.square() * N))
+    assert torch.allclose(with_prior - without, expected, rtol=1e-6, atol=0)  # sds pass through float32
+
+
 class Images(nn.Module):
     """A user's own convolutional bottom."""
 
@@ -297,6 +248,18 @@ def test_minibatches_cover_an_epoch_and_keep_the_scale() -> None:
     scaled = torch.cat([part.weight * (len(part.response[0]) / N) for part in batches], 1)
     assert torch.allclose(scaled.sort().values, rows.weight.sort().values)
     assert not torch.equal(batches[0].response, next(iter(loader)).response)  # a new order
+
+
+@pytest.mark.parametrize("name", ["plain", "amortised", "sums"])
+def test_minibatches_are_unbiased(name: str) -> None:
+    """Averaged over an epoch and over noise, the loss is that of all rows, prior and all."""
+    model, rows = CASES[name](), data()._replace(weight=None)
+    parts = [minibatch(rows, chosen) for chosen in random.permutation(random.key(0), N).split(2)]
+    with torch.no_grad():
+        whole = torch.stack([model.losses(rows, step) for step in range(400)])
+        each = torch.stack([torch.stack([model.losses(p, s) for p in parts]).mean(0) for s in range(400, 800)])
+    error = ((whole.var(0) + each.var(0)) / 400).sqrt()
+    assert ((whole.mean(0) - each.mean(0)).abs() < 4 * error + ROUNDING).all()
 
 
 def test_early_stopping_restores_every_element_s_best(tmp_path: Path) -> None:
@@ -395,6 +358,18 @@ def test_bad_input() -> None:
         vfl.HierarchicalBayes(rho=-1.0)
     with pytest.raises(ValueError, match="Expected rho of 3 elements, but got 2"):
         network(bayes=vfl.HierarchicalBayes(rho=torch.ones(2)))
+    with pytest.raises(ValueError, match="Expected weight_sd of 3 elements, but got 2"):
+        network(bayes=bayes(weight_sd=torch.ones(2)))
+    with pytest.raises(ValueError, match="Expected positive sd and weight_sd"):
+        bayes(weight_sd=torch.tensor([0.5, 0.0]))
+    with pytest.raises(ValueError, match="Expected weight of 14 rows, but got shape"):
+        model.check(rows._replace(weight=rows.weight[:, 1:]))
+    with pytest.raises(ValueError, match=r"Expected networks of 'party 0' .* to \(n, 3\), but got \(14, 2\)"):
+        network(bottoms(2)).losses(rows, 0)
+    with pytest.raises(ValueError, match="Expected 3 numbers a row for the likelihood, but got 6"):
+        network(bottoms(2), combine=vfl.concatenated, widths=[2, 2, 2]).losses(rows, 0)
+    with pytest.raises(ValueError, match="Expected 3 numbers a row for the likelihood, but got 2"):
+        network(bottoms(2), widths=[2, 2, 2], bayes=bayes()).losses(rows, 0)
     with pytest.raises(ValueError, match="Expected a pattern that matches"):
         network(bayes=bayes(random="head.*"))
     with pytest.raises(ValueError, match="Expected a sum at the cut layer"):

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from fedtorch import wire
 from fedtorch.vfl.messages import Gradient, Traffic, Value
 from fedtorch.vfl.model import VerticalData
-from fedtorch.vfl.split import SplitNetwork, adam
-from fedtorch.vfl.split_data import batch_of, check_rows, of_party, present, rows_of, take_rows
-from fedtorch.vfl.split_parts import PartyNetwork, ServerNetwork
+from fedtorch.vfl.split.network import SplitNetwork, adam
+from fedtorch.vfl.split.party import PartyNetwork
+from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, minibatch, of_party, present, rows_of
+from fedtorch.vfl.split.server import ServerNetwork
 
 __all__ = ["BottomNode", "TopNode", "exchange", "nodes"]
 
@@ -50,7 +51,7 @@ class BottomNode:
     def propose(self, step: int, rows: Tensor | None = None) -> Value:
         """z_j of the iteration's rows."""
         self.step = step
-        self.now = self.data if rows is None else take_rows(self.data, rows, [self.network.bottom.row_dims])
+        self.now = self.data if rows is None else minibatch(self.data, rows, [self.network.bottom.row_dims])
         self._forward()
         return Value(self.sent.detach())
 
@@ -77,16 +78,24 @@ class TopNode:
         network: the server's part of a split network; the node trains it in place.
         data: response, offset and weights; its features are not looked at.
         optimizer: from parameters to an optimiser.
+
+    Raises:
+        ValueError: a response that the likelihood does not have.
     """
 
     def __init__(self, network: ServerNetwork, data: VerticalData, optimizer: Optimizers = adam) -> None:
-        network.likelihood.check(data.response)
+        check_response(network.likelihood, data)
         self.network, self.data = network, data._replace(features=())
         self.optimizer = optimizer(network.parameters())
 
+    def expected(self, rows: Tensor | None = None) -> list[Value]:
+        """What the parties' values look like."""
+        size, count = len(self.network.rho), self.data.response.shape[-1] if rows is None else len(rows)
+        return [Value(self.network.rho.new_zeros(size, 1, width, count)) for width in self.network.widths]
+
     def evaluate(self, values: Sequence[Value], step: int, rows: Tensor | None = None) -> list[Gradient]:
         """Moves the server's parameters, and says every party the gradient of what it sent."""
-        batch = batch_of(self.data if rows is None else take_rows(self.data, rows, []), self.network.rho.dtype)
+        batch = batch_of(self.data if rows is None else minibatch(self.data, rows, []), self.network.rho.dtype)
         sent = [value.value.requires_grad_() for value in values]
         loss = -self.network(sent, step, batch).squeeze(1) / rows_of(batch)
         self.optimizer.zero_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.vfl.model import VerticalData
-from fedtorch.vfl.split_data import take_rows
+from fedtorch.vfl.split.rows import minibatch
 
 __all__ = ["StackedEarlyStopping", "VerticalLoader"]
 
@@ -20,7 +20,7 @@ __all__ = ["StackedEarlyStopping", "VerticalLoader"]
 class VerticalLoader:
     """What a `Trainer` iterates over: all rows at every step, or minibatches of a new order every epoch.
 
-    A minibatch's rows are weighted by rows per minibatch, so that its bound is unbiased for that of all rows.
+    A minibatch's rows are weighted so that its bound is unbiased for that of all rows.
 
     Args:
         data: aligned rows.
@@ -61,10 +61,7 @@ class VerticalLoader:
         order = random.permutation(random.fold_in(self.key, self.epoch), total).to(self.data.response.device)
         self.epoch += 1
         for rows in order.split(self.batch_size):
-            part = take_rows(self.data, rows, self.row_dims)
-            weight = part.response.new_ones(len(rows), dtype=part.features[0].dtype)
-            weight = weight if part.weight is None else part.weight
-            yield part._replace(weight=weight * (total / len(rows)))
+            yield minibatch(self.data, rows, self.row_dims)
 
 
 class StackedEarlyStopping(L.Callback):

@@ -12,7 +12,7 @@ with w_j the last layer's weights (or any that match a pattern), q(w_j) Gaussian
 maximising the bound. Everything carries a batch (folds × models × seeds) in front and is trained at once: elements of
 the batch do not influence each other, share the noise of an iteration, and are plain networks where ρ = 0.
 
-What passes between the nodes are z_j up and ∂L/∂z_j down: `fedtorch.vfl.split_messages`.
+What passes between the nodes are z_j up and ∂L/∂z_j down: `fedtorch.vfl.split.nodes`.
 
 Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
 Inference", section 5.3.
@@ -27,6 +27,7 @@ from typing import cast
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from fedtorch import random
@@ -35,8 +36,10 @@ from fedtorch.models.likelihoods import Likelihood
 from fedtorch.models.split_nn import Stacked
 from fedtorch.vfl.auxiliary import amortised, sums
 from fedtorch.vfl.model import VerticalData
-from fedtorch.vfl.split_data import batch_of, check_rows, of_party, present, rows_of, shaped
-from fedtorch.vfl.split_parts import Combine, HierarchicalBayes, PartyNetwork, ServerNetwork, summed
+from fedtorch.vfl.split.bayes import HierarchicalBayes
+from fedtorch.vfl.split.party import PartyNetwork
+from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, of_party, present, rows_of, shaped
+from fedtorch.vfl.split.server import Combine, ServerNetwork, summed
 
 __all__ = ["SplitNetwork", "adam"]
 
@@ -64,7 +67,8 @@ class SplitNetwork(L.LightningModule):
         names: of the parties.
         widths: C_j; the likelihood's number of outputs by default.
         row_dims: dimensions of one party's row: 1 for a table, 3 for images; tells whether features are stacked.
-        optimizer: from parameters to an elementwise optimiser; Adam at 1e-3 by default.
+        optimizer: from parameters to an elementwise optimiser, or to anything else that `configure_optimizers` may
+            return, such as one with a schedule; Adam at 1e-3 by default.
         validation_draws: Monte Carlo draws of a validation loss.
 
     Attributes:
@@ -97,7 +101,7 @@ class SplitNetwork(L.LightningModule):
         names: Sequence[str] | None = None,
         widths: Sequence[int] | None = None,
         row_dims: Sequence[int] | None = None,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adam,
+        optimizer: Callable[[Iterable[nn.Parameter]], OptimizerLRScheduler] = adam,
         validation_draws: int = 16,
     ) -> None:
         super().__init__()
@@ -118,7 +122,7 @@ class SplitNetwork(L.LightningModule):
             parties.append(PartyNetwork(name, bottom, width, likelihood, count, bayes, of_node(j)))
         self.parties = cast("Sequence[PartyNetwork]", nn.ModuleList(parties))
         stacked = None if top is None else Stacked(top, of_weights(0))
-        self.server = ServerNetwork(likelihood, combine, stacked, count, bayes, of_node(0), parties[0])
+        self.server = ServerNetwork(likelihood, combine, stacked, widths, bayes, of_node(0), parties[0])
         self.optimizer, self.validation_draws = optimizer, validation_draws
         self.validation_losses = torch.full((len(keys),), math.nan)
 
@@ -152,7 +156,7 @@ class SplitNetwork(L.LightningModule):
         self.validation_losses = -(score * weight).sum(-1) / weight.sum(-1)
         self.log("val_loss", self.validation_losses.mean(), batch_size=1)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimiser of all nodes' parameters."""
         return self.optimizer(self.parameters())
 
@@ -164,12 +168,7 @@ class SplitNetwork(L.LightningModule):
                 does not have, or absent rows with noise drawn at the sum.
         """
         check_rows(data, [party.bottom.row_dims for party in self.parties], [party.name for party in self.parties])
-        used = (
-            data.response
-            if data.weight is None
-            else torch.where(data.weight > 0, data.response, data.response[..., :1])
-        )
-        self.server.likelihood.check(used)
+        check_response(self.server.likelihood, data)
         if data.present is not None and len(self.server.encoder):
             raise ValueError("Expected rows that all parties have, for `sums`, but got absent ones; use `amortised`")
 

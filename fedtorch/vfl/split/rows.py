@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtorch.models.likelihoods import Likelihood
 from fedtorch.vfl.model import Batch, VerticalData
 
-__all__ = ["batch_of", "check_rows", "of_party", "present", "rows_of", "shaped", "take_rows"]
+__all__ = ["batch_of", "check_response", "check_rows", "minibatch", "of_party", "present", "rows_of", "shaped"]
 
 
 def batch_of(data: VerticalData, dtype: torch.dtype) -> Batch:
@@ -38,10 +39,13 @@ def present(value: Tensor, data: VerticalData, j: int) -> Tensor:
 
 
 def check_rows(data: VerticalData, row_dims: Sequence[int], names: Sequence[str]) -> None:
-    """Raises `ValueError` unless every party has as many rows as the response, and finite ones."""
+    """Raises `ValueError` unless all have as many rows as the response, and every party finite ones."""
     if len(data.features) != len(names):
         raise ValueError(f"Expected features of {len(names)} parties, but got {len(data.features)}")
     rows = data.response.shape[-1]
+    for what, value in (("offset", data.offset), ("weight", data.weight)):
+        if value is not None and value.shape[-1] != rows:
+            raise ValueError(f"Expected {what} of {rows} rows, but got shape {tuple(value.shape)}")
     for x, dims, name in zip(data.features, row_dims, names):
         if x.ndim not in (dims + 1, dims + 2) or x.shape[-1 - dims] != rows:
             raise ValueError(
@@ -51,13 +55,19 @@ def check_rows(data: VerticalData, row_dims: Sequence[int], names: Sequence[str]
             raise ValueError(f"Expected finite features of {name!r}, but got NaN or Inf; impute them first")
 
 
+def check_response(likelihood: Likelihood, data: VerticalData) -> None:
+    """Raises `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
+    y, weight = data.response, data.weight
+    likelihood.check(y if weight is None else torch.where(weight > 0, y, y[..., :1]))
+
+
 def shaped(value: Tensor, ones: int, dtype: torch.dtype) -> Tensor:
     """`(n,)` or `(B, n)` as `(1 or B, 1, ..., 1, n)`."""
     return value.to(dtype).reshape(-1, *(1,) * ones, value.shape[-1])
 
 
-def take_rows(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
-    """These rows of everything, in this order.
+def minibatch(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
+    """These rows of everything, in this order, weighted by rows per row of the minibatch: sums are unbiased.
 
     Args:
         data: aligned rows.
@@ -68,4 +78,7 @@ def take_rows(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None =
     dims = [1] * len(data.features) if row_dims is None else row_dims
     features = tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(data.features, dims))
     present = None if data.present is None else data.present[rows]
-    return VerticalData(features, data.response.index_select(-1, rows), last(data.offset), last(data.weight), present)
+    scale = data.response.shape[-1] / len(rows)
+    one = torch.ones(len(rows), device=rows.device)
+    weight = one if data.weight is None else data.weight.index_select(-1, rows)
+    return VerticalData(features, data.response.index_select(-1, rows), last(data.offset), weight * scale, present)
