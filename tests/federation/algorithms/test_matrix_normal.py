@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -185,7 +186,7 @@ def test_the_objective_of_zhang_and_yeung_never_increases(trace: float) -> None:
     for round in ft.run(algorithm, ft.InProcess(data), rounds=30):
         values.append(objective(round.server, learn, known))
     server = round.server
-    assert all(after <= before * (1 + 1e-12) for before, after in zip(values, values[1:]))
+    assert all(after <= before * (1 + 1e-12) for before, after in itertools.pairwise(values))
     assert float(server.covariance.diagonal().sum()) == pytest.approx(trace)
     assert float(server.parameters.norm()) > 1
 
