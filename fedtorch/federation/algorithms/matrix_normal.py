@@ -243,8 +243,10 @@ def matrix_normal(
             return Server(theta, summary, heard, state.covariance)
         moved = state.heard[ids] | (start is not None)  # the others had no prior yet
         theta = shrink.after(state.covariance, theta, ids[moved], told.step[moved])
-        scale = _typical(variance * summary.spread, summary.spread > 0)
         known = torch.where(heard[:, None], theta, 0.0)
+        if not bool(known.square().sum().isfinite()):  # steps too long for the objective: Θ tells, Ω stays
+            return Server(theta, summary, heard, state.covariance)
+        scale = _typical(variance * summary.spread, summary.spread > 0)
         return Server(theta, summary, heard, learn.update(state.covariance, known, scale, int(heard.sum()), rank))
 
     return Algorithm(

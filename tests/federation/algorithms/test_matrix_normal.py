@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -185,7 +186,7 @@ def test_the_objective_of_zhang_and_yeung_never_increases(trace: float) -> None:
     for round in ft.run(algorithm, ft.InProcess(data), rounds=30):
         values.append(objective(round.server, learn, known))
     server = round.server
-    assert all(after <= before * (1 + 1e-12) for before, after in zip(values, values[1:]))
+    assert all(after <= before * (1 + 1e-12) for before, after in itertools.pairwise(values))
     assert float(server.covariance.diagonal().sum()) == pytest.approx(trace)
     assert float(server.parameters.norm()) > 1
 
@@ -355,6 +356,15 @@ def test_all_zero_data_have_the_answer_zero() -> None:
     for learn in (inverse_wishart(), exponential_average(), zhang_yeung()):
         final = last(ft.run(matrix_normal(ft.least_squares(head()), covariance=learn), ft.InProcess(data), rounds=3))
         assert not final.server.parameters.any()
+
+
+@pytest.mark.parametrize("learn", [inverse_wishart(), inverse_wishart(alpha=0.5), zhang_yeung()])
+def test_steps_that_are_too_long_give_no_numbers(learn: CovarianceUpdate) -> None:
+    """As every algorithm does, so that a tuner sees that the setting diverged."""
+    algorithm = matrix_normal(ft.least_squares(head(), steps=20, lr=3.0), covariance=learn)
+    server = last(ft.run(algorithm, ft.InProcess(related(SIZES)), rounds=40)).server
+    assert not server.parameters.isfinite().any(1).all()
+    assert server.covariance.dense().isfinite().all()
 
 
 def test_noise_that_cannot_be_estimated() -> None:
