@@ -132,7 +132,7 @@ def test_a_round_of_proximal_shrinkage_written_out() -> None:
 
 
 def test_proximal_shrinkage_of_a_cohort_finds_the_mode() -> None:
-    data, omega = related(SIZES), low_rank.identity(K, 0.3)
+    data, omega = related(SIZES), low_rank.identity(K, 2, 0.3)
     algorithm = matrix_normal(
         ft.least_squares(head(), steps=1), covariance=frozen(omega), shrinkage=proximal(), noise=0.25
     )
