@@ -305,6 +305,16 @@ def test_a_lost_message_leaves_no_trace(name: str) -> None:
         before = after
 
 
+@every_algorithm
+def test_the_server_s_state_keeps_its_shape(name: str) -> None:
+    """Checkpoints are refused where a leaf's path, shape or dtype is not that of a federation that has just begun."""
+    algorithm, clients = ALGORITHMS[name](), population(name)
+    progress = coordinator.begin(algorithm, clients, start(name, algorithm))
+    states = [progress.server, *(round.server for round in ft.run(algorithm, clients, rounds=3, start=progress))]
+    first, *others = ([(path, leaf.shape, leaf.dtype) for path, leaf in tree.items(state)] for state in states)
+    assert all(other == first for other in others)
+
+
 def increments(message: Tree) -> Tree:
     """The increments of a message or an aggregate, without its means."""
     found: list[Increment] = []

@@ -148,7 +148,16 @@ def test_fedlin_school(tmp_path):
     fedlin_school.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
     assert found["HM1", "rmse"] < found["separate", "rmse"]
+    gain = found["HM1", "explained"] - found["separate", "explained"]
+    assert found["HM1", "explained, more than separate"] == pytest.approx(gain)
+    assert 0 < found["HM1, Ω", "cosine of that direction with equal weights"] <= 1
     assert (tmp_path / "fedlin_school.png").stat().st_size > 10_000
+
+
+def test_paired_differences_of_splits_that_overlap():
+    mean, error = fedlin_school.paired([3.0, 4.0, 5.0], [1.0, 1.0, 1.0])
+    assert (mean, error) == (3.0, pytest.approx((1 / 3 + 1 / 3) ** 0.5))  # an sd of 1; a third of the pupils tests
+    assert fedlin_school.paired([3.0], [1.0]) == (2.0, None)
 
 
 def test_fedlin_benchmark(tmp_path):

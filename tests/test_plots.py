@@ -263,7 +263,7 @@ def test_device_correlation_shows_the_learnt_matrix_with_related_devices_togethe
 
 
 def test_device_correlation_of_many_devices_draws_some() -> None:
-    figure = ft.plots.device_correlation(low_rank.identity(2000))
+    figure = ft.plots.device_correlation(low_rank.identity(2000, 1))
     assert drawn(figure)
     assert figure.axes[0].images[0].get_array().shape == (500, 500)
 

@@ -4,8 +4,8 @@ V `(K, r)` has orthonormal columns, so that
 
 .. math:: Ω^{-1} = \frac1a (I - VV') + V \operatorname{diag}\frac{1}{a + s} V'
 
-(Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 stands for nothing, and r may
-be 0.
+(Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 stands for nothing; such
+columns come last, so that a covariance whose rank grows keeps its shape.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ class LowRank(NamedTuple):
 
     multiple: Tensor  # () a > 0
     vectors: Tensor  # (K, r) V
-    values: Tensor  # (r,) s ≥ 0
+    values: Tensor  # (r,) s ≥ 0, descending
 
     def dense(self) -> Tensor:
         """Ω itself, `(K, K)`; for few units."""
         eye = torch.eye(len(self.vectors), dtype=self.vectors.dtype, device=self.vectors.device)
         return self.multiple * eye + (self.vectors * self.values) @ self.vectors.mT
+
+    def trimmed(self) -> LowRank:
+        """The same covariance without the columns that stand for nothing, as views."""
+        rank = int((self.values > 0).sum())
+        return LowRank(self.multiple, self.vectors[:, :rank], self.values[:rank])
 
     def diagonal(self) -> Tensor:
         """The variances, `(K,)`."""
@@ -64,10 +69,11 @@ class LowRank(NamedTuple):
         return covariance / sd[:, None] / sd
 
 
-def identity(units: int, multiple: float | Tensor = 1.0) -> LowRank:
-    """A multiple of the identity for `units` units."""
+def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
+    """A multiple of the identity for `units` units, with room for `rank` directions."""
     multiple = torch.as_tensor(multiple, dtype=torch.float64)
-    return LowRank(multiple, multiple.new_zeros(units, 0), multiple.new_zeros(0))
+    rank = min(units, rank)
+    return LowRank(multiple, multiple.new_zeros(units, rank), multiple.new_zeros(rank))
 
 
 def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
@@ -77,11 +83,15 @@ def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
     maximum likelihood (probabilistic principal components).
     """
     units = len(factor)
+    rank = min(units, rank)
     left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
     values = singular.square()
     left, values = _canonical(left, values)
     beyond = values[rank:].sum() / max(units - rank, 1)
-    return LowRank(multiple + beyond, left[:, :rank].contiguous(), (values[:rank] - beyond).clamp(min=0))
+    missing = rank - min(rank, len(values))
+    vectors = torch.cat([left[:, :rank], left.new_zeros(units, missing)], 1)
+    kept = (values[:rank] - beyond).clamp(min=0)
+    return LowRank(multiple + beyond, vectors, torch.cat([kept, kept.new_zeros(missing)]))
 
 
 def _canonical(vectors: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,6 +136,7 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
     """
     if not bool(covariance.multiple.isfinite()):
         return torch.ones_like(covariance.multiple)
+    covariance = covariance.trimmed()
     precision = covariance.inverse_diagonal()
     weights = 1 / (covariance.multiple * precision)
     shrunk = covariance.values / (covariance.multiple + covariance.values)

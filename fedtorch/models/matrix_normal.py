@@ -44,11 +44,10 @@ class CovarianceUpdate(NamedTuple):
     """A way to learn Ω from Θ.
 
     Both functions take (Ω, Θ `(K, d)`, variance (), units): `variance` is the typical sampling variance of a
-    coefficient, which sets the scale, and `units` how many of the K rows are known, the others being zero. `update`
-    takes besides the rank that the new Ω has at most.
+    coefficient, which sets the scale, and `units` how many of the K rows are known, the others being zero.
     """
 
-    update: Callable[[LowRank, Tensor, Tensor, int, int], LowRank]  # -> the new Ω
+    update: Callable[[LowRank, Tensor, Tensor, int], LowRank]  # -> the new Ω, of the same rank at most
     penalty: Callable[[LowRank, Tensor, Tensor, int], Tensor]  # -> what L adds to the data's misfit
 
 
@@ -107,13 +106,13 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
         raise ValueError(f"Expected a positive trace, but got {trace}")
     _check_floor(floor)
 
-    def update(covariance: LowRank, theta: Tensor, variance: Tensor, units: int, rank: int) -> LowRank:
+    def update(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> LowRank:
         least = (floor * variance.clamp(min=_LEAST_VARIANCE)).sqrt()
         left, singular, _ = torch.linalg.svd(theta, full_matrices=False)
         roots = (least.square() + singular.square()).sqrt()
         share = trace / (roots.sum() + (len(theta) - len(roots)) * least)
         factor = left * ((roots - least) * share).sqrt()
-        new = low_rank.from_factor(least * share, factor, rank)
+        new = low_rank.from_factor(least * share, factor, len(covariance.values))
         worse = penalty(new, theta, variance, units) > penalty(covariance, theta, variance, units)
         had = len(theta) * covariance.multiple + covariance.values.sum()  # of another trace it is no candidate
         return covariance if bool(worse & torch.isclose(had, torch.full_like(had, trace))) else new
@@ -131,8 +130,9 @@ def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple
     Cutting the average down to its rank may spoil the descent; then Ω̂, the minimiser of this rank, takes its place.
     """
 
-    def update(covariance: LowRank, theta: Tensor, variance: Tensor, units: int, rank: int) -> LowRank:
+    def update(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> LowRank:
         m, psi = terms(theta, variance, units)
+        rank = len(covariance.values)
         mode = low_rank.from_factor(psi / m, theta / m**0.5, rank)
         if alpha == 1:
             return mode

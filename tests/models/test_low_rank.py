@@ -75,15 +75,24 @@ def test_a_cut_keeps_the_trace_and_is_the_likeliest_of_its_rank() -> None:
 
 
 def test_nothing_known() -> None:
-    unknown = low_rank.identity(4, float("inf"))
+    unknown = low_rank.identity(4, 3, float("inf"))
     assert not low_rank.solve(unknown, draw(4, 2)).any()
     assert not unknown.inverse_diagonal().any()
     assert float(low_rank.eigenvalue_bound(unknown)) == 1
 
 
 def test_a_multiple_of_the_identity_has_no_directions() -> None:
-    plain, right = low_rank.identity(4, 2.0), draw(4, 2)
-    assert close(plain.dense(), 2 * torch.eye(4, dtype=torch.float64))
-    assert close(low_rank.solve(plain, right), right / 2)
-    assert close(low_rank.solve_rows(plain, torch.tensor([2]), torch.ones(1), right[2:3]), right[2:3] / 1.5)
-    assert float(low_rank.eigenvalue_bound(plain)) == 1
+    plain, right = low_rank.identity(4, 9, 2.0), draw(4, 2)
+    assert plain.vectors.shape == (4, 4)
+    for made in (plain, plain.trimmed()):
+        assert close(made.dense(), 2 * torch.eye(4, dtype=torch.float64))
+        assert close(low_rank.solve(made, right), right / 2)
+        assert close(low_rank.solve_rows(made, torch.tensor([2]), torch.ones(1), right[2:3]), right[2:3] / 1.5)
+        assert float(low_rank.eigenvalue_bound(made)) == 1
+
+
+def test_trimming_takes_away_zeros_only() -> None:
+    made, whole = covariance(9, 3, 7)
+    assert made.vectors.shape == (9, 7)
+    assert made.trimmed().vectors.shape == (9, 3)
+    assert close(made.trimmed().dense(), whole)

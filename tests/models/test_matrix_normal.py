@@ -38,21 +38,20 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def test_updates_never_increase_the_objective(name: str, rank: int) -> None:
     learn = UPDATES[name]()
     for units, features in [(1, 3), (4, 7), (30, 3)]:
-        covariance = low_rank.identity(units, float("inf"))
+        covariance = low_rank.identity(units, rank, float("inf"))
         for seed in range(20):
             theta = draw(units, 2, seed=seed) @ draw(2, features, seed=seed + 1) + 0.1 * draw(units, features)
-            new = learn.update(covariance, theta, VARIANCE, units, rank)
+            new = learn.update(covariance, theta, VARIANCE, units)
             before, after = (learn.penalty(part, theta, VARIANCE, units) for part in (covariance, new))
             if bool(covariance.multiple.isfinite()):
                 assert float(after - before) <= 1e-10 * float(before.abs())
-            assert new.vectors.shape == (units, len(new.values))
-            assert len(new.values) <= min(rank, units)
+            assert new.vectors.shape == covariance.vectors.shape
             covariance = new
 
 
 def test_the_inverse_wishart_mode() -> None:
     theta = draw(6, 4)
-    found = inverse_wishart(freedom=2.0, scale=3.0).update(low_rank.identity(6), theta, VARIANCE, 6, 64).dense()
+    found = inverse_wishart(freedom=2.0, scale=3.0).update(low_rank.identity(6, 64), theta, VARIANCE, 6).dense()
     m = 4 + 2 + 6 + 1
     assert torch.allclose(
         found, (m * 3 * VARIANCE * torch.eye(6, dtype=torch.float64) + theta @ theta.T) / m, rtol=0, atol=ROUNDING
@@ -61,9 +60,9 @@ def test_the_inverse_wishart_mode() -> None:
 
 def test_the_exponential_average_of_the_paper() -> None:
     theta, learn = draw(6, 4), exponential_average(0.2, floor=1e-12)
-    covariance, dense = low_rank.identity(6), torch.eye(6, dtype=torch.float64)
+    covariance, dense = low_rank.identity(6, 64), torch.eye(6, dtype=torch.float64)
     for _ in range(5):
-        covariance = learn.update(covariance, theta, VARIANCE, 6, 64)
+        covariance = learn.update(covariance, theta, VARIANCE, 6)
         dense = 0.8 * dense + 0.2 / 4 * theta @ theta.T
     assert torch.allclose(covariance.dense(), dense, rtol=0, atol=10 * ROUNDING)
 
@@ -72,10 +71,10 @@ def test_the_closed_form_of_zhang_and_yeung() -> None:
     theta = draw(4, 9)
     values, vectors = torch.linalg.eigh(theta @ theta.T)
     root = (vectors * values.sqrt()) @ vectors.T
-    found = zhang_yeung(floor=1e-14).update(low_rank.identity(4), theta, VARIANCE, 4, 64)
+    found = zhang_yeung(floor=1e-14).update(low_rank.identity(4, 64), theta, VARIANCE, 4)
     assert torch.allclose(found.dense(), root / root.trace(), rtol=0, atol=1e-9)  # the floor's root is 1e-8
     assert float(
-        zhang_yeung(trace=2.0).update(low_rank.identity(7), draw(7, 5), VARIANCE, 7, 3).diagonal().sum()
+        zhang_yeung(trace=2.0).update(low_rank.identity(7, 3), draw(7, 5), VARIANCE, 7).diagonal().sum()
     ) == pytest.approx(2)
 
 

@@ -107,6 +107,7 @@ def in_every_step() -> Shrinkage:
     """The prior in every local step, exactly, and damped just enough that L never increases."""
 
     def quadratic(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
+        covariance = covariance.trimmed()
         precision = low_rank.eigenvalue_bound(covariance) * covariance.inverse_diagonal()
         return precision, precision[:, None] * theta - low_rank.solve(covariance, theta)
 
@@ -195,7 +196,7 @@ def matrix_normal(
     def init(parameters: Tree, clients: int) -> tuple[Server, Tree]:
         rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
         nothing = rows.new_zeros(clients)
-        omega = low_rank.identity(clients, float("inf") if start is None else start)
+        omega = low_rank.identity(clients, rank, float("inf") if start is None else start)
         heard = torch.full((clients,), False, device=rows.device)
         return Server(rows, Summary(nothing, nothing, nothing), heard, omega), local.init(parameters)
 
@@ -243,9 +244,11 @@ def matrix_normal(
             return Server(theta, summary, heard, state.covariance)
         moved = state.heard[ids] | (start is not None)  # the others had no prior yet
         theta = shrink.after(state.covariance, theta, ids[moved], told.step[moved])
-        scale = _typical(variance * summary.spread, summary.spread > 0)
         known = torch.where(heard[:, None], theta, 0.0)
-        return Server(theta, summary, heard, learn.update(state.covariance, known, scale, int(heard.sum()), rank))
+        if not bool(known.square().sum().isfinite()):  # steps too long for the objective: Θ tells, Ω stays
+            return Server(theta, summary, heard, state.covariance)
+        scale = _typical(variance * summary.spread, summary.spread > 0)
+        return Server(theta, summary, heard, learn.update(state.covariance, known, scale, int(heard.sum())))
 
     return Algorithm(
         init=init,

@@ -132,7 +132,7 @@ def test_a_round_of_proximal_shrinkage_written_out() -> None:
 
 
 def test_proximal_shrinkage_of_a_cohort_finds_the_mode() -> None:
-    data, omega = related(SIZES), low_rank.identity(K, 0.3)
+    data, omega = related(SIZES), low_rank.identity(K, 2, 0.3)
     algorithm = matrix_normal(
         ft.least_squares(head(), steps=1), covariance=frozen(omega), shrinkage=proximal(), noise=0.25
     )
@@ -356,6 +356,15 @@ def test_all_zero_data_have_the_answer_zero() -> None:
     for learn in (inverse_wishart(), exponential_average(), zhang_yeung()):
         final = last(ft.run(matrix_normal(ft.least_squares(head()), covariance=learn), ft.InProcess(data), rounds=3))
         assert not final.server.parameters.any()
+
+
+@pytest.mark.parametrize("learn", [inverse_wishart(), inverse_wishart(alpha=0.5), zhang_yeung()])
+def test_steps_that_are_too_long_give_no_numbers(learn: CovarianceUpdate) -> None:
+    """As every algorithm does, so that a tuner sees that the setting diverged."""
+    algorithm = matrix_normal(ft.least_squares(head(), steps=20, lr=3.0), covariance=learn)
+    server = last(ft.run(algorithm, ft.InProcess(related(SIZES)), rounds=40)).server
+    assert not server.parameters.isfinite().any(1).all()
+    assert server.covariance.dense().isfinite().all()
 
 
 def test_noise_that_cannot_be_estimated() -> None:
