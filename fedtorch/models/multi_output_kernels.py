@@ -92,16 +92,18 @@ class _Mixture(gpytorch.Module):
 class ConvolutionProcess(_Mixture):
     r"""Outputs that are latent processes smoothed by a Gaussian of each unit's own width.
 
-    With S_i = diag(lengthscale_i²), R_mi = diag(smoothing_mi²) and Δ the difference of the inputs,
+    With s_i² = variance_i, S_i = diag(lengthscale_i²), R_mi = diag(smoothing_mi²) and Δ the difference of the inputs,
 
     .. math::
-        c_{g_i g_i} &= \exp(-\tfrac12 \Delta' S_i^{-1} \Delta), \\
-        c_{f_m g_i} &= v_{mi} \sqrt{|S_i| / |R_{mi} + S_i|}\, \exp(-\tfrac12 \Delta' (R_{mi} + S_i)^{-1} \Delta), \\
-        c_{f_m f_m} &= \textstyle\sum_i v_{mi}^2 \sqrt{|S_i| / |2 R_{mi} + S_i|}\,
+        c_{g_i g_i} &= s_i^2 \exp(-\tfrac12 \Delta' S_i^{-1} \Delta), \\
+        c_{f_m g_i} &= v_{mi} s_i^2 \sqrt{|S_i| / |R_{mi} + S_i|}\,
+            \exp(-\tfrac12 \Delta' (R_{mi} + S_i)^{-1} \Delta), \\
+        c_{f_m f_m} &= \textstyle\sum_i v_{mi}^2 s_i^2 \sqrt{|S_i| / |2 R_{mi} + S_i|}\,
             \exp(-\tfrac12 \Delta' (2 R_{mi} + S_i)^{-1} \Delta).
 
-    All three share one normalisation, that of f_m = Σ_i v_mi (N(0, R_mi) * g_i) with g_i of unit variance; the source
-    says white noise, and its (18) is v times that of this latent process. The sign of v counts.
+    All three share one normalisation, that of f_m = Σ_i v_mi (N(0, R_mi) * g_i) with g_i of variance s_i²; the source
+    says white noise, and its (18) is v times that of a latent process of unit variance. The sign of v counts. Only
+    v s matters, but given the latent processes all units' v are held where they are, and the shared s moves at once.
 
     Args:
         dims: input dimensions d, each with its own lengthscale.
@@ -127,14 +129,21 @@ class ConvolutionProcess(_Mixture):
         weight_prior: Any = None,
     ) -> None:
         super().__init__(dims, latents, batch_shape, weight_prior)
+        self.raw_variance = nn.Parameter(torch.zeros(latents))
         self.raw_lengthscale = nn.Parameter(torch.zeros(latents, dims))
         self.raw_smoothing = nn.Parameter(torch.zeros(*batch_shape, latents, dims))
+        self.register_constraint("raw_variance", positive())
         self.register_constraint("raw_lengthscale", positive())
         self.register_constraint("raw_smoothing", positive())
         if lengthscale_prior is not None:
             self.register_prior("lengthscale_prior", lengthscale_prior, lambda kernel: kernel.lengthscale)
         if smoothing_prior is not None:
             self.register_prior("smoothing_prior", smoothing_prior, lambda kernel: kernel.smoothing)
+
+    @property
+    def latent_variance(self) -> Tensor:
+        """Variances s² of the latent processes, `(I,)`."""
+        return self.raw_variance_constraint.transform(self.raw_variance)
 
     @property
     def lengthscale(self) -> Tensor:
@@ -148,7 +157,7 @@ class ConvolutionProcess(_Mixture):
 
     def latent(self, w: Tensor) -> Tensor:
         """See `OutputKernel.latent`."""
-        return _gaussian(w, w, self.lengthscale.square())
+        return self.latent_variance[..., None, None] * _gaussian(w, w, self.lengthscale.square())
 
     def cross(self, x: Tensor, w: Tensor) -> Tensor:
         """See `OutputKernel.cross`."""
@@ -177,8 +186,8 @@ class ConvolutionProcess(_Mixture):
         self.initialize(raw_smoothing=(0.25 * self.lengthscale).log().expand_as(self.raw_smoothing).clone())
 
     def _height(self, latent: Tensor, both: Tensor) -> Tensor:
-        """v √(|S| / |both|), `(*b, I)`."""
-        return self.amplitude * (0.5 * (latent.log() - both.log()).sum(-1)).exp()
+        """v s² √(|S| / |both|), `(*b, I)`."""
+        return self.amplitude * self.latent_variance * (0.5 * (latent.log() - both.log()).sum(-1)).exp()
 
 
 class Coregionalisation(_Mixture):

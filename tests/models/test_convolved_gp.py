@@ -247,7 +247,7 @@ def test_categories_and_a_deep_kernel() -> None:
     inducing = torch.cartesian_prod(torch.linspace(-2, 2, 4), torch.arange(3.0)).to(DTYPE)
     embed = EmbedCategories(2, {1: 3}).to(DTYPE)
     gp = ConvolvedGP(inducing, features=embed, batch_shape=torch.Size([UNITS]))
-    assert {"features.points.0", "kernel.raw_lengthscale"} == set(gp.shared_names)
+    assert {"features.points.0", "kernel.raw_lengthscale", "kernel.raw_variance"} == set(gp.shared_names)
     assert float(fit(gp, x, y + 0.1 * draw(UNITS, ROWS), iterations=20)) > -60
     torch.manual_seed(0)
     network = torch.nn.Sequential(

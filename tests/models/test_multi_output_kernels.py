@@ -21,6 +21,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def convolution(dims: int = 1, latents: int = 1, units: int = 0, seed: int = 0) -> ConvolutionProcess:
     shape = torch.Size([units]) if units else torch.Size()
     kernel = ConvolutionProcess(dims, latents, shape).to(DTYPE)
+    kernel.raw_variance.data = 0.3 * draw(latents, seed=seed + 3)
     kernel.raw_lengthscale.data = 0.4 * draw(latents, dims, seed=seed) - 0.5
     kernel.raw_smoothing.data = 0.4 * draw(*shape, latents, dims, seed=seed + 1) - 0.8
     kernel.weight.data = draw(*shape, latents, seed=seed + 2)
@@ -35,11 +36,11 @@ def smoothed(first: float, second: float, kernel: ConvolutionProcess, both: bool
     length, width = float(kernel.lengthscale), float(kernel.smoothing)
     grid = torch.arange(-8, 8, 0.02, dtype=DTYPE)
     window = (-0.5 * (grid / width).square()).exp() / (width * math.sqrt(2 * math.pi)) * 0.02
-    amplitude = float(kernel.amplitude)
+    amplitude, size = float(kernel.amplitude), float(kernel.latent_variance)
     if not both:
-        return amplitude * float((window * (-0.5 * ((first - grid - second) / length).square()).exp()).sum())
+        return amplitude * size * float((window * (-0.5 * ((first - grid - second) / length).square()).exp()).sum())
     gap = (first - grid)[:, None] - (second - grid)
-    return amplitude**2 * float(window @ (-0.5 * (gap / length).square()).exp() @ window)
+    return amplitude**2 * size * float(window @ (-0.5 * (gap / length).square()).exp() @ window)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -65,7 +66,7 @@ def test_several_dimensions_and_latents_are_products_and_sums() -> None:
     latent, both = kernel.lengthscale.square(), kernel.lengthscale.square() + kernel.smoothing.square()
     for m in range(4):
         for i in range(2):
-            expected = kernel.amplitude[m, i] * torch.ones(5, 6, dtype=DTYPE)
+            expected = kernel.amplitude[m, i] * kernel.latent_variance[i] * torch.ones(5, 6, dtype=DTYPE)
             for d in range(3):
                 gap = (x[m, :, None, d] - w[None, :, d]).square()
                 expected = expected * (latent[i, d] / both[m, i, d]).sqrt() * (-0.5 * gap / both[m, i, d]).exp()
@@ -105,7 +106,9 @@ def test_without_smoothing_a_convolution_is_coregionalisation() -> None:
     smooth.raw_smoothing.data.fill_(-30.0)
     rbf = gpytorch.kernels.RBFKernel(ard_num_dims=2, batch_shape=torch.Size([3])).to(DTYPE)
     rbf.lengthscale = smooth.lengthscale[:, None, :].detach()
-    mixed = Coregionalisation(rbf, 2, torch.Size([4])).to(DTYPE)
+    scaled = gpytorch.kernels.ScaleKernel(rbf, batch_shape=torch.Size([3])).to(DTYPE)
+    scaled.outputscale = smooth.latent_variance.detach()
+    mixed = Coregionalisation(scaled, 2, torch.Size([4])).to(DTYPE)
     mixed.weight.data = smooth.weight.data
     x, w = draw(4, 5, 2), draw(6, 2, seed=1)
     for one, two in (
@@ -132,14 +135,15 @@ def test_any_kernel_of_gpytorch_can_be_coregionalised() -> None:
 def test_derivatives() -> None:
     kernel, x, w = convolution(2, 2, 3), draw(3, 4, 2), draw(5, 2, seed=1)
 
-    def values(length: Tensor, width: Tensor, weight: Tensor, places: Tensor) -> tuple[Tensor, ...]:
-        found = {"raw_lengthscale": length, "raw_smoothing": width, "weight": weight}
+    names = ("raw_variance", "raw_lengthscale", "raw_smoothing", "weight")
+
+    def values(*tensors: Tensor) -> tuple[Tensor, ...]:
+        *own, places = tensors
+        found = dict(zip(names, own))
         call = lambda name, *inputs: torch.func.functional_call(_Call(kernel, name), found_of(found), inputs)
         return call("cross", x, places), call("covariance", x, x), call("variance", x), call("latent", places)
 
-    parameters = [
-        p.detach().clone().requires_grad_() for p in (kernel.raw_lengthscale, kernel.raw_smoothing, kernel.weight)
-    ]
+    parameters = [getattr(kernel, name).detach().clone().requires_grad_() for name in names]
     assert torch.autograd.gradcheck(values, (*parameters, w.clone().requires_grad_()))
 
 

@@ -132,7 +132,7 @@ def test_training_comes_near_the_optimum_of_a_central_optimiser() -> None:
     gp, (x, y, mask) = central(algorithm, rounds[-1]), block(data)
     best = fit(gp, x, y, mask, start=False)
     assert bounds[-1] > bounds[5] > bounds[0]
-    assert bounds[-1] > float(best) - 0.02 * (float(best) - bounds[0])
+    assert bounds[-1] > float(best) - 0.005 * (float(best) - bounds[0])  # 1.3 nats of 260
 
 
 def test_the_same_in_every_chunking_and_order() -> None:
@@ -329,6 +329,12 @@ def test_units_whose_message_tells_their_outputs_are_warned_of() -> None:
     with pytest.warns(UserWarning, match="2 units have no more rows than the 7 inducing values"):
         next(ft.run(ft.fedmgp(module()), ft.InProcess(data, 3)))
     assert len(next(ft.run(exact(), ft.InProcess(data))).ids) == 3
+
+
+def test_messages_have_one_size_whatever_the_rows() -> None:
+    """So that they can be masked and summed, and their size tells nothing."""
+    sizes = {next(ft.run(exact(), ft.InProcess(signals([rows])))).bytes_up for rows in (5, 60)}
+    assert len(sizes) == 1
 
 
 def test_averaging_one_unit_raises_its_bound() -> None:
