@@ -234,7 +234,7 @@ def heart(sizes: Sizes, seed: int) -> tuple[tuple[str, ...], dict[str, Found]]:
     """Heart disease in four hospitals: logistic regression, and linear regression of the standardised disease."""
     data = ft.data.heart_disease(standardise=True, dtype=torch.float64)
     # Pólya–Gamma numbers take their time, and it is rounds that move a chain from mode to mode.
-    short = Sizes(3 * sizes.rounds, max(1, sizes.sweeps // 50), sizes.chains)
+    short = Sizes(3 * sizes.rounds, max(1, sizes.sweeps // 100), sizes.chains)
     logits = federated(data, logistic.logistic_regression(), short, seed)
     frequency = data.pool()[0][1].double().mean()
     scale = (frequency * (1 - frequency)).sqrt()  # the prior's scales are those of a response of variance 1
