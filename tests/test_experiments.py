@@ -296,6 +296,9 @@ def test_sparse_regression(tmp_path):
         assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
     assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
     assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
+    sparse_regression.main(["--smoke", "--study", "calibration", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert 0.5 < found["truth from the prior", "cover of 95 % intervals"] <= 1
 
 
 @pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])

@@ -79,6 +79,7 @@ def neighbourhoods(
     noise_shape: float = 1.0,
     intercept: bool = False,
     names: Sequence[str] | None = None,
+    interweave: int = 16,
 ) -> LocalKernel:
     """The clients' half: the regressions of all variables. Rows are y `(p,)`; `every_response` makes the server's half.
 
@@ -87,6 +88,8 @@ def neighbourhoods(
         noise_shape: a_σ.
         intercept: whether every site has means of its own under a flat prior, which are integrated out.
         names: the variables' names, for messages.
+        interweave: up to how many coefficients each regression interweaves, see `sparse.regression`; for p variables it
+            costs p (p − 1) (p + 2) / 2 numbers more.
 
     Raises:
         ValueError: `noise_shape` is not positive; or, when a population is bound, rows of another form, fewer than two
@@ -105,7 +108,7 @@ def neighbourhoods(
         >>> graphical.edges(graphical.union(inclusion), 0.1).nonzero().tolist()
         [[0, 1], [1, 0]]
     """
-    regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=0)
+    regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
     def sweep(heard: Tree, site: Tree, data: Fields, keys: Tensor, sweeps: int) -> Tree:
         p = data.gram.shape[-1]

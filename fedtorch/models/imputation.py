@@ -2,8 +2,9 @@ r"""Missing covariates, filled in from the mean and covariance of all sites toge
 
 Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
 altogether. EM finds its mean and covariance, and needs from each site only Σ E[z] and Σ E[z z'] given what is observed,
-which are sums. Then every site fills its gaps by conditional means or, for multiple imputation, by conditional draws:
-the second of the future directions that Kidd et al. (2023, section 4) name.
+which are sums. Then every site fills its gaps: `impute` once, by conditional means or, for multiple imputation, by
+conditional draws; `imputing` in every round of a Gibbs sampler, so that what the regression learns of a covariate's
+effect helps to fill it in: the second of the future directions that Kidd et al. (2023, section 4) name.
 
 Source: Dempster, Laird and Rubin (1977), "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39,
 section 4.1.3 (normal data).
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, BadClients, Reply
 from fedtorch.federation.exchange import Mean
+from fedtorch.models import sparse
+from fedtorch.models.gibbs_kernels import LocalKernel
 
-__all__ = ["Incomplete", "Normal", "impute", "incomplete", "pooled_covariance"]
+__all__ = ["Incomplete", "Normal", "impute", "imputing", "incomplete", "pooled_covariance"]
 
 
 class Normal(NamedTuple):
@@ -115,6 +118,94 @@ def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> Fe
         return filled[:, :-1], filled[:, -1]
 
     return data.map(fill)
+
+
+class _Gaps(NamedTuple):
+    x: Tensor  # (K, N, p), zero where missing
+    y: Tensor  # (K, N)
+    seen: Tensor  # (K, N, p) bool
+    count: Tensor  # type: ignore[assignment]  # (K,)
+
+
+def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
+    r"""The clients' half with the missing covariates among its variables. Run it on `incomplete(...)` data.
+
+    Every round begins with a draw of a row's missing covariates from their conditional distribution, whose precision is
+    :math:`(\Sigma^{-1})_{mm} + \theta_{k,m} \theta_{k,m}' / \sigma_k^2`, for rows of N(μ, Σ) at known μ and Σ.
+
+    Args:
+        regression: `sparse.regression(...)` without intercepts; centre the columns instead.
+        normal: of `pooled_covariance`; its response is not read.
+
+    Raises:
+        BadClients: a response is missing (when a population is bound).
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import imputation, sparse
+        >>> x = ft.random.normal(ft.random.key(0), (3, 60, 2), torch.float64)
+        >>> y = x[..., 0] + x[..., 1]
+        >>> x[:, ::2, 0] = torch.nan
+        >>> data = imputation.incomplete([(x[k], y[k]) for k in range(3)])
+        >>> normal = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
+        >>> local = imputation.imputing(sparse.regression(), normal)
+        >>> algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=5, chains=2)
+        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(2), burn_in=20).run(60)
+        >>> sampler.mean()["theta"].round()
+        tensor([1., 1.], dtype=torch.float64)
+    """
+    mean = normal.mean[:-1].to(torch.float64)
+    precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
+
+    def sweep(heard: sparse.Heard, site: sparse.Site, data: _Gaps, keys: Tensor, sweeps: int) -> sparse.Site:
+        clients, chains = keys.shape
+        for_gaps, for_sweeps = random.split(keys, 2)
+        theta = heard.theta + (site.place - heard.centre)
+        x = data.x.repeat_interleave(chains, 0)
+        for k, n in enumerate(data.count.tolist()):
+            own = _Gaps(data.x[k, :n].clone(), data.y[k, :n].clone(), data.seen[k, :n].clone(), data.count[k])
+            for c in range(chains):
+                x[k * chains + c, :n] = _draw(own, mean, precision, theta[k, c], site.noise[k, c], for_gaps[k, c])
+        rows = ClientData((x, data.y.repeat_interleave(chains, 0)), data.count.repeat_interleave(chains))
+        # Each chain has rows of its own, so what runs the regressions takes chains for clients.
+        each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (heard, site, for_sweeps))
+        after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
+        return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
+
+    return LocalKernel(regression.init, _gaps, sweep, regression.report)
+
+
+def _gaps(data: Any) -> _Gaps:
+    if isinstance(data, _Gaps):
+        return data
+    values, seen = data.batch.values.to(torch.float64), data.batch.observed
+    missing = (~seen[..., -1] & data.mask).any(1)
+    if bool(missing.any()):
+        raise BadClients(
+            missing.nonzero()[:, 0],
+            "Expected a response in every row, but got rows without one, which say nothing of the effects; "
+            "leave them out",
+        )
+    return _Gaps(values[..., :-1], values[..., -1], seen[..., :-1], data.count)
+
+
+def _draw(own: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Tensor, key: Tensor) -> Tensor:
+    """One site's covariates `(n, p)` with the missing ones drawn given the others, y, θ_k `(p,)` and 1/σ_k²."""
+    x, y, seen, _ = own
+    z = random.normal(key, x.shape, x.dtype)
+    some = (~seen).any(1)
+    open = (~seen[some]).to(x.dtype)
+    known = x[some]
+    # In the whole matrix, whose rows and columns of what is seen are those of the identity.
+    joint = precision + noise * theta[:, None] * theta
+    system = joint * (open[:, :, None] * open[:, None, :]) + torch.diag_embed(1 - open)
+    shift = precision @ mean + noise * y[some, None] * theta - known @ joint
+    factor = torch.linalg.cholesky(system)
+    half = torch.linalg.solve_triangular(factor, (shift * open)[..., None], upper=False)
+    drawn = torch.linalg.solve_triangular(factor.mT, half + z[some, :, None], upper=True)[..., 0]
+    filled = x.clone()
+    filled[some] = torch.where(seen[some], known, drawn)
+    return filled
 
 
 def _conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,10 @@ question. An ancillarity–sufficiency interweaving strategy (ASIS) for boosting
 The server needs sums only. It cannot wait for sites that are silent, which move with the others all the same, so a site
 tells its *place*, θ_k less all moves that every θ_k has made together, and the likelihood of such a move. The server
 keeps its *centre*, θ less those moves; d_k is the site's place less the centre at any time.
+
+What is slowest then is τ. It could move with θ in one normal draw of 2p numbers given the standardised deviations
+d_k/τ, from sums of p (2p + 3) numbers; but then scales, too, would have to be told less all that was multiplied so far,
+a product that wanders without bound, and sites that are silent cannot be asked to begin anew.
 """
 
 from __future__ import annotations

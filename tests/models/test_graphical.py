@@ -52,7 +52,7 @@ def sample(data: ft.data.FederatedData, rounds: int = 60, seed: int = 0, sweeps:
 
 def one_regression(j: int, intercept: bool) -> tuple[LocalKernel, GlobalKernel]:
     """The ordinary kernels, with the keys that the regression of variable j has."""
-    local, shared = sparse.regression(intercept=intercept, interweave=0), sparse.hierarchy()
+    local, shared = sparse.regression(intercept=intercept), sparse.hierarchy()
 
     def sweep(heard: Any, site: Any, data: Any, keys: Tensor, sweeps: int) -> Any:
         return local.sweep(heard, site, data, random.fold_in(keys, j), sweeps)

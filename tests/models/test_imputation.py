@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import geweke
 import pytest
 import torch
-from closed_forms import distance, last
+from closed_forms import distance, last, same_bits
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.models import imputation
+from fedtorch.models import global_priors, imputation, sparse
 
 START = imputation.Normal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
 
@@ -81,3 +84,70 @@ def test_draws_have_the_conditional_moments() -> None:
 def test_a_row_of_gaps_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected something observed in every row"):
         imputation.incomplete([(torch.full((1, 2), torch.nan), torch.full((1,), torch.nan))])
+
+
+@pytest.mark.parametrize(
+    "length", [pytest.param((20, 15), id="short"), pytest.param((100, 150), id="long", marks=pytest.mark.slow)]
+)
+def test_geweke_with_missing_covariates(length: tuple[int, int]) -> None:
+    """Rows of a normal distribution, some of whose entries are hidden once the response is drawn."""
+    normal = imputation.Normal(
+        torch.tensor([0.5, -0.3, 0.0]).double(),
+        torch.tensor([[1.0, 0.6, 0], [0.6, 1.5, 0], [0, 0, 1.0]], dtype=torch.float64),
+    )
+    factor = torch.linalg.cholesky(normal.covariance[:2, :2])
+    rows, ones = 5, lambda keys: torch.ones(len(keys), dtype=torch.float64)
+    seen = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0], [1, 0]]).bool()
+
+    def prior(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return random.normal(keys, (p,), torch.float64), {}
+
+    def simulate(setting: geweke.Setting, sites: Any, key: Tensor) -> ft.data.ClientData:
+        x = random.normal(random.fold_in(key, 0), (rows, 2), torch.float64) @ factor.mT + normal.mean[:2]
+        y = (x * sites.theta).sum(-1)
+        y = y + random.normal(random.fold_in(key, 1), (rows,), torch.float64) / sites.noise.sqrt()
+        observed = torch.cat([seen, torch.ones(rows, 1).bool()], 1).expand(len(x), -1, -1)
+        values = torch.where(observed, torch.cat([x, y[..., None]], -1), 0.0)
+        return local.prepare(ft.data.ClientData(imputation.Incomplete(values, observed), torch.full((len(x),), rows)))
+
+    setting = geweke.Setting(torch.zeros(rows, 2), 2, 2.0, geweke.horseshoe_scales, prior, ones)
+    local = imputation.imputing(sparse.regression(noise_shape=2.0), normal)
+    shared = sparse.hierarchy(global_priors.gaussian())
+    scores = geweke.run(local, shared, setting, lambda prior: {}, *length, simulate=simulate)
+    name, score, bound = geweke.worst(scores)
+    assert abs(score) < bound, (name, score, bound)
+
+
+def imputed(missing: float, chunk: int | None = None) -> Any:
+    data = imputation.incomplete(clients(missing))
+    local = imputation.imputing(sparse.regression(), fit(data, 20))
+    algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=2, chains=2)
+    return last(ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), rounds=4)).server
+
+
+def test_imputing_in_chunks_is_the_same_to_the_bit() -> None:
+    assert same_bits(imputed(0.3), imputed(0.3, 1))
+
+
+def test_without_gaps_imputing_is_the_regression() -> None:
+    """But for the keys: the posterior means of both, within their Monte Carlo errors."""
+    rows = [(x - 1.0, y - 1.0) for x, y in clients(0.0)]
+    gaps = imputation.incomplete(rows)
+    means = []
+    for local, data in (
+        (imputation.imputing(sparse.regression(), fit(gaps, 2)), gaps),
+        (sparse.regression(), ft.data.from_tensors(rows)),
+    ):
+        algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=3, chains=12)
+        sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(3), burn_in=15, keep=False).run(60)
+        means.append(sampler.moments["theta"].mean)
+    error = ((means[0].var(0) + means[1].var(0)) / 12).sqrt()
+    assert float(((means[0].mean(0) - means[1].mean(0)) / error).abs().max()) < 4
+
+
+def test_imputing_needs_responses() -> None:
+    x, y = torch.ones(3, 2), torch.tensor([0.0, torch.nan, 1.0])
+    data = imputation.incomplete([(x, y)])
+    local = imputation.imputing(sparse.regression(), imputation.Normal(torch.zeros(3), torch.eye(3)))
+    with pytest.raises(ValueError, match="Expected a response in every row"):
+        next(ft.run(ft.gibbs(local, sparse.hierarchy()), ft.InProcess(data), torch.zeros(2)))
