@@ -21,7 +21,7 @@ from fedtorch import wire
 from fedtorch.tree import Tree
 from fedtorch.vfl.guide import Noise
 from fedtorch.vfl.messages import Backward, Gradient, Share, Traffic, Value
-from fedtorch.vfl.nodes import PartyNode, ServerNode
+from fedtorch.vfl.nodes import PartyNode, ServerNode, pooled
 
 __all__ = ["run_node", "run_party", "run_server"]
 
@@ -67,7 +67,11 @@ def run_party(
     for noise, rate, rows in iterations:
         value = party.propose(noise, rows)
         send(value, 0)
-        if guide.joint and guide.sticking:
+        if party.pooled:
+            mine = party.pool(party.theta)
+            send(mine, 0)
+            party.hear(receive(mine, 0))
+        if party.chained:
             told = None
             if party.index < len(model.predictors):
                 told = receive(Backward(_draws(value, sum(model.sizes[: party.index + 1]))), 0)
@@ -99,7 +103,13 @@ def run_server(
         server.begin(noise, rows)
         like = _value_like(server)
         values = [receive(like, rank) for rank in ranks]
-        if guide.joint and guide.sticking:
+        if server.pooled:
+            mine = server.pool(server.gamma)
+            sums = pooled([mine, *(receive(mine, rank) for rank in ranks)])
+            for rank in ranks:
+                send(sums, rank)
+            server.hear(sums)
+        if server.chained:
             told: Backward | None = None
             for rank in reversed(ranks):
                 if told is not None:

@@ -29,6 +29,7 @@ TESTS = Path(__file__).parent.parent
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("name", "guide"), [
     ("augmented", "amortised"), ("augmented", "sums, joint"), ("power", "mean field"), ("power", "sums"),
+    ("augmented", "sums, low rank, joint"),
 ])  # fmt: skip
 def test_both_sides_understand_each_other(name: str, guide: str, shared: bool) -> None:
     """Server and parties in threads, with queues of encoded messages between them, give the numbers of one loop."""
