@@ -15,6 +15,7 @@ Source: Hassan et al., section 4, algorithms 1 and 2.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -231,9 +232,10 @@ def sfvi(
     parameters = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), begin)
     leaves = tree.leaves(parameters)
     optimizer = torch.optim.Adam(leaves, lr=1.0, fused=True)
+    placed = dataclasses.replace(model, rho=model.rho.to(batch.y))  # once, not in every iteration
     means, recent = [], torch.zeros(size, dtype=torch.float64, device=leaves[0].device)
     for step, (rows, noise) in enumerate(_iterations(model, guide, batch, key, steps, draws, batch_size)):
-        sampled = bound(model, guide, parameters, batch if rows is None else batch.take(rows), noise)
+        sampled = bound(placed, guide, parameters, batch if rows is None else batch.take(rows), noise)
         ascend(optimizer, sampled, schedule(step))
         recent += sampled.detach().mean(1)
         if (step + 1) % every == 0 or step + 1 == steps:
