@@ -112,16 +112,19 @@ def gathered(guide: vfl.Guide, server: ServerNode, parties: list[PartyNode]) -> 
     joint = None
     if guide.joint:
         every = [node.rows for node in (server, *parties)]
-        width = every[-1]["lower"].shape[-1]
-        pad = lambda lower: torch.nn.functional.pad(lower, (0, width - lower.shape[-1]))
-        joint = {name: torch.cat([rows[name] for rows in every], 1) for name in ("mean", "log_sd")}
-        joint["lower"] = torch.cat([pad(rows["lower"]) for rows in every], 1)
+        widest = lambda name: every[-1][name].shape[-1] if every[-1][name].ndim > 2 else 0
+        pad = lambda rows, width: torch.nn.functional.pad(rows, (0, width - rows.shape[-1])) if width else rows
+        joint = {name: torch.cat([pad(rows[name], widest(name)) for rows in every], 1) for name in every[0]}
     return tree.map(torch.detach, vfl.Parameters(joint, server.q, tuple(party.q for party in parties)))
 
 
 def below(q: vfl.Parameters) -> vfl.Parameters:
     """Without what lies above the diagonal of a joint factor, which nobody uses."""
-    return q if q.joint is None else q._replace(joint={**q.joint, "lower": q.joint["lower"].tril(-1)})
+    return (
+        q
+        if q.joint is None or "lower" not in q.joint
+        else q._replace(joint={**q.joint, "lower": q.joint["lower"].tril(-1)})
+    )
 
 
 def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = STEPS) -> list[vfl.Noise]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["GaussianFamily", "diagonal", "full_covariance", "low_rank"]
+__all__ = ["GaussianFamily", "Shares", "diagonal", "full_covariance", "low_rank"]
 
 Parameters = dict[str, Tensor]
 
@@ -31,6 +32,8 @@ class GaussianFamily:
         draw: (parameters, noise `(B, M, noises)`) -> θ `(B, M, d)`, differentiable in the parameters.
         log_density: (parameters, θ) -> log q(θ), `(B, M)`.
         covariance: parameters -> Σ `(B, d, d)`.
+        shares: (parameters, θ) of some of the coordinates -> what they add to `Shares`, where log q is a function of
+            such sums, so that nodes may hold coordinates of one family each; None where it is not.
     """
 
     init: Callable[[int, int, float, torch.dtype, torch.device], Parameters]
@@ -38,6 +41,22 @@ class GaussianFamily:
     draw: Callable[[Parameters, Tensor], Tensor]
     log_density: Callable[[Parameters, Tensor], Tensor]
     covariance: Callable[[Parameters], Tensor]
+    shares: Callable[[Parameters, Tensor], Shares] | None = None
+
+
+class Shares(NamedTuple):
+    """Sums over coordinates of which a density of low rank is a function."""
+
+    alone: Tensor  # (B, M) log-density as if there were no factor
+    gram: Tensor  # (B, rank, rank) WᵀD⁻²W
+    moment: Tensor  # (B, M, rank) WᵀD⁻²(θ − μ)
+
+    def log_density(self) -> Tensor:
+        """log q(θ) of all coordinates by Woodbury's identity, `(B, M)`."""
+        eye = torch.eye(self.gram.shape[-1], dtype=self.gram.dtype, device=self.gram.device)
+        lower = torch.linalg.cholesky(eye + self.gram)
+        inner = torch.linalg.solve_triangular(lower, self.moment.mT, upper=False)
+        return self.alone + 0.5 * inner.square().sum(-2) - lower.diagonal(dim1=-2, dim2=-1).log().sum(-1, True)
 
 
 def _start(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Parameters:
@@ -118,20 +137,17 @@ def low_rank(rank: int) -> GaussianFamily:
         own, common = noise.split([q["mean"].shape[-1], rank], -1)
         return q["mean"].unsqueeze(1) + q["log_sd"].exp().unsqueeze(1) * own + common @ q["factor"].mT
 
-    def log_density(q: Parameters, theta: Tensor) -> Tensor:
+    def shares(q: Parameters, theta: Tensor) -> Shares:
         scale = torch.exp(-q["log_sd"]).unsqueeze(1)
         standard, factor = (theta - q["mean"].unsqueeze(1)) * scale, q["factor"] * scale.mT
-        eye = torch.eye(rank, dtype=theta.dtype, device=theta.device)
-        lower = torch.linalg.cholesky(eye + factor.mT @ factor)
-        inner = torch.linalg.solve_triangular(lower, (standard @ factor).mT, upper=False)
-        square = standard.square().sum(-1) - inner.square().sum(-2)
-        log_det = q["log_sd"].sum(-1, True) + lower.diagonal(dim1=-2, dim2=-1).log().sum(-1, True)
-        return -0.5 * square - log_det - _normaliser(theta.shape[-1])
+        alone = -0.5 * standard.square().sum(-1) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
+        return Shares(alone, factor.mT @ factor, standard @ factor)
 
     return GaussianFamily(
         init=init,
         noises=lambda size: size + rank,
         draw=draw,
-        log_density=log_density,
+        log_density=lambda q, theta: shares(q, theta).log_density(),
         covariance=lambda q: torch.diag_embed((2 * q["log_sd"]).exp()) + q["factor"] @ q["factor"].mT,
+        shares=shares,
     )

@@ -1,8 +1,9 @@
 r"""The variational approximation: q(γ) ∏_j q(θ_j), or one joint q(γ, θ), and q(z | θ).
 
 The server (index 0) and the parties (1 … J) each hold parameters and noise of their own. A joint q(γ, θ) is
-:math:`\theta = \mu + L\varepsilon` over all coordinates: party j holds its own rows of (μ, L), and everybody draws
-the same ε from the shared key, so that correlations between parties' parameters need no exchange of parameters.
+:math:`\theta = \mu + L\varepsilon` over all coordinates, or :math:`\mu + D\varepsilon + W\eta` where it is of low rank:
+party j holds its own rows of (μ, L) or (μ, D, W), and everybody draws the same noise from the shared key, so that
+correlations between parties' parameters need no exchange of parameters.
 """
 
 from __future__ import annotations

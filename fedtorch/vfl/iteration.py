@@ -11,7 +11,7 @@ from torch import Tensor
 from fedtorch import random, wire
 from fedtorch.vfl.guide import Noise
 from fedtorch.vfl.messages import Backward, Traffic, Value
-from fedtorch.vfl.nodes import PartyNode, ServerNode
+from fedtorch.vfl.nodes import PartyNode, ServerNode, pooled
 
 __all__ = ["Iteration", "bounded_delay", "exchange", "taking_part"]
 
@@ -67,8 +67,9 @@ def exchange(
     server.begin(noise, rows)
     awake = [party for party, takes_part in zip(parties, here) if takes_part]
     up = [wire.size(party.propose(noise, rows)) for party in awake]
-    chained = server.guide.joint and server.guide.sticking
-    chain = _back_substitute(server, parties, noise) if chained else Traffic(0, 0)
+    joint = _pool(server, parties, awake) if server.pooled else Traffic(0, 0)
+    if server.chained:
+        joint = _back_substitute(server, parties, noise)
     values = [party.value for party in parties]
     at_party = server.guide.auxiliary.party is not None
     if at_party and server.model.power:
@@ -84,7 +85,7 @@ def exchange(
         for party in awake:
             party.update(gradient, None, rate, local_steps)
         told = Traffic(0, wire.size(gradient) * len(awake))
-    return Traffic(sum(up) + chain.up + told.up, chain.down + told.down)
+    return Traffic(sum(up) + joint.up + told.up, joint.down + told.down)
 
 
 def _back_substitute(server: ServerNode, parties: Sequence[PartyNode], noise: Noise) -> Traffic:
@@ -97,6 +98,16 @@ def _back_substitute(server: ServerNode, parties: Sequence[PartyNode], noise: No
         up += wire.size(told)
     server.pull, _ = server.back_substitute(noise.theta, told)
     return Traffic(up, down)
+
+
+def _pool(server: ServerNode, parties: Sequence[PartyNode], awake: Sequence[PartyNode]) -> Traffic:
+    """The sums that a joint q of low rank needs; of idle parties what was last heard."""
+    up = sum(wire.size(party.pool(party.theta)) for party in awake)
+    server.pool(server.gamma)
+    sums = pooled([node.mine for node in (server, *parties)])
+    for node in (server, *awake):
+        node.hear(sums)
+    return Traffic(up, wire.size(sums) * len(awake))
 
 
 def _twice(

@@ -12,8 +12,10 @@ but the messages below passes between them, and the numbers are those of `sfvi` 
 
 With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ: put a secure sum there.
 
-A joint q(γ, θ) adds one short message per party and iteration, of as many numbers as there are coordinates before its
-own, in the order of the parties from last to first: the gradient of log q by back substitution of L.
+A joint q(γ, θ) of full covariance adds one short message per party and iteration, of as many numbers as there are
+coordinates before its own, in the order of the parties from last to first: the gradient of log q by back substitution
+of L. One of low rank adds two, up and down, of r² + Mr numbers: each node has its rows of (μ, D, W) and all draw the
+same noise of the factor, so that log q needs sums over the nodes only, by Woodbury's identity.
 
 Several local steps per exchange keep the iteration's draws: with the response at the server the party moves along the
 gradient that it was told (first order), with the response shared it computes it anew.
@@ -27,7 +29,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Backward", "Gradient", "Share", "Traffic", "Value"]
+__all__ = ["Backward", "Gradient", "Pooled", "Share", "Traffic", "Value"]
 
 
 class Value(NamedTuple):
@@ -54,6 +56,13 @@ class Backward(NamedTuple):
     """Along the chain of nodes where q(γ, θ) is joint: part of L⁻ᵀε for the nodes before."""
 
     told: Tensor  # (B, M, coordinates up to the receiver's last)
+
+
+class Pooled(NamedTuple):
+    """Where q(γ, θ) is joint and of low rank: up a node's part of WᵀD⁻²W and WᵀD⁻²(θ − μ), down the sum over nodes."""
+
+    gram: Tensor  # (B, rank, rank)
+    moment: Tensor  # (B, M, rank)
 
 
 class Traffic(NamedTuple):

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.vfl.gaussians import cholesky, full_covariance
+from fedtorch.vfl.gaussians import Shares, cholesky
 from fedtorch.vfl.guide import Guide, Noise, Parameters, fixed
-from fedtorch.vfl.messages import Backward, Gradient, Share, Value
+from fedtorch.vfl.messages import Backward, Gradient, Pooled, Share, Value
 from fedtorch.vfl.model import Batch, VerticalModel
 from fedtorch.vfl.predictors import Predictor
-from fedtorch.vfl.sfvi import centred, party_bound, server_bound, shared_terms
+from fedtorch.vfl.sfvi import ascend, centred, party_bound, server_bound, shared_terms
 
 __all__ = ["PartyNode", "ServerNode"]
 
@@ -25,14 +25,17 @@ class _Node:
     """Parameters with an Adam of their own: the server is node 0, the parties 1 to J."""
 
     def __init__(self, model: VerticalModel, guide: Guide, parameters: Parameters, index: int) -> None:
-        if guide.joint and guide.theta.init.__qualname__ != full_covariance().init.__qualname__:
-            raise ValueError("Expected a full covariance for a joint q(γ, θ) among parties, but got another family")
+        # A joint family either has sums that all nodes need, or is a factor by rows with a chain from node to node.
+        self.pooled = guide.joint and guide.theta.shares is not None
+        self.chained = guide.joint and guide.sticking and not self.pooled
         self.model, self.guide, self.index = model, guide, index
         stop = sum(model.sizes[: index + 1])
         self.own = slice(stop - model.sizes[index], stop)
         joint, q = parameters.joint, (parameters.server, *parameters.parties)[index]
         rows = None if joint is None else {name: value[:, self.own] for name, value in joint.items()}
-        if rows is not None:
+        if rows is not None and not self.pooled:
+            if "lower" not in rows:
+                raise ValueError("Expected a full covariance or a low rank of a joint q(γ, θ), but got another family")
             rows["lower"] = rows["lower"][..., :stop]
         leaf = lambda value: value.detach().clone().requires_grad_()
         self.q, self.rows = tree.map(leaf, q), tree.map(leaf, rows)
@@ -44,6 +47,10 @@ class _Node:
         """θ of this node; where q is joint, from the noise of all nodes up to it."""
         if self.rows is None:
             return self.guide.theta.draw(self.q["theta"], noise[self.index])
+        if self.pooled:
+            mine = noise[self.index][..., : self.own.stop - self.own.start]
+            common = noise[0][..., self.model.sizes[0] :]
+            return self.guide.theta.draw(self.rows, torch.cat([mine, common], -1))
         before = torch.cat(list(noise[: self.index + 1]), -1)
         return self.rows["mean"].unsqueeze(1) + before @ self._factor().mT
 
@@ -58,9 +65,27 @@ class _Node:
         """−log q(θ) as far as its gradient goes at this node, `(B, M)`."""
         if self.rows is None:
             return -self.guide.theta.log_density(fixed(self.guide, self.q["theta"]), theta)
+        if self.pooled:
+            shares = self._shares(fixed(self.guide, self.rows), theta)
+            return -Shares(shares.alone, shares.gram + self.rest.gram, shares.moment + self.rest.moment).log_density()
         if pull is None:
             return self.rows["log_sd"].sum(-1, True).expand(theta.shape[:2])
         return (pull * theta).sum(-1)
+
+    def _shares(self, q: dict[str, Tensor], theta: Tensor) -> Shares:
+        assert self.guide.theta.shares is not None
+        return self.guide.theta.shares(q, theta)
+
+    def pool(self, theta: Tensor) -> Pooled:
+        """This node's part of the sums that log q of a low rank needs."""
+        assert self.rows is not None
+        shares = self._shares(self.rows, theta)
+        self.mine = Pooled(shares.gram.detach(), shares.moment.detach())
+        return self.mine
+
+    def hear(self, sums: Pooled) -> None:
+        """Keeps the other nodes' part of these sums over all."""
+        self.rest = Pooled(sums.gram - self.mine.gram, sums.moment - self.mine.moment)
 
     def back_substitute(self, noise: Sequence[Tensor], backward: Backward | None) -> tuple[Tensor, Backward]:
         """This node's coordinates of L⁻ᵀε, `(B, M, d)`, and what the nodes before it have to know."""
@@ -70,15 +95,6 @@ class _Node:
         pull = torch.linalg.solve_triangular(factor[..., self.own].mT, right.mT, upper=True).mT
         told = pull @ factor[..., : self.own.start]
         return pull, Backward(told if backward is None else told + backward.told[..., : self.own.start])
-
-    def move(self, objective: Tensor, rate: float, also: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """One step of Adam up the objective `(B, M)`, averaged over draws; returns its gradients by `also`."""
-        gradients = torch.autograd.grad(objective.sum(), [*self.leaves, *also], allow_unused=True)
-        for leaf, gradient in zip(self.leaves, gradients):
-            leaf.grad = None if gradient is None else -gradient / objective.shape[1]
-        self.optimizer.param_groups[0]["lr"] = rate
-        self.optimizer.step()
-        return tuple(g if g is not None else torch.zeros_like(a) for g, a in zip(gradients[len(self.leaves) :], also))
 
 
 class PartyNode(_Node):
@@ -95,7 +111,7 @@ class PartyNode(_Node):
         response_shared: whether the parties find the likelihood's gradient themselves; as at the server.
 
     Raises:
-        ValueError: the response is needed and not given, or a joint q that is not a full covariance.
+        ValueError: the response is needed and not given, or a joint q that is neither full nor of low rank.
     """
 
     def __init__(
@@ -169,7 +185,7 @@ class PartyNode(_Node):
                 objective = objective + (self.sent * gradient.gradient).sum((-2, -1))
             if share is not None:
                 objective = objective + self._likelihood(share)
-            self.move(objective, rate)
+            ascend(self.optimizer, objective, rate)
 
 
 class ServerNode(_Node):
@@ -201,7 +217,7 @@ class ServerNode(_Node):
         z = self.noise.z[0]
         own = server_bound(self.model, self.guide, self.q, self.gamma, z, total, None, self.batch)
         objective = own + self.minus_log_q(self.gamma, self.pull)
-        return Gradient(*self.move(objective, rate, [total]))
+        return Gradient(*ascend(self.optimizer, objective, rate, [total]))
 
     def share(self, values: Sequence[Value]) -> list[Share]:
         """The predictor for parties that evaluate the likelihood; in the power model without their own z."""
@@ -222,8 +238,13 @@ class ServerNode(_Node):
                 inner = (value * gradient).flatten(2).sum(2) if value.ndim > 1 else (value * gradient)[:, None]
                 spread = inner if value.ndim > 1 else inner / objective.shape[1]
                 objective = objective + spread
-        self.move(objective, rate)
+        ascend(self.optimizer, objective, rate)
         return [Gradient(whole - answer.predictor) for answer in answers]
+
+
+def pooled(parts: Sequence[Pooled]) -> Pooled:
+    """The sum of all nodes' parts, in their order."""
+    return Pooled(*(_sum(values) for values in zip(*parts)))
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:

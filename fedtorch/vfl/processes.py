@@ -21,8 +21,8 @@ from torch import Tensor
 from fedtorch.tree import Tree
 from fedtorch.vfl.iteration import Iteration, taking_part
 from fedtorch.vfl.line import TIMEOUT, Line
-from fedtorch.vfl.messages import Backward, Gradient, Share, Traffic, Value
-from fedtorch.vfl.nodes import PartyNode, ServerNode
+from fedtorch.vfl.messages import Backward, Gradient, Pooled, Share, Traffic, Value
+from fedtorch.vfl.nodes import PartyNode, ServerNode, pooled
 
 __all__ = ["run_node", "run_party", "run_server"]
 
@@ -71,7 +71,11 @@ def run_party(
         if here:
             send(party.propose(iteration.noise, iteration.rows), 0)
         value = party.value
-        if guide.joint and guide.sticking:
+        if here and party.pooled:
+            mine = party.pool(party.theta)
+            send(mine, 0)
+            party.hear(receive(mine, 0))
+        if party.chained:
             told = None
             if party.index < len(model.predictors):
                 told = receive(Backward(_draws(value, sum(model.sizes[: party.index + 1]))), 0)
@@ -102,6 +106,7 @@ def run_server(
     ranks = range(1, len(model.predictors) + 1)
     at_party = guide.auxiliary.party is not None
     values: dict[int, Value] = {}  # what was last heard
+    pools: dict[int, Pooled] = {}
     answers: dict[int, Share] = {}
     for iteration in iterations:
         here = taking_part(iteration, [rank in values for rank in ranks])
@@ -110,7 +115,14 @@ def run_server(
         like = _value_like(server)
         values.update({rank: receive(like, rank) for rank in awake})
         heard = [values[rank] for rank in ranks]
-        if guide.joint and guide.sticking:
+        if server.pooled:
+            mine = server.pool(server.gamma)
+            pools.update({rank: receive(mine, rank) for rank in awake})
+            sums = pooled([mine, *(pools[rank] for rank in ranks)])
+            for rank in awake:
+                send(sums, rank)
+            server.hear(sums)
+        if server.chained:
             told: Backward | None = None
             for rank in reversed(ranks):
                 if told is not None:

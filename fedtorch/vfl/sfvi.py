@@ -15,8 +15,9 @@ Source: Hassan et al., section 4, algorithms 1 and 2.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from fedtorch.vfl.guide import Guide, Noise, Parameters, draw_noise, draw_theta,
 from fedtorch.vfl.model import Batch, VerticalData, VerticalModel, prepared
 from fedtorch.vfl.predictors import Predictor
 
-__all__ = ["Fit", "bound", "cosine", "party_bound", "server_bound", "sfvi"]
+__all__ = ["Fit", "ascend", "bound", "cosine", "party_bound", "server_bound", "sfvi"]
 
 _BLOCK = 2**18  # normal numbers drawn at a time
 _START, _STEPS, _ROWS = 0, 1, 2  # purposes of the key
@@ -168,6 +169,21 @@ def bound(model: VerticalModel, guide: Guide, parameters: Parameters, batch: Bat
     return server + sum(own[1:], own[0]) - log_q
 
 
+def ascend(
+    optimizer: torch.optim.Optimizer, objective: Tensor, rate: float, also: Sequence[Tensor] = ()
+) -> tuple[Tensor, ...]:
+    """One step of an optimiser up an objective `(B, M)`, averaged over draws; returns its gradients by `also`."""
+    (group,) = optimizer.param_groups
+    leaves = group["params"]
+    gradients = torch.autograd.grad(objective.sum(), [*leaves, *also], allow_unused=True)
+    for leaf, gradient in zip(leaves, gradients):
+        # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
+        leaf.grad = None if gradient is None else (gradient / -objective.shape[1]).contiguous()
+    group["lr"] = rate
+    optimizer.step()
+    return tuple(g if g is not None else torch.zeros_like(a) for g, a in zip(gradients[len(leaves) :], also))
+
+
 def cosine(rate: float, steps: int, floor: float = 0.0) -> Schedule:
     """A learning rate that falls from `rate` to `floor · rate` along half a cosine."""
     return lambda step: rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0))))
@@ -216,14 +232,11 @@ def sfvi(
     parameters = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), begin)
     leaves = tree.leaves(parameters)
     optimizer = torch.optim.Adam(leaves, lr=1.0, fused=True)
+    placed = dataclasses.replace(model, rho=model.rho.to(batch.y))  # once, not in every iteration
     means, recent = [], torch.zeros(size, dtype=torch.float64, device=leaves[0].device)
     for step, (rows, noise) in enumerate(_iterations(model, guide, batch, key, steps, draws, batch_size)):
-        sampled = bound(model, guide, parameters, batch if rows is None else batch.take(rows), noise)
-        gradients = torch.autograd.grad(sampled.sum(), leaves, grad_outputs=None, allow_unused=True)
-        for leaf, gradient in zip(leaves, gradients):
-            leaf.grad = None if gradient is None else gradient.mul_(-1 / draws)
-        optimizer.param_groups[0]["lr"] = schedule(step)
-        optimizer.step()
+        sampled = bound(placed, guide, parameters, batch if rows is None else batch.take(rows), noise)
+        ascend(optimizer, sampled, schedule(step))
         recent += sampled.detach().mean(1)
         if (step + 1) % every == 0 or step + 1 == steps:
             means.append(recent / ((step % every) + 1))

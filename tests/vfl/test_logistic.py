@@ -19,8 +19,8 @@ def single(data: vfl.VerticalData) -> vfl.VerticalData:
     return data._replace(features=tuple(x.float() for x in data.features), response=data.response.float())
 
 
-def agrees(parties: int, width: int, rows: int, steps: int, draws: int, allowed: tuple[float, float]) -> None:
-    """Means within `allowed[0]` sd and sds within a factor 1 ± `allowed[1]`, beyond the error of NUTS itself."""
+def agrees(parties: int, width: int, rows: int, steps: int, draws: int, errors: float) -> None:
+    """Means within 0.1 sd and sds within 10 %, and `errors` standard errors of NUTS on top of that."""
     widths = [width // parties] * parties
     data = logistic_data(widths, rows)
     model = vfl.augmented(likelihoods.bernoulli(), predictors(widths), 1.0)
@@ -31,10 +31,9 @@ def agrees(parties: int, width: int, rows: int, steps: int, draws: int, allowed:
     assert found.r_hat.max() < 1.02
     reference, effective = found.flat, found.effective
     sd = reference.std(0)
-    # Four standard errors of NUTS's mean and sd on top of what is allowed.
-    assert ((mean - reference.mean(0)).abs() / sd < allowed[0] + 4 / effective.sqrt()).all()
+    assert ((mean - reference.mean(0)).abs() / sd < 0.1 + errors / effective.sqrt()).all()
     ratio = covariance.diagonal().sqrt() / sd
-    assert ((ratio - 1).abs() < allowed[1] + 4 / (2 * effective).sqrt()).all()
+    assert ((ratio - 1).abs() < 0.1 + errors / (2 * effective).sqrt()).all()
     # And the predictions: mean log scores of the same rows.
     thetas = fit.sample(KEY, 200)
     ours = log_score(model, thetas, single(data)).mean()
@@ -44,13 +43,18 @@ def agrees(parties: int, width: int, rows: int, steps: int, draws: int, allowed:
 
 
 def test_a_small_posterior_agrees_with_nuts() -> None:
-    agrees(2, 2, 80, steps=1200, draws=200, allowed=(0.1, 0.1))
+    agrees(2, 2, 80, steps=1200, draws=200, errors=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parties", [2, 10])
 def test_the_posterior_agrees_with_nuts(parties: int) -> None:
-    agrees(parties, 20, 500, steps=6000, draws=2000, allowed=(0.1, 0.1))
+    """All 20 coefficients and the intercept, the error of NUTS included.
+
+    Found: with two parties means within 0.038 sd and sds within 7.7 %, with ten within 0.032 sd and 2.4 %, of which
+    NUTS's own standard errors are 0.02 sd and 2 %.
+    """
+    agrees(parties, 20, 500, steps=6000, draws=2000, errors=0)
 
 
 @pytest.mark.parametrize("name", MODELS)

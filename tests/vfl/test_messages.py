@@ -30,8 +30,6 @@ from fedtorch.vfl.iteration import bounded_delay, exchange
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.sfvi import bound
 
-AMONG_PARTIES = [name for name in GUIDES if name != "sums, low rank, joint"]
-
 
 def in_one_graph(
     model: vfl.VerticalModel,
@@ -58,7 +56,7 @@ def in_one_graph(
 
 @pytest.mark.parametrize("sticking", [True, False])
 @pytest.mark.parametrize("shared", [True, False], ids=["y shared", "y at the server"])
-@pytest.mark.parametrize("guide", AMONG_PARTIES)
+@pytest.mark.parametrize("guide", GUIDES)
 @pytest.mark.parametrize("name", MODELS)
 def test_messages_give_the_numbers_of_one_graph(name: str, guide: str, shared: bool, sticking: bool) -> None:
     family = dataclasses.replace(GUIDES[guide](), sticking=sticking)
@@ -117,6 +115,19 @@ def test_the_chain_of_a_joint_family_is_counted() -> None:
     server, *others = [wire.size(messages.Backward(one)) for one in told]
     assert traffic[0].up - traffic[1].up == server + sum(others)
     assert traffic[0].down - traffic[1].down == sum(others)
+
+
+def test_the_sums_of_a_joint_family_of_low_rank_are_counted() -> None:
+    """r² + Mr numbers from each party and back, beside the values and gradients."""
+    model, data = some_model("augmented", "bernoulli")
+    family = GUIDES["sums, low rank, joint"]()
+    server, parties = nodes(model, family, some_parameters(model, family, data), data, False)
+    traffic = exchange(server, parties, noises(model, family, ROWS)[0], 0.1)
+    numbers = lambda *shape: torch.zeros(2, *shape, dtype=torch.float64)
+    sums = wire.size(messages.Pooled(numbers(2, 2), numbers(DRAWS, 2)))
+    value = wire.size(messages.Value(numbers(DRAWS, 1, ROWS)))
+    gradient = wire.size(messages.Gradient(numbers(DRAWS, 1, ROWS)))
+    assert traffic == (3 * (value + sums), 3 * (gradient + sums))
 
 
 @pytest.mark.parametrize(("name", "guide", "shared"), [
@@ -199,8 +210,8 @@ def test_nobody_is_away_for_longer_than_the_delay() -> None:
 
 def test_refusals() -> None:
     model, data = some_model("augmented", "bernoulli")
-    family = GUIDES["sums, low rank, joint"]()
-    with pytest.raises(ValueError, match="full covariance for a joint"):
+    family = dataclasses.replace(GUIDES["sums, joint"](), theta=vfl.diagonal())
+    with pytest.raises(ValueError, match="full covariance or a low rank of a joint"):
         nodes(model, family, some_parameters(model, family, data), data, False)
     family = GUIDES["amortised"]()
     server, parties = nodes(model, family, some_parameters(model, family, data), data, False)

@@ -29,7 +29,7 @@ from fedtorch import random, tree, vfl
 from fedtorch.models import encoder, likelihoods
 from fedtorch.vfl.guide import draw_noise, initial
 from fedtorch.vfl.model import prepared
-from fedtorch.vfl.sfvi import bound
+from fedtorch.vfl.sfvi import ascend, bound
 
 KEY = random.key(0)
 
@@ -242,6 +242,23 @@ def test_learnt_weights_are_stationary() -> None:
     assert fit.weights()[0, 0] > 0.8
     with pytest.raises(ValueError, match="learnt weights"):
         fit._replace(parameters=fit.parameters._replace(server={})).weights()
+
+
+@every_guide
+def test_a_step_is_adams(guide: str) -> None:
+    """The fused optimiser's step is the plain one's, whatever strides autograd gives to gradients."""
+    model, data = some_model("augmented", "bernoulli")
+    family = GUIDES[guide]()
+    q = some_parameters(model, family, data)
+    batch, noise = prepared(model, data), draw_noise(model, family, KEY.reshape(1), 12, 3, torch.float64)
+    found = []
+    for fused in (True, False):
+        leaves = tree.map(lambda leaf: leaf.clone().requires_grad_(), q)
+        optimizer = torch.optim.Adam(tree.leaves(leaves), fused=fused)
+        for _ in range(2):
+            ascend(optimizer, bound(model, family, leaves, batch, noise), 0.1)
+        found.append(tree.map(torch.detach, leaves))
+    assert distance(*found) < 1e3 * ROUNDING
 
 
 def test_learnt_weights_cannot_rank_the_parties() -> None:
