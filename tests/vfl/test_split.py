@@ -368,6 +368,14 @@ def test_starts_leave_the_global_generator_alone() -> None:
     assert not torch.equal(stack.weights[0][0], stack.weights[0][1])
 
 
+def test_a_node_s_part_does_not_depend_on_the_others_modules() -> None:
+    """So that every process can make its own without knowing theirs."""
+    others = [mlp(1, [], 3).double() for _ in range(2)]
+    whole, alone = network(bayes=bayes()), network([bottoms()[0], *others], bayes=bayes())
+    assert distance(whole.parties[0], alone.parties[0]) == 0
+    assert distance(whole.server, alone.server) == 0
+
+
 def test_bad_input() -> None:
     model, rows = network(), data()
     with pytest.raises(ValueError, match="Expected features of 3 parties, but got 2"):
