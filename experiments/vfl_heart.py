@@ -21,10 +21,10 @@ paired, with two standard errors: over the 918 rows (averaged over repetitions: 
 repetitions train as one batch. The published rows take their 50 000 iterations in the first `--long` repetitions only.
 
 What 10 repetitions say of hierarchical Bayes with ρ = 1 and a prior on all weights against the logistic regression:
-log-likelihood −0.330 against −0.341, a difference of +0.0110 with a standard error of 0.0019 over repetitions and 0.0071
-over rows; accuracy 87.2 % against 86.3 %, +0.83 points with 0.16 and 0.54. So it is better for these patients, whatever
-the folds, and 1.5 standard errors better for patients at large. Its calibration error is the larger one, 0.026 against
-0.015: it is underconfident between the extremes, where few rows are.
+log-likelihood −0.330 against −0.341, a difference of +0.0110 with a standard error of 0.0019 over repetitions and of
+0.0071 over rows; accuracy 87.2 % against 86.3 %, +0.83 points with 0.16 and 0.54. So it is better for these patients,
+whatever the folds, and 1.5 standard errors better for patients at large. Its calibration error is the larger one, 0.026
+against 0.015: it is underconfident between the extremes, where few rows are.
 """
 
 from __future__ import annotations
