@@ -20,7 +20,7 @@ from fedtorch.data import VerticalTable
 from fedtorch.models import likelihoods
 from fedtorch.models.split_nn import mlp
 
-FOLDS, INNER, WIDTH = 10, 5, 8
+FOLDS, NEIGHBOURS, WIDTH = 10, 2, 8
 NAMES = ("split network", "hierarchical Bayes, ρ = 1", "hierarchical Bayes, ρ = 5", "hierarchical Bayes, ρ = 10")
 RHOS = (0.0, 1.0, 5.0, 10.0)
 PRIOR_SDS = (2**-2.5, 2**-2, 2**-1.5, 2**-1)  # of the weights before the last layer
@@ -35,7 +35,7 @@ class Size:
     repeats: int = 1
     long: int = 1  # repetitions in which the published networks are trained
     steps: int = 50_000  # of these, and at most of the early-stopped ones
-    annealed: int = 1000  # of networks with a prior on all weights
+    annealed: int = 2000  # of networks with a prior on all weights
     every: int = 100  # steps between validations of the early-stopped versions
     patience: int = 10
     draws: int = 300
@@ -56,21 +56,30 @@ class Folds(NamedTuple):
 
 def folds(rows: int, repeats: int) -> Folds:
     """Random folds, `F = 10 · repeats`."""
-    return _split([random.permutation(random.key(repeat), rows) for repeat in range(repeats)], FOLDS)
-
-
-def inner(outer: Folds) -> Folds:
-    """Folds of the training rows of each fold, `F = 5 · len(outer.train)`."""
-    return _split([rows[weight > 0] for rows, weight in zip(outer.train, outer.weight)], INNER)
-
-
-def _split(orders: Sequence[Tensor], count: int) -> Folds:
     trains, tests = [], []
-    for order in orders:
-        parts = [order[i::count] for i in range(count)]
+    for repeat in range(repeats):
+        order = random.permutation(random.key(repeat), rows)
+        parts = [order[i::FOLDS] for i in range(FOLDS)]
         tests += parts
-        trains += [torch.cat(parts[:i] + parts[i + 1 :]) for i in range(count)]
+        trains += [torch.cat(parts[:i] + parts[i + 1 :]) for i in range(FOLDS)]
     return Folds(*_padded(trains), *_padded(tests))
+
+
+def pairs(fold: Folds) -> tuple[Folds, Tensor]:
+    """Folds that leave out the test rows of two others, i and j; and `(P, 2)`, whom each half of their rows informs.
+
+    Rows of i, the first half, are validation rows of fold j, and rows of j those of i: one network serves both.
+    """
+    trains, tests, informs = [], [], []
+    tested = [rows[weight > 0] for rows, weight in zip(fold.test, fold.test_weight)]
+    for first in range(0, len(tested), FOLDS):
+        for i in range(first, first + FOLDS):
+            for j in (first + (i - first + distance) % FOLDS for distance in range(1, 1 + NEIGHBOURS)):
+                others = [tested[k] for k in range(first, first + FOLDS) if k not in (i, j)]
+                trains.append(torch.cat(others))
+                tests += [tested[i], tested[j]]
+                informs.append((j, i))
+    return Folds(*_padded(trains), *(part.reshape(len(trains), -1) for part in _padded(tests))), torch.tensor(informs)
 
 
 def _padded(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -160,11 +169,13 @@ def with_priors(table: VerticalTable, fold: Folds, sds: Tensor, size: Size, draw
 
 
 def chosen(table: VerticalTable, fold: Folds, size: Size) -> Tensor:
-    """The standard deviation of every fold's prior, `(F, 1)`, by cross-validation of its training rows."""
-    within, sds = inner(fold), torch.tensor(PRIOR_SDS)
+    """The standard deviation of every fold's prior, `(F, 1)`, by validation within its training rows."""
+    within, informs = pairs(fold)
+    sds = torch.tensor(PRIOR_SDS)
     chance = with_priors(table, within, sds.expand(len(within.train), -1), size, size.draws // 3)
-    own = (log_likelihood(chance, table.y[within.test]) * within.test_weight).sum(-1)
-    return sds[own.unflatten(1, (-1, INNER)).sum(-1).argmax(0)].unsqueeze(1)
+    own = (log_likelihood(chance, table.y[within.test]) * within.test_weight).unflatten(-1, (2, -1)).sum(-1)
+    scores = torch.zeros(len(sds), len(fold.train)).index_add_(1, informs.flatten(), own.flatten(1))
+    return sds[scores.argmax(0)].unsqueeze(1)
 
 
 def predicted(model: vfl.SplitNetwork, rows: vfl.VerticalData, models: int, draws: int) -> Tensor:
@@ -187,7 +198,8 @@ def predictions(table: VerticalTable, size: Size) -> tuple[dict[str, Tensor], Fo
     """Predicted probabilities of every model on all test rows, `(F, m)` each; fewer folds of the published ones."""
     fold = folds(len(table.y), size.repeats)
     found = {"logistic regression, all covariates": logistic(table, fold)}
-    found.update(zip(NAMES, chances(table, fold.first(size.long), RHOS, size)))
+    if size.long:
+        found.update(zip(NAMES, chances(table, fold.first(size.long), RHOS, size)))
     stopped = [f"{name}, early stopping" for name in NAMES[:2]]
     found.update(zip(stopped, chances(table, fold, RHOS[:2], size, stopped=True)))
     sds = chosen(table, fold, size)

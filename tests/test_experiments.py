@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -248,14 +249,22 @@ def test_vfl_heart(tmp_path):
 
 
 def test_vfl_heart_chooses_priors_by_training_rows_only():
-    outer = vfl_heart_models.folds(60, 2)
-    within = vfl_heart_models.inner(outer)
-    rows = lambda fold, part: set(fold[part].tolist())
-    for fold, train in enumerate(outer.train.tolist()):
-        for one in range(fold * vfl_heart_models.INNER, (fold + 1) * vfl_heart_models.INNER):
-            assert rows(within.train, one).isdisjoint(rows(within.test, one))
-            assert rows(within.train, one) | rows(within.test, one) == set(train)
-        assert set(train).isdisjoint(rows(outer.test, fold))
+    outer = vfl_heart_models.folds(63, 2)
+    within, informs = vfl_heart_models.pairs(outer)
+    rows = lambda index, weight: set(index[weight > 0].tolist())
+    informed = Counter(informs.flatten().tolist())
+    assert set(informed) == set(range(20))
+    assert set(informed.values()) == {2 * vfl_heart_models.NEIGHBOURS}
+    halves = within.test.unflatten(1, (2, -1)), within.test_weight.unflatten(1, (2, -1))
+    for pair, both in enumerate(informs.tolist()):
+        for half, fold in enumerate(both):
+            test, validation = (
+                rows(outer.test[fold], outer.test_weight[fold]),
+                rows(halves[0][pair, half], halves[1][pair, half]),
+            )
+            assert len(validation) in (6, 7)
+            assert test.isdisjoint(validation | rows(within.train[pair], within.weight[pair]))
+            assert validation.isdisjoint(rows(within.train[pair], within.weight[pair]))
 
 
 def test_vfl_split_benchmark(tmp_path):

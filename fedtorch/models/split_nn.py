@@ -105,13 +105,18 @@ class Stacked(nn.Module):
         self._swap = functional.Swap(self._template[0], self.names)
         self._draws: bool | None = None  # whether the module draws random numbers, once that is known
 
-    def forward(self, x: Tensor, replaced: Mapping[str, Tensor] | None = None, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        replaced: Mapping[str, Tensor] | None = None,
+        keys: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
         """Rows of all copies.
 
         Args:
             x: `(n, ...)` for all copies, or `(B, n, ...)`.
             replaced: weights to use in place of the stack's own, `(B, ...)` each.
-            keys: `(B,)`, of dropout and other draws in training mode.
+            keys: makes the keys `(B,)` of dropout and other draws in training mode; asked only where there are any.
 
         Returns:
             `(B, n, C)`.
@@ -137,7 +142,7 @@ class Stacked(nn.Module):
         )  # fmt: skip
         if not self.training or self._draws is False:
             return call(x, *weights)
-        drawn = Drawn(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys)
+        drawn = Drawn(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
         with drawn:
             result = call(x, *weights)
         self._draws = drawn.calls > 0

@@ -1,4 +1,4 @@
-"""Messages between processes: the bytes of `fedtorch.wire` over a process group, counted, with bounded waits.
+"""Messages between processes: the bytes of `fedtorch.wire` over a gloo process group, counted, with bounded waits.
 
 Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
 sender's name.

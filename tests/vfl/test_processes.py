@@ -64,7 +64,6 @@ def test_both_sides_of_a_split_network_understand_each_other(name: str, absent: 
             pytest.skip("noise at the sum needs all parties")
         rows = rows._replace(present=random.bernoulli(random.key(3), 0.7, (N, 3)))
     here, other = copy.deepcopy(model), copy.deepcopy(model)
-    rows = rows._replace(weight=None)  # of a minibatch, they would be taken along
     iterations = [(0, None), (1, torch.tensor([5, 1, 9])), (2, None)]
     server, parties = split.nodes.nodes(model, rows, SGD)
     for step, chosen in iterations:
@@ -107,3 +106,7 @@ def test_without_a_process_group_it_is_refused() -> None:
     server, _ = nodes(model, family, some_parameters(model, family, data), data, False)
     with pytest.raises(RuntimeError, match="Expected a process group"):
         processes.run_node(server, [Iteration(noise, 0.1) for noise in noises(model, family, 12)])
+    top, (bottom, *_) = split.nodes.nodes(CASES["plain"](), splits.data(), SGD)
+    for node in (top, bottom):
+        with pytest.raises(RuntimeError, match="Expected a process group"):
+            split.processes.run_node(node, [(0, None)])

@@ -290,6 +290,32 @@ def test_early_stopping_restores_every_element_s_best(tmp_path: Path) -> None:
     assert (stop.best < losses[-1]).all()
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
+    """Minibatches, noise, dropout, Adam's moments, a schedule and what early stopping keeps go on where they were."""
+
+    def scheduled(parameters: Any) -> Any:
+        optimizer = torch.optim.Adam(parameters, lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+    def fit(model: vfl.SplitNetwork, epochs: int, folder: str, resume: str | None = None) -> vfl.StackedEarlyStopping:
+        stop = vfl.StackedEarlyStopping(patience=4)
+        save = L.pytorch.callbacks.ModelCheckpoint(tmp_path / folder, save_last=True)
+        loaders = vfl.VerticalLoader(data(), batch_size=4), vfl.VerticalLoader(data())
+        fit = trainer(tmp_path, max_epochs=epochs, callbacks=[stop, save], enable_checkpointing=True)
+        fit.fit(model, *loaders, ckpt_path=resume, weights_only=True)
+        return stop
+
+    make = lambda: network(bottoms(dropout=0.3), optimizer=scheduled, bayes=bayes())
+    whole, first, rest = make(), make(), make()
+    expected = fit(whole, 6, "whole")
+    fit(first, 3, "part")
+    found = fit(rest, 6, "part", str(tmp_path / "part" / "last.ckpt"))
+    assert distance(whole, rest) == 0
+    assert torch.equal(expected.best, found.best)
+    assert torch.equal(expected.epoch, found.epoch)
+
+
 @pytest.mark.parametrize("name", ["plain", "sums", "amortised"])
 def test_save_load_and_predict_per_party(name: str, tmp_path: Path) -> None:
     model, rows = CASES[name](), data()
@@ -340,6 +366,14 @@ def test_starts_leave_the_global_generator_alone() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
     assert torch.equal(Stacked(mlp(3, [4], 1), KEYS[1:]).weights[0], stack.weights[0][1:])
     assert not torch.equal(stack.weights[0][0], stack.weights[0][1])
+
+
+def test_a_node_s_part_does_not_depend_on_the_others_modules() -> None:
+    """So that every process can make its own without knowing theirs."""
+    others = [mlp(1, [], 3).double() for _ in range(2)]
+    whole, alone = network(bayes=bayes()), network([bottoms()[0], *others], bayes=bayes())
+    assert distance(whole.parties[0], alone.parties[0]) == 0
+    assert distance(whole.server, alone.server) == 0
 
 
 def test_bad_input() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -103,9 +105,7 @@ class PartyNetwork(Saved):
         rows = x.shape[-1 - self.bottom.row_dims]
         theta_noise, z_noise = self.noise.at(step, rows, self.rho)
         weights, terms = self._weights(theta_noise)
-        keys = None
-        if self.training and self.bottom._draws is not False:
-            keys = dropout_keys(self.key, step, self.bottom.size, x.device)
+        keys = partial(dropout_keys, self.key, step, self.bottom.size, x.device)
         eta = self._rows(x, weights, keys).unsqueeze(1)
         bayes = self.bayes
         if bayes is None or bayes.auxiliary is None or bayes.auxiliary.party is None:
@@ -115,7 +115,7 @@ class PartyNetwork(Saved):
         z = torch.where(self.active[..., None, None], z, eta)
         return z, terms + self.active * batch.weighted_sum(ratio)
 
-    def _rows(self, x: Tensor, weights: dict[str, Tensor] | None, keys: Tensor | None = None) -> Tensor:
+    def _rows(self, x: Tensor, weights: dict[str, Tensor] | None, keys: Callable[[], Tensor] | None = None) -> Tensor:
         """Rows of all networks, `(B, C_j, n)`."""
         found = self.bottom(x, weights, keys)
         if found.ndim != 3 or found.shape[-1] != self.outputs:

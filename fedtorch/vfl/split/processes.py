@@ -9,7 +9,8 @@ takes its own part of it and its own data, and calls `run_node`:
         network.parties[rank - 1], rank - 1, VerticalData((x,), torch.zeros(len(x))))
     run_node(node, ((step, None) for step in range(1000)))
 
-Noise and dropout are functions of a node's key and the step, so that the numbers are those of one process.
+Noise and dropout are functions of a node's key and the step, so that the numbers are those of one process. Who knows a
+key knows its noise: as long as all share the keys, it hides nothing of z_j from the other nodes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -101,9 +102,7 @@ class ServerNetwork(Saved):
     def predictor(self, combined: Tensor, offset: Tensor | None = None, step: int = 0) -> Tensor:
         """Cut layer `(B, M, C, n)` to the likelihood's predictor."""
         if self.top is not None:
-            keys = None
-            if self.training and self.top._draws is not False:
-                keys = dropout_keys(self.key, step, self.top.size, combined.device)
+            keys = partial(dropout_keys, self.key, step, self.top.size, combined.device)
             rows = self.top(combined.mT.flatten(1, 2), None, keys)
             combined = rows.unflatten(1, (combined.shape[1], -1)).mT
         return self._with_offset(combined, offset)

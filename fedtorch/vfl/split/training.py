@@ -17,6 +17,15 @@ from fedtorch.vfl.split.rows import minibatch
 __all__ = ["StackedEarlyStopping", "VerticalLoader"]
 
 
+class _Epoch:
+    """The number of an epoch, which Lightning sets through `loader.sampler`: a resumed training goes on with it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
 class VerticalLoader:
     """What a `Trainer` iterates over: all rows at every step, or minibatches of a new order every epoch.
 
@@ -45,7 +54,8 @@ class VerticalLoader:
         if steps < 1 or (batch_size is not None and batch_size < 1):
             raise ValueError(f"Expected a positive batch_size and steps, but got {batch_size} and {steps}")
         self.data, self.batch_size, self.steps, self.row_dims = data, batch_size, steps, row_dims
-        self.key, self.epoch = random.key(0) if key is None else key, 0
+        self.key = random.key(0) if key is None else key
+        self.sampler, self.batch_sampler = _Epoch(), None  # where Lightning looks for them in a DataLoader
 
     def __len__(self) -> int:
         if self.batch_size is None:
@@ -58,8 +68,8 @@ class VerticalLoader:
                 yield self.data
             return
         total = self.data.response.shape[-1]
-        order = random.permutation(random.fold_in(self.key, self.epoch), total).to(self.data.response.device)
-        self.epoch += 1
+        order = random.permutation(random.fold_in(self.key, self.sampler.epoch), total).to(self.data.response.device)
+        self.sampler.epoch += 1
         for rows in order.split(self.batch_size):
             yield minibatch(self.data, rows, self.row_dims)
 
@@ -102,6 +112,15 @@ class StackedEarlyStopping(L.Callback):
         self._count += 1
         if bool((self._count - self.epoch > self.patience).all()):
             trainer.should_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is best so far, for Lightning's checkpoints."""
+        return {"best": self.best, "epoch": self.epoch, "weights": self._weights, "count": self._count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what `state_dict` said."""
+        self.best, self.epoch = state_dict["best"], state_dict["epoch"]
+        self._weights, self._count = state_dict["weights"], state_dict["count"]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Restores every element's best weights."""
