@@ -91,6 +91,11 @@ def auxiliary_model(likelihood: Likelihood, outputs: int, parties: int, rho: Ten
 
 
 def encoder_weights(auxiliary: Auxiliary, model: VerticalModel, rho: Tensor, key: Tensor) -> nn.ParameterDict:
+    """The amortised encoder of one node's z, a stack of one per ρ.
+
+    Raises:
+        ValueError: a family with parameters for every row, which a network of changing minibatches cannot keep.
+    """
     one = torch.zeros(1, 1, 1)
     shown = model.likelihood.features(one, one.new_zeros(model.likelihood.outputs, 1)).shape[-2]
     weights = auxiliary.init(model, len(rho), 0, shown, random.fold_in(key, _ENCODER), rho.dtype)
@@ -105,5 +110,6 @@ def held(q: dict[str, Tensor], bayes: HierarchicalBayes | None) -> dict[str, Ten
 
 
 def dropout_keys(key: Tensor, step: int, size: int, device: torch.device) -> Tensor:
+    """Keys of a step's dropout, `(size,)`, one for each network of a stack."""
     own = random.fold_in(random.fold_in(key.to(device), _DROPOUT), step)
     return random.fold_in(own, torch.arange(size, device=device))
