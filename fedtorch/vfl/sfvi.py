@@ -216,7 +216,8 @@ def sfvi(
         batch_size: rows per iteration, drawn uniformly with replacement; all rows by default.
         size: B.
         every: over how many steps a value of `bounds` is averaged.
-        start: parameters to start from.
+        start: parameters to start from. To begin anew from a short run's also forgets the optimiser's moments, which
+            the first gradients of counts fill for thousands of iterations.
 
     Raises:
         ValueError: data that do not fit the model, or fewer than one step or draw.
