@@ -4,6 +4,10 @@ Five units share a latent signal; unit 1 has lost (0, 1]. Federated multi-output
 fitted centrally, units alone, a federated polynomial and independently trained modules that are put together are scored
 by the mean squared error against the noisy outputs of the lost range; the noise alone is 0.0100. FedMGP is repeated
 with perturbed inducing inputs.
+
+FedPoly does not come near its published error here, nor can it: a polynomial that is held to the shared one follows the
+average amplitude in the lost range, and amplitudes are U(0.5, 3). With degree and ω chosen for each seed by the lost
+outputs themselves it would have 0.22 on average over 30 seeds, and the average curve of all units without noise 0.23.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Every unit has N_m points on [−1, 1]; a model is scored on 200 new points of e
 against their noisy outputs, averaged over units; the noise alone is 0.0100. Units with 1000 points take their
 hyperparameter steps on 100 rows of them; what they say of the latent process comes from all rows. `--seeds` repeats the
 four published sizes; the 10 000 units and the time and memory of each size come from the first seed.
+
+At (20, 10) the published 0.0119 is not reached: FedMGP and CenMGP are at 0.0128 over eight seeds, with a standard error
+of 0.0002. A Gaussian process that knows each unit's amplitude, width and noise has 0.0115 there, so what is lost is
+what 20 points do not tell of them.
 """
 
 from __future__ import annotations
@@ -49,14 +53,14 @@ def federated(x: torch.Tensor, y: torch.Tensor, inducing: torch.Tensor, rounds: 
     return algorithm, last
 
 
-def one_size(size: tuple[int, int], seed: int, rounds: int) -> tuple[dict[str, float], float]:
-    """(MSE by method, seconds of the federated fit)."""
+def one_size(size: tuple[int, int], seed: int, rounds: int) -> tuple[dict[str, float], tuple[float, float]]:
+    """(MSE by method, seconds of the federated fit by the clock and of the processors)."""
     points, units = size
     inducing = torch.linspace(-1.1, 1.1, 30, dtype=fm.DTYPE)
     x, y, x_new, y_new = stacked(fm.signals(units, points + 200, (8, 10), seed), points)
-    began = time.perf_counter()
+    began = time.perf_counter(), time.process_time()
     algorithm, last = federated(x, y, inducing, rounds)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began[0], time.process_time() - began[1]
     assert algorithm.local is not None
     outbox, everybody = algorithm.outbox(last.server), slice(0, units)
     tensors = algorithm.model(algorithm.exchange.scatter(outbox, everybody), last.clients.table.read(everybody))
@@ -104,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         setting = f"({size[0]}, {size[1]})"
         rows += [
-            common.Row(setting, "FedMGP, s", runs[0][1]),
+            common.Row(setting, "FedMGP, s", runs[0][1][0]),
+            common.Row(setting, "FedMGP, s of processors", runs[0][1][1]),
             common.Row(setting, "peak memory of the process so far, MB", peak),
         ]
         means[size] = {}
@@ -120,13 +125,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             else f"{means[size][m]:.4f} ({PUBLISHED.get(size, {}).get(m, float('nan')):.4f})"
             for m in ("FedMGP", "IndGP", "CenMGP")
         ]
-        lines.append([setting, *cells, f"{runs[0][1]:.1f}", f"{peak:.0f}"])
+        lines.append([setting, *cells, *(f"{seconds:.1f}" for seconds in runs[0][1]), f"{peak:.0f}"])
     columns = [
         "(N_m, M)",
         "FedMGP (published)",
         "IndGP (published)",
         "CenMGP (published)",
         "FedMGP, s",
+        "of processors",
         "peak MB so far",
     ]
     common.show(f"MSE on new points, {options.seeds} seeds, {rounds} rounds ({common.machine()})", columns, lines)
