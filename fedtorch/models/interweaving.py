@@ -15,6 +15,9 @@ The server needs sums only. It cannot wait for sites that are silent, which move
 tells its *place*, θ_k less all moves that every θ_k has made together, and the likelihood of such a move. The server
 keeps its *centre*, θ less those moves; d_k is the site's place less the centre at any time.
 
+What a site tells is X_k' Ω_k X_k and a vector, as much as in least squares in closed form: only their sums are needed,
+so let them be made securely.
+
 What is slowest then is τ. It could move with θ in one normal draw of 2p numbers given the standardised deviations
 d_k/τ, from sums of p (2p + 3) numbers; but then scales, too, would have to be told less all that was multiplied so far,
 a product that wanders without bound, and sites that are silent cannot be asked to begin anew.

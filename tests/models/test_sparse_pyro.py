@@ -112,26 +112,38 @@ def check_agreement(found: Tensor, sd: Tensor, oracle: sparse_oracle.Posterior) 
     assert float(gap[-1:].abs().max()) < 0.05, gap
 
 
+def small_posterior(kind: str) -> tuple[ft.data.FederatedData, sparse_oracle.Posterior, Tensor]:
+    """Two sites, their posterior, and the units of its moments; errors of the oracle are below 0.01 of these."""
+    data = sites((25, 30), [0.5], seed=1)
+    if kind == "linear":
+        oracle = sparse_oracle.regression(data)
+    else:
+        data = data.map(lambda rows: (rows[0], (rows[1] > 0).double()))
+        oracle = sparse_oracle.logistic_regression(data, 40_000)
+    assert float(oracle.error.max()) < 0.01
+    return data, oracle, torch.cat([oracle.theta_sd, oracle.sites_sd.flatten(), torch.ones(1)])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["linear", "logistic"])
-def test_gibbs_and_nuts_agree_with_the_posterior(kind: str) -> None:
-    """Both samplers against draws without Markov chains, and each other; errors of the oracle are below 0.01 sd."""
-    data = sites((25, 30), [0.5], seed=1)
-    local: LocalKernel = sparse.regression()
-    if kind == "linear":
-        oracle = sparse_oracle.regression(data)
-        draws = sparse_pyro.nuts(sparse_pyro.collapsed_regression(data), draws=2000, warmup=200, depth=7, compile=True)
+def test_nuts_agrees_with_the_posterior(kind: str) -> None:
+    data, oracle, sd = small_posterior(kind)
+    linear = kind == "linear"
+    program = sparse_pyro.collapsed_regression(data) if linear else sparse_pyro.logistic_regression(data)
+    draws = sparse_pyro.nuts(program, draws=2000, warmup=200, depth=7, compile=True)
+    if linear:
         draws["theta_k"] = sparse_pyro.site_coefficients(data, draws, random.key(0))
-    else:
-        data, local = data.map(lambda rows: (rows[0], (rows[1] > 0).double())), logistic.logistic_regression()
-        oracle = sparse_oracle.logistic_regression(data, 40_000)
-        draws = sparse_pyro.nuts(sparse_pyro.logistic_regression(data), draws=2000, warmup=200, depth=7, compile=True)
-    sd = torch.cat([oracle.theta_sd, oracle.sites_sd.flatten(), torch.ones(1)])
-    assert float(oracle.error.max()) < 0.01
     means = [draws["theta"].mean(0), draws["theta_k"].mean(0).flatten(), sparse_pyro.inclusion(draws)]
-    nuts = torch.cat(means)
-    check_agreement(nuts, sd, oracle)
+    check_agreement(torch.cat(means), sd, oracle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["linear", "logistic"])
+def test_gibbs_agrees_with_the_posterior(kind: str) -> None:
+    """Against draws without Markov chains, also within the Monte Carlo errors of both."""
+    data, oracle, sd = small_posterior(kind)
+    local: LocalKernel = sparse.regression() if kind == "linear" else logistic.logistic_regression()
 
     def watch(round: ft.Round) -> dict[str, Tensor]:
         own = round.clients.table.read(slice(0, 2)).variables.theta.transpose(0, 1)
