@@ -52,9 +52,10 @@ def network(
         figure.colorbar(points, ax=axes, label=label, shrink=0.7)
     else:
         axes.scatter(places[:, 0], places[:, 1], c="C0", **style)
+    paper = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
     if network.nodes <= MOST_BARS if names is None else names:
         for name, place in zip(network.names, places):
-            axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize="x-small")
+            axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize="x-small", bbox=paper)
     axes.set_aspect("equal", adjustable="datalim")
     axes.set_axis_off()
     return figure
