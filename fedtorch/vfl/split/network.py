@@ -35,10 +35,10 @@ from fedtorch.models.encoder import perceptron
 from fedtorch.models.likelihoods import Likelihood
 from fedtorch.models.split_nn import Stacked
 from fedtorch.vfl.auxiliary import amortised, sums
-from fedtorch.vfl.model import VerticalData
+from fedtorch.vfl.model import VerticalData, check_response
 from fedtorch.vfl.split.bayes import HierarchicalBayes
 from fedtorch.vfl.split.party import PartyNetwork
-from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, of_party, present, rows_of, shaped
+from fedtorch.vfl.split.rows import batch_of, check_rows, of_party, present, rows_of, shaped
 from fedtorch.vfl.split.server import Combine, ServerNetwork, summed
 
 __all__ = ["SplitNetwork", "adam"]
@@ -139,7 +139,7 @@ class SplitNetwork(L.LightningModule):
         ]
         values = [present(z, data, j) for j, (z, _) in enumerate(sent)]
         bound = self.server(values, step, batch) + sum(terms for _, terms in sent)
-        return -bound.squeeze(1) / rows_of(batch)
+        return -bound.squeeze(1) / rows_of(data).to(bound)
 
     def training_step(self, data: VerticalData, index: int) -> Tensor:
         """The sum of the elements' losses."""
