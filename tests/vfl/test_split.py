@@ -440,3 +440,12 @@ def test_bad_input() -> None:
         network().check(absent)
     with pytest.raises(ValueError, match="a row with a positive weight for each element"):
         network().check(data()._replace(weight=torch.zeros(B, N)))
+
+
+def test_a_prediction_that_fails_leaves_the_mode_alone() -> None:
+    model, (first, second, third) = network().train(), data().features
+    with pytest.raises(ValueError, match=rf"the same rows of all parties, but got \[{N}, 1, {N}\] of them"):
+        model.predict([first, second[..., :1, :], third])  # one row would be everybody's
+    with pytest.raises(RuntimeError, match="shape"):
+        model.predict([first[:, :1], second, third])
+    assert model.training
