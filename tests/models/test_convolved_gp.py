@@ -341,6 +341,8 @@ def test_rows_that_do_not_fit_the_model() -> None:
             fit(model(), *wrong)
     with pytest.raises(ValueError, match=r"in the model's torch.float64, but got torch.float32"):
         fit(model(), x.float(), y.float())
+    with pytest.raises(ValueError, match="Expected finite inputs and outputs, but got NaN or Inf"):
+        fit(model(), x, y / 0)
     with pytest.raises(ValueError, match=r"Expected inputs \(4, N, 1\)"):
         join(model(), x[0], y[0])
     gp = ConvolvedGP(torch.zeros(3, 1, dtype=DTYPE), features=EmbedCategories(1, {0: 3}))

@@ -49,7 +49,7 @@ def check_parts(model: ConvolvedGP) -> None:
 
 
 def check_rows(model: ConvolvedGP, x: Tensor, y: Tensor) -> None:
-    """Raises ValueError unless x is `(*b, N, d)` and y `(*b, N)` for the model's units, in its dtype."""
+    """Raises ValueError unless x is `(*b, N, d)` and y `(*b, N)` for the model's units, finite and in its dtype."""
     batch, dims, dtype = tuple(model.batch_shape), model.inducing.shape[-1], model.inducing.dtype
     if y.ndim != len(batch) + 1 or y.shape[:-1] != batch or x.shape[-2:] != (y.shape[-1], dims):
         raise ValueError(
@@ -59,6 +59,8 @@ def check_rows(model: ConvolvedGP, x: Tensor, y: Tensor) -> None:
         )
     if (x.dtype, y.dtype) != (dtype, dtype):
         raise ValueError(f"Expected rows in the model's {dtype}, but got {x.dtype} and {y.dtype}; use .to({dtype})")
+    if not bool(x.isfinite().all() & y.isfinite().all()):
+        raise ValueError("Expected finite inputs and outputs, but got NaN or Inf; put 0 there and in the mask")
     check_values(model, x)
 
 
