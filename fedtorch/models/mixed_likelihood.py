@@ -37,6 +37,16 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
         """The noise of the first part that has some; that a part has tells that outputs are measurements."""
         return next((part.noise for part in self.parts if hasattr(part, "noise")), None)
 
+    def check(self, *extra: Tensor) -> None:
+        """Raises ValueError unless what rows have beside (x, y) is one kind each, the place of a likelihood."""
+        count = len(self.parts)
+        if len(extra) != 1 or extra[0].is_floating_point():
+            got = [f"{value.dtype} {tuple(value.shape)}" for value in extra]
+            raise ValueError(f"Expected rows (x, y, kind) with an integer kind below {count}, but got beside y {got}")
+        wrong = (extra[0] < 0) | (extra[0] >= count)
+        if bool(wrong.any()):
+            raise ValueError(f"Expected kinds 0…{count - 1} of rows, but got {int(extra[0][wrong][0])}")
+
     def measured(self, kind: Tensor) -> Tensor:
         """Which rows are measurements, whose scale the outputs tell: `(*b, N)` bool."""
         has = torch.tensor([hasattr(part, "noise") for part in self.parts], device=kind.device)

@@ -1,7 +1,8 @@
 """Messages between processes: the bytes of `fedtorch.wire` over a gloo process group, counted, with bounded waits.
 
 Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
-sender's name.
+sender's name. Before each payload goes its length, 8 bytes that are not counted: gloo ends the whole process when more
+comes than the receiver has room for, so that a longer payload has to be refused unread.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Line:
         timeout: the longest wait for another rank.
 
     Attributes:
-        sent: bytes so far.
-        received: bytes so far.
+        sent: bytes of payloads so far.
+        received: bytes of payloads so far.
 
     Raises:
         RuntimeError: no process group, or another rank or number of processes.
@@ -52,6 +53,7 @@ class Line:
             RuntimeError: it was not taken in time.
         """
         payload = wire.encode(message)
+        self._wait(dist.isend(torch.tensor([len(payload)]), to), to)
         if payload:
             self._wait(dist.isend(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to), to)
             self.sent += len(payload)
@@ -63,7 +65,14 @@ class Line:
             RuntimeError: nothing came in time.
             fedtorch.wire.PayloadError: what came is something else.
         """
-        payload = torch.empty(wire.size(like), dtype=torch.uint8)
+        length, expected = torch.empty(1, dtype=torch.int64), wire.size(like)
+        self._wait(dist.irecv(length, source), source)
+        if not 0 <= int(length) <= expected:
+            raise wire.PayloadError(
+                f"payload of rank {source}: expected {expected} bytes, but got {int(length)}; start all ranks with the "
+                "same model, guide and number of rows"
+            )
+        payload = torch.empty(int(length), dtype=torch.uint8)
         if len(payload):
             self._wait(dist.irecv(payload, source), source)
             self.received += len(payload)

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedtorch.models.likelihoods import Likelihood
 from fedtorch.vfl.predictors import Predictor, Prior, normal_prior
 
-__all__ = ["Batch", "VerticalData", "VerticalModel", "prepared"]
+__all__ = ["Batch", "VerticalData", "VerticalModel", "check_known", "check_response", "prepared"]
 
 
 _CHECKED = 2**16  # rows that are checked at a time, so that checks take no memory that grows with the rows
@@ -31,6 +31,7 @@ class VerticalData(NamedTuple):
     offset: Tensor | None = None  # (n,) or (B, n), added to the predictor
     weight: Tensor | None = None  # (n,) or (B, n), zero for the rows that a fold leaves out
     present: Tensor | None = None  # (n, J) bool, False for the rows that a party lacks; split networks take these
+    weight_total: Tensor | None = None  # () or (B,), the sum of the weights of all rows, where these are a minibatch
 
 
 class Batch(NamedTuple):
@@ -143,12 +144,36 @@ def checked_model(
     return VerticalModel(likelihood, tuple(predictors), noise, power, intercept, prior, concentration)
 
 
+def check_known(data: VerticalData) -> None:
+    """Raises `ValueError` unless offset and weights are finite, of the response's rows, and weights from 0 on."""
+    rows = data.response.shape[-1]
+    if not rows:
+        raise ValueError("Expected at least one row, but got none; see how the parties' rows were aligned")
+    for name, value in (("offset", data.offset), ("weight", data.weight)):
+        if value is None:
+            continue
+        if value.shape[-1] != rows:
+            raise ValueError(f"Expected {name} of {rows} rows, but got shape {tuple(value.shape)}")
+        if not bool(value.isfinite().all()) or (name == "weight" and bool((value < 0).any())):
+            raise ValueError(f"Expected a finite offset and weights from 0 on, but got {name} with others")
+
+
+def check_response(likelihood: Likelihood, data: VerticalData) -> None:
+    """Raises `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
+    y = data.response
+    if data.weight is not None:
+        y, weight = torch.broadcast_tensors(y, data.weight.to(y.device))
+        first = (weight > 0).long().argmax(-1, keepdim=True)  # stands in for those that do not count
+        y = torch.where(weight > 0, y, y.gather(-1, first))
+    likelihood.check(y)
+
+
 def prepared(model: VerticalModel, data: VerticalData) -> Batch:
     """Checks the data against the model, and shapes them.
 
     Raises:
-        ValueError: parties, rows or widths that do not fit, values that are not finite, or a response that the
-            likelihood does not have.
+        ValueError: parties, rows, widths or dtypes that do not fit, values that are not finite, negative weights, or a
+            response that the likelihood does not have.
     """
     if len(data.features) != len(model.predictors):
         raise ValueError(f"Expected features of {len(model.predictors)} parties, but got {len(data.features)}")
@@ -160,15 +185,16 @@ def prepared(model: VerticalModel, data: VerticalData) -> Batch:
             )
         if not all(bool(part.isfinite().all()) for part in x.split(_CHECKED, -2)):
             raise ValueError(f"Expected finite features of party {j}, but got NaN or Inf; impute them first")
-    for name in ("offset", "weight"):
-        value = getattr(data, name)
-        if value is not None and value.shape[-1] != rows:
-            raise ValueError(f"Expected {name} of {rows} rows, but got {tuple(value.shape)}")
+    check_known(data)
     if data.present is not None and not bool(data.present.all()):
         raise ValueError("Expected rows that all parties have, but got absent ones; align with all parties required")
     dtype = data.features[0].dtype
-    used = data.response if data.weight is None else torch.where(data.weight > 0, data.response, data.response[..., :1])
-    model.likelihood.check(used)
+    if not dtype.is_floating_point or any(x.dtype != dtype for x in data.features):
+        raise ValueError(
+            f"Expected features of one floating-point dtype, but got {[str(x.dtype) for x in data.features]}; "
+            "convert them with .to(torch.float64)"
+        )
+    check_response(model.likelihood, data)
 
     def shaped(value: Tensor | None, ones: int) -> Tensor | None:
         if value is None:

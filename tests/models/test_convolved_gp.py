@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -288,7 +289,7 @@ def test_jitter_grows_only_where_it_is_needed() -> None:
     found = stable_cholesky(torch.stack([good, rank_one]), 0.0)
     assert torch.equal(found[0], good)
     assert float((found[1] @ found[1].mT - rank_one).abs().max()) < 1e-6
-    with pytest.raises(ValueError, match=r"that of unit \[1\] is not"):
+    with pytest.raises(ValueError, match=r"number \[1\] of the batch that is not with a jitter of 1e-02"):
         stable_cholesky(torch.stack([good, -good]), 1e-8)
 
 
@@ -316,6 +317,47 @@ def test_bad_settings() -> None:
     gp = model(likelihood=gpytorch.likelihoods.BernoulliLikelihood())
     with pytest.raises(TypeError, match="GaussianLikelihood for exact units, but got BernoulliLikelihood"):
         gp.site(*data(), MASK, exact_units=True)
+    two = torch.Size([2])
+    with pytest.raises(ValueError, match=r"a kernel of batch shape \(2,\), but got \(\)"):
+        ConvolvedGP(torch.zeros(3, 1), ConvolutionProcess(1), batch_shape=two)
+    with pytest.raises(ValueError, match=r"likelihood of batch shape \(2,\), but its noise_covar.raw_noise has shape"):
+        ConvolvedGP(torch.zeros(3, 1), likelihood=gpytorch.likelihoods.GaussianLikelihood(), batch_shape=two)
+
+
+@pytest.mark.parametrize("make", [gpytorch.likelihoods.LaplaceLikelihood, gpytorch.likelihoods.StudentTLikelihood])
+def test_closed_forms_refuse_likelihoods_that_have_a_noise_but_are_not_gaussian(make: Any) -> None:
+    gp, (x, y) = model(units=0, likelihood=make()), (part[0] for part in data())
+    for function in (gp.bound, gp.condition, lambda *rows: fit(gp, *rows), lambda *rows: join(gp, *rows)):
+        with pytest.raises(TypeError, match=r"Expected a GaussianLikelihood for .* in closed form"):
+            function(x, y)
+    with pytest.raises(TypeError, match="Expected a GaussianLikelihood for normal intervals"):
+        gp.interval(x)
+
+
+def test_rows_that_do_not_fit_the_model() -> None:
+    x, y = data()
+    for wrong in ((x[0], y[0]), (x, y[..., None]), (x[..., 0], y), (x.expand(-1, -1, 2), y)):
+        with pytest.raises(ValueError, match=r"Expected inputs \(4, N, 1\) and outputs \(4, N\), but got"):
+            fit(model(), *wrong)
+    with pytest.raises(ValueError, match=r"in the model's torch.float64, but got torch.float32"):
+        fit(model(), x.float(), y.float())
+    with pytest.raises(ValueError, match="Expected finite inputs and outputs, but got NaN or Inf"):
+        fit(model(), x, y / 0)
+    with pytest.raises(ValueError, match=r"Expected inputs \(4, N, 1\)"):
+        join(model(), x[0], y[0])
+    gp = ConvolvedGP(torch.zeros(3, 1, dtype=DTYPE), features=EmbedCategories(1, {0: 3}))
+    with pytest.raises(ValueError, match="Expected codes 0…2 in column 0, but got 7"):
+        fit(gp, torch.full((2, 1), 7.0, dtype=DTYPE), torch.ones(2, dtype=DTYPE))
+
+
+def test_features_and_observed_rows_follow_the_dtype() -> None:
+    inducing = torch.linspace(-1, 1, 4, dtype=DTYPE)[:, None]
+    gp = ConvolvedGP(inducing, features=torch.nn.Linear(1, 2))
+    x = torch.linspace(-1, 1, 6, dtype=DTYPE)[:, None]
+    gp.condition(x, x[:, 0].sin(), exact_units=True)
+    expected = gp(x).mean
+    found = gp.float()(x.float()).mean
+    assert float((found - expected).detach().abs().max()) < 1e-2  # single precision, a noise of 1e-8 to 1
 
 
 def test_a_common_scale_and_a_prior_on_weights() -> None:

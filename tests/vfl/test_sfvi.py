@@ -299,9 +299,18 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: fit_with(logistic_data([2, 3], 9)), "features of 3 parties, but got 2"),
     (lambda: fit_with(logistic_data([2, 3, 2], 9)), r"features \(9, 1\) of party 2, but got \(9, 2\)"),
     (lambda: fit_with(logistic_data(WIDTHS, 9)._replace(offset=torch.zeros(8))), "offset of 9 rows"),
+    (lambda: fit_with(logistic_data(WIDTHS, 9)._replace(offset=torch.full((9,), torch.nan))), "finite offset"),
+    (lambda: fit_with(logistic_data(WIDTHS, 9)._replace(weight=-torch.ones(9))), "weights from 0 on, but got weight"),
+    (lambda: fit_with(logistic_data(WIDTHS, 0)), "at least one row, but got none"),
+    (lambda: fit_with(mixed_dtypes()), r"one floating-point dtype, but got \['torch.float32', 'torch.float64'"),
     (lambda: fit_with(logistic_data(WIDTHS, 9), steps=0), "positive steps"),
     (lambda: fit_with(logistic_data(WIDTHS, 9), key=torch.zeros(3, dtype=torch.int64)), "one key or one for each of 1"),
 ]
+
+
+def mixed_dtypes() -> vfl.VerticalData:
+    data = logistic_data(WIDTHS, 9)
+    return data._replace(features=(data.features[0].float(), *data.features[1:]))
 
 
 def fit_with(data: vfl.VerticalData, **arguments: object) -> vfl.Fit:
@@ -315,8 +324,9 @@ def test_refusals(attempt: Callable[[], object], message: str) -> None:
         attempt()
 
 
-def test_a_fold_may_leave_out_rows_that_do_not_fit() -> None:
+@pytest.mark.parametrize("row", [0, 4])
+def test_a_fold_may_leave_out_rows_that_do_not_fit(row: int) -> None:
     data = logistic_data(WIDTHS, 9)
     y, weight = data.response.clone(), torch.ones(9, dtype=torch.float64)
-    y[4], weight[4] = 7, 0
+    y[row], weight[row] = 7, 0
     assert fit_with(data._replace(response=y, weight=weight)).bounds.isfinite().all()

@@ -262,6 +262,21 @@ def test_minibatches_are_unbiased(name: str) -> None:
     assert ((whole.mean(0) - each.mean(0)).abs() < 4 * error + ROUNDING).all()
 
 
+@pytest.mark.parametrize("name", ["plain", "amortised"])
+def test_minibatches_of_weighted_rows_are_unbiased(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each element's weights are others, and some minibatches have no row that counts for one: exact over an epoch."""
+    model, rows = CASES[name](), data()
+    assert rows.weight is not None
+    rows.weight[1, :10] = 0
+    parts = [minibatch(rows, chosen) for chosen in torch.arange(N).split(2)]
+    # What is drawn is for rows in their places: leave it away.
+    nothing = lambda self, step, rows, like: (like.new_zeros(1, 1, self.theta), like.new_zeros(1, 1, self.z, rows))
+    monkeypatch.setattr(NodeNoise, "at", nothing)
+    with torch.no_grad():
+        whole, each = model.losses(rows, 0), torch.stack([model.losses(part, 0) for part in parts])
+    assert torch.allclose(each.mean(0), whole, rtol=0, atol=ROUNDING)
+
+
 def test_early_stopping_restores_every_element_s_best(tmp_path: Path) -> None:
     model, rows = network(optimizer=lambda p: torch.optim.Adam(p, lr=0.1)), data()
     odd = rows._replace(response=(rows.response + torch.arange(N) % 2) % 3)  # validation labels of another rule
@@ -420,3 +435,17 @@ def test_bad_input() -> None:
         Stacked(mlp(3, [4], 1, dropout=0.5), KEYS).train()(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="Expected rows of 1 dimensions"):
         Stacked(mlp(3, [4], 1), KEYS)(torch.zeros(3))
+    absent = data()._replace(present=torch.ones(3, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=rf"present of \({N}, parties\), but got shape \(3, 3\)"):
+        network().check(absent)
+    with pytest.raises(ValueError, match="a row with a positive weight for each element"):
+        network().check(data()._replace(weight=torch.zeros(B, N)))
+
+
+def test_a_prediction_that_fails_leaves_the_mode_alone() -> None:
+    model, (first, second, third) = network().train(), data().features
+    with pytest.raises(ValueError, match=rf"the same rows of all parties, but got \[{N}, 1, {N}\] of them"):
+        model.predict([first, second[..., :1, :], third])  # one row would be everybody's
+    with pytest.raises(RuntimeError, match="shape"):
+        model.predict([first[:, :1], second, third])
+    assert model.training

@@ -66,7 +66,7 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
         jitter: added to the diagonal, relative to its mean.
 
     Raises:
-        ValueError: a matrix that 10⁶ times the jitter does not mend; the message names its place in the batch.
+        ValueError: a matrix that 10⁶ times the jitter does not mend; the message names its place in a batch.
     """
     smallest = torch.finfo(matrix.dtype).eps
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -77,10 +77,11 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
         failed = (wrong > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
         if not bool(failed.any()):
             return factor
-        amount = torch.where(failed, (10 * amount).clamp(min=1e-8), amount)
+        tried, amount = amount, torch.where(failed, (10 * amount).clamp(min=1e-8), amount)
+    place = f" number {failed.nonzero()[0].tolist()} of the batch" if failed.ndim else ""
     raise ValueError(
-        f"Expected a positive definite covariance, but that of unit {failed.nonzero()[0].tolist()} is not, with a "
-        f"jitter of {float(amount.max()):.0e}; look for outputs or hyperparameters that are not finite or enormous"
+        f"Expected a positive definite covariance, but got one{place} that is not with a jitter of "
+        f"{float(tried.max()):.0e}; look for outputs or hyperparameters that are not finite or enormous"
     )
 
 

@@ -42,16 +42,18 @@ class Geometry(UnitModel):
     basis: Tensor
     posterior_mean: Tensor
     posterior_root: Tensor
-    _feature_dims: list[int]
+    _feature_dims: dict[str, int]
 
     def embed(self, x: Tensor) -> Tensor:
         """x, or the features of x, `(*b, N, ·)`."""
         if self.features is None:
             return x
-        module, own = self.features, dict(self.features.named_parameters())
-        if [value.ndim for value in own.values()] == self._feature_dims:
+        # A federation stacks the parameters that it trains: one copy for all units, or one for each.
+        module, dims = self.features, self._feature_dims
+        own = {name: value for name, value in module.named_parameters() if value.ndim > dims[name]}
+        if not own:
             return module(x)
-        units = len(next(iter(own.values())))  # a federation stacks the parameters: one copy for all units, or for each
+        units = len(next(iter(own.values())))
         if units == 1:
             return functional_call(module, {name: value[0] for name, value in own.items()}, (x,))
         rows = x.expand(units, *x.shape[-2:])
@@ -71,7 +73,7 @@ class Geometry(UnitModel):
     def change(self, root: Tensor | None = None) -> Tensor:
         """Z = L⁻¹ basis, `(*s, P, P)`: t has the prior precision Z'Z."""
         root = self.root() if root is None else root
-        return block_diagonal(torch.linalg.solve_triangular(root, self.basis.expand_as(root), upper=False))
+        return block_diagonal(torch.linalg.solve_triangular(root, self.basis, upper=False))
 
     def see(self, x: Tensor, mask: Tensor | None = None) -> Features:
         """Inputs x `(*b, N, d)` as the latent processes at the inducing inputs see them; zeros where masked out."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch.models.convolved_gp.algebra import Site, evidence, log_determinant, posterior, stable_cholesky
+from fedtorch.models.convolved_gp.checks import check_gaussian, check_parts
 from fedtorch.models.convolved_gp.geometry import Features, Geometry
 from fedtorch.models.convolved_gp.rows import row_fit, row_sites
 from fedtorch.models.convolved_gp.units import full
@@ -45,7 +46,7 @@ class ConvolvedGP(Geometry):
         batch_shape: of the units.
         learn_inducing: whether the inducing inputs are parameters.
         features: applied to all inputs and inducing inputs and shared by all units: a deep kernel, or
-            `EmbedCategories`. Kernels see its outputs.
+            `EmbedCategories`. Kernels see its outputs. Rows are shown to its `check` first, if it has one.
         mean: whether each unit has a constant mean of its own.
         scale: of the outputs of all units, for example the root of their pooled mean square, two sums over units;
             default: each unit's own, as its outputs suggest. A unit that has seen only a small part of its signal
@@ -59,7 +60,7 @@ class ConvolvedGP(Geometry):
 
     Raises:
         ValueError: inducing inputs that are not finite or not `(J, d)`, a kernel of other dimensions, a scale that is
-            not positive, or an own kernel of another batch shape.
+            not positive, or a kernel, likelihood or own kernel of another batch shape.
         TypeError: an own kernel beside a likelihood that is not Gaussian.
 
     Example:
@@ -98,8 +99,8 @@ class ConvolvedGP(Geometry):
             )
         if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
             raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
-        self.features = features
-        self._feature_dims = [p.ndim for p in features.parameters()] if features is not None else []
+        self.features = None if features is None else features.to(inducing)
+        self._feature_dims = {} if features is None else {name: p.ndim for name, p in features.named_parameters()}
         dims = self.embed(inducing).shape[-1]
         self.kernel: Any = ConvolutionProcess(dims, latents, batch_shape) if kernel is None else kernel
         if self.kernel.dims != dims:
@@ -108,7 +109,7 @@ class ConvolvedGP(Geometry):
             likelihood = GaussianLikelihood(noise_constraint=positive(_LEAST_NOISE), batch_shape=batch_shape)
         self.likelihood, self.batch_shape, self.scale, self.jitter = likelihood, batch_shape, scale, jitter
         self.own_kernel, self.share_own_kernel = own_kernel, share_own_kernel
-        self._check_own_kernel()
+        check_parts(self)
         if learn_inducing:
             self.inducing = nn.Parameter(inducing.clone())
         else:
@@ -120,27 +121,9 @@ class ConvolvedGP(Geometry):
         self.register_buffer("basis", torch.eye(size).repeat(self.kernel.latents, 1, 1))
         self.register_buffer("posterior_mean", torch.zeros(self.points))
         self.register_buffer("posterior_root", torch.eye(self.points))
-        self.to(inducing.dtype)
+        self.to(inducing)
         self.kernel.spread(extent_of(self.embed(inducing.detach())).detach())
         self.rebase()
-
-    def _check_own_kernel(self) -> None:
-        if self.own_kernel is None:
-            return
-        self._check_gaussian("an own kernel", "own_kernel")
-        expected = torch.Size() if self.share_own_kernel else self.batch_shape
-        if self.own_kernel.batch_shape != expected:
-            raise ValueError(
-                f"Expected an own kernel of batch shape {tuple(expected)}, but got "
-                f"{tuple(self.own_kernel.batch_shape)}; units that share its hyperparameters want none, others theirs"
-            )
-
-    def _check_gaussian(self, what: str, argument: str) -> None:
-        if not isinstance(self.likelihood, GaussianLikelihood):
-            raise TypeError(
-                f"Expected a GaussianLikelihood for {what}, but got {type(self.likelihood).__name__}; leave {argument} "
-                "away"
-            )
 
     # -- one unit's part -------------------------------------------------------------------------------------------
 
@@ -208,6 +191,9 @@ class ConvolvedGP(Geometry):
             seen: `see(x, mask)`, which has the residual.
             basis: `(*b, N, P)`.
             exact_units: whether the residual is kept whole.
+
+        Raises:
+            TypeError: another likelihood.
         """
         y = self._centred(y, mask)
         if self.keeps_whole(exact_units):
@@ -215,6 +201,7 @@ class ConvolvedGP(Geometry):
             white, gap = _solve(factor, basis), _solve(factor, y[..., None])
             square = mask.sum(-1) * math.log(2 * math.pi) + log_determinant(factor) + gap.square().sum((-1, -2))
             return Site(white.mT @ white, (white.mT @ gap)[..., 0], -0.5 * square)
+        check_gaussian(self.likelihood, "a bound in closed form", "train with fedtorch.fedmgp")
         noise = self.likelihood.noise
         weighted = basis / noise[..., None]
         constant = mask * (math.log(2 * math.pi) + noise.log()) + (y.square() + seen.residual) / noise
@@ -222,7 +209,7 @@ class ConvolvedGP(Geometry):
 
     def _unit_factor(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
         """The Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
-        self._check_gaussian("exact units", "exact_units")
+        check_gaussian(self.likelihood, "exact units", "leave exact_units away")
         whole = self.covariance(x, x) * mask[..., None] * mask[..., None, :] - seen.basis @ seen.basis.mT
         diagonal = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
         return stable_cholesky(whole + torch.diag_embed(diagonal), 0.0)
@@ -255,6 +242,7 @@ class ConvolvedGP(Geometry):
 
     def condition(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
         """Sets q to the best one for Gaussian noise, the basis to the current covariance, and observes the rows."""
+        check_gaussian(self.likelihood, "a posterior in closed form", "train with fedtorch.fedmgp")
         with torch.no_grad():
             self.rebase()
             self.posterior_mean, self.posterior_root, _ = posterior(
@@ -276,6 +264,13 @@ class ConvolvedGP(Geometry):
             exact_units: as the sites of these rows were made.
         """
         self.observed = Observed(x, y, full(y, mask)) if self.keeps_whole(exact_units) else None
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """The observed rows go where the module goes, and take its dtype."""
+        super()._apply(fn, *args, **kwargs)
+        if self.observed is not None:
+            self.observed = Observed(*map(fn, self.observed))
+        return self
 
     # -- prediction ------------------------------------------------------------------------------------------------
 
@@ -322,7 +317,9 @@ class ConvolvedGP(Geometry):
 
         Raises:
             ValueError: a level that is not between 0 and 1.
+            TypeError: another likelihood.
         """
+        check_gaussian(self.likelihood, "normal intervals", "take quantiles of draws from predict(x)")
         if not 0 < level < 1:
             raise ValueError(f"Expected a level between 0 and 1, but got {level}")
         mean, variance = self.marginals(x)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.models.convolved_gp.algebra import Site, evidence, posterior
+from fedtorch.models.convolved_gp.checks import check_rows
 
 if TYPE_CHECKING:
     from fedtorch.models.convolved_gp.model import ConvolvedGP
@@ -39,7 +40,12 @@ def fit(
 
     Returns:
         the bound, `()`.
+
+    Raises:
+        ValueError: rows that do not fit the model.
+        TypeError: a likelihood that is not Gaussian.
     """
+    check_rows(model, x, y)
     if start:
         model.start(y, mask)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -69,7 +75,12 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
 
     Returns:
         a copy of the model for the new unit, whose posterior knows its points too.
+
+    Raises:
+        ValueError: rows that do not fit the model.
+        TypeError: a likelihood that is not Gaussian.
     """
+    check_rows(model, x, y)
     new = copy.deepcopy(model)
     new.start(y)
     own = dict(new.named_parameters())

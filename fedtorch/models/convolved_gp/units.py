@@ -91,10 +91,10 @@ class UnitModel(gpytorch.Module):
         size = (y * mask).abs().amax(-1)
         return mean, torch.where(scale > 1e-8 * size, scale, torch.where(size > 0, size, torch.ones_like(size)))
 
-    def start(self, y: Tensor, mask: Tensor | None = None) -> None:
-        """Sets the units' tensors to `initial_units` of y `(*b, N)`."""
+    def start(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> None:
+        """Sets the units' tensors to `initial_units`, with the same arguments."""
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        for name, value in self.initial_units(y, mask).items():
+        for name, value in self.initial_units(y, mask, *extra).items():
             own[name].data = value
 
     def log_prior(self, units: bool) -> Tensor:

@@ -35,10 +35,10 @@ from fedtorch.models.encoder import perceptron
 from fedtorch.models.likelihoods import Likelihood
 from fedtorch.models.split_nn import Stacked
 from fedtorch.vfl.auxiliary import amortised, sums
-from fedtorch.vfl.model import VerticalData
+from fedtorch.vfl.model import VerticalData, check_response
 from fedtorch.vfl.split.bayes import HierarchicalBayes
 from fedtorch.vfl.split.party import PartyNetwork
-from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, of_party, present, rows_of, shaped
+from fedtorch.vfl.split.rows import batch_of, check_rows, of_party, present, rows_of, shaped
 from fedtorch.vfl.split.server import Combine, ServerNetwork, summed
 
 __all__ = ["SplitNetwork", "adam"]
@@ -139,7 +139,7 @@ class SplitNetwork(L.LightningModule):
         ]
         values = [present(z, data, j) for j, (z, _) in enumerate(sent)]
         bound = self.server(values, step, batch) + sum(terms for _, terms in sent)
-        return -bound.squeeze(1) / rows_of(batch)
+        return -bound.squeeze(1) / rows_of(data).to(bound)
 
     def training_step(self, data: VerticalData, index: int) -> Tensor:
         """The sum of the elements' losses."""
@@ -179,16 +179,20 @@ class SplitNetwork(L.LightningModule):
         """Draws of the likelihood's predictor of new rows, `(B, M, C, n)`, by all parties together."""
         if len(features) != len(self.parties):
             raise ValueError(f"Expected features of {len(self.parties)} parties, but got {len(features)}")
+        rows = [x.shape[-1 - party.bottom.row_dims] for party, x in zip(self.parties, features)]
+        if len(set(rows)) > 1:
+            raise ValueError(f"Expected the same rows of all parties, but got {rows} of them; align the rows")
         was_training = self.training
         self.eval()
-        key = random.key(0).to(self.server.rho.device) if key is None else key
-        values = [party.propose(x, key, draws, noise) for party, x in zip(self.parties, features)]
-        if data is not None:
-            values = [present(value, data, j) for j, value in enumerate(values)]
-        offset = None if data is None or data.offset is None else shaped(data.offset, 2, values[0].dtype)
-        total = self.server.predictor(self.server.combine(values), offset)
-        self.train(was_training)
-        return total
+        try:
+            key = random.key(0).to(self.server.rho.device) if key is None else key
+            values = [party.propose(x, key, draws, noise) for party, x in zip(self.parties, features)]
+            if data is not None:
+                values = [present(value, data, j) for j, value in enumerate(values)]
+            offset = None if data is None or data.offset is None else shaped(data.offset, 2, values[0].dtype)
+            return self.server.predictor(self.server.combine(values), offset)
+        finally:
+            self.train(was_training)
 
     def predict(
         self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
@@ -203,6 +207,9 @@ class SplitNetwork(L.LightningModule):
 
         Returns:
             `(B, n)`; of a categorical likelihood probabilities `(B, C, n)`.
+
+        Raises:
+            ValueError: another number of parties, or parties with other numbers of rows.
         """
         total = self.totals(features, draws if self._bayesian else 1, key, noise)
         return self.server.likelihood.mean(total, self.server.shared.detach()).mean(1)

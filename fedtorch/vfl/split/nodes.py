@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from fedtorch import wire
 from fedtorch.vfl.messages import Gradient, Traffic, Value
-from fedtorch.vfl.model import VerticalData
+from fedtorch.vfl.model import VerticalData, check_response
 from fedtorch.vfl.split.network import SplitNetwork, adam
 from fedtorch.vfl.split.party import PartyNetwork
-from fedtorch.vfl.split.rows import batch_of, check_response, check_rows, minibatch, of_party, present, rows_of
+from fedtorch.vfl.split.rows import batch_of, check_rows, minibatch, of_party, present, rows_of
 from fedtorch.vfl.split.server import ServerNetwork
 
 __all__ = ["BottomNode", "TopNode", "exchange", "nodes"]
@@ -58,7 +58,7 @@ class BottomNode:
     def _forward(self) -> None:
         batch = batch_of(self.now, self.network.rho.dtype)
         value, self.terms = self.network(self.now.features[0], self.step, of_party(batch, self.now, self.index))
-        self.sent, self.rows = present(value, self.now, self.index), rows_of(batch)
+        self.sent, self.rows = present(value, self.now, self.index), rows_of(self.now).to(value)
 
     def update(self, gradient: Gradient, local_steps: int = 1) -> None:
         """Moves down the loss, once or several times with this iteration's draws."""
@@ -95,9 +95,10 @@ class TopNode:
 
     def evaluate(self, values: Sequence[Value], step: int, rows: Tensor | None = None) -> list[Gradient]:
         """Moves the server's parameters, and says every party the gradient of what it sent."""
-        batch = batch_of(self.data if rows is None else minibatch(self.data, rows, []), self.network.rho.dtype)
+        now = self.data if rows is None else minibatch(self.data, rows, [])
+        batch = batch_of(now, self.network.rho.dtype)
         sent = [value.value.requires_grad_() for value in values]
-        loss = -self.network(sent, step, batch).squeeze(1) / rows_of(batch)
+        loss = -self.network(sent, step, batch).squeeze(1) / rows_of(now).to(batch.y)
         self.optimizer.zero_grad()
         loss.sum().backward()
         self.optimizer.step()

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtorch.models.likelihoods import Likelihood
-from fedtorch.vfl.model import Batch, VerticalData
+from fedtorch.vfl.model import Batch, VerticalData, check_known
 
-__all__ = ["batch_of", "check_response", "check_rows", "minibatch", "of_party", "present", "rows_of", "shaped"]
+__all__ = ["batch_of", "check_rows", "minibatch", "of_party", "present", "rows_of", "shaped"]
 
 
 def batch_of(data: VerticalData, dtype: torch.dtype) -> Batch:
@@ -20,9 +19,13 @@ def batch_of(data: VerticalData, dtype: torch.dtype) -> Batch:
     return Batch((), shaped(data.response, 1, dtype), offset, weight, None)
 
 
-def rows_of(batch: Batch) -> Tensor | int:
-    """The rows that a loss is the mean of: their weights' sum, `(1 or B,)`."""
-    return batch.y.shape[-1] if batch.weight is None else batch.weight.sum(-1).squeeze(-1)
+def rows_of(data: VerticalData) -> Tensor:
+    """The rows that a loss is the mean of, those of which a minibatch is drawn: their weights' sum, `()` or `(B,)`."""
+    if data.weight_total is not None:
+        return data.weight_total
+    if data.weight is None:
+        return torch.tensor(data.response.shape[-1], device=data.response.device)
+    return data.weight.sum(-1)
 
 
 def of_party(batch: Batch, data: VerticalData, j: int) -> Batch:
@@ -43,9 +46,11 @@ def check_rows(data: VerticalData, row_dims: Sequence[int], names: Sequence[str]
     if len(data.features) != len(names):
         raise ValueError(f"Expected features of {len(names)} parties, but got {len(data.features)}")
     rows = data.response.shape[-1]
-    for what, value in (("offset", data.offset), ("weight", data.weight)):
-        if value is not None and value.shape[-1] != rows:
-            raise ValueError(f"Expected {what} of {rows} rows, but got shape {tuple(value.shape)}")
+    check_known(data)
+    if not bool((rows_of(data) > 0).all()):
+        raise ValueError("Expected a row with a positive weight for each element, but got weights that are all 0")
+    if data.present is not None and (data.present.ndim != 2 or len(data.present) != rows):
+        raise ValueError(f"Expected present of ({rows}, parties), but got shape {tuple(data.present.shape)}")
     for x, dims, name in zip(data.features, row_dims, names):
         if x.ndim not in (dims + 1, dims + 2) or x.shape[-1 - dims] != rows:
             raise ValueError(
@@ -55,19 +60,13 @@ def check_rows(data: VerticalData, row_dims: Sequence[int], names: Sequence[str]
             raise ValueError(f"Expected finite features of {name!r}, but got NaN or Inf; impute them first")
 
 
-def check_response(likelihood: Likelihood, data: VerticalData) -> None:
-    """Raises `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
-    y, weight = data.response, data.weight
-    likelihood.check(y if weight is None else torch.where(weight > 0, y, y[..., :1]))
-
-
 def shaped(value: Tensor, ones: int, dtype: torch.dtype) -> Tensor:
     """`(n,)` or `(B, n)` as `(1 or B, 1, ..., 1, n)`."""
     return value.to(dtype).reshape(-1, *(1,) * ones, value.shape[-1])
 
 
 def minibatch(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
-    """These rows of everything, in this order, weighted by rows per row of the minibatch: sums are unbiased.
+    """These rows of everything, in this order, weighted by rows per row of the minibatch: its loss is unbiased.
 
     Args:
         data: aligned rows.
@@ -78,7 +77,7 @@ def minibatch(data: VerticalData, rows: Tensor, row_dims: Sequence[int] | None =
     dims = [1] * len(data.features) if row_dims is None else row_dims
     features = tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(data.features, dims))
     present = None if data.present is None else data.present[rows]
-    scale = data.response.shape[-1] / len(rows)
-    one = torch.ones(len(rows), device=rows.device)
-    weight = one if data.weight is None else data.weight.index_select(-1, rows)
-    return VerticalData(features, data.response.index_select(-1, rows), last(data.offset), weight * scale, present)
+    scale = torch.full((len(rows),), data.response.shape[-1] / len(rows), dtype=torch.float64, device=rows.device)
+    weight = scale if data.weight is None else data.weight.index_select(-1, rows) * scale
+    response = data.response.index_select(-1, rows)
+    return VerticalData(features, response, last(data.offset), weight, present, rows_of(data))

@@ -13,6 +13,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation import coordinator
+from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP
 from fedtorch.federation.trust.robust import median, trimmed_mean
 from fedtorch.models import gaussian
 from fedtorch.models.convolved_gp import ConvolvedGP, fit, join
@@ -373,6 +374,34 @@ def test_averaging_is_biased_and_sums_are_not() -> None:
         assert float(wide / gp.marginals(x)[1].sqrt().mean()) > 1.2
 
 
+@pytest.mark.parametrize("frozen", ["shared", "units", "all"])
+def test_frozen_hyperparameters_stay(frozen: str) -> None:
+    gp = module()
+    names = {"shared": gp.shared_names, "units": gp.unit_names, "all": [n for n, _ in gp.named_parameters()]}[frozen]
+    for name, parameter in gp.named_parameters():
+        parameter.requires_grad_(name not in names)
+    algorithm = exact(model=gp)
+    *_, last = ft.run(algorithm, ft.InProcess(signals()), rounds=3)
+    unit = ft.functional.load(algorithm.local.module, last.clients.tensors(algorithm.outbox(last.server), 0))
+    own = dict(unit.named_parameters())
+    for name, parameter in gp.named_parameters():
+        if name != "likelihood.noise_covar.raw_noise":  # starts from the unit's data
+            assert torch.equal(own[name], parameter) == (not parameter.requires_grad), name
+
+
+def test_features_of_which_some_parameters_are_frozen() -> None:
+    """Trained parameters are stacked, frozen ones are not: the layer is the same as without a federation."""
+    layer = torch.nn.Linear(1, 2, dtype=DTYPE)
+    layer.bias.data = torch.tensor([0.5, -3.0], dtype=DTYPE)
+    layer.bias.requires_grad_(False)
+    gp = StackedGP(module(features=layer), False)
+    x = signals()[0][0]
+    for copies in (1, 3):
+        stacked = {name: gp.values[name].expand(copies, *gp.values[name].shape) for name in gp.shared}
+        found = gp.on(stacked, lambda: gp.module.embed(x[None]))
+        assert torch.allclose(found, layer(x).expand(copies, -1, -1), rtol=0, atol=1e-12)
+
+
 def test_settings_and_data_that_do_not_fit() -> None:
     for settings, message in (
         ({"lr": 0.0}, "lr > 0"),
@@ -392,5 +421,22 @@ def test_settings_and_data_that_do_not_fit() -> None:
         next(ft.run(exact(), ft.InProcess(signals().to(dtype=torch.float32))))
     with pytest.raises(ValueError, match=r"rows \(x, y\) of shapes \(1,\) and \(\), but got \[\(2,\), \(\)\]"):
         next(ft.run(exact(), ft.InProcess(ft.data.from_tensors([(torch.zeros(3, 2), torch.zeros(3))]))))
+    own = module(own_kernel=gpytorch.kernels.RBFKernel())
+    with pytest.raises(ValueError, match="all rows for exact units, but got batch_size=5"):
+        ft.fedmgp_average(own, units=K, batch_size=5)
+    gaussian = gpytorch.likelihoods.GaussianLikelihood
+    gp = module(likelihood=MixedLikelihood([gaussian(), gaussian()]))
+    mixed = exact(model=gp)
+    x, y = signals()[0]
+    gp.start(y, None, torch.zeros(len(y), dtype=torch.long))  # of mixed rows it takes their kinds
+    assert float(gp.kernel.scale) == pytest.approx(float(y.square().mean().sqrt()))
+    for extra, message in (
+        ((), r"rows \(x, y, kind\) with an integer kind below 2, but got beside y \[\]"),
+        ((torch.full((len(y),), -1),), "kinds 0…1 of rows, but got -1"),
+        ((torch.full((len(y),), 2),), "kinds 0…1 of rows, but got 2"),
+        ((torch.zeros(len(y)),), "integer kind"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            next(ft.run(mixed, ft.InProcess(ft.data.from_tensors([(x, y, *extra)]))))
     with pytest.raises(NotImplementedError, match="no local solver to use elsewhere"):
         exact().local(None, None, None, None, None)

@@ -56,10 +56,10 @@ def fedmgp_average(
         exchange: how changes are averaged; default: the weighted mean of `star()`; see `fedtorch.federation.trust`.
         weight: data -> `(K,)` positive weights.
     """
-    check_settings(steps, lr, server_lr, batch_size, None, 1.0, False)
+    gp = StackedGP(module, False)
+    check_settings(steps, lr, server_lr, batch_size, None, 1.0, gp.exact_units)
     if units < 1:
         raise ValueError(f"Expected the number of units, but got {units}")
-    gp = StackedGP(module, False)
     own_names = [name for name in gp.own if name in gp.trained]
     everything = [*gp.shared, *own_names, *POSTERIOR]
     scales = [name for name in gp.own if name not in gp.trained]

@@ -88,7 +88,7 @@ class StackedGP:
 
         with torch.enable_grad():
             value = self.on({**fixed, **free, **moving}, part)
-            found = torch.autograd.grad(value.sum(), list(moving.values()), allow_unused=True)
+            found = torch.autograd.grad(value.sum(), list(moving.values()), allow_unused=True) if moving else ()
         gradient = {n: torch.zeros_like(free[n]) if g is None else g for n, g in zip(names, found)}
         return value.detach(), gradient
 
@@ -142,7 +142,9 @@ class StackedGP:
             return in_parts(means, inputs.shape[1] * self.module.points, tensors, inputs)
 
     def check(self, data: Any) -> Any:
-        """Raises unless the rows are (x `(d,)`, y, …) in the module's dtype, and every unit has some."""
+        """Raises unless the rows are (x `(d,)`, y, …) as the module wants them, and every unit has some."""
+        from fedtorch.models.convolved_gp.checks import check_values
+
         rows = data.batch
         dtype = self.values["posterior_mean"].dtype
         dims = self.module.inducing.shape[-1]
@@ -156,6 +158,7 @@ class StackedGP:
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "expected at least one row, but got none; leave such clients out with data.select")
+        check_values(self.module, rows[0], *rows[2:])
         return data
 
     def local(self) -> LocalSolver:
