@@ -146,7 +146,7 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
     """
     if delay < 0 or not 0 <= probability <= 1:
         raise ValueError(f"Expected delay ≥ 0 and a probability in [0, 1], but got {delay} and {probability}")
-    away = torch.full((parties,), delay)
+    away = torch.full((parties,), delay, device=key.device)
     step = 0
     while True:
         present = random.bernoulli(random.fold_in(key, step), probability, (parties,)) | (away >= delay)

@@ -56,8 +56,8 @@ class Fit(NamedTuple):
 
     def sample(self, key: Tensor, draws: int) -> list[Tensor]:
         """Draws of γ, θ_1, …, θ_J from q, `(B, draws, d_j)` each."""
-        dtype = tree.leaves(self.parameters)[0].dtype
-        noise = draw_noise(self.model, self.guide, key.reshape(-1), 0, draws, dtype)
+        like = tree.leaves(self.parameters)[0]
+        noise = draw_noise(self.model, self.guide, key.reshape(-1).to(like.device), 0, draws, like.dtype)
         with torch.no_grad():
             return draw_theta(self.model, self.guide, self.parameters, noise.theta)[0]
 
@@ -228,6 +228,7 @@ def sfvi(
     if key.ndim > 1 or (key.ndim == 1 and len(key) not in (1, size)):
         raise ValueError(f"Expected one key or one for each of {size} problems, but got shape {tuple(key.shape)}")
     batch = prepared(model, data)
+    key = key.to(batch.y.device)
     schedule = lr if callable(lr) else cosine(lr, steps)
     begin = start or initial(model, guide, batch, size, random.fold_in(key, _START))
     parameters = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), begin)

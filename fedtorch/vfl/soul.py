@@ -133,7 +133,7 @@ def soul(
         noise = [random.normal(own, (chains, t.shape[-1]), like.dtype) for own, t in zip(keys, thetas)]
         return [langevin(model, batch, j, t, z, gamma, step, e) for j, (t, e) in enumerate(zip(thetas, noise))]
 
-    keys = random.fold_in(key.reshape(-1), _LANGEVIN)
+    keys = random.fold_in(key.reshape(-1).to(like.device), _LANGEVIN)
     for i in range(steps):
         for k in range(inner):
             thetas = move(thetas, random.fold_in(keys, i * inner + k))

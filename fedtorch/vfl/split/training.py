@@ -101,6 +101,7 @@ class StackedEarlyStopping(L.Callback):
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         losses = pl_module.validation_losses.detach()
+        self._move(losses.device)
         if not self._count:
             self.best, self.epoch = torch.full_like(losses, torch.inf), torch.zeros_like(losses, dtype=torch.long)
             self._weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
@@ -112,6 +113,12 @@ class StackedEarlyStopping(L.Callback):
         self._count += 1
         if bool((self._count - self.epoch > self.patience).all()):
             trainer.should_stop = True
+
+    def _move(self, device: torch.device) -> None:
+        """To where training goes on, which need not be where a checkpoint was loaded."""
+        if self.best.device != device:
+            self.best, self.epoch = self.best.to(device), self.epoch.to(device)
+            self._weights = {name: kept.to(device) for name, kept in self._weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What is best so far, for Lightning's checkpoints."""
