@@ -344,6 +344,18 @@ def test_clients_whose_site_is_not_renewed_are_named() -> None:
         fit(ft.ep(fails_for_two_rows, prior), ft.InProcess(data))
 
 
+def test_the_prior_goes_where_the_devices_rows_are() -> None:
+    """A stand-in for an accelerator: tensors of torch's meta device."""
+    model, places = linear(2), []
+    start = projections.Start(lambda data, prior: places.append(prior.normal.shift.device) or {}, model.start.estimate)
+    told = ft.ep(model.project, model.prior, start=start)
+    server, state = told.init(told.local.parameters, 3)
+    rows = tree.to(tree.expand(state, 3), "meta")
+    inbox = tree.to(tree.expand(told.outbox(server), 3), "meta")._replace(version=torch.zeros(3))
+    told.client(inbox, rows, {}, random.key(0).expand(3))
+    assert places[-1].type == "meta"
+
+
 def test_bad_settings_are_refused() -> None:
     project, _ = conjugate(torch.zeros(2, 1, dtype=torch.float64))
     prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
