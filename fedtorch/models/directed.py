@@ -37,7 +37,7 @@ from fedtorch import exact, random
 from fedtorch.models import graphical
 from fedtorch.models.deviations import Deviation, horseshoe
 from fedtorch.models.gaussian_conditional import Design, Fold, elimination
-from fedtorch.models.gibbs_kernels import LocalKernel, Sums
+from fedtorch.models.gibbs_kernels import LocalKernel, Sums, check_start
 from fedtorch.models.sparse import MOST_PRECISE, Heard
 
 __all__ = ["DirectedSite", "Observations", "regression", "spectral_radius"]
@@ -110,6 +110,7 @@ def regression(
     def sweep(heard: Heard, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int) -> DirectedSite:
         chains, q = site.theta.shape[1:]
         p = data.y.shape[-1]
+        check_start(q, p * (p - 1))
         for_steps, for_lengths, for_accepting, for_noise, for_mixing = random.split(keys, 5)
         normals = _front(random.normal(for_steps, (sweeps, q), torch.float64))
         lengths = _front(random.uniform(for_lengths, (sweeps, p), torch.float64)) * (2 * 2.38 * step / (p - 1) ** 0.5)

@@ -23,6 +23,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, BadClients, Reply
 from fedtorch.federation.exchange import Mean
 from fedtorch.models import sparse
+from fedtorch.models.gaussian_conditional import Design
 from fedtorch.models.gibbs_kernels import LocalKernel
 
 __all__ = ["Incomplete", "Normal", "impute", "imputing", "incomplete", "pooled_covariance"]
@@ -108,11 +109,12 @@ def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> Fe
     """
 
     def fill(rows: Incomplete) -> tuple[Tensor, Tensor]:
-        expected, spread, values = _conditional(rows, normal)
+        expected, spread, values = _conditional(rows, tree.to(normal, rows.values))
         if key is not None:
             p = expected.shape[-1]
             factor = _root(spread)
-            z = random.normal(random.fold_in(key, torch.arange(len(expected))), (p,), torch.float64)
+            keys = random.fold_in(key, torch.arange(len(expected), device=key.device)).to(factor.device)
+            z = random.normal(keys, (p,), torch.float64)
             expected = expected + (factor @ z[..., None])[..., 0]
         filled = torch.where(rows.observed, values, expected)
         return filled[:, :-1], filled[:, -1]
@@ -139,6 +141,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
 
     Raises:
         BadClients: a response is missing (when a population is bound).
+        ValueError: another kernel, or one with intercepts, of which the draws of the covariates would not know.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -154,6 +157,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         >>> sampler.mean()["theta"].round()
         tensor([1., 1.], dtype=torch.float64)
     """
+    _check_regression(regression, len(normal.mean) - 1)
     mean = normal.mean[:-1].to(torch.float64)
     precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
 
@@ -161,11 +165,12 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)
         theta = heard.theta + (site.place - heard.centre)
+        here = mean.to(theta.device), precision.to(theta.device)
         x = data.x.repeat_interleave(chains, 0)
         for k, n in enumerate(data.count.tolist()):
             own = _Gaps(data.x[k, :n].clone(), data.y[k, :n].clone(), data.seen[k, :n].clone(), data.count[k])
             for c in range(chains):
-                x[k * chains + c, :n] = _draw(own, mean, precision, theta[k, c], site.noise[k, c], for_gaps[k, c])
+                x[k * chains + c, :n] = _draw(own, *here, theta[k, c], site.noise[k, c], for_gaps[k, c])
         rows = ClientData((x, data.y.repeat_interleave(chains, 0)), data.count.repeat_interleave(chains))
         # Each chain has rows of its own, so what runs the regressions takes chains for clients.
         each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (heard, site, for_sweeps))
@@ -173,6 +178,17 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
 
     return LocalKernel(regression.init, _gaps, sweep, regression.report)
+
+
+def _check_regression(regression: LocalKernel, covariates: int) -> None:
+    """Refuses what is no linear regression through the origin, as its preparation of a client of one row shows."""
+    nothing = torch.zeros(1, 1, covariates + 1, dtype=torch.float64)
+    design = regression.prepare(ClientData((nothing[..., 1:], nothing[..., 0]), torch.ones(1, dtype=torch.int64)))
+    if not isinstance(design, Design) or not torch.equal(design.degrees, design.count.to(design.degrees)):
+        raise ValueError(
+            "Expected sparse.regression(...) without intercepts, but got another kernel; centre the columns instead of "
+            "intercept=True"
+        )
 
 
 def _gaps(data: Any) -> _Gaps:

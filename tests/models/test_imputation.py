@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.models import global_priors, imputation, sparse
+from fedtorch.models import global_priors, imputation, logistic, sparse
 
 START = imputation.Normal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
 
@@ -151,3 +151,18 @@ def test_imputing_needs_responses() -> None:
     local = imputation.imputing(sparse.regression(), imputation.Normal(torch.zeros(3), torch.eye(3)))
     with pytest.raises(ValueError, match="Expected a response in every row"):
         next(ft.run(ft.gibbs(local, sparse.hierarchy()), ft.InProcess(data), torch.zeros(2)))
+
+
+def test_imputing_wants_a_regression_through_the_origin() -> None:
+    normal = imputation.Normal(torch.zeros(3), torch.eye(3))
+    for kernel in (sparse.regression(intercept=True), logistic.logistic_regression()):
+        with pytest.raises(ValueError, match=r"Expected sparse\.regression\(\.\.\.\) without intercepts"):
+            imputation.imputing(kernel, normal)
+
+
+def test_gaps_are_filled_from_a_normal_of_single_precision() -> None:
+    gaps = imputation.incomplete(clients(0.3))
+    single = imputation.Normal(START.mean.float(), START.covariance.float())
+    for (x, y), (other_x, other_y) in zip(imputation.impute(gaps, single), imputation.impute(gaps, START)):
+        assert torch.equal(x, other_x)
+        assert torch.equal(y, other_y)
