@@ -47,14 +47,17 @@ def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = 
     """Federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
 
     Raises:
-        ValueError: a row in which nothing is observed, or infinite numbers.
+        ValueError: no sites, rows of another form, a row in which nothing is observed, or infinite numbers.
     """
+    shapes = [(tuple(x.shape), tuple(y.shape)) for x, y in clients]
+    if not shapes or any(len(x) != 2 or y != x[:1] for x, y in shapes):
+        raise ValueError(f"Expected x (n, p) and y (n,) of every site, but got shapes {shapes}")
     joined = [torch.cat([x, y[:, None]], 1).to(torch.float64) for x, y in clients]
     values, counts = torch.cat(joined), torch.tensor([len(z) for z in joined])
     observed = ~values.isnan()
     if not bool(observed.any(1).all()):
         raise ValueError("Expected something observed in every row, but got a row of NaN; leave it out")
-    return FederatedData(Incomplete(values.nan_to_num(0.0), observed), counts, tuple(names))
+    return FederatedData(Incomplete(torch.where(observed, values, 0.0), observed), counts, tuple(names))
 
 
 def pooled_covariance() -> Algorithm:
@@ -77,7 +80,7 @@ def pooled_covariance() -> Algorithm:
     """
 
     def client(inbox: Normal, state: Any, data: Any, key: Tensor) -> Reply:
-        expected, spread, _ = _conditional(data.batch, inbox)
+        expected, spread, _ = _conditional(_incomplete(data.batch), inbox)
         rows = data.mask.to(expected.dtype)
         count = data.count.clamp(min=1).to(expected.dtype)
         first = (expected * rows[..., None]).sum(1) / count[:, None]
@@ -109,7 +112,7 @@ def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> Fe
     """
 
     def fill(rows: Incomplete) -> tuple[Tensor, Tensor]:
-        expected, spread, values = _conditional(rows, tree.to(normal, rows.values))
+        expected, spread, values = _conditional(rows, tree.to(normal, _incomplete(rows).values))
         if key is not None:
             p = expected.shape[-1]
             factor = _root(spread)
@@ -177,7 +180,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
 
-    return LocalKernel(regression.init, _gaps, sweep, regression.report)
+    return LocalKernel(regression.init, lambda data: _gaps(data, normal), sweep, regression.report)
 
 
 def _check_regression(regression: LocalKernel, covariates: int) -> None:
@@ -191,10 +194,28 @@ def _check_regression(regression: LocalKernel, covariates: int) -> None:
         )
 
 
-def _gaps(data: Any) -> _Gaps:
+def _incomplete(rows: Any) -> Incomplete:
+    """The rows, if they are of `incomplete`."""
+    if not isinstance(rows, Incomplete):
+        raise ValueError(
+            f"Expected rows of imputation.incomplete(...), but got a {type(rows).__name__}; make the data by it"
+        )
+    return rows
+
+
+def _check_columns(normal: Normal, columns: int) -> None:
+    if (got := normal.mean.shape[-1]) != columns:
+        raise ValueError(
+            f"Expected a normal distribution of {columns} columns, the response last, but got one of {got}"
+        )
+
+
+def _gaps(data: Any, normal: Normal) -> _Gaps:
     if isinstance(data, _Gaps):
         return data
-    values, seen = data.batch.values.to(torch.float64), data.batch.observed
+    values, seen = _incomplete(data.batch)
+    _check_columns(normal, values.shape[-1])
+    values = values.to(torch.float64)
     missing = (~seen[..., -1] & data.mask).any(1)
     if bool(missing.any()):
         raise BadClients(
@@ -231,6 +252,7 @@ def _conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tens
     """
     seen = rows.observed.to(normal.covariance.dtype)
     p = seen.shape[-1]
+    _check_columns(normal, p)
     mean, covariance = (
         leaf.reshape(*leaf.shape[: leaf.ndim - d], *[1] * (seen.ndim - 1 - (leaf.ndim - d)), *[p] * d)
         for leaf, d in ((normal.mean, 1), (normal.covariance, 2))
