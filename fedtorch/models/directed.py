@@ -101,7 +101,7 @@ def regression(
     deviation = horseshoe() if deviation is None else deviation
 
     def init(start: Tensor) -> DirectedSite:
-        matrix = graphical.square(start)
+        matrix = graphical.square(graphical.by_response(start))
         if not bool((spectral_radius(matrix) < 1).all()):
             raise ValueError("Expected a start with a spectral radius below 1, but got another; use graphical.start(p)")
         ones = torch.ones_like(start)
@@ -121,7 +121,7 @@ def regression(
         centre, shared = _front(heard.theta), _front(heard.precision)
         w, u, noise = (_front(leaf) for leaf in (site.precision, site.auxiliary, site.noise))
         propose = _proposals(data, chains)
-        walk = _Walk(data, graphical.square(site.theta))
+        walk = _Walk(data, graphical.square(graphical.by_response(site.theta)))
         for s in range(sweeps):
             prior = w * shared
             steps = propose(noise, prior, normals[s])

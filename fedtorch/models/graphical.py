@@ -37,6 +37,7 @@ from fedtorch.tree import Tree
 __all__ = [
     "Fields",
     "arrows",
+    "by_response",
     "designs",
     "edges",
     "every_response",
@@ -148,13 +149,25 @@ def every_response(shared: GlobalKernel) -> GlobalKernel:
 
 
 def square(values: Tensor) -> Tensor:
-    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero."""
-    flat = values.ndim < 2 or values.shape[-1] != values.shape[-2] - 1
-    if flat:
-        values = values.unflatten(-1, (variables(values.shape[-1]), -1))
+    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
+
+    A batch of the second form may look like the first, as seven draws of six coefficients do, and is taken for it:
+    bring batches into the first form by `by_response`.
+    """
+    if values.ndim < 2 or values.shape[-1] != values.shape[-2] - 1:
+        values = by_response(values)
     p = values.shape[-2]
     index = other_variables(p).to(values.device).expand(values.shape)
     return values.new_zeros((*values.shape[:-1], p)).scatter(-1, index, values)
+
+
+def by_response(values: Tensor) -> Tensor:
+    """Values of the coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
+
+    Raises:
+        ValueError: there is no such p.
+    """
+    return values.unflatten(-1, (variables(values.shape[-1]), -1))
 
 
 def union(inclusion: Tensor) -> Tensor:
