@@ -91,7 +91,8 @@ def regression(
             θ with all θ_k; chains then mix many times faster. 0: never.
 
     Raises:
-        ValueError: `noise_shape` is not positive; rows of another form, or NaN in them (when a population is bound).
+        ValueError: `noise_shape` is not positive; rows of another form, or NaN in them (when a population is bound); a
+            start with another number of coefficients than the rows (in the first round).
     """
     if not noise_shape > 0:
         raise ValueError(f"Expected a positive noise_shape, but got {noise_shape}")
