@@ -83,7 +83,8 @@ def about(zeroth: Tensor, first: Tensor, second: Tensor, centre: Tensor) -> tupl
         centre: c, `(...)`.
 
     Returns:
-        three tensors `(...)`, float64; the third is never negative when all weights are positive.
+        three tensors `(...)`, float64; the third is not negative when all weights are, but for products below 2⁻¹⁶⁰,
+        which `limbs` cuts off.
     """
     sums: tuple[list[float], list[float], list[float]] = [], [], []
     for w, wx, wxx, c in zip(_integers(zeroth), _integers(first), _integers(second), centre.flatten().tolist()):

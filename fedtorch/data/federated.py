@@ -120,7 +120,8 @@ class FederatedData:
         client = int(torch.searchsorted(self.starts + self.counts, row, right=True))
         raise ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
-            f"{self.names[client]!r}, row {row - int(self.starts[client])}; remove or impute such rows"
+            f"{self.names[client]!r}, row {row - int(self.starts[client])}; remove or impute such rows, "
+            "see fedtorch.models.imputation"
         )
 
     @property

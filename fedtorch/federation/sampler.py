@@ -260,9 +260,16 @@ class Sampler:
         self._recent = [tree.map(lambda leaf, i=i: leaf[i], recent) for i in range(count)]
         return self
 
-    def _settings(self) -> dict[str, int]:
-        clients = len(self.population.data)
-        return {"seed": self.seed, "burn_in": self.burn_in, "thin": self.thin, "block": self._block, "clients": clients}
+    def _settings(self) -> dict[str, int | bool]:
+        return {
+            "seed": self.seed,
+            "burn_in": self.burn_in,
+            "thin": self.thin,
+            "block": self._block,
+            "clients": len(self.population.data),
+            "keep": self._keep,
+            "folder": self._folder is not None,
+        }
 
 
 def _no_moments(leaf: Tensor) -> Moments:

@@ -115,11 +115,14 @@ def discoveries(null: Tensor, rate: float = 0.1) -> Tensor:
 
     Args:
         null: posterior probabilities of the nulls, of any shape.
-        rate: bound on the mean of those called.
+        rate: bound on the mean of those called, between 0 and 1.
+
+    Raises:
+        ValueError: a rate out of range.
     """
-    if not 0 <= rate < 1:
-        raise ValueError(f"Expected a rate in [0, 1), but got {rate}")
-    ordered, order = null.flatten().sort()
+    if not 0 <= rate <= 1:
+        raise ValueError(f"Expected a rate between 0 and 1, but got {rate}")
+    ordered, order = null.flatten().sort(stable=True)
     mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=null.device)
     called = torch.zeros_like(ordered, dtype=torch.bool)
     called[order] = mean <= rate

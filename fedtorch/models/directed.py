@@ -37,7 +37,7 @@ from fedtorch import exact, random
 from fedtorch.models import graphical
 from fedtorch.models.deviations import Deviation, horseshoe
 from fedtorch.models.gaussian_conditional import Design, Fold, elimination
-from fedtorch.models.gibbs_kernels import LocalKernel, Sums
+from fedtorch.models.gibbs_kernels import LocalKernel, Sums, check_start
 from fedtorch.models.sparse import MOST_PRECISE, Heard
 
 __all__ = ["DirectedSite", "Observations", "regression", "spectral_radius"]
@@ -101,7 +101,7 @@ def regression(
     deviation = horseshoe() if deviation is None else deviation
 
     def init(start: Tensor) -> DirectedSite:
-        matrix = graphical.square(start)
+        matrix = graphical.square(graphical.by_response(start))
         if not bool((spectral_radius(matrix) < 1).all()):
             raise ValueError("Expected a start with a spectral radius below 1, but got another; use graphical.start(p)")
         ones = torch.ones_like(start)
@@ -110,6 +110,7 @@ def regression(
     def sweep(heard: Heard, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int) -> DirectedSite:
         chains, q = site.theta.shape[1:]
         p = data.y.shape[-1]
+        check_start(q, p * (p - 1))
         for_steps, for_lengths, for_accepting, for_noise, for_mixing = random.split(keys, 5)
         normals = _front(random.normal(for_steps, (sweeps, q), torch.float64))
         lengths = _front(random.uniform(for_lengths, (sweeps, p), torch.float64)) * (2 * 2.38 * step / (p - 1) ** 0.5)
@@ -120,7 +121,7 @@ def regression(
         centre, shared = _front(heard.theta), _front(heard.precision)
         w, u, noise = (_front(leaf) for leaf in (site.precision, site.auxiliary, site.noise))
         propose = _proposals(data, chains)
-        walk = _Walk(data, graphical.square(site.theta))
+        walk = _Walk(data, graphical.square(graphical.by_response(site.theta)))
         for s in range(sweeps):
             prior = w * shared
             steps = propose(noise, prior, normals[s])

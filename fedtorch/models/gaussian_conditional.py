@@ -26,9 +26,20 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = ["Design", "Draw", "Fold", "data_space", "elimination", "factorisation", "gaussian_conditional"]
+__all__ = [
+    "SIDE_BY_SIDE",
+    "Design",
+    "Draw",
+    "Fold",
+    "columns",
+    "data_space",
+    "elimination",
+    "factorisation",
+    "gaussian_conditional",
+    "least_norm",
+]
 
-_SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest
+SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above, designs have rows
 
 
 class Design(NamedTuple):
@@ -80,6 +91,14 @@ class Fold:
         for target, source in self.steps:
             target.add_(source)
         return self.total
+
+
+def least_norm(x: Tensor, y: Tensor) -> Tensor:
+    """The least squares estimates of least norm `(..., p, m)` of rows x `(..., n, p)` and y `(..., n, m)`.
+
+    They are found on the CPU wherever the rows are: the solvers of other devices want columns of full rank.
+    """
+    return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)
 
 
 def elimination(design: Design, centre: Tensor) -> Draw:

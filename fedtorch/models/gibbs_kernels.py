@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedtorch.tree import Tree
 
-__all__ = ["GlobalKernel", "LocalKernel", "Sums"]
+__all__ = ["GlobalKernel", "LocalKernel", "Sums", "check_start"]
 
 Sums = dict[str, tuple[Tensor, ...]]
 
@@ -57,3 +57,16 @@ class GlobalKernel:
     init: Callable[[Tensor], Tree]
     send: Callable[[Tree], Tree]
     update: Callable[[Tree, dict[str, Tensor], Tensor], Tree]
+
+
+def check_start(coefficients: int, expected: int) -> None:
+    """Refuses a run whose start has another number of coefficients than its clients' rows.
+
+    Raises:
+        ValueError: it has.
+    """
+    if coefficients != expected:
+        raise ValueError(
+            f"Expected a start of {expected} coefficients for these rows, but got {coefficients}; pass torch.zeros("
+            f"{expected})"
+        )

@@ -30,13 +30,14 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithm import BadClients
 from fedtorch.models import sparse
 from fedtorch.models.deviations import Deviation
-from fedtorch.models.gaussian_conditional import Design
-from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel
+from fedtorch.models.gaussian_conditional import Design, least_norm
+from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel, check_start
 from fedtorch.tree import Tree
 
 __all__ = [
     "Fields",
     "arrows",
+    "by_response",
     "designs",
     "edges",
     "every_response",
@@ -110,8 +111,13 @@ def neighbourhoods(
     """
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
-    def sweep(heard: Tree, site: Tree, data: Fields, keys: Tensor, sweeps: int) -> Tree:
+    def sweep(heard: sparse.Heard, site: sparse.Site, data: Fields, keys: Tensor, sweeps: int) -> sparse.Site:
         p = data.gram.shape[-1]
+        if heard.theta.ndim != 4:
+            raise ValueError(
+                "Expected a hierarchy for each variable, but got a single one; use every_response(hierarchy)"
+            )
+        check_start(site.theta.shape[-2:].numel(), p * (p - 1))
         each = random.fold_in(keys[..., None], torch.arange(p, device=keys.device))
         after = regression.sweep(_to_clients(heard), _to_clients(site), designs(data), _to_clients(each), sweeps)
         return _from_clients(after, p)
@@ -143,13 +149,25 @@ def every_response(shared: GlobalKernel) -> GlobalKernel:
 
 
 def square(values: Tensor) -> Tensor:
-    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero."""
-    flat = values.ndim < 2 or values.shape[-1] != values.shape[-2] - 1
-    if flat:
-        values = values.unflatten(-1, (variables(values.shape[-1]), -1))
+    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
+
+    A batch of the second form may look like the first, as seven draws of six coefficients do, and is taken for it:
+    bring batches into the first form by `by_response`.
+    """
+    if values.ndim < 2 or values.shape[-1] != values.shape[-2] - 1:
+        values = by_response(values)
     p = values.shape[-2]
     index = other_variables(p).to(values.device).expand(values.shape)
     return values.new_zeros((*values.shape[:-1], p)).scatter(-1, index, values)
+
+
+def by_response(values: Tensor) -> Tensor:
+    """Values of the coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
+
+    Raises:
+        ValueError: there is no such p.
+    """
+    return values.unflatten(-1, (variables(values.shape[-1]), -1))
 
 
 def union(inclusion: Tensor) -> Tensor:
@@ -249,7 +267,7 @@ def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
     if bool(bad.any()):
         raise BadClients(
             bad.nonzero()[:, 0],
-            "Expected finite y, but got NaN or Inf; fill missing values by fedtorch.models.imputation",
+            "Expected finite y, but got NaN or Inf; fill missing values by fedtorch.models.imputation.impute",
         )
     inside = data.mask[..., None]
     constant = (torch.where(inside, y, y[:, :1]) == y[:, :1]).all(1) & (data.count > 1)[:, None]
@@ -291,7 +309,7 @@ def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
     factor = torch.linalg.qr(y, mode="r").R
     x = factor[:, other_variables(y.shape[1]).to(y.device)].movedim(1, 0)  # (p, m, p − 1)
     target = factor.mT[..., None]
-    estimate = torch.linalg.lstsq(x, target, driver="gelsd" if y.device.type == "cpu" else None).solution
+    estimate = least_norm(x, target)
     return y.mT @ y, estimate[..., 0], (target - x @ estimate).square().sum((1, 2))
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
+from fedtorch.federation.algorithm import BadClients
 from fedtorch.models import hyperpriors
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.factor import Likelihood, Local, Model, of
@@ -66,6 +67,10 @@ def linear(
         noise: a hyperprior of log σ², shared by all devices and learnt; the known variance; or a function of the
             sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5).
         rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
+
+    Raises:
+        ValueError: a noise variance that is not positive; or, when a population is bound, rows of another form, or a
+            device for which `noise` gives no positive variance.
     """
     noise = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
     if isinstance(noise, (int, float)) and not noise > 0:
@@ -83,6 +88,12 @@ def linear(
             known = torch.ones_like(found.power)
         else:
             known = noise(found) if callable(noise) else torch.full_like(found.power, noise)
+        bad = ~((known > 0) & known.isfinite())
+        if bool(bad.any()):
+            raise BadClients(
+                bad.nonzero()[:, 0],
+                f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below",
+            )
         return _Data(reduced(found), known.log())
 
     likelihood = Likelihood(

@@ -23,6 +23,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, BadClients, Reply
 from fedtorch.federation.exchange import Mean
 from fedtorch.models import sparse
+from fedtorch.models.gaussian_conditional import Design
 from fedtorch.models.gibbs_kernels import LocalKernel
 
 __all__ = ["Incomplete", "Normal", "impute", "imputing", "incomplete", "pooled_covariance"]
@@ -46,14 +47,17 @@ def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = 
     """Federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
 
     Raises:
-        ValueError: a row in which nothing is observed, or infinite numbers.
+        ValueError: no sites, rows of another form, a row in which nothing is observed, or infinite numbers.
     """
+    shapes = [(tuple(x.shape), tuple(y.shape)) for x, y in clients]
+    if not shapes or any(len(x) != 2 or y != x[:1] for x, y in shapes):
+        raise ValueError(f"Expected x (n, p) and y (n,) of every site, but got shapes {shapes}")
     joined = [torch.cat([x, y[:, None]], 1).to(torch.float64) for x, y in clients]
     values, counts = torch.cat(joined), torch.tensor([len(z) for z in joined])
     observed = ~values.isnan()
     if not bool(observed.any(1).all()):
         raise ValueError("Expected something observed in every row, but got a row of NaN; leave it out")
-    return FederatedData(Incomplete(values.nan_to_num(0.0), observed), counts, tuple(names))
+    return FederatedData(Incomplete(torch.where(observed, values, 0.0), observed), counts, tuple(names))
 
 
 def pooled_covariance() -> Algorithm:
@@ -76,7 +80,7 @@ def pooled_covariance() -> Algorithm:
     """
 
     def client(inbox: Normal, state: Any, data: Any, key: Tensor) -> Reply:
-        expected, spread, _ = _conditional(data.batch, inbox)
+        expected, spread, _ = _conditional(_incomplete(data.batch), inbox)
         rows = data.mask.to(expected.dtype)
         count = data.count.clamp(min=1).to(expected.dtype)
         first = (expected * rows[..., None]).sum(1) / count[:, None]
@@ -108,11 +112,12 @@ def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> Fe
     """
 
     def fill(rows: Incomplete) -> tuple[Tensor, Tensor]:
-        expected, spread, values = _conditional(rows, normal)
+        expected, spread, values = _conditional(rows, tree.to(normal, _incomplete(rows).values))
         if key is not None:
             p = expected.shape[-1]
             factor = _root(spread)
-            z = random.normal(random.fold_in(key, torch.arange(len(expected))), (p,), torch.float64)
+            keys = random.fold_in(key, torch.arange(len(expected), device=key.device)).to(factor.device)
+            z = random.normal(keys, (p,), torch.float64)
             expected = expected + (factor @ z[..., None])[..., 0]
         filled = torch.where(rows.observed, values, expected)
         return filled[:, :-1], filled[:, -1]
@@ -139,6 +144,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
 
     Raises:
         BadClients: a response is missing (when a population is bound).
+        ValueError: another kernel, or one with intercepts, of which the draws of the covariates would not know.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -154,6 +160,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         >>> sampler.mean()["theta"].round()
         tensor([1., 1.], dtype=torch.float64)
     """
+    _check_regression(regression, len(normal.mean) - 1)
     mean = normal.mean[:-1].to(torch.float64)
     precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
 
@@ -161,24 +168,54 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)
         theta = heard.theta + (site.place - heard.centre)
+        here = mean.to(theta.device), precision.to(theta.device)
         x = data.x.repeat_interleave(chains, 0)
         for k, n in enumerate(data.count.tolist()):
             own = _Gaps(data.x[k, :n].clone(), data.y[k, :n].clone(), data.seen[k, :n].clone(), data.count[k])
             for c in range(chains):
-                x[k * chains + c, :n] = _draw(own, mean, precision, theta[k, c], site.noise[k, c], for_gaps[k, c])
+                x[k * chains + c, :n] = _draw(own, *here, theta[k, c], site.noise[k, c], for_gaps[k, c])
         rows = ClientData((x, data.y.repeat_interleave(chains, 0)), data.count.repeat_interleave(chains))
         # Each chain has rows of its own, so what runs the regressions takes chains for clients.
         each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (heard, site, for_sweeps))
         after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
 
-    return LocalKernel(regression.init, _gaps, sweep, regression.report)
+    return LocalKernel(regression.init, lambda data: _gaps(data, normal), sweep, regression.report)
 
 
-def _gaps(data: Any) -> _Gaps:
+def _check_regression(regression: LocalKernel, covariates: int) -> None:
+    """Refuses what is no linear regression through the origin, as its preparation of a client of one row shows."""
+    nothing = torch.zeros(1, 1, covariates + 1, dtype=torch.float64)
+    design = regression.prepare(ClientData((nothing[..., 1:], nothing[..., 0]), torch.ones(1, dtype=torch.int64)))
+    if not isinstance(design, Design) or not torch.equal(design.degrees, design.count.to(design.degrees)):
+        raise ValueError(
+            "Expected sparse.regression(...) without intercepts, but got another kernel; centre the columns instead of "
+            "intercept=True"
+        )
+
+
+def _incomplete(rows: Any) -> Incomplete:
+    """The rows, if they are of `incomplete`."""
+    if not isinstance(rows, Incomplete):
+        raise ValueError(
+            f"Expected rows of imputation.incomplete(...), but got a {type(rows).__name__}; make the data by it"
+        )
+    return rows
+
+
+def _check_columns(normal: Normal, columns: int) -> None:
+    if (got := normal.mean.shape[-1]) != columns:
+        raise ValueError(
+            f"Expected a normal distribution of {columns} columns, the response last, but got one of {got}"
+        )
+
+
+def _gaps(data: Any, normal: Normal) -> _Gaps:
     if isinstance(data, _Gaps):
         return data
-    values, seen = data.batch.values.to(torch.float64), data.batch.observed
+    values, seen = _incomplete(data.batch)
+    _check_columns(normal, values.shape[-1])
+    values = values.to(torch.float64)
     missing = (~seen[..., -1] & data.mask).any(1)
     if bool(missing.any()):
         raise BadClients(
@@ -215,6 +252,7 @@ def _conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tens
     """
     seen = rows.observed.to(normal.covariance.dtype)
     p = seen.shape[-1]
+    _check_columns(normal, p)
     mean, covariance = (
         leaf.reshape(*leaf.shape[: leaf.ndim - d], *[1] * (seen.ndim - 1 - (leaf.ndim - d)), *[p] * d)
         for leaf, d in ((normal.mean, 1), (normal.covariance, 2))

@@ -18,7 +18,7 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithm import BadClients
 from fedtorch.models import interweaving, sparse
 from fedtorch.models.deviations import Deviation, horseshoe
-from fedtorch.models.gibbs_kernels import LocalKernel
+from fedtorch.models.gibbs_kernels import LocalKernel, check_start
 from fedtorch.models.polya_gamma import polya_gamma
 from fedtorch.tree import Tree
 
@@ -69,6 +69,7 @@ def logistic_regression(
         return LogisticSite(start, start, ones, ones, ones[:, 0], likelihood, torch.zeros_like(start[:, 0]))
 
     def sweep(heard: sparse.Heard, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int) -> LogisticSite:
+        check_start(site.theta.shape[-1], data.x.shape[-1] - 1)
         if len(keys) == 0:
             return site
         # One client after another, without padding, so that a client's numbers do not depend on its block.

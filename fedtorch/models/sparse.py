@@ -27,10 +27,10 @@ from torch import Tensor
 
 from fedtorch import exact, random
 from fedtorch.federation.algorithm import BadClients
-from fedtorch.models import interweaving
+from fedtorch.models import device_posterior, interweaving
 from fedtorch.models.deviations import Deviation, horseshoe
-from fedtorch.models.gaussian_conditional import Design, columns, gaussian_conditional
-from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel, Sums
+from fedtorch.models.gaussian_conditional import SIDE_BY_SIDE, Design, columns, gaussian_conditional, least_norm
+from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel, Sums, check_start
 from fedtorch.models.global_priors import GlobalPrior, spike_and_slab
 from fedtorch.tree import Tree
 
@@ -38,7 +38,6 @@ __all__ = ["INTERWEAVE", "Global", "Heard", "Site", "discoveries", "hierarchy", 
 
 MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
 INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
-_LARGE = 32  # coefficients above which a problem is solved on its own rows
 
 
 class Heard(NamedTuple):
@@ -92,7 +91,8 @@ def regression(
             θ with all θ_k; chains then mix many times faster. 0: never.
 
     Raises:
-        ValueError: `noise_shape` is not positive; rows of another form, or NaN in them (when a population is bound).
+        ValueError: `noise_shape` is not positive; rows of another form, or NaN in them (when a population is bound); a
+            start with another number of coefficients than the rows (in the first round).
     """
     if not noise_shape > 0:
         raise ValueError(f"Expected a positive noise_shape, but got {noise_shape}")
@@ -105,6 +105,7 @@ def regression(
 
     def sweep(heard: Heard, site: Site, data: Design, keys: Tensor, sweeps: int) -> Site:
         clients, chains, p = site.theta.shape
+        check_start(p, data.gram.shape[-1])
         for_normals, for_noise, for_mixing, for_draw = random.split(keys, 4)
         normals = _blocks(random.normal(for_normals, (sweeps, p), torch.float64))
         degrees = noise_shape + data.degrees[:, None, None] / 2
@@ -204,8 +205,8 @@ def hierarchy(
 def discoveries(inclusion: Tensor, rate: float = 0.05) -> Tensor:
     """The coefficients to report so that of them an expected share of at most `rate` are zero, given the data.
 
-    The largest set of the most probable ones whose mean of 1 − inclusion is at most `rate` (Müller, Parmigiani and
-    Rice, "FDR and Bayesian multiple comparisons rules", Valencia 8, 2006, section 2).
+    The largest set of the most probable ones whose mean of 1 − inclusion is at most `rate`: see
+    `fedtorch.models.device_posterior.discoveries`.
 
     Args:
         inclusion: posterior inclusion probabilities, any shape.
@@ -221,13 +222,7 @@ def discoveries(inclusion: Tensor, rate: float = 0.05) -> Tensor:
         >>> discoveries(torch.tensor([0.99, 0.2, 0.93, 0.8]), 0.05)
         tensor([ True, False,  True, False])
     """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"Expected a rate between 0 and 1, but got {rate}")
-    sorted_, order = inclusion.flatten().sort(descending=True, stable=True)
-    expected = (1 - sorted_).cumsum(0) / torch.arange(1, len(sorted_) + 1, device=inclusion.device)
-    chosen = torch.zeros(inclusion.numel(), dtype=torch.bool, device=inclusion.device)
-    chosen[order[expected <= rate]] = True  # the means ascend, so these are the first
-    return chosen.reshape(inclusion.shape)
+    return device_posterior.discoveries(1 - inclusion, rate)
 
 
 def design(data: Any, intercept: bool = False) -> Design:
@@ -250,7 +245,7 @@ def design(data: Any, intercept: bool = False) -> Design:
         torch.stack([part[i] for part in parts]) if parts else x.new_zeros(0, *shape) for i, shape in enumerate(shapes)
     )
     degrees = (data.count - int(intercept)).to(x.dtype)
-    if p <= _LARGE:
+    if p <= SIDE_BY_SIDE:
         return Design(gram, estimate, rss, degrees, data.count, None, None)
     if intercept:
         mask = data.mask[..., None]
@@ -269,7 +264,8 @@ def rows(data: Any) -> tuple[Tensor, Tensor]:
     if bool(bad.any()):
         raise BadClients(
             bad.nonzero()[:, 0],
-            "Expected finite x and y, but got NaN or Inf; fill missing covariates by fedtorch.models.imputation",
+            "Expected finite x and y, but got NaN or Inf; fill missing covariates once by "
+            "fedtorch.models.imputation.impute, or in every round by imputation.imputing",
         )
     return x, y
 
@@ -279,7 +275,7 @@ def _one_design(x: Tensor, y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, 
     x, y = x.clone(), y.clone()  # aligned alike, wherever the client lies in its block
     if intercept:
         x, y = x - x.mean(0), y - y.mean()
-    estimate = torch.linalg.lstsq(x, y[:, None], driver="gelsd").solution[:, 0]
+    estimate = least_norm(x, y[:, None])[:, 0]
     return x.mT @ x, estimate, (y - x @ estimate).square().sum()
 
 

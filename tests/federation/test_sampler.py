@@ -88,5 +88,9 @@ def test_errors(tmp_path: Path) -> None:
     sampler().run(1).save(tmp_path / "run")
     with pytest.raises(ValueError, match=r"Expected a run with settings .*'seed': 1"):
         sampler(seed=1).load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"Expected a run with settings .*'keep': False"):
+        sampler(keep=False).load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"Expected a run with settings .*'folder': True"):
+        sampler(folder=tmp_path).load(tmp_path / "run")
     one = Moments(torch.tensor(1.0), torch.zeros(2), torch.zeros(2))
     assert torch.equal(one.sd(), torch.zeros(2))

@@ -80,5 +80,5 @@ def test_settings_that_do_not_fit() -> None:
         quantile(marginals, 0.0)
     with pytest.raises(ValueError, match="Expected a width of at least 0, but got -1"):
         null_probability(marginals, -1.0)
-    with pytest.raises(ValueError, match=r"Expected a rate in \[0, 1\), but got 1"):
-        discoveries(torch.zeros(2), 1.0)
+    with pytest.raises(ValueError, match="Expected a rate between 0 and 1, but got 2"):
+        discoveries(torch.zeros(2), 2.0)

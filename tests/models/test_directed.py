@@ -239,3 +239,12 @@ def test_a_block_of_no_clients(kind: str) -> None:
         shapes = [[(path, leaf.shape[1:]) for path, leaf in tree.items(part)] for part in (empty, full)]
         assert shapes[0] == shapes[1]
         assert all(len(leaf) == 0 for leaf in tree.leaves(empty))
+
+
+@pytest.mark.parametrize(("variables", "chains"), [(2, 3), (3, 7)])
+def test_as_many_chains_as_make_a_square(variables: int, chains: int) -> None:
+    """(chains, coefficients) then has the shape (p, p − 1) of another p."""
+    y = random.normal(random.key(0), (3, 20, variables), torch.float64)
+    algorithm = ft.gibbs(directed.regression(), sparse.hierarchy(), sweeps=2, chains=chains)
+    found = last(ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(y))), graphical.start(variables), rounds=2))
+    assert found.server.variables.theta.shape == (chains, variables * (variables - 1))

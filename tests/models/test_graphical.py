@@ -223,6 +223,9 @@ def test_bad_input() -> None:
     gap[0, 2, 2] = torch.nan
     with pytest.raises(ft.BadClients, match=r"NaN or Inf; fill missing values by fedtorch\.models\.imputation"):
         prepare(ft.data.ClientData(gap, counts))
+    single = ft.gibbs(graphical.neighbourhoods(), sparse.hierarchy())
+    with pytest.raises(ValueError, match=r"but got a single one; use every_response\(hierarchy\)"):
+        next(ft.run(single, ft.InProcess(normal_rows(CHAIN, [9])), graphical.start(len(CHAIN))))
     with pytest.raises(ValueError, match="coefficients of p variables, but got 7"):
         next(ft.run(field(), ft.InProcess(normal_rows(CHAIN, [9])), torch.zeros(7)))
 

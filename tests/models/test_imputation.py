@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.models import global_priors, imputation, sparse
+from fedtorch.models import global_priors, imputation, logistic, sparse
 
 START = imputation.Normal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
 
@@ -151,3 +151,48 @@ def test_imputing_needs_responses() -> None:
     local = imputation.imputing(sparse.regression(), imputation.Normal(torch.zeros(3), torch.eye(3)))
     with pytest.raises(ValueError, match="Expected a response in every row"):
         next(ft.run(ft.gibbs(local, sparse.hierarchy()), ft.InProcess(data), torch.zeros(2)))
+
+
+def test_imputing_wants_a_regression_through_the_origin() -> None:
+    normal = imputation.Normal(torch.zeros(3), torch.eye(3))
+    for kernel in (sparse.regression(intercept=True), logistic.logistic_regression()):
+        with pytest.raises(ValueError, match=r"Expected sparse\.regression\(\.\.\.\) without intercepts"):
+            imputation.imputing(kernel, normal)
+
+
+def test_gaps_are_filled_from_a_normal_of_single_precision() -> None:
+    gaps = imputation.incomplete(clients(0.3))
+    single = imputation.Normal(START.mean.float(), START.covariance.float())
+    for (x, y), (other_x, other_y) in zip(imputation.impute(gaps, single), imputation.impute(gaps, START)):
+        assert torch.equal(x, other_x)
+        assert torch.equal(y, other_y)
+
+
+def test_bad_rows_are_refused() -> None:
+    x, y = torch.ones(2, 1), torch.ones(2)
+    for sites, shapes in (([], r"\[\]"), ([(x, y[:, None])], r"\[\(\(2, 1\), \(2, 1\)\)\]")):
+        with pytest.raises(
+            ValueError, match=rf"Expected x \(n, p\) and y \(n,\) of every site, but got shapes {shapes}"
+        ):
+            imputation.incomplete(sites)
+    with pytest.raises(ValueError, match="Expected finite values, but got NaN or Inf in field 'values'"):
+        imputation.incomplete([(x / 0, y)])
+    complete, gaps = ft.data.from_tensors([(x, y)]), imputation.incomplete([(x, y)])
+    pair = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
+    gibbs = ft.gibbs(imputation.imputing(sparse.regression(), pair), sparse.hierarchy())
+    for use in (
+        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(complete), pair)),
+        lambda: next(ft.run(gibbs, ft.InProcess(complete), torch.zeros(1))),
+        lambda: imputation.impute(complete, pair),
+    ):
+        with pytest.raises(ValueError, match=r"Expected rows of imputation\.incomplete\(\.\.\.\), but got a tuple"):
+            use()
+    for use in (
+        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), START)),
+        lambda: imputation.impute(gaps, START),
+        lambda: imputation.imputing(sparse.regression(), START).prepare(gaps.stack([0])),
+    ):
+        with pytest.raises(
+            ValueError, match="Expected a normal distribution of 2 columns, the response last, but got one"
+        ):
+            use()

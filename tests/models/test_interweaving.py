@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import exact, random
-from fedtorch.models import interweaving, logistic, sparse
+from fedtorch.models import deviations, global_priors, interweaving, logistic, sparse
 from fedtorch.models.gaussian import unpack
 
 SIZES = [12, 5, 9, 30]
@@ -84,6 +84,27 @@ def test_sites_that_are_silent_move_with_the_others() -> None:
     deviation = sites.place - shared.centre
     assert distance(first, (sites.precision * deviation).sum(0)) < 1e-11
     assert distance(second, (sites.precision * deviation.square()).sum(0)) < 1e-11
+
+
+def test_silent_sites_leave_the_posterior_as_it_is() -> None:
+    """The conjugate case in closed form, when every site is silent in half of the rounds: σ is as good as known."""
+    tau, sigma, chains = 0.5, 0.8, 64
+    keys = random.fold_in(random.key(0), torch.arange(3))
+    x = random.normal(keys[0], (4, 15, 2), torch.float64)
+    effects = torch.tensor([1.0, -0.5]).double() + tau * random.normal(keys[1], (4, 2), torch.float64)
+    y = (x @ effects[..., None])[..., 0] + sigma * random.normal(keys[2], (4, 15), torch.float64)
+    within = torch.linalg.inv(sigma**2 * torch.eye(15, dtype=torch.float64) + tau**2 * x @ x.mT)
+    covariance = torch.linalg.inv(torch.eye(2, dtype=torch.float64) + (x.mT @ within @ x).sum(0))
+    mean = covariance @ (x.mT @ within @ y[..., None]).sum(0)[:, 0]
+    local = sparse.regression(deviation=deviations.normal(), noise_shape=1e9)
+    shared = sparse.hierarchy(global_priors.gaussian(), scale=tau, noise_scale=1e9 * sigma**2)
+    algorithm = ft.gibbs(local, shared, sweeps=1, chains=chains)
+    population = ft.InProcess(ft.data.from_tensors([*zip(x, y)]))
+    sampler = ft.Sampler(algorithm, population, torch.zeros(2), burn_in=40, faults=ft.dropouts(0.5))
+    draws = sampler.run(300).draws()["theta"]
+    for value, expected in ((draws, mean), ((draws - mean).square(), covariance.diagonal())):
+        each = value.mean(1)
+        assert float(((each.mean(0) - expected) / (each.std(0) / chains**0.5)).abs().max()) < 4
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.models import deviations, global_priors, imputation, sparse, splines
+from fedtorch.models import deviations, directed, global_priors, graphical, imputation, logistic, sparse, splines
+from fedtorch.models.gaussian_conditional import least_norm
 
 
 def sample(data: ft.data.FederatedData, rounds: int = 60, prior: Any = None, sweeps: int = 5, **arguments: Any) -> Any:
@@ -79,10 +80,13 @@ def test_the_horseshoe_of_collinear_columns_keeps_their_sum() -> None:
 def test_missing_values_are_refused_with_the_way_out() -> None:
     x, y = torch.randn(5, 2, generator=torch.Generator()), torch.zeros(5)
     x[3, 1] = torch.nan
-    with pytest.raises(ValueError, match=r"NaN or Inf in field '0' of client '0', row 3; remove or impute"):
+    with pytest.raises(
+        ValueError,
+        match=r"client '0', row 3; remove or impute such rows, see fedtorch\.models\.imputation",
+    ):
         ft.data.from_tensors([(x, y)])
     block = ft.data.ClientData((x[None], y[None]), torch.tensor([5]))
-    with pytest.raises(ValueError, match=r"fill missing covariates by fedtorch\.models\.imputation"):
+    with pytest.raises(ValueError, match=r"imputation\.impute, or in every round by imputation\.imputing"):
         sparse.regression().prepare(block)
     with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes"):
         sparse.regression().prepare(ft.data.ClientData((y[None],), torch.tensor([5])))
@@ -231,6 +235,36 @@ def _spike_and_slab_draws(keys: Tensor, p: int) -> tuple[Tensor, global_priors.S
     eta = 0.7 / random.gamma(fold(2), 2.5, (p,), f64)
     theta = random.normal(fold(3), (p,), f64) * (torch.where(gamma > 0, 1.0, 0.05) * eta).sqrt()
     return theta, global_priors.SpikeAndSlab(gamma, eta, rho)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "coefficients"),
+    [
+        ((sparse.regression(), sparse.hierarchy()), 2),
+        ((logistic.logistic_regression(), sparse.hierarchy()), 2),
+        ((graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy())), 6),
+        ((directed.regression(), sparse.hierarchy()), 6),
+    ],
+)
+def test_a_start_of_another_size_is_refused(kernels: Any, coefficients: int) -> None:
+    data = simulated([4, 5], torch.ones(2).double())
+    if coefficients == 2:
+        data = data.map(lambda rows: (rows[0], (rows[1] > 0).double()))
+    else:
+        data = data.map(lambda rows: torch.cat([rows[0], rows[1][:, None]], 1))
+    start = torch.zeros(3 if coefficients == 2 else 12)
+    with pytest.raises(ValueError, match=f"Expected a start of {coefficients} coefficients for these rows, but got"):
+        next(ft.run(ft.gibbs(*kernels), ft.InProcess(data), start))
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (3, 6), (0, 3)])
+def test_estimates_of_least_norm(shape: tuple[int, int]) -> None:
+    """Of collinear columns, of more columns than rows, and of no rows."""
+    x = random.normal(random.key(0), shape, torch.float64)
+    x[:, -1] = x[:, 0]
+    y = random.normal(random.key(1), (shape[0], 2), torch.float64)
+    found = least_norm(x, y)
+    assert float((found - torch.linalg.pinv(x) @ y).abs().amax()) < 1e-12
 
 
 def test_discoveries_keep_their_rate() -> None:

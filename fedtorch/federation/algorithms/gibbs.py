@@ -12,7 +12,8 @@ The server hears sums only, never a client's own numbers where the sums are made
 its part of the sums (`Increment`), so one that is silent stays in the model with the variables it last told of, as a
 Gibbs sampler that leaves out a block does; one that has never been heard is not in the model. The sums are made in the
 fixed point of `fedtorch.exact`: they are the same bits for every population, chunking and order of the clients, also
-after any number of rounds.
+after any number of rounds, for up to 2¹⁸ clients if a sum has four terms each as those of the regressions do: limbs of
+changes of so many are below 2⁵³.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models with applications to electronic
 health records and genomics", Pac Symp Biocomput 28, Algorithm 1 and section 2.2.3.

@@ -344,6 +344,22 @@ def test_clients_whose_site_is_not_renewed_are_named() -> None:
         fit(ft.ep(fails_for_two_rows, prior), ft.InProcess(data))
 
 
+def test_the_prior_goes_where_the_devices_rows_are() -> None:
+    """A stand-in for an accelerator: tensors of torch's meta device."""
+    model, places = linear(2), []
+
+    def summary(data: Any, prior: hyperpriors.Prior) -> dict[str, Tensor]:
+        places.append(prior.normal.shift.device)
+        return {}
+
+    told = ft.ep(model.project, model.prior, start=projections.Start(summary, model.start.estimate))
+    server, state = told.init(model.prior.normal._asdict(), 3)
+    rows = tree.to(tree.expand(state, 3), "meta")
+    inbox = tree.to(tree.expand(told.outbox(server), 3), "meta")._replace(version=torch.zeros(3))
+    told.client(inbox, rows, {}, random.key(0).expand(3))
+    assert places[-1].type == "meta"
+
+
 def test_bad_settings_are_refused() -> None:
     project, _ = conjugate(torch.zeros(2, 1, dtype=torch.float64))
     prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
@@ -357,6 +373,9 @@ def test_bad_settings_are_refused() -> None:
         next(ft.run(algorithm(linear(2)), ft.InProcess(devices(3, 1))))
     with pytest.raises(ValueError, match="Expected a positive noise variance, but got 0"):
         linear(1, noise=0.0)
+    exactly = linear(1, noise=lambda statistics: statistics.rows * 0.0)
+    with pytest.raises(ValueError, match="Client '0': Expected positive noise variances, but noise= gave"):
+        next(ft.run(algorithm(exactly), ft.InProcess(devices(3, 1))))
 
 
 def random_problem(seed: int, most: int) -> tuple[ft.data.FederatedData, float | None, int]:

@@ -100,7 +100,8 @@ def ep(
     def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
         none = torch.zeros_like(state.sent.waiting)
         if bool((inbox.version == 0).all()) and len(none):
-            told = state.sent._replace(summary=begin.summary(data, prior), waiting=none + 1)
+            here = prior.replaced(tree.to(prior.normal, none.device))
+            told = state.sent._replace(summary=begin.summary(data, here), waiting=none + 1)
             return _reply(told, state, State(told, *state[1:]), none, none)
         site = _where(state.sent.waiting > 0, inbox.share, state.sent.site)
         good = _where(inbox.good >= state.stepped, state.before, state.good)
