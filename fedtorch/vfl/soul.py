@@ -34,7 +34,7 @@ from fedtorch.vfl.sfvi import Schedule, centred
 
 __all__ = ["Soul", "langevin", "soul"]
 
-_LANGEVIN, _START = 0, 1  # purposes of the key
+_LANGEVIN = 0  # purpose of the key
 
 
 class Soul(NamedTuple):
