@@ -51,11 +51,11 @@ def error(
 
 def algorithms(units: int) -> dict[str, ft.Algorithm]:
     """The exact sums, and FedAvg of the same model with three ways of averaging."""
-    model = fm.model(torch.linspace(-1.1, 1.1, 30, dtype=fm.DTYPE))
+    inducing = torch.linspace(-1.1, 1.1, 30, dtype=fm.DTYPE)
     ways = {"mean": None, "median": median(), "trimmed mean, 25 %": trimmed_mean(0.25)}
-    found = {"fedmgp": ft.fedmgp(model, accept_disclosure=True)}
+    found = {"fedmgp": ft.fedmgp(fm.model(inducing), accept_disclosure=True)}
     for name, exchange in ways.items():
-        found[f"FedAvg, {name}"] = ft.fedmgp_average(model, units=units, lr=0.03, exchange=exchange)
+        found[f"FedAvg, {name}"] = ft.fedmgp_average(fm.published(inducing), units=units, lr=0.03, exchange=exchange)
     return found
 
 
@@ -70,7 +70,9 @@ def draw(columns: dict[str, dict[str, np.ndarray]], folder: Path) -> Path:
         axes.bar(at, means, 0.2, yerr=bars, ecolor="0.3", label=name, color=f"C{i}")
     axes.axhline(fm.NOISE**2, color="0.5", linestyle="--", linewidth=1, label="noise alone")
     axes.set_yscale("log")
-    axes.set_xticks(range(len(columns)), [name.replace(", ", ",\n") for name in columns])
+    axes.set_xticks(
+        range(len(columns)), [name.replace(" drop", "\ndrop").replace(" anom", "\nanom") for name in columns]
+    )
     axes.set_ylabel("MSE in the lost range")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -111,6 +111,13 @@ def model(
     )
 
 
+def published(inducing: Tensor, units: int | None = None) -> ConvolvedGP:
+    """The model as the source averages it: latent processes of unit variance, which units' weights make up for."""
+    found = model(inducing, units=units)
+    found.kernel.raw_variance.requires_grad_(False)
+    return found
+
+
 def pooled_scale(y: Sequence[Tensor]) -> float:
     """The root of the mean square of all units' outputs, from two sums over units."""
     return math.sqrt(sum(float(b.square().sum()) for b in y) / sum(len(b) for b in y))

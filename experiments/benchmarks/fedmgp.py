@@ -41,7 +41,7 @@ def exact(data: ft.data.FederatedData, inducing: torch.Tensor, rounds: int) -> C
 def averaged(data: ft.data.FederatedData, inducing: torch.Tensor, rounds: int, lr: float) -> Curve:
     """`ft.fedmgp_average`, whose bound is computed centrally from its parameters."""
     units = len(data)
-    algorithm = ft.fedmgp_average(fm.model(inducing), units=units, steps=5, lr=lr)
+    algorithm = ft.fedmgp_average(fm.published(inducing), units=units, steps=5, lr=lr)
     block = data.stack(range(units))
     whole = fm.model(inducing, units=units)
     own = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
