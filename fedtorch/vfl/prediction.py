@@ -37,7 +37,11 @@ def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData
         thetas: `(B, M, d_j)` each, for example `fit.sample(key, draws)`.
         data: rows; the response is not looked at beyond its shape and range.
     """
-    batch = prepared(model, data)
+    return _predictor(model, thetas, prepared(model, data))
+
+
+def _predictor(model: VerticalModel, thetas: Sequence[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+    """`predictor` of prepared rows."""
     return centred(model, thetas[0], torch.stack(_etas(model, thetas, batch)).sum(0), batch)
 
 
@@ -63,8 +67,8 @@ def log_score(
         noise: variance of the noise on the predictor, the model's own by default; 0 predicts without.
         points: of the quadrature over it.
     """
-    centre, shared = predictor(model, thetas, data)
-    return _scored(model, prepared(model, data).y, centre, shared, noise, points)
+    batch = prepared(model, data)
+    return _scored(model, batch.y, *_predictor(model, thetas, batch), noise, points)
 
 
 def _scored(
