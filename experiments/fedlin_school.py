@@ -30,7 +30,8 @@ import fedtorch as ft
 from experiments import common
 from experiments.fedlin_common import Candidate, choose, errors
 from fedtorch.data import FederatedData
-from fedtorch.models import hierarchical, hyperpriors
+from fedtorch.models import hierarchical
+from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import inverse_wishart

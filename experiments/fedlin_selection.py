@@ -27,9 +27,9 @@ from torch.distributions import Normal
 import fedtorch as ft
 from experiments import common
 from fedtorch.federation.algorithms.ep import Fit, devices, fit
-from fedtorch.models import hierarchical, shrinkage
+from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import credible_interval, selected
-from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical import Model, shrinkage
 
 NOISE = 0.05
 LEVEL = 0.9

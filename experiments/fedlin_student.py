@@ -30,8 +30,8 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from fedtorch.federation.algorithms.ep import devices, fit
-from fedtorch.models import shrinkage
 from fedtorch.models.device_posterior import credible_interval, selected
+from fedtorch.models.hierarchical import shrinkage
 
 NUMERIC = 13  # of the 38 predictors, at the front
 PUBLISHED = {"lasso": (0.825, 21, 23), "ridge": (0.817, 21, 22)}

@@ -39,8 +39,8 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments import fedmgp_models as fm
-from fedtorch.models.convolved_gp import ConvolvedGP
-from fedtorch.models.quiet_gpytorch import gpytorch
+from fedtorch.models.gaussian_process import ConvolvedGP
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 CYCLES = 250
 PUBLISHED: dict[str, tuple[float, float, float] | None] = {  # × 10⁻³, in the source's own units

@@ -20,7 +20,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments import fedmgp_models as fm
-from fedtorch.federation.trust.robust import median, trimmed_mean
+from fedtorch.trust.robust import median, trimmed_mean
 
 DROPOUTS = (0.0, 0.3, 0.6)
 ANOMALOUS = (0, 2, 4)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import fedtorch as ft
-from fedtorch.models.convolved_gp import ConvolvedGP, fit
-from fedtorch.models.multi_output_kernels import ConvolutionProcess
-from fedtorch.models.quiet_gpytorch import gpytorch
+from fedtorch.models.gaussian_process import ConvolvedGP, fit
+from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 DTYPE = torch.float64
 GRID = 500

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common, gtv_fmi
 from fedtorch.data.datasets import weather
-from fedtorch.federation.graphs import clustering, discrepancy, learning, solvers
+from fedtorch.networks import clustering, discrepancy, learning, solvers
 
 RIDGE, ROWS, RATES = 0.1, 100, (0.02, 0.05, 0.1)  # α, observations to train with, learning rates of the curves
 TWO_NODES = {  # curvatures and minima of the local losses q (w − c)²

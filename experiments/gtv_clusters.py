@@ -23,7 +23,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.federation.graphs import clustering, discrepancy, recipes, solvers
+from fedtorch.federation import recipes
+from fedtorch.networks import clustering, discrepancy, solvers
 
 CLUSTERS, FEATURES, NOISE = 3, 3, 0.5
 WITHIN, BETWEEN, ROWS = 0.5, 0.02, 6  # probabilities of edges; rows of a node while edges vary

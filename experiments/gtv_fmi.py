@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common
 from fedtorch.data.datasets import weather
-from fedtorch.federation.graphs import clustering, discrepancy, solvers
+from fedtorch.networks import clustering, discrepancy, solvers
 
 BATCH, ACTIVE, DELAY = 10, 0.5, 3  # rows of a FedSGD step; probability to be active and longest delay of "async"
 CLUSTERS, LATITUDE = 5, 65.0  # of the map; where its aspect is right, in degrees
@@ -118,7 +118,7 @@ def fedsgd(settings: Settings, network: ft.Network) -> ft.Algorithm:
 def asynchronous(settings: Settings, network: ft.Network) -> ft.Algorithm:
     """Algorithm 8.1: active nodes take gradient steps with what they have heard, which may be some rounds old."""
     local = ft.least_squares(module(), steps=1, lr=settings.eta)
-    return ft.graphs.unreliable_edges(ft.gtv(local, network, settings.alpha), network, delay=DELAY)
+    return ft.unreliable_edges(ft.gtv(local, network, settings.alpha), network, delay=DELAY)
 
 
 def module() -> nn.Linear:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.models import directed, graphical, sparse
+from fedtorch.models.gibbs import directed, graphical, sparse
 
 GENES = (
     "WNT5A",

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.models import graphical, sparse
+from fedtorch.models.gibbs import graphical, sparse
 
 PROTEINS = (
     "LKB1",
@@ -107,7 +107,7 @@ def network(inclusion: Tensor, names: Sequence[str]) -> ft.Network:
 def without_server(data: ft.data.FederatedData, names: Sequence[str], sizes: Sizes) -> list[common.Row]:
     """A few rounds over a ring beside the same rounds with a server."""
     served, start = algorithm(sizes, names), graphical.start(len(names))
-    ring = ft.graphs.without_server(served, ft.Network.ring(len(data)))
+    ring = ft.without_server(served, ft.Network.ring(len(data)))
     *_, central = ft.run(served, ft.InProcess(data), start, rounds=sizes.rounds)
     *_, alone = ft.run(ring, ft.InProcess(data), start, rounds=sizes.rounds)
     difference = (alone.server.variables.theta - central.server.variables.theta).abs().max()

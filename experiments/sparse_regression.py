@@ -31,7 +31,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.models import logistic, sparse, sparse_baselines
+from fedtorch.models.gibbs import baselines, logistic, sparse
 
 EFFECTS, COVARIATES = 3, 11
 RATE = 0.1  # of false discoveries
@@ -94,9 +94,9 @@ def federated(data: ft.data.FederatedData, local: sparse.LocalKernel, sizes: Siz
 
 def alone(data: ft.data.FederatedData, sizes: Sizes, seed: int, share: int = 1) -> tuple[Tensor, Tensor, float]:
     """Draws of each site for itself: θ `(K, T, p)` and γ likewise, and the seconds."""
-    local = sparse_baselines.lone_regression(sites=share)
+    local = baselines.lone_regression(sites=share)
     sweeps = max(1, sizes.sweeps // 20)  # without a server, rounds only say how often a draw is kept
-    algorithm = ft.gibbs(local, sparse_baselines.nothing_shared(), sweeps=sweeps, chains=sizes.chains)
+    algorithm = ft.gibbs(local, baselines.nothing_shared(), sweeps=sweeps, chains=sizes.chains)
 
     def watch(round: ft.Round) -> dict[str, Tensor]:
         own = round.clients.table.read(slice(0, len(data))).variables
@@ -117,10 +117,10 @@ def analyses(data: ft.data.FederatedData, sizes: Sizes, seed: int) -> dict[str, 
     found["pooled as iid"] = Found(theta.mean((0, 1)), included.mean((0, 1)), seconds, 0.0, {})
     theta, included, seconds = alone(data, sizes, seed)
     found["sites, averaged"] = Found(theta.mean((0, 1)), included.mean((0, 1)), seconds, 0.0, {})
-    votes = sparse_baselines.majority_vote(included.mean(1)).double()
+    votes = baselines.majority_vote(included.mean(1)).double()
     found["sites, majority"] = Found(theta.mean(1).median(0).values, votes, seconds, 0.0, {})
     theta, included, seconds = alone(data, sizes, seed, share=len(data))
-    joined = sparse_baselines.consensus(theta)
+    joined = baselines.consensus(theta)
     interval = joined.quantile(torch.tensor([0.025, 0.975], dtype=joined.dtype), dim=0)
     excluded = ((interval > 0).all(0) | (interval < 0).all(0)).double()
     found["consensus"] = Found(joined.mean(0), excluded, seconds, theta.nbytes / 1e6, {})

@@ -17,8 +17,8 @@ from experiments import common
 from fedtorch import data as ft_data
 from fedtorch import random, vfl
 from fedtorch.data import VerticalTable
-from fedtorch.models import likelihoods
-from fedtorch.models.split_nn import mlp
+from fedtorch.vfl import likelihoods
+from fedtorch.vfl.split_nn import mlp
 
 FOLDS, NEIGHBOURS, WIDTH = 10, 2, 8
 NAMES = ("split network", "hierarchical Bayes, ρ = 1", "hierarchical Bayes, ρ = 5", "hierarchical Bayes, ρ = 10")

@@ -39,8 +39,7 @@ from torch import Tensor
 
 from experiments import common
 from fedtorch import random, vfl
-from fedtorch.models import encoder, likelihoods
-from fedtorch.vfl import oracles
+from fedtorch.vfl import encoder, likelihoods, oracles
 from fedtorch.vfl.prediction import log_score, noise_variance
 
 RHOS = (0.5, 1.0, 2.0)

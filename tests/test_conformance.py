@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, copy_of, distance, linear, linear_clients, mean_squared_error, same_bits, sgd
+from support.closed_forms import ROUNDING, copy_of, distance, linear, linear_clients, mean_squared_error, same_bits, sgd
 from torch import Tensor
 
 import fedtorch as ft
@@ -23,12 +23,13 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import algorithms, coordinator, exchange
 from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
-from fedtorch.federation.trust import robust
-from fedtorch.models import hierarchical, sparse
-from fedtorch.models.convolved_gp import ConvolvedGP
+from fedtorch.models import hierarchical
+from fedtorch.models.gaussian_process import ConvolvedGP
+from fedtorch.models.gibbs import sparse
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.tree import Tree
+from fedtorch.trust import robust
 
 SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)

@@ -94,12 +94,25 @@ OPERATIONS = {
 each_operation = pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS.keys())
 
 
+PRODUCTS = {OPERATIONS[name] for name in ("dropout_of_product", "attention")}
+
+
+def assert_same(function, first, second):
+    """The same draws: zeros in the same places, and the same bits but for stacked matrix products, which processors
+    may sum in another order than single ones: those agree up to the rounding of float32."""
+    assert torch.equal(first == 0, second == 0)
+    if function in PRODUCTS:
+        torch.testing.assert_close(first, second)
+    else:
+        assert torch.equal(first, second)
+
+
 @each_operation
 def test_stacked_chunked_and_alone_agree(function, keys, inputs):
     together = stacked(function, keys, inputs)
-    assert torch.equal(together, alone(function, keys, inputs))
+    assert_same(function, together, alone(function, keys, inputs))
     parts = [stacked(function, keys[rows], inputs[rows]) for rows in (slice(2), slice(2, 3))]
-    assert torch.equal(together, torch.cat(parts))
+    assert_same(function, together, torch.cat(parts))
     assert torch.equal(together, stacked(function, keys, inputs))
     # clients of equal inputs draw different numbers
     same = stacked(function, random.fold_in(keys[0], torch.arange(20)), inputs[:1].expand(20, B, D))
@@ -109,7 +122,7 @@ def test_stacked_chunked_and_alone_agree(function, keys, inputs):
 @each_operation
 def test_clients_in_another_dimension(function, keys, inputs):
     elsewhere = stacked(function, keys, inputs.movedim(0, 1), in_dims=1)
-    assert torch.equal(elsewhere, stacked(function, keys, inputs))
+    assert_same(function, elsewhere, stacked(function, keys, inputs))
 
 
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "categorical" and "multi" not in name])

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from closed_forms import linear_clients, sgd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from small_federations import classes, solver, trainer
+from support.closed_forms import linear_clients, sgd
+from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
 from fedtorch.models import low_rank

@@ -21,7 +21,7 @@ import torch
 import fedtorch as ft
 from experiments import common
 from experiments.sparse_regression import COVARIATES, simulated
-from fedtorch.models import sparse
+from fedtorch.models.gibbs import sparse
 
 REPETITIONS = 3
 
@@ -60,7 +60,7 @@ def nuts(smoke: bool) -> list[common.Row]:
     """
     import arviz
 
-    from fedtorch.models import sparse_pyro
+    from fedtorch.models.gibbs import pyro_programs
 
     data = simulated(0)
     rounds, many, sizes = (30, 6, (5, 5)) if smoke else (1000, 32, (300, 200))
@@ -82,10 +82,10 @@ def nuts(smoke: bool) -> list[common.Row]:
         rows.append(common.Row(setting, "largest R-hat", float(table["r_hat"].max())))
     depth = 3 if smoke else 8
     found: dict[str, torch.Tensor] = {}
-    program = sparse_pyro.collapsed_regression(data)
+    program = pyro_programs.collapsed_regression(data)
 
     def run() -> None:
-        found.update(sparse_pyro.nuts(program, draws=sizes[0], warmup=sizes[1], depth=depth, compile=not smoke))
+        found.update(pyro_programs.nuts(program, draws=sizes[0], warmup=sizes[1], depth=depth, compile=not smoke))
 
     spent = cpu_seconds(run)
     draws = arviz.convert_to_dataset({"theta": found["theta"][None].numpy()})

@@ -20,8 +20,8 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import core
-from fedtorch.federation.graphs import solvers
-from fedtorch.federation.graphs.solvers.fedgd import gradient_step
+from fedtorch.networks import solvers
+from fedtorch.networks.solvers.fedgd import gradient_step
 
 FEATURES = 8
 NEIGHBOURS = 10

@@ -24,7 +24,7 @@ import torch
 
 from experiments import common
 from fedtorch import random, vfl
-from fedtorch.models import likelihoods
+from fedtorch.vfl import likelihoods
 from fedtorch.vfl.guide import draw_noise, initial
 from fedtorch.vfl.iteration import exchange
 from fedtorch.vfl.model import prepared

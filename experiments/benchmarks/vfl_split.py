@@ -18,9 +18,9 @@ import torch
 from experiments import common, vfl_heart_models
 from fedtorch import data as ft_data
 from fedtorch import random, vfl
-from fedtorch.models import likelihoods
-from fedtorch.models.split_nn import mlp
+from fedtorch.vfl import likelihoods
 from fedtorch.vfl.split.network import adam
+from fedtorch.vfl.split_nn import mlp
 
 STEPS = 50_000
 

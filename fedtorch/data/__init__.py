@@ -1,5 +1,6 @@
 """Data that belongs to many clients: where it comes from, how it is split, how it is stacked."""
 
+from fedtorch.data.bad_clients import BadClients
 from fedtorch.data.cache import locate
 from fedtorch.data.catalogue import DataSet, File, data_sets, describe
 from fedtorch.data.datasets import (
@@ -38,6 +39,7 @@ from fedtorch.data.partition import (
 from fedtorch.data.sources import from_datasets, from_frame, from_tensors
 
 __all__ = [
+    "BadClients",
     "ClientData",
     "DataSet",
     "FederatedData",

@@ -121,7 +121,7 @@ class FederatedData:
         raise ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
             f"{self.names[client]!r}, row {row - int(self.starts[client])}; remove or impute such rows, "
-            "see fedtorch.models.imputation"
+            "see fedtorch.models.gibbs.imputation"
         )
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedtorch.federation.exchange import Exchange, star
 from fedtorch.tree import Tree
 
-__all__ = ["Algorithm", "BadClients", "Local", "LocalSolver", "Quadratic", "Reply", "identity"]
+__all__ = ["Algorithm", "Local", "LocalSolver", "Quadratic", "Reply", "identity"]
 
 
 class Reply(NamedTuple):
@@ -80,19 +80,6 @@ class LocalSolver:
 
     def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
         return self.solve(start, state, data, quadratic, key)
-
-
-class BadClients(ValueError):
-    """Some clients of a block cannot take part; whoever knows the clients' names adds them to the message.
-
-    Args:
-        rows: their rows in the block, `(R,)`.
-        message: what was expected and what came.
-    """
-
-    def __init__(self, rows: Tensor, message: str) -> None:
-        super().__init__(message)
-        self.rows = rows.tolist()
 
 
 def identity(value: Any) -> Any:

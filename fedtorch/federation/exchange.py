@@ -21,7 +21,7 @@ from fedtorch import tree, wire
 from fedtorch.tree import Rows, Tree
 
 if TYPE_CHECKING:
-    from fedtorch.federation.graphs.network import Network
+    from fedtorch.networks.network import Network
 
 __all__ = [
     "Exchange",

@@ -16,8 +16,8 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from fedtorch import functional, tree
 from fedtorch import metrics as fm
-from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import coordinator
 from fedtorch.federation.algorithm import Algorithm
@@ -27,7 +27,6 @@ from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import History, means
 from fedtorch.federation.population import Population
 from fedtorch.federation.sampling import Cohort, check_cohort
-from fedtorch.models import functional
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, BadClients
+from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchange import client_count, indices
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree

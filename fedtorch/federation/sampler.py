@@ -72,7 +72,7 @@ class Sampler:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.models import sparse
+        >>> from fedtorch.models.gibbs import sparse
         >>> x = ft.random.normal(ft.random.key(0), (2, 50, 3))
         >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(2)])
         >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=5, chains=2)

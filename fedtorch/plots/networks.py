@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.graphs import Network
+from fedtorch.networks.network import Network
 from fedtorch.plots.style import MOST_BARS, MOST_COLOURS, new_figure, square
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def network(
     Args:
         network: of n nodes.
         values: `(n,)` numbers, such as one parameter of each node, for a colour bar.
-        clusters: `(n,)` integers instead, such as from `ft.graphs.clustering`, for a legend.
+        clusters: `(n,)` integers instead, such as from `ft.networks.clustering`, for a legend.
         label: of the colour bar.
         names: whether to write the nodes' names; default: up to thirty nodes.
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedtorch.models.likelihoods import Likelihood
+from fedtorch.vfl.likelihoods import Likelihood
 from fedtorch.vfl.model import VerticalModel, checked_model
 from fedtorch.vfl.predictors import Predictor, Prior
 
@@ -35,7 +35,7 @@ def augmented(
     """The augmented-variable model.
 
     Args:
-        likelihood: of the response; from `fedtorch.models.likelihoods`, or your own.
+        likelihood: of the response; from `fedtorch.vfl.likelihoods`, or your own.
         predictors: one per party, from `fedtorch.vfl.linear` and `multilevel`, or your own.
         rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
         intercept: whether the server has one.
@@ -44,7 +44,7 @@ def augmented(
     Raises:
         ValueError: no party, or ρ that is not positive.
 
-    >>> from fedtorch.models import likelihoods
+    >>> from fedtorch.vfl import likelihoods
     >>> from fedtorch.vfl import linear
     >>> augmented(likelihoods.bernoulli(), [linear(5), linear(6)], rho=1.0).sizes
     [1, 5, 6]

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.models.encoder import Encoder, perceptron
+from fedtorch.vfl.encoder import Encoder, perceptron
 from fedtorch.vfl.model import Batch, VerticalModel
 
 __all__ = ["Auxiliary", "Sampled", "amortised", "mean_field", "noiseless", "sums"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.models.likelihoods import Likelihood
+from fedtorch.vfl.likelihoods import Likelihood
 from fedtorch.vfl.predictors import Predictor, Prior, normal_prior
 
 __all__ = ["Batch", "VerticalData", "VerticalModel", "check_known", "check_response", "prepared"]

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedtorch.models.likelihoods import Likelihood
+from fedtorch.vfl.likelihoods import Likelihood
 from fedtorch.vfl.model import VerticalModel, checked_model
 from fedtorch.vfl.predictors import Predictor, Prior
 
@@ -50,7 +50,7 @@ def power(
     r"""The power-likelihood model; the parties have to know the response.
 
     Args:
-        likelihood: of the response; from `fedtorch.models.likelihoods`, or your own.
+        likelihood: of the response; from `fedtorch.vfl.likelihoods`, or your own.
         predictors: one per party, from `fedtorch.vfl.linear` and `multilevel`, or your own.
         rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
         intercept: whether the server has one.
@@ -61,7 +61,7 @@ def power(
     Raises:
         ValueError: no party, or ρ or `concentration` that is not positive.
 
-    >>> from fedtorch.models import likelihoods
+    >>> from fedtorch.vfl import likelihoods
     >>> from fedtorch.vfl import linear
     >>> power(likelihoods.gaussian(), [linear(5), linear(6)], rho=1.0).sizes
     [2, 5, 6]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import linear, linear_clients, mean_squared_error, same_bits, sgd
 from lightning.pytorch.callbacks import ModelCheckpoint
-from small_federations import classes, everything, solver, trainer
+from support.closed_forms import linear, linear_clients, mean_squared_error, same_bits, sgd
+from support.small_federations import classes, everything, solver, trainer
 from torch import Tensor
 
 import fedtorch as ft
@@ -95,8 +95,12 @@ def test_whenever_lightning_saves_no_round_is_lost_or_repeated(when: dict[str, A
 
 def script(*arguments: Any) -> subprocess.CompletedProcess[str]:
     tests = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, str(tests / "killed_training.py"), *map(str, arguments)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    command = [sys.executable, str(tests / "support" / "killed_training.py"), *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 

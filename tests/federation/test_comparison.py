@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from closed_forms import linear_clients
+from support.closed_forms import linear_clients
 
 import fedtorch as ft
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from closed_forms import ROUNDING, copy_of, distance, last, linear, linear_clients, same_bits, sgd
+from support.closed_forms import ROUNDING, copy_of, distance, last, linear, linear_clients, same_bits, sgd
 from torch import Tensor
 
 import fedtorch as ft

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import distributed_script as script
 import pytest
 import torch
 import torch.distributed as dist
-from closed_forms import ROUNDING, distance, linear_clients, sgd
-from small_federations import CLASSES, everything
+from support import distributed_script as script
+from support.closed_forms import ROUNDING, distance, linear_clients, sgd
+from support.small_federations import CLASSES, everything
 
 import fedtorch as ft
 
@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", str(TESTS / "distributed_script.py"), str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    command += [f"--master-port={port}", str(TESTS / "support" / "distributed_script.py"), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return path

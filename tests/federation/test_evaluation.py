@@ -8,8 +8,8 @@ import numpy
 import pytest
 import torch
 import torchmetrics
-from closed_forms import linear_clients, sgd
 from sklearn.metrics import mean_squared_error, r2_score
+from support.closed_forms import linear_clients, sgd
 from torch import Tensor
 
 import fedtorch as ft

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from closed_forms import ROUNDING, copy_of, distance, same_bits
+from support.closed_forms import ROUNDING, copy_of, distance, same_bits
 from torch import Tensor
 
 from fedtorch import tree, wire

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from closed_forms import (
+from support.closed_forms import (
     ROUNDING,
     copy_of,
     distance,

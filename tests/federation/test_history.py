@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from closed_forms import linear_clients, same_bits, sgd
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pandas.testing import assert_frame_equal
-from small_federations import classes, solver, trainer
+from support.closed_forms import linear_clients, same_bits, sgd
+from support.small_federations import classes, solver, trainer
 from torch import Tensor
 
 import fedtorch as ft

@@ -12,11 +12,11 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from closed_forms import linear, linear_clients, same_bits, sgd
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from small_federations import CLASSES, Classifier, classes, everything, solver, trainer
+from support.closed_forms import linear, linear_clients, same_bits, sgd
+from support.small_federations import CLASSES, Classifier, classes, everything, solver, trainer
 from torch import nn
 
 import fedtorch as ft

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from closed_forms import ROUNDING, copy_of, distance, linear_clients, same_bits, sgd
+from support.closed_forms import ROUNDING, copy_of, distance, linear_clients, same_bits, sgd
 from torch import Tensor
 
 import fedtorch as ft

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from closed_forms import linear_clients
-from small_federations import trainer
+from support.closed_forms import linear_clients
+from support.small_federations import trainer
 
 import fedtorch as ft
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import distance, linear_clients, same_bits
+from support.closed_forms import distance, linear_clients, same_bits
 
 import fedtorch as ft
 from fedtorch.federation.sampler import Moments
-from fedtorch.models import sparse
+from fedtorch.models.gibbs import sparse
 
 SIZES = [12, 5, 9]
 

@@ -6,8 +6,8 @@ from itertools import permutations
 
 import pytest
 import torch
-from closed_forms import linear_clients, same_bits, sgd
-from small_federations import trainer
+from support.closed_forms import linear_clients, same_bits, sgd
+from support.small_federations import trainer
 from torch import Tensor
 
 import fedtorch as ft

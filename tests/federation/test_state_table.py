@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from closed_forms import same_bits
+from support.closed_forms import same_bits
 from torch import Tensor
 
 from fedtorch import tree

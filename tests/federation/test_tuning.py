@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, last, linear, linear_clients, mean_squared_error
-from small_federations import Classifier, classes
+from support.closed_forms import ROUNDING, last, linear, linear_clients, mean_squared_error
+from support.small_federations import Classifier, classes
 from torch import nn
 
 import fedtorch as ft

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, linear_clients
 from sklearn.linear_model import LinearRegression, Ridge
+from support.closed_forms import ROUNDING, distance, linear_clients
 from torch import Tensor, nn
 
 import fedtorch as ft

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from verticals import SD, draw
+from support.verticals import SD, draw
 
 from fedtorch import random, vfl
-from fedtorch.models import likelihoods
+from fedtorch.vfl import likelihoods
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
 
 Y, CENTRE, NONE = draw(0, 6), draw(1, 2, 3, 1, 6), torch.zeros(2, 3, 0, dtype=torch.float64)

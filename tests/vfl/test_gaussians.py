@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closed_forms import ROUNDING
-from verticals import draw
+from support.closed_forms import ROUNDING
+from support.verticals import draw
 
 from fedtorch import tree, vfl
 from fedtorch.vfl.gaussians import GaussianFamily

@@ -6,12 +6,11 @@ import math
 
 import pytest
 import torch
-from closed_forms import ROUNDING
-from verticals import KEY, MODELS, draw, logistic_data, predictors
+from support.closed_forms import ROUNDING
+from support.verticals import KEY, MODELS, draw, logistic_data, predictors
 
 from fedtorch import random, vfl
-from fedtorch.models import likelihoods
-from fedtorch.vfl import oracles
+from fedtorch.vfl import likelihoods, oracles
 from fedtorch.vfl.prediction import log_score, lost_score
 
 

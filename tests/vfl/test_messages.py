@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance
-from verticals import (
+from support.closed_forms import ROUNDING, distance
+from support.verticals import (
     DRAWS,
     GUIDES,
     KEY,

@@ -9,7 +9,7 @@ import torch
 
 from fedtorch import random, vfl
 from fedtorch.data import VerticalTable
-from fedtorch.models import likelihoods
+from fedtorch.vfl import likelihoods
 from fedtorch.vfl.leakage import determines
 from fedtorch.vfl.parties import from_table, party_named
 

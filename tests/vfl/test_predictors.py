@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closed_forms import ROUNDING
+from support.closed_forms import ROUNDING
+from support.verticals import draw
 from torch import distributions as D
-from verticals import draw
 
 from fedtorch import vfl
 

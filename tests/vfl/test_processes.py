@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import splits
 import torch
-from closed_forms import ROUNDING, distance
-from splits import CASES, SGD, N, data
-from verticals import GUIDES, nodes, noises, queues, some_model, some_parameters
+from support import splits
+from support.closed_forms import ROUNDING, distance
+from support.splits import CASES, SGD, N, data
+from support.verticals import GUIDES, nodes, noises, queues, some_model, some_parameters
 
 from fedtorch import random, tree
 from fedtorch.vfl import processes, split
@@ -88,7 +88,7 @@ def test_four_processes_equal_one(tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", str(TESTS / "vertical_script.py"), str(tmp_path)]
+    command += [f"--master-port={port}", str(TESTS / "support" / "vertical_script.py"), str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-5000:]

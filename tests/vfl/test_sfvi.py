@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance
-from torch import Tensor
-from verticals import (
+from support.closed_forms import ROUNDING, distance
+from support.verticals import (
     GUIDES,
     LIKELIHOODS,
     MODELS,
@@ -24,9 +23,10 @@ from verticals import (
     some_model,
     some_parameters,
 )
+from torch import Tensor
 
 from fedtorch import random, tree, vfl
-from fedtorch.models import encoder, likelihoods
+from fedtorch.vfl import encoder, likelihoods
 from fedtorch.vfl.guide import draw_noise, initial
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.sfvi import ascend, bound

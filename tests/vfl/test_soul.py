@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from closed_forms import ROUNDING
-from verticals import KEY, MODELS, SD, draw, gaussian_data, predictors, some_model
+from support.closed_forms import ROUNDING
+from support.verticals import KEY, MODELS, SD, draw, gaussian_data, predictors, some_model
 
 from fedtorch import vfl
-from fedtorch.models import likelihoods
+from fedtorch.vfl import likelihoods
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.soul import langevin, party_density, soul
 

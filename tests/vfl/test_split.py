@@ -10,17 +10,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from closed_forms import ROUNDING
-from splits import CASES, KEYS, SGD, B, N, bayes, bottoms, data, distance, draw, network
+from support.closed_forms import ROUNDING
+from support.splits import CASES, KEYS, SGD, B, N, bayes, bottoms, data, distance, draw, network
 from torch import Tensor, nn
 
-from fedtorch import random, vfl, wire
-from fedtorch.models import encoder, functional, likelihoods
-from fedtorch.models.split_nn import Stacked, mlp
+from fedtorch import functional, random, vfl, wire
+from fedtorch.vfl import encoder, likelihoods
 from fedtorch.vfl.messages import Gradient, Value
 from fedtorch.vfl.split.bayes import NodeNoise
 from fedtorch.vfl.split.nodes import exchange, nodes
 from fedtorch.vfl.split.rows import minibatch
+from fedtorch.vfl.split_nn import Stacked, mlp
 
 
 def in_one_graph(model: vfl.SplitNetwork, rows: vfl.VerticalData, steps: int) -> None:

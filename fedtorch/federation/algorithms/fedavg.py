@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, BadClients, LocalSolver, Quadratic, Reply
+from fedtorch.data import BadClients
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedtorch import exact, random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchange import Increment
-from fedtorch.models.gibbs_kernels import GlobalKernel, LocalKernel, Sums
+from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
 
 __all__ = ["gibbs"]
@@ -53,8 +53,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
     """Federated Gibbs sampling. Its parameters are where the global parameter starts, `(p,)`, or `(C, p)` per chain.
 
     Args:
-        local: the clients' half of the sampler, such as `fedtorch.models.sparse.regression()`.
-        shared: the server's half, such as `fedtorch.models.sparse.hierarchy()`.
+        local: the clients' half of the sampler, such as `fedtorch.models.gibbs.sparse.regression()`.
+        shared: the server's half, such as `fedtorch.models.gibbs.sparse.hierarchy()`.
         sweeps: L, local sweeps per round.
         chains: C, independent chains, which differ by their keys.
 
@@ -66,7 +66,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.models import sparse
+        >>> from fedtorch.models.gibbs import sparse
         >>> x = ft.random.normal(ft.random.key(0), (6, 50, 3))
         >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(6)])
         >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=10, chains=2)

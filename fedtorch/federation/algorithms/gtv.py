@@ -31,12 +31,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.exchange import Increment, Neighbourhood, graph
-from fedtorch.federation.graphs.network import Network
-from fedtorch.models import functional
+from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
 __all__ = ["Server", "State", "gtv"]

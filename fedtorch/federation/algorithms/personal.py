@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
 from fedtorch.federation.algorithms.fedavg import (
     Message,
@@ -23,7 +23,6 @@ from fedtorch.federation.algorithms.fedavg import (
     rows_weight,
 )
 from fedtorch.federation.exchange import Mean
-from fedtorch.models import functional
 from fedtorch.tree import Tree
 
 __all__ = ["personal_layers"]

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedtorch import tree
-from fedtorch.federation.algorithm import BadClients, Local, LocalSolver, Quadratic
+from fedtorch import functional, tree
+from fedtorch.data import BadClients
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.local_solvers.optimisers import (
     Configured,
@@ -32,7 +33,6 @@ from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.stack import LocalState, Stack, optimizer_state
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss, is_ragged
 from fedtorch.federation.local_solvers.together import Problem, answer
-from fedtorch.models import functional
 from fedtorch.tree import Tree
 
 __all__ = ["gradient_descent", "solve_together", "work"]

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedtorch import tree
+from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.stack import LocalState
-from fedtorch.models import functional
 from fedtorch.models.linear import LinearHead
 from fedtorch.tree import Tree
 

@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
-from fedtorch import random, tree
+from fedtorch import functional, random, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.stack import LocalState
-from fedtorch.models import functional
 from fedtorch.tree import Tree
 
 __all__ = ["lightning_fit"]

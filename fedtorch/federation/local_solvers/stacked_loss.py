@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.func import vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fedtorch import random, tree
+from fedtorch import functional, random, tree
 from fedtorch.federation.local_solvers.batches import Batch
 from fedtorch.federation.local_solvers.objective import BatchIndex, Objective
 from fedtorch.federation.local_solvers.operations import Operations
-from fedtorch.models import functional
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import random
-from fedtorch.models.likelihoods import Likelihood
 from fedtorch.vfl.auxiliary import Auxiliary
 from fedtorch.vfl.gaussians import GaussianFamily, diagonal
+from fedtorch.vfl.likelihoods import Likelihood
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.predictors import Predictor, Prior, normal_prior
 

@@ -31,15 +31,15 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
 from fedtorch import random
-from fedtorch.models.encoder import perceptron
-from fedtorch.models.likelihoods import Likelihood
-from fedtorch.models.split_nn import Stacked
 from fedtorch.vfl.auxiliary import amortised, sums
+from fedtorch.vfl.encoder import perceptron
+from fedtorch.vfl.likelihoods import Likelihood
 from fedtorch.vfl.model import VerticalData, check_response
 from fedtorch.vfl.split.bayes import HierarchicalBayes
 from fedtorch.vfl.split.party import PartyNetwork
 from fedtorch.vfl.split.rows import batch_of, check_rows, of_party, present, rows_of, shaped
 from fedtorch.vfl.split.server import Combine, ServerNetwork, summed
+from fedtorch.vfl.split_nn import Stacked
 
 __all__ = ["SplitNetwork", "adam"]
 
@@ -59,7 +59,7 @@ class SplitNetwork(L.LightningModule):
 
     Args:
         bottoms: one network per party, any module of rows `(n, ...)` to `(n, C_j)`.
-        likelihood: of the response, from `fedtorch.models.likelihoods`.
+        likelihood: of the response, from `fedtorch.vfl.likelihoods`.
         keys: `(B,)` one per batch element, from which its weights start; the first is also that of the noise.
         combine: at the cut layer, `summed` or `concatenated`.
         top: a network at the server of the cut layer `(n, C)` to the likelihood's predictor; none by default.
@@ -79,7 +79,7 @@ class SplitNetwork(L.LightningModule):
     Raises:
         ValueError: no party, names or widths of another number, or noise at the sum without a sum at the cut layer.
 
-    >>> from fedtorch.models import likelihoods, split_nn
+    >>> from fedtorch.vfl import likelihoods, split_nn
     >>> keys = random.fold_in(random.key(0), torch.arange(2))
     >>> bottoms = [split_nn.mlp(3, [4], 1), split_nn.mlp(2, [4], 1)]
     >>> network = SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, names=["clinic", "laboratory"])

@@ -9,10 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedtorch import random
-from fedtorch.models import functional
-from fedtorch.models.likelihoods import Likelihood
-from fedtorch.models.split_nn import Stacked
+from fedtorch import functional, random
+from fedtorch.vfl.likelihoods import Likelihood
 from fedtorch.vfl.model import Batch
 from fedtorch.vfl.split.bayes import (
     PREDICT,
@@ -24,6 +22,7 @@ from fedtorch.vfl.split.bayes import (
     held,
 )
 from fedtorch.vfl.split.saved import Saved
+from fedtorch.vfl.split_nn import Stacked
 
 __all__ = ["PartyNetwork"]
 

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fedtorch.models.likelihoods import Likelihood
-from fedtorch.models.split_nn import Stacked
+from fedtorch.vfl.likelihoods import Likelihood
 from fedtorch.vfl.model import Batch
 from fedtorch.vfl.split.bayes import (
     HierarchicalBayes,
@@ -21,6 +20,7 @@ from fedtorch.vfl.split.bayes import (
 )
 from fedtorch.vfl.split.party import PartyNetwork
 from fedtorch.vfl.split.saved import Saved
+from fedtorch.vfl.split_nn import Stacked
 
 __all__ = ["Combine", "ServerNetwork", "concatenated", "summed"]
 

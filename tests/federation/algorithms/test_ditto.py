@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closed_forms import (
+from support.closed_forms import (
     ROUNDING,
     distance,
     joined,

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, last
+from support.closed_forms import ROUNDING, distance, last
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.algorithms.ep import fit, posterior
-from fedtorch.models import gaussian, hierarchical, hyperpriors, projections
+from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gaussian import Moments, Natural
+from fedtorch.models.hierarchical import hyperpriors, projections
 from fedtorch.models.quadrature import gauss_hermite
 
 NOISE = 0.25

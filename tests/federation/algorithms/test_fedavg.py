@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import (
+from support.closed_forms import (
     ROUNDING,
     distance,
     fedprox_fixed_point,

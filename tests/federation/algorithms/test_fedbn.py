@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, last, linear, linear_clients, mean_squared_error, same_bits, sgd
+from support.closed_forms import ROUNDING, distance, last, linear, linear_clients, mean_squared_error, same_bits, sgd
 from torch import nn
 
 import fedtorch as ft

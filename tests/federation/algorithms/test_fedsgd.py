@@ -7,8 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, mean_squared_error, moments, sgd
-from small_federations import Classifier, classes
+from support.closed_forms import (
+    ROUNDING,
+    distance,
+    joined,
+    last,
+    linear,
+    linear_clients,
+    mean_squared_error,
+    moments,
+    sgd,
+)
+from support.small_federations import Classifier, classes
 from torch import Tensor
 
 import fedtorch as ft

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import distance, last, linear_clients, same_bits
 from scipy import stats
-from small_federations import trainer
+from support.closed_forms import distance, last, linear_clients, same_bits
+from support.small_federations import trainer
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import exact, random, tree
 from fedtorch.federation import coordinator
-from fedtorch.models import deviations, global_priors, sparse
+from fedtorch.models.gibbs import deviations, global_priors, sparse
 
 SIZES = [12, 5, 9, 30]
 K = len(SIZES)

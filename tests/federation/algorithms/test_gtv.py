@@ -6,15 +6,25 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, copy_of, distance, joined, last, linear, linear_clients, mean_squared_error, sgd
-from gtv_problems import bare_linear_clients, dense_solution, weighted_network
+from support.closed_forms import (
+    ROUNDING,
+    copy_of,
+    distance,
+    joined,
+    last,
+    linear,
+    linear_clients,
+    mean_squared_error,
+    sgd,
+)
+from support.gtv_problems import bare_linear_clients, dense_solution, weighted_network
 from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation import coordinator
-from fedtorch.federation.graphs import solvers
-from fedtorch.federation.graphs.unreliable_edges import unreliable_edges
+from fedtorch.federation.unreliable_edges import unreliable_edges
+from fedtorch.networks import solvers
 
 SIZES = [7, 4, 9, 5, 12, 6, 8, 5]
 N = len(SIZES)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, last, linear_clients, same_bits
+from support.closed_forms import ROUNDING, distance, last, linear_clients, same_bits
 from torch import Tensor, nn
 
 import fedtorch as ft

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import distance, last
+from support.closed_forms import distance, last
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation import coordinator
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP
-from fedtorch.federation.trust.robust import median, trimmed_mean
 from fedtorch.models import gaussian
-from fedtorch.models.convolved_gp import ConvolvedGP, fit, join
-from fedtorch.models.mixed_likelihood import MixedLikelihood
-from fedtorch.models.multi_output_kernels import ConvolutionProcess
-from fedtorch.models.quiet_gpytorch import gpytorch
+from fedtorch.models.gaussian_process import ConvolvedGP, fit, join
+from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
+from fedtorch.models.gaussian_process.mixed_likelihood import MixedLikelihood
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+from fedtorch.trust.robust import median, trimmed_mean
 
 DTYPE = torch.float64
 SIZES = [30, 12, 20, 17]

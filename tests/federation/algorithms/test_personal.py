@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, last, linear, linear_clients, mean_squared_error, same_bits, sgd
+from support.closed_forms import ROUNDING, distance, last, linear, linear_clients, mean_squared_error, same_bits, sgd
 from torch import Tensor, nn
 from torch.func import functional_call
 

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, mean_squared_error, moments, sgd
+from support.closed_forms import (
+    ROUNDING,
+    distance,
+    joined,
+    last,
+    linear,
+    linear_clients,
+    mean_squared_error,
+    moments,
+    sgd,
+)
 from torch import Tensor
 from torch.func import functional_call
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, moments, same_bits, sgd
+from support.closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, moments, same_bits, sgd
 
 import fedtorch as ft
 from fedtorch import tree

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from fedtorch import random, tree
-from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import BadClients, Quadratic
+from fedtorch import functional, random, tree
+from fedtorch.data import BadClients, FederatedData
+from fedtorch.federation.algorithm import Quadratic
 from fedtorch.federation.local_solvers.batches import PERMUTATIONS
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
-from fedtorch.models import functional
 
 RAGGED = (1, 4, 5, 8, 9, 40, 3)
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}  # rounding of float64 over some dozens of steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closed_forms import ROUNDING, copy_of, distance, joined, linear, linear_clients, moments, same_bits, sgd
+from support.closed_forms import ROUNDING, copy_of, distance, joined, linear, linear_clients, moments, same_bits, sgd
 from torch import Tensor, nn
 
 import fedtorch as ft

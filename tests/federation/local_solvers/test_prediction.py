@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedtorch import random, tree
+from fedtorch import functional, random, tree
 from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.models import functional
 
 
 class Tied(nn.Module):

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedtorch import random, tree
+from fedtorch import functional, random, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.local_solvers.batches import Batch
 from fedtorch.federation.local_solvers.objective import Objective, training_copy
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss, is_ragged
-from fedtorch.models import functional
 
 COUNTS = (2, 5, 3)
 

@@ -23,8 +23,8 @@ from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, Sta
 from fedtorch.federation.exchange import Increment, Mean
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
-from fedtorch.models.hyperpriors import Prior, renewed
-from fedtorch.models.projections import Projection, Start
+from fedtorch.models.hierarchical.hyperpriors import Prior, renewed
+from fedtorch.models.hierarchical.projections import Projection, Start
 from fedtorch.tree import Tree
 
 __all__ = ["ep"]
@@ -49,7 +49,7 @@ def ep(
 
     Args:
         project: (cavity, data, key) -> `Projected`, the moments of cavity_k f_k, for `K` clients at once; see
-            `fedtorch.models.projections` and `fedtorch.models.hierarchical`.
+            `fedtorch.models.hierarchical.projections` and `fedtorch.models.hierarchical`.
         prior: of φ.
         start: of the summed round; default: the mean of the clients' tilted moments of the prior.
         prepare: data -> data, once per block.

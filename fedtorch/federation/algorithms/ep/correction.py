@@ -32,8 +32,8 @@ from fedtorch.federation.exchange import Increment
 from fedtorch.federation.population import Population
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
-from fedtorch.models.hyperpriors import Prior
-from fedtorch.models.projections import LogFactor
+from fedtorch.models.hierarchical.hyperpriors import Prior
+from fedtorch.models.hierarchical.projections import LogFactor
 from fedtorch.models.quadrature import quasi_random
 from fedtorch.tree import Tree
 

@@ -12,8 +12,8 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import LocalSolver, identity
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
-from fedtorch.models.hyperpriors import Prior
-from fedtorch.models.projections import Projection, Start
+from fedtorch.models.hierarchical.hyperpriors import Prior
+from fedtorch.models.hierarchical.projections import Projection, Start
 from fedtorch.tree import Tree
 
 __all__ = ["as_prior", "changes", "from_the_prior", "jump", "product", "where_training_starts"]

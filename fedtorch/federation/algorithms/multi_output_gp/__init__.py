@@ -1,7 +1,7 @@
 r"""Federated multi-output Gaussian processes: exact by sums, and by averaging as published.
 
 Units share latent processes g, and each has a likelihood, amplitudes and smoothing widths of its own; see
-`fedtorch.models.convolved_gp`. In a round of `fedmgp` a unit hears the shared hyperparameters θ and q(g), and
+`fedtorch.models.gaussian_process`. In a round of `fedmgp` a unit hears the shared hyperparameters θ and q(g), and
 
 1. takes `steps` steps up its own part of the bound, E_q[log p(y_m | f_m)], in its own hyperparameters φ_m;
 2. tells the gradient of that part with respect to θ at fixed q, and

@@ -25,7 +25,7 @@ from fedtorch.federation.exchange import Exchange, star
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.models.convolved_gp import ConvolvedGP
+    from fedtorch.models.gaussian_process import ConvolvedGP
 
 __all__ = ["fedmgp_average"]
 

@@ -25,7 +25,7 @@ from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.models.convolved_gp import ConvolvedGP
+    from fedtorch.models.gaussian_process import ConvolvedGP
 
 __all__ = ["fedmgp"]
 
@@ -107,7 +107,7 @@ def fedmgp(
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.models.convolved_gp import ConvolvedGP
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP
         >>> x = torch.linspace(0, 1, 40, dtype=torch.float64)[:, None]
         >>> noise = 0.1 * ft.random.normal(ft.random.key(0), (3, 40), torch.float64)
         >>> data = ft.data.from_tensors([(x, a * (6 * x[:, 0]).sin() + e) for a, e in zip((1.0, 2.0, -1.0), noise)])

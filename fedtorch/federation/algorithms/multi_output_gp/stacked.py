@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.federation.algorithm import BadClients, Local, LocalSolver, Quadratic
+from fedtorch import functional, tree
+from fedtorch.data import BadClients
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.algorithms.multi_output_gp.steps import in_parts
-from fedtorch.models import functional
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.models.convolved_gp import ConvolvedGP, Site
+    from fedtorch.models.gaussian_process import ConvolvedGP, Site
 
 __all__ = ["POSTERIOR", "StackedGP", "Told"]
 
@@ -37,8 +37,8 @@ class StackedGP:
     """The module as functions of stacked tensors `(K, ...)`; shared ones may be `(1, ...)`."""
 
     def __init__(self, module: ConvolvedGP, exact_units: bool) -> None:
-        from fedtorch.models.convolved_gp import ConvolvedGP
-        from fedtorch.models.quiet_gpytorch import gpytorch
+        from fedtorch.models.gaussian_process import ConvolvedGP
+        from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
         if not isinstance(module, ConvolvedGP):
             raise TypeError(f"Expected a ConvolvedGP, but got {type(module).__name__}")
@@ -108,7 +108,7 @@ class StackedGP:
 
     def combine(self, heard: Told) -> tuple[Tensor, Tensor, Tensor]:
         """(mean, root, bound) of q(t) from the prior and the sum of the sites."""
-        from fedtorch.models.convolved_gp import posterior
+        from fedtorch.models.gaussian_process import posterior
 
         precision = unpack(heard.precision)
         return posterior(torch.eye(self.module.points).to(precision), precision, heard.shift, heard.constant)
@@ -143,7 +143,7 @@ class StackedGP:
 
     def check(self, data: Any) -> Any:
         """Raises unless the rows are (x `(d,)`, y, …) as the module wants them, and every unit has some."""
-        from fedtorch.models.convolved_gp.checks import check_values
+        from fedtorch.models.gaussian_process.checks import check_values
 
         rows = data.batch
         dtype = self.values["posterior_mean"].dtype

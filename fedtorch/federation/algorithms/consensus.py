@@ -1,0 +1,226 @@
+r"""Federations without a server: every node keeps its own copy of what a server would, from sums by consensus.
+
+Neighbours of a connected network average what they hold until all hold the mean of the whole. With the Laplacian L and
+its extreme positive eigenvalues λ₂ ≤ λ_n, the values after k exchanges between neighbours are T̃_k(L) x, where
+
+.. math:: \tilde T_k(\lambda) = \frac{T_k(c - \lambda / r)}{T_k(c)},\quad c = \frac{\lambda_n + \lambda_2}
+    {\lambda_n - \lambda_2},\quad r = \frac{\lambda_n - \lambda_2}{2},
+
+T_k being the Chebyshev polynomial. The mean is kept, and no other polynomial of degree k leaves less of the deviations
+from it: at most 1/T_k(c) of their norm. Plain averaging takes in the order of λ_n/λ₂ exchanges for a digit, this takes
+its square root.
+
+`without_server` takes any algorithm over a `star`. Gibbs sampling sends whole numbers (`fedtorch.exact`): once their
+sum is known to less than one half it is known exactly, so all copies are the same to the bit, and the same as with a
+server. Copies draw with the round's key, which all nodes have in common.
+
+Source: the third future direction of Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models",
+section 4; Jung, "Federated learning: from theory to practice", chapter 3, for networks; Muthukrishnan, Ghosh and
+Schultz, "First- and second-order diffusive methods for rapid, coarse, distributed load balancing", Theory of Computing
+Systems 31, 1998, section 4, and Montijano, Montijano and Sagüés, "Chebyshev polynomials in distributed consensus
+applications", IEEE Transactions on Signal Processing 61, 2013, for the iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchange import Exchange, Increment, Mean, graph
+from fedtorch.networks.network import Network
+from fedtorch.tree import Tree
+
+__all__ = ["Averaging", "consensus", "without_server"]
+
+_LARGEST = 2.0**37  # no whole number in a message is larger: limbs, a few of them added up and told as a difference
+_MARGIN = 1e-6  # by which the eigenvalues may be off
+
+
+class Averaging:
+    """Averages what the nodes of a network hold by exchanges between neighbours.
+
+    Args:
+        network: connected.
+        reduction: what may be left of the deviations from the mean, of the norm over all nodes.
+
+    Attributes:
+        exchanges: k, how often neighbours exchange what they hold.
+
+    Raises:
+        ValueError: the network is not connected, or the reduction not between 0 and 1.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.consensus import Averaging
+        >>> average = Averaging(ft.Network.ring(4), 1e-9)
+        >>> average.exchanges
+        13
+        >>> average(torch.tensor([[1.0], [2.0], [3.0], [6.0]], dtype=torch.float64)).flatten().round(decimals=6)
+        tensor([3., 3., 3., 3.], dtype=torch.float64)
+    """
+
+    def __init__(self, network: Network, reduction: float) -> None:
+        if not 0 < reduction < 1:
+            raise ValueError(f"Expected a reduction between 0 and 1, but got {reduction}")
+        if network.components.number > 1:
+            raise ValueError(
+                f"Expected a connected network, but got one of {network.components.number} components; add edges"
+            )
+        self.network, self.exchanges = network, 0
+        if network.nodes > 1:
+            low, high = network.extreme_eigenvalues
+            low, high = low * (1 - _MARGIN), high * (1 + _MARGIN)
+            self._centre, self._radius = (high + low) / (high - low), (high - low) / 2
+            self.exchanges = math.ceil(math.acosh(1 / reduction) / math.acosh(self._centre))
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """The mean at every node as it knows it, `(n, D)` float64 -> `(n, D)`."""
+        if not self.exchanges:
+            return values
+        laplacian = self.network.laplacian(torch.float64, values.device)
+        step = lambda x: self._centre * x - (laplacian @ x) / self._radius
+        ratio = 1 / self._centre  # T_k(c) / T_{k+1}(c)
+        before, now = values, step(values) * ratio
+        for _ in range(self.exchanges - 1):
+            following = 1 / (2 * self._centre - ratio)
+            before, now = now, 2 * following * step(now) - ratio * following * before
+            ratio = following
+        return now
+
+
+def consensus(network: Network, tolerance: float | None = None) -> Exchange:
+    """What `star` tells a server, at every node as it finds by consensus: an aggregate and an outbox of a row per node.
+
+    A node that does not answer in a round adds nothing, but passes on what it hears. Traffic is what goes over the
+    edges: as often as there are exchanges, a message in float64 to every neighbour. Nothing comes down.
+
+    Args:
+        network: connected, whose nodes are the clients, in their order.
+        tolerance: what may be left of the deviations of the messages from their mean, of their norm over all nodes; or
+            None where messages are `Increment`s of whole numbers, as those of `ft.gibbs` are: then the sums are exact.
+
+    Raises:
+        ValueError: the network is not connected, or the tolerance not between 0 and 1; or, when messages come, one of
+            whole numbers that has others.
+        ArithmeticError: sums of whole numbers are not known well enough to be rounded.
+    """
+    nodes = network.nodes
+    average = Averaging(network, 1 / (8 * nodes**1.5 * _LARGEST) if tolerance is None else tolerance)
+    joined, neighbours = graph(network), network.neighbour_counts
+
+    def everywhere(ids: Tensor, values: Tree) -> Tree:
+        leaves = tree.leaves(values)
+        if not leaves:
+            return values
+        columns = [leaf.to(torch.float64).reshape(len(leaf), -1) for leaf in leaves]
+        told = torch.cat(columns, 1)
+        held = told.new_zeros(nodes, told.shape[1]).index_copy_(0, ids.to(told.device), told)
+        total = average(held) * nodes
+        if tolerance is None:
+            total = _whole(told, total)
+        parts = total.split([part.shape[1] for part in columns], 1)
+        return tree.refill(values, [part.reshape(nodes, *leaf.shape[1:]) for part, leaf in zip(parts, leaves)])
+
+    def hear(ids: Tensor, node: Mean | Increment) -> Mean | Increment:
+        if isinstance(node, Increment):
+            return Increment(everywhere(ids, node.value))
+        weighted, weight = everywhere(
+            ids, (tree.scale(tree.to(node.value, torch.float64), node.weight.double()), node.weight)
+        )
+        return Mean(tree.scale(weighted, 1 / weight), weight)
+
+    return Exchange(
+        scatter=tree.take,
+        gather=joined.gather,
+        merge=joined.merge,
+        finish=lambda partial: tree.map(
+            lambda node: hear(partial.ids, node), partial.message, is_leaf=(Mean, Increment)
+        ),
+        traffic=lambda outbox, messages, ids: (
+            average.exchanges
+            * int(neighbours[ids].sum())
+            * 8
+            * sum(math.prod(x.shape[1:]) for x in tree.leaves(messages)),
+            0,
+        ),
+        additive=False,
+    )
+
+
+def without_server(algorithm: Algorithm, network: Network, tolerance: float | None = None) -> Algorithm:
+    """An algorithm over a `star` as the nodes of a network run it among themselves.
+
+    Every node keeps a copy of the server's state, a row of the new server state `(n, ...)`, and takes the server's step
+    itself, with the sums as it knows them and the key of the round, which all have in common.
+
+    Args:
+        algorithm: one whose exchange adds up, such as `ft.gibbs(...)` or `ft.fedavg(...)`.
+        network: connected, whose nodes are the clients, in their order.
+        tolerance: as for `consensus`; None, the default, is for `ft.gibbs`, whose copies are then the same to the bit.
+
+    Raises:
+        ValueError: the algorithm's exchange does not add up, or as for `consensus`; or, when a run begins, the network
+            has another number of nodes than there are clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import sparse
+        >>> x = ft.random.normal(ft.random.key(0), (4, 50, 3))
+        >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(4)])
+        >>> served = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=5, chains=2)
+        >>> alone = ft.without_server(served, ft.Network.ring(4))
+        >>> results = []
+        >>> for algorithm in (served, alone):
+        ...     *_, final = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=20)
+        ...     results.append(final.server.variables.theta)
+        >>> [bool((copy == results[0]).all()) for copy in results[1]]
+        [True, True, True, True]
+    """
+    if not algorithm.exchange.additive:
+        raise ValueError("Expected an algorithm whose messages add up, as over a star, but got another exchange")
+    recount = algorithm.recount
+
+    def init(parameters: Tree, clients: int) -> tuple[Tree, Tree]:
+        if clients != network.nodes:
+            raise ValueError(
+                f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
+            )
+        server, state = algorithm.init(parameters, clients)
+        return tree.expand(server, clients), state
+
+    def at_every_node(function: Callable[..., Tree], *values: Tree) -> Tree:
+        copies = [[tree.map(lambda leaf, i=i: leaf[i], value) for value in values] for i in range(network.nodes)]
+        return tree.stack([function(*copy) for copy in copies])
+
+    return replace(
+        algorithm,
+        init=init,
+        outbox=lambda server: at_every_node(algorithm.outbox, server),
+        server=lambda server, aggregate, key: at_every_node(
+            lambda copy, sums: algorithm.server(copy, sums, key), server, aggregate
+        ),
+        exchange=consensus(network, tolerance),
+        recount=None if recount is None else lambda server, told: at_every_node(recount, server, told),
+    )
+
+
+def _whole(told: Tensor, total: Tensor) -> Tensor:
+    """The whole numbers nearest to sums of whole numbers."""
+    if not bool(((told == told.round()) & (told.abs() <= _LARGEST)).all()):
+        raise ValueError(
+            f"Expected messages of whole numbers up to {_LARGEST:.0f}, but got others; pass a tolerance of their means"
+        )
+    rounded = total.round()
+    error = float((total - rounded).abs().max()) if total.numel() else 0.0
+    if not error < 0.25:
+        raise ArithmeticError(
+            f"Expected sums of whole numbers to within 0.25, but got an error of {error:.2g}; the network has too many "
+            "nodes, or too few edges, for numbers of 53 bits"
+        )
+    return rounded

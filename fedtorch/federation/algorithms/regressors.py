@@ -1,0 +1,194 @@
+r"""GTV minimisation for any regressor: neighbours' predictions on shared inputs are drawn towards each other.
+
+The nodes' hypotheses h_i, trees or whatever has `fit` and `predict`, minimise
+
+.. math:: \sum_i \frac1{m_i} \sum_r (y_{ir} - h_i(x_{ir}))^2 +
+    \alpha \sum_{\{i,j\} \in E} A_{ij} \frac1{m'} \sum_{r'} (h_i(x'_{r'}) - h_j(x'_{r'}))^2
+
+one node at a time given the others (Algorithm 5.4 with the update 5.21). To node i that is a fit on its own rows with
+weights 1/m_i and on the shared inputs x', labelled by its neighbours' mean prediction, with weights αd_i/m'. Models are
+never sent, only predictions on the shared inputs. The inputs may look different to every node, who knows features of
+its own: then they are shared examples, and this is vertical federation (section 6.5).
+
+Corrected in print: (5.21) has α/2 where the minimiser over one node of GTVMin with α needs α; see `ft.gtv`.
+
+Source: Jung, "Federated learning: from theory to practice", section 5.6 and equation (5.21).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.exchange import Increment, Neighbourhood, graph
+from fedtorch.networks.network import Network
+from fedtorch.tree import Tree
+
+__all__ = ["Outbox", "Regressor", "Server", "State", "Told", "fitted", "gtv_regressors"]
+
+
+class Regressor(Protocol):
+    """What scikit-learn's regressors do."""
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
+        """Fits to rows with weights."""
+        ...
+
+    def predict(self, X: Any) -> Any:
+        """Predictions, `(rows,)`."""
+        ...
+
+
+class Told(NamedTuple):
+    """What a node tells, or the sum of what its neighbours have told."""
+
+    predictions: Tensor  # (K, m') on the shared inputs
+    weight: Tensor  # (K,) one from its first fit on; summed, Σ_j A_ij of the neighbours that have been heard
+
+
+class State(NamedTuple):
+    """A node's own; leaves `(K, ...)`."""
+
+    sent: Told
+
+
+class Server(NamedTuple):
+    """What the nodes have heard, `(n, ...)`; row i is node i's memory."""
+
+    heard: Told
+
+
+class Outbox(NamedTuple):
+    """What a node works with; row i is in node i's memory, and only the heard part of it has travelled."""
+
+    heard: Told
+    inputs: Tensor  # (n, m', d) x' as each node sees it
+
+
+def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float, inputs: Tensor) -> Algorithm:
+    """GTV minimisation for regressors with `fit(X, y, sample_weight)` and `predict(X)`.
+
+    In the first round a node fits its own rows, and neighbours that have not been heard do not count. The tensors that
+    a client predicts with are its predictions on the shared inputs; `fitted` makes the regressors themselves.
+
+    Args:
+        make: a new regressor; fits must not depend on global random state, so pass a `random_state`.
+        network: whose nodes are the clients, in their order; rows are (x `(d,)`, y `()`).
+        alpha: strength α of the coupling.
+        inputs: `(m', d)` the shared inputs x', which need no labels; or `(n, m', d)`, as every node sees the same
+            examples.
+
+    Shapes: server state is `Server`, outbox is `Outbox`, client state is `State`, `(K, ...)`.
+
+    Raises:
+        ValueError: α is negative or not finite, inputs of another form; or, when a run begins, rows of another form or
+            a network of another size.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.regressors import fitted
+        >>> from sklearn.tree import DecisionTreeRegressor
+        >>> data = ft.data.from_tensors([(torch.zeros(4, 1), torch.ones(4)), (torch.zeros(4, 1), -torch.ones(4))])
+        >>> make, inputs = lambda: DecisionTreeRegressor(random_state=0), torch.zeros(3, 1)
+        >>> algorithm = ft.gtv_regressors(make, ft.Network.from_edges([(0, 1)]), 0.5, inputs)
+        >>> *_, final = ft.run(algorithm, ft.InProcess(data), {}, rounds=40)
+        >>> one, other = fitted(make, data, final.server, 0.5, inputs)
+        >>> round(float(one.predict([[0.0]])[0]), 4)  # 1 / (1 + 2α)
+        0.5
+    """
+    shared = _checked_inputs(alpha, inputs, network.nodes)
+
+    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
+        if clients != network.nodes:
+            raise ValueError(
+                f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
+            )
+        nothing = Told(torch.zeros(shared.shape[:2], dtype=torch.float64), torch.zeros(clients).double())
+        return Server(nothing), State(tree.map(lambda leaf: leaf[0], nothing))
+
+    def client(inbox: Neighbourhood, state: State, data: ClientData, key: Tensor) -> Reply:
+        heard: Told = inbox.heard.heard
+        seen = inbox.heard.inputs.numpy()
+        predictions, losses = torch.zeros_like(state.sent.predictions), torch.zeros_like(state.sent.weight)
+        for k, count in enumerate(data.count.tolist()):
+            x, y = (leaf[k, :count].cpu().numpy() for leaf in data.batch)
+            model = _fit(make, x, y, heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
+            predictions[k] = torch.as_tensor(model.predict(seen[k]))
+            losses[k] = float(np.square(y - model.predict(x)).mean())
+        sent = Told(predictions, torch.ones_like(losses))
+        return Reply(Increment(tree.subtract(sent, state.sent)), State(sent), {"loss": losses})
+
+    return Algorithm(
+        init=init,
+        outbox=lambda server: Outbox(server.heard, shared),
+        client=client,
+        server=lambda server, aggregate, key: Server(tree.add(server.heard, aggregate.value)),
+        model=lambda inbox, state: {"predictions": state.sent.predictions},
+        exchange=graph(network),
+        prepare=lambda data: _checked(data, inputs.shape[-1]),
+        sent=lambda state: Increment(state.sent),
+        recount=lambda server, told: Server(told.value),
+    )
+
+
+def fitted(
+    make: Callable[[], Regressor], data: FederatedData, server: Server, alpha: float, inputs: Tensor
+) -> list[Regressor]:
+    """A regressor per node, fitted to its rows and to what it has heard; see `gtv_regressors` for the arguments."""
+    seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.heard
+    return [
+        _fit(make, x.cpu().numpy(), y.cpu().numpy(), heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
+        for k, (x, y) in enumerate(data)
+    ]
+
+
+def _fit(
+    make: Callable[[], Regressor],
+    x: NDArray[Any],
+    y: NDArray[Any],
+    heard: Tensor,
+    weight: float,
+    alpha: float,
+    shared: NDArray[Any],
+) -> Regressor:
+    """One node's regressor: Σ_j A_ij (h − h_j)² is Σ_j A_ij times (h − their mean)², up to a constant."""
+    model, own = make(), np.full(len(y), 1 / max(len(y), 1))
+    if weight * alpha == 0:
+        model.fit(x, y, sample_weight=own)
+        return model
+    labels = (heard / weight).cpu().numpy()
+    theirs = np.full(len(shared), alpha * weight / len(shared))
+    rows, targets = np.concatenate((x, shared)), np.concatenate((y, labels))
+    model.fit(rows, targets, sample_weight=np.concatenate((own, theirs)))
+    return model
+
+
+def _checked_inputs(alpha: float, inputs: Tensor, nodes: int) -> Tensor:
+    """The inputs as each node sees them, `(n, m', d)`."""
+    if not (alpha >= 0 and math.isfinite(alpha)):
+        raise ValueError(f"Expected alpha of at least 0 and finite, but got {alpha}")
+    shape = tuple(inputs.shape)
+    if len(shape) not in (2, 3) or shape[-2] == 0 or (len(shape) == 3 and shape[0] != nodes):
+        raise ValueError(
+            f"Expected shared inputs (m', d) with at least one row, or ({nodes}, m', d), but got shape {shape}"
+        )
+    return inputs.detach().cpu().expand(nodes, *shape[-2:])
+
+
+def _checked(data: ClientData, features: int) -> ClientData:
+    shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(data.batch)]
+    if shapes != [(features,), ()]:
+        raise ValueError(f"Expected rows (x, y) of shapes ({features},) and (), but got {shapes}")
+    empty = (data.count == 0).cpu().nonzero()[:, 0]
+    if len(empty):
+        raise BadClients(empty, "expected rows to fit, but got none; leave the node out")
+    return data

@@ -1,0 +1,91 @@
+r"""Nodes without rows, for any local solver: with L_i = 0 a node is where its neighbours draw it.
+
+The minimiser of :math:`\frac{\lambda}{2}\|w\|^2 - \langle h, w\rangle` alone is h/λ, in GTV minimisation the weighted
+mean of the neighbours' parameters. Parameters with λ = 0, personal ones or those of a node without neighbours, stay
+where they are.
+
+Source: Jung, "Federated learning: from theory to practice", section 6.4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import ClientData
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
+from fedtorch.tree import Tree
+
+__all__ = ["Prepared", "unlabelled"]
+
+
+class Prepared(NamedTuple):
+    """A block's data; leaves `(K, ...)`."""
+
+    data: Tree  # as the local solver prepares it, with a row of zeros for a node that has none
+    empty: Tensor  # (K,) bool, which nodes have none
+
+
+def unlabelled(local: LocalSolver) -> LocalSolver:
+    """A local solver that takes nodes without rows, too: they follow their neighbours.
+
+    Args:
+        local: how a node that has rows works on its own problem. What it makes of a row of zeros, which stands for
+            the rows of a node that has none, is not looked at, but it must be able to read one.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> rows = torch.ones(2, 1), torch.tensor([1.0, 3.0])
+        >>> data = ft.data.FederatedData(rows, counts=torch.tensor([1, 0, 1]), allow_empty=True)
+        >>> local = ft.unlabelled(ft.gradient_descent(
+        ...     torch.nn.Linear(1, 1, bias=False), steps=1, loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
+        >>> algorithm = ft.gtv(local, ft.Network.from_edges([(0, 1), (1, 2)]), alpha=0.5)
+        >>> *_, final = ft.run(algorithm, ft.InProcess(data), rounds=200)
+        >>> outbox = algorithm.outbox(final.server)
+        >>> [round(float(final.clients.tensors(outbox, k)["weight"]), 4) for k in range(3)]
+        [1.3333, 2.0, 2.6667]
+    """
+
+    def prepare(data: Any) -> Prepared:
+        if isinstance(data, Prepared):
+            return data
+        batch = tree.map(
+            lambda leaf: leaf if leaf.shape[1] else leaf.new_zeros(len(leaf), 1, *leaf.shape[2:]), data.batch
+        )
+        return Prepared(local.prepare(ClientData(batch, data.count.clamp(min=1))), data.count == 0)
+
+    def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+        rows, empty = prepare(data)
+        solved = local(start, state, rows, quadratic, key)
+
+        def of_empty(new: Tensor, instead: Tensor) -> Tensor:
+            return torch.where(_along(empty, new), instead, new)
+
+        drawn = start if quadratic is None else _minimiser(start, quadratic)
+        return Local(
+            tree.map(of_empty, solved.parameters, drawn),
+            tree.map(of_empty, solved.state, state),
+            solved.steps.masked_fill(empty, 0),
+            {name: value.masked_fill(empty, 0) for name, value in solved.info.items()},
+        )
+
+    return dataclasses.replace(local, solve=solve, prepare=prepare)
+
+
+def _minimiser(start: Tree, quadratic: Quadratic) -> Tree:
+    """h/λ of every parameter, the start where λ is zero."""
+    found = {}
+    for name, leaf in start.items():
+        precision = _along(quadratic.precision_of(name), leaf).to(leaf.dtype)
+        found[name] = torch.where(precision > 0, quadratic.shift[name] / precision, leaf)
+    return found
+
+
+def _along(vector: Tensor, leaf: Tensor) -> Tensor:
+    """`(K,)` shaped to go with `(K, ...)`."""
+    return vector.reshape(-1, *[1] * (leaf.ndim - 1))

@@ -1,0 +1,121 @@
+"""Modules as functions of their tensors: parameters as a flat dict, split into shared and personal by name.
+
+>>> from torch import nn
+>>> from fedtorch import functional
+>>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+>>> personal, shared = functional.split(functional.parameters(net), "2.*")
+>>> sorted(personal), sorted(shared)
+(['2.bias', '2.weight'], ['0.bias', '0.weight'])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Swap", "buffers", "load", "parameters", "split"]
+
+
+def parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the trainable parameters by name; frozen ones (`requires_grad=False`) stay with the module."""
+    return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers by name."""
+    return {name: b.detach().clone() for name, b in module.named_buffers()}
+
+
+def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Splits named tensors in two: (those that match a pattern, the rest).
+
+    Args:
+        tensors: for example `parameters(module)`.
+        patterns: shell patterns on the full name, such as `"head.*"` or `["*.bias", "scale"]`.
+
+    Raises:
+        ValueError: a pattern matches no name; the message lists the names.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in tensors):
+            raise ValueError(f"Expected a pattern that matches one of {sorted(tensors)}, but got {pattern!r}")
+    matching = {n: t for n, t in tensors.items() if any(fnmatchcase(n, p) for p in patterns)}
+    return matching, {n: t for n, t in tensors.items() if n not in matching}
+
+
+def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of `module` with parameters and buffers replaced by `tensors` (some or all of them).
+
+    Raises:
+        KeyError: the module has no parameter or buffer of that name.
+        ValueError: a tensor has another shape than the module's.
+    """
+    result = copy.deepcopy(module)
+    for (name, value), own in zip(tensors.items(), _named(result, list(tensors))):
+        if value.shape != own.shape:
+            raise ValueError(f"Expected shape {tuple(own.shape)} for {name!r}, but got {tuple(value.shape)}")
+        own.data = value.detach().to(own.device, copy=True)
+    return result
+
+
+def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    """The module's own parameters and buffers of these names."""
+    own = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for name in names:
+        if name not in own:
+            raise KeyError(f"Expected a parameter or buffer of {type(module).__name__}, but got {name!r}")
+    return [own[name] for name in names]
+
+
+class Swap:
+    """Runs a module on other tensors: `with swap(values): module(...)`.
+
+    What `torch.func.functional_call` does, with the places of the tensors looked up once instead of at every call.
+
+    Args:
+        module: whose parameters and buffers are replaced.
+        names: of the parameters and buffers to replace; tied ones are replaced together.
+
+    Raises:
+        KeyError: the module has no parameter or buffer of that name.
+    """
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for part in module.modules():
+            for table in (part._parameters, part._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        places.setdefault(id(tensor), []).append((table, name))
+        self.places = [places[id(tensor)] for tensor in _named(module, names)]
+
+    @contextmanager
+    def __call__(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Puts `values` in the places of the names, in their order, and takes them out again."""
+        before = [table[name] for found in self.places for table, name in found]
+        try:
+            for found, value in zip(self.places, values, strict=True):
+                for table, name in found:
+                    table[name] = value
+            yield
+        finally:
+            originals = iter(before)
+            for found in self.places:
+                for table, name in found:
+                    table[name] = next(originals)
+
+    def current(self, index: int) -> Tensor:
+        """The tensor that is in place of name number `index` now."""
+        table, name = self.places[index][0]
+        tensor = table[name]
+        assert tensor is not None
+        return tensor

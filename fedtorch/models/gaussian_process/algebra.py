@@ -1,0 +1,100 @@
+"""Normal factors of whitened values: what units say of them, their posterior and evidence, and Cholesky factors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.models.hierarchical.projections import symmetric
+
+__all__ = ["Site", "block_diagonal", "evidence", "log_determinant", "posterior", "stable_cholesky"]
+
+_ATTEMPTS = 7  # jitters that are tried, each ten times the last
+
+
+class Site(NamedTuple):
+    r"""What units know of t: the log-likelihood is, or is replaced by, c + a't − ½ t'B t."""
+
+    precision: Tensor  # (*b, P, P) B, P = latents · inducing inputs
+    shift: Tensor  # (*b, P) a
+    constant: Tensor  # (*b,) c
+
+    def total(self) -> Site:
+        """The sum over all batch dimensions."""
+        size = self.shift.shape[-1]
+        return Site(self.precision.sum_to_size(size, size), self.shift.sum_to_size(size), self.constant.sum())
+
+
+def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean `(P,)`, lower root of the covariance `(P, P)`, log-evidence) of t from the sum of the sites.
+
+    Args:
+        change: the prior's Z `(P, P)`, lower triangular; t has the prior precision Z'Z.
+        precision: Σ B, `(P, P)`.
+        shift: Σ a, `(P,)`.
+        constant: Σ c, `()`.
+    """
+    # In coordinates that are white under the prior: the numbers of B span many orders of magnitude in others.
+    half = torch.linalg.solve_triangular(change.mT, symmetric(precision), upper=True)
+    white = torch.linalg.solve_triangular(change.mT, half.mT, upper=True)
+    moved = torch.linalg.solve_triangular(change.mT, shift[..., None], upper=True)
+    eye = torch.eye(white.shape[-1], dtype=white.dtype, device=white.device)
+    # The factor of the matrix in reverse order gives a lower triangular root of the inverse.
+    factor = stable_cholesky(eye + symmetric(white).flip(-1, -2), 0.0).flip(-1, -2)
+    root = torch.linalg.solve_triangular(factor, eye, upper=True).mT
+    solved = torch.linalg.solve_triangular(factor, moved, upper=True)
+    found = constant + 0.5 * (solved.square().sum() - log_determinant(factor))
+    mean, root = (torch.linalg.solve_triangular(change, part, upper=False) for part in (root @ solved, root))
+    return mean[..., 0], root, found
+
+
+def evidence(site: Site) -> Tensor:
+    """log ∫ N(z; 0, I) exp(c + a'z − ½ z'B z) dz, `(*b,)`."""
+    eye = torch.eye(site.precision.shape[-1], dtype=site.precision.dtype, device=site.precision.device)
+    factor = stable_cholesky(eye + symmetric(site.precision), 0.0)
+    solved = torch.linalg.solve_triangular(factor, site.shift[..., None], upper=False)
+    return site.constant + 0.5 * (solved.square().sum((-1, -2)) - log_determinant(factor))
+
+
+def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
+    """Cholesky factors, `(*b, n, n)`; a matrix that is not positive definite gets ever more jitter, the others do not.
+
+    Args:
+        matrix: symmetric, `(*b, n, n)`.
+        jitter: added to the diagonal, relative to its mean.
+
+    Raises:
+        ValueError: a matrix that 10⁶ times the jitter does not mend; the message names its place in a batch.
+    """
+    smallest = torch.finfo(matrix.dtype).eps
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    scale = matrix.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+    amount = torch.full_like(scale, max(jitter, 10 * smallest) if jitter > 0 else 0.0)
+    for _ in range(_ATTEMPTS):
+        factor, wrong = torch.linalg.cholesky_ex(matrix + (amount * scale)[..., None, None] * eye)
+        failed = (wrong > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+        if not bool(failed.any()):
+            return factor
+        tried, amount = amount, torch.where(failed, (10 * amount).clamp(min=1e-8), amount)
+    place = f" number {failed.nonzero()[0].tolist()} of the batch" if failed.ndim else ""
+    raise ValueError(
+        f"Expected a positive definite covariance, but got one{place} that is not with a jitter of "
+        f"{float(tried.max()):.0e}; look for outputs or hyperparameters that are not finite or enormous"
+    )
+
+
+def block_diagonal(blocks: Tensor) -> Tensor:
+    """`(*b, I, J, J)` as `(*b, IJ, IJ)`."""
+    count, size = blocks.shape[-3], blocks.shape[-1]
+    if count == 1:
+        return blocks[..., 0, :, :]
+    place = torch.eye(count, dtype=blocks.dtype, device=blocks.device)[:, None, :, None]
+    whole = blocks[..., :, :, None, :] * place
+    return whole.reshape(*blocks.shape[:-3], count * size, count * size)
+
+
+def log_determinant(factor: Tensor) -> Tensor:
+    """log |factor factor'| of triangular factors."""
+    return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

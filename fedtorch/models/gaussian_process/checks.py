@@ -1,0 +1,72 @@
+"""Checks of a model's parts where it is made, and of rows where they come in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+
+if TYPE_CHECKING:
+    from fedtorch.models.gaussian_process.model import ConvolvedGP
+
+__all__ = ["check_gaussian", "check_parts", "check_rows", "check_values"]
+
+GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
+
+
+def check_gaussian(likelihood: Any, what: str, instead: str) -> None:
+    """Raises TypeError unless the likelihood is Gaussian; Laplace and Student-t ones have a `noise` too."""
+    if not isinstance(likelihood, GaussianLikelihood):
+        raise TypeError(f"Expected a GaussianLikelihood for {what}, but got {type(likelihood).__name__}; {instead}")
+
+
+def check_parts(model: ConvolvedGP) -> None:
+    """Raises ValueError unless the kernels and the likelihood have the units' batch shape."""
+    batch = tuple(model.batch_shape)
+    if tuple(model.kernel.scale.shape) != batch:
+        raise ValueError(
+            f"Expected a kernel of batch shape {batch}, but got {tuple(model.kernel.scale.shape)}; make it with "
+            "batch_shape= of the units"
+        )
+    for name, parameter in model.likelihood.named_parameters():
+        if tuple(parameter.shape[: len(batch)]) != batch:
+            raise ValueError(
+                f"Expected a likelihood of batch shape {batch}, but its {name} has shape {tuple(parameter.shape)}; "
+                "make it with batch_shape= of the units"
+            )
+    if model.own_kernel is None:
+        return
+    check_gaussian(model.likelihood, "an own kernel", "leave own_kernel away")
+    expected = torch.Size() if model.share_own_kernel else model.batch_shape
+    if model.own_kernel.batch_shape != expected:
+        raise ValueError(
+            f"Expected an own kernel of batch shape {tuple(expected)}, but got "
+            f"{tuple(model.own_kernel.batch_shape)}; units that share its hyperparameters want none, others theirs"
+        )
+
+
+def check_rows(model: ConvolvedGP, x: Tensor, y: Tensor) -> None:
+    """Raises ValueError unless x is `(*b, N, d)` and y `(*b, N)` for the model's units, finite and in its dtype."""
+    batch, dims, dtype = tuple(model.batch_shape), model.inducing.shape[-1], model.inducing.dtype
+    if y.ndim != len(batch) + 1 or y.shape[:-1] != batch or x.shape[-2:] != (y.shape[-1], dims):
+        raise ValueError(
+            f"Expected inputs ({', '.join(map(str, (*batch, 'N', dims)))}) and outputs "
+            f"({', '.join(map(str, (*batch, 'N')))}), but got {tuple(x.shape)} and {tuple(y.shape)}; the model's "
+            "batch_shape is that of its units"
+        )
+    if (x.dtype, y.dtype) != (dtype, dtype):
+        raise ValueError(f"Expected rows in the model's {dtype}, but got {x.dtype} and {y.dtype}; use .to({dtype})")
+    if not bool(x.isfinite().all() & y.isfinite().all()):
+        raise ValueError("Expected finite inputs and outputs, but got NaN or Inf; put 0 there and in the mask")
+    check_values(model, x)
+
+
+def check_values(model: ConvolvedGP, x: Tensor, *extra: Tensor) -> None:
+    """Asks the model's features about inputs and its likelihood about `extra`, where they have a `check`."""
+    for part, values in ((model.features, (x,)), (model.likelihood, extra)):
+        check = getattr(part, "check", None)
+        if check is not None:
+            check(*values)

@@ -1,0 +1,103 @@
+"""The shared latent processes at the inducing inputs, as units' inputs see them, and units' covariances."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from fedtorch.models.gaussian_process.algebra import block_diagonal, stable_cholesky
+from fedtorch.models.gaussian_process.units import UnitModel
+
+__all__ = ["Features", "Geometry"]
+
+
+class Features(NamedTuple):
+    """Units' inputs, as the latent processes at the inducing inputs see them."""
+
+    basis: Tensor  # (*b, N, P) V_m L, L the Cholesky factor of C_gg
+    residual: Tensor  # (*b, N) diagonal of Ω_m, and of the covariance of the unit's own process
+    change: Tensor  # (*b, P, P) L⁻¹ basis of t
+
+
+class Geometry(UnitModel):
+    """A `UnitModel` with inducing inputs, and values t of the latent processes there, g = basis · t.
+
+    Attributes:
+        inducing: inputs w `(J, d)`.
+        features: None, or what is applied to all inputs and inducing inputs.
+        jitter: relative to the variances.
+        points: the number P of inducing values, latents · J.
+        basis: Cholesky factors of covariances of the latent processes `(I, J, J)`.
+        posterior_mean: of t, `(P,)`.
+        posterior_root: lower root of the covariance of t, `(P, P)`.
+    """
+
+    inducing: Tensor
+    features: nn.Module | None
+    jitter: float
+    points: int
+    basis: Tensor
+    posterior_mean: Tensor
+    posterior_root: Tensor
+    _feature_dims: dict[str, int]
+
+    def embed(self, x: Tensor) -> Tensor:
+        """x, or the features of x, `(*b, N, ·)`."""
+        if self.features is None:
+            return x
+        # A federation stacks the parameters that it trains: one copy for all units, or one for each.
+        module, dims = self.features, self._feature_dims
+        own = {name: value for name, value in module.named_parameters() if value.ndim > dims[name]}
+        if not own:
+            return module(x)
+        units = len(next(iter(own.values())))
+        if units == 1:
+            return functional_call(module, {name: value[0] for name, value in own.items()}, (x,))
+        rows = x.expand(units, *x.shape[-2:])
+        return vmap(lambda values, inputs: functional_call(module, values, (inputs,)))(own, rows)
+
+    def root(self) -> Tensor:
+        """The Cholesky factor L of the covariance of the latent processes at the inducing inputs, `(*s, I, J, J)`."""
+        return stable_cholesky(self.kernel.latent(self.embed(self.inducing)), self.jitter)
+
+    def rebase(self) -> None:
+        """Makes the current covariance the basis of t and the prior the posterior."""
+        with torch.no_grad():
+            self.basis = self.root().detach()
+            self.posterior_mean = torch.zeros_like(self.posterior_mean)
+            self.posterior_root = torch.eye(self.points).to(self.posterior_root)
+
+    def change(self, root: Tensor | None = None) -> Tensor:
+        """Z = L⁻¹ basis, `(*s, P, P)`: t has the prior precision Z'Z."""
+        root = self.root() if root is None else root
+        return block_diagonal(torch.linalg.solve_triangular(root, self.basis, upper=False))
+
+    def see(self, x: Tensor, mask: Tensor | None = None) -> Features:
+        """Inputs x `(*b, N, d)` as the latent processes at the inducing inputs see them; zeros where masked out."""
+        root = self.root()
+        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+        inverse = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
+        inputs = self.embed(x)
+        cross = self.kernel.cross(inputs, self.embed(self.inducing))
+        basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
+        residual = self.kernel.variance(inputs) - basis.square().sum(-1)
+        if self.own_kernel is not None:
+            residual = residual + self._own_size() * self.own_kernel(inputs, diag=True)
+        if mask is not None:
+            basis, residual = basis * mask[..., None], residual * mask
+        return Features(basis, residual, self.change(root))
+
+    def covariance(self, x: Tensor, z: Tensor) -> Tensor:
+        """cov(f(x), f(z)) under the prior, the unit's own process included, `(*b, N, Z)`."""
+        one, two = self.embed(x), self.embed(z)
+        shared = self.kernel.covariance(one, two)
+        if self.own_kernel is None:
+            return shared
+        return shared + self._own_size()[..., None] * self.own_kernel(one, two).to_dense()
+
+    def _own_size(self) -> Tensor:
+        """By what the own kernel is multiplied, `(*b, 1)`."""
+        return self.kernel.scale.square()[..., None]

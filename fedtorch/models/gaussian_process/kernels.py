@@ -1,0 +1,337 @@
+r"""Covariances of outputs that share latent processes: convolution processes and linear coregionalisation.
+
+Unit m's output is made from latent Gaussian processes g_1, …, g_I that all units share. A kernel here knows the
+covariances of the latent processes, of outputs with them, and of a unit's output with itself; what is shared and what
+is the unit's own is a matter of shapes: shared parameters have none of the units' batch dimensions.
+
+Source: Chung and Al Kontar (2024), "Federated multi-output Gaussian processes", equations (17) and (18); Álvarez and
+Lawrence (2011), "Computationally efficient convolved multiple output Gaussian processes".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+
+__all__ = ["ConvolutionProcess", "Coregionalisation", "EmbedCategories", "OutputKernel", "positive"]
+
+
+class OutputKernel(Protocol):
+    """What a multi-output Gaussian process asks of its kernel; `*b` are the units' batch dimensions.
+
+    Attributes:
+        latents: the number I of latent processes.
+        dims: the number d of input dimensions.
+        units: names of the parameters and buffers that belong to a unit.
+    """
+
+    latents: int
+    dims: int
+    units: tuple[str, ...]
+
+    def latent(self, w: Tensor) -> Tensor:
+        """cov(g_i(w), g_i(w')) for w `(*b, J, d)`: `(*b, I, J, J)`."""
+        ...
+
+    def cross(self, x: Tensor, w: Tensor) -> Tensor:
+        """cov(f(x), g_i(w)) for x `(*b, N, d)`: `(*b, I, N, J)`."""
+        ...
+
+    def variance(self, x: Tensor) -> Tensor:
+        """var(f(x)), `(*b, N)`."""
+        ...
+
+    def covariance(self, x: Tensor, z: Tensor) -> Tensor:
+        """cov(f(x), f(z)), `(*b, N, Z)`."""
+        ...
+
+    def spread(self, extent: Tensor) -> None:
+        """Sets lengthscales that suit inputs of an extent `(d,)`, a different one for each latent process."""
+        ...
+
+    def rescale(self, scale: Tensor) -> None:
+        """Sets the units' scales `(*b,)`, the standard deviations of their outputs."""
+        ...
+
+
+def positive(lower: float = 0.0) -> Any:
+    """The constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free."""
+    return gpytorch.constraints.GreaterThan(lower, transform=torch.exp, inv_transform=torch.log)
+
+
+class _Mixture(gpytorch.Module):
+    """What both kernels have: each unit's amplitudes v_mi = scale_m · weight_mi, whose sign counts."""
+
+    scale: Tensor
+
+    def __init__(self, dims: int, latents: int, batch_shape: torch.Size, weight_prior: Any = None) -> None:
+        super().__init__()
+        if dims < 1 or latents < 1:
+            raise ValueError(f"Expected at least one dimension and one latent, but got {dims} and {latents}")
+        self.dims, self.latents = dims, latents
+        self.weight = nn.Parameter(torch.full((*batch_shape, latents), latents**-0.5))
+        self.register_buffer("scale", torch.ones(batch_shape))
+        if weight_prior is not None:
+            self.register_prior("weight_prior", weight_prior, lambda kernel: kernel.weight)
+
+    @property
+    def amplitude(self) -> Tensor:
+        """The units' amplitudes v, `(*b, I)`."""
+        return self.scale[..., None] * self.weight
+
+    def rescale(self, scale: Tensor) -> None:
+        """Sets the units' scales `(*b,)`."""
+        self.scale = scale.to(self.scale)
+
+
+class ConvolutionProcess(_Mixture):
+    r"""Outputs that are latent processes smoothed by a Gaussian of each unit's own width.
+
+    With s_i² = variance_i, S_i = diag(lengthscale_i²), R_mi = diag(smoothing_mi²) and Δ the difference of the inputs,
+
+    .. math::
+        c_{g_i g_i} &= s_i^2 \exp(-\tfrac12 \Delta' S_i^{-1} \Delta), \\
+        c_{f_m g_i} &= v_{mi} s_i^2 \sqrt{|S_i| / |R_{mi} + S_i|}\,
+            \exp(-\tfrac12 \Delta' (R_{mi} + S_i)^{-1} \Delta), \\
+        c_{f_m f_m} &= \textstyle\sum_i v_{mi}^2 s_i^2 \sqrt{|S_i| / |2 R_{mi} + S_i|}\,
+            \exp(-\tfrac12 \Delta' (2 R_{mi} + S_i)^{-1} \Delta).
+
+    All three share one normalisation, that of f_m = Σ_i v_mi (N(0, R_mi) * g_i) with g_i of variance s_i²; the source
+    says white noise, and its (18) is v times that of a latent process of unit variance. The sign of v counts. Only
+    v s matters, but given the latent processes all units' v are held where they are, and the shared s moves at once.
+
+    Args:
+        dims: input dimensions d, each with its own lengthscale.
+        latents: latent processes I.
+        batch_shape: of the units.
+        lengthscale_prior: on the lengthscales `(I, d)`.
+        smoothing_prior: on the units' smoothing widths `(*b, I, d)`; with little data of a unit it keeps them
+            from shrinking to nothing.
+        weight_prior: on the units' weights `(*b, I)`, amplitudes in units of their scales. A unit that has seen a part
+            of the inputs then leans towards what is usual where its own outputs do not tell; the common `scale` of
+            `ConvolvedGP` makes weights of different units comparable.
+    """
+
+    units = ("raw_smoothing", "weight", "scale")
+
+    def __init__(
+        self,
+        dims: int,
+        latents: int = 1,
+        batch_shape: torch.Size = torch.Size(),  # noqa: B008 (immutable)
+        lengthscale_prior: Any = None,
+        smoothing_prior: Any = None,
+        weight_prior: Any = None,
+    ) -> None:
+        super().__init__(dims, latents, batch_shape, weight_prior)
+        self.raw_variance = nn.Parameter(torch.zeros(latents))
+        self.raw_lengthscale = nn.Parameter(torch.zeros(latents, dims))
+        self.raw_smoothing = nn.Parameter(torch.zeros(*batch_shape, latents, dims))
+        self.register_constraint("raw_variance", positive())
+        self.register_constraint("raw_lengthscale", positive())
+        self.register_constraint("raw_smoothing", positive())
+        if lengthscale_prior is not None:
+            self.register_prior("lengthscale_prior", lengthscale_prior, lambda kernel: kernel.lengthscale)
+        if smoothing_prior is not None:
+            self.register_prior("smoothing_prior", smoothing_prior, lambda kernel: kernel.smoothing)
+
+    @property
+    def latent_variance(self) -> Tensor:
+        """Variances s² of the latent processes, `(I,)`."""
+        return self.raw_variance_constraint.transform(self.raw_variance)
+
+    @property
+    def lengthscale(self) -> Tensor:
+        """Of the latent processes, `(I, d)`."""
+        return self.raw_lengthscale_constraint.transform(self.raw_lengthscale)
+
+    @property
+    def smoothing(self) -> Tensor:
+        """Standard deviations of the units' smoothing kernels, `(*b, I, d)`."""
+        return self.raw_smoothing_constraint.transform(self.raw_smoothing)
+
+    def latent(self, w: Tensor) -> Tensor:
+        """See `OutputKernel.latent`."""
+        return self.latent_variance[..., None, None] * _gaussian(w, w, self.lengthscale.square())
+
+    def cross(self, x: Tensor, w: Tensor) -> Tensor:
+        """See `OutputKernel.cross`."""
+        latent = self.lengthscale.square()
+        both = latent + self.smoothing.square()
+        return self._height(latent, both)[..., None, None] * _gaussian(x, w, both)
+
+    def variance(self, x: Tensor) -> Tensor:
+        """See `OutputKernel.variance`."""
+        latent = self.lengthscale.square()
+        heights = self.amplitude * self._height(latent, latent + 2 * self.smoothing.square())
+        return heights.sum(-1)[..., None].expand(x.shape[:-1])
+
+    def covariance(self, x: Tensor, z: Tensor) -> Tensor:
+        """See `OutputKernel.covariance`."""
+        latent = self.lengthscale.square()
+        both = latent + 2 * self.smoothing.square()
+        heights = self.amplitude * self._height(latent, both)
+        return (heights[..., None, None] * _gaussian(x, z, both)).sum(-3)
+
+    def spread(self, extent: Tensor) -> None:
+        """See `OutputKernel.spread`: the finest is a tenth of the extent, the next twice that, and so on."""
+        finest = extent.to(self.raw_lengthscale) * self.dims**0.5 / 10
+        coarser = 2.0 ** torch.arange(self.latents, device=finest.device, dtype=finest.dtype)
+        self.initialize(raw_lengthscale=(finest * coarser[:, None]).log())
+        self.initialize(raw_smoothing=(0.25 * self.lengthscale).log().expand_as(self.raw_smoothing).clone())
+
+    def _height(self, latent: Tensor, both: Tensor) -> Tensor:
+        """v s² √(|S| / |both|), `(*b, I)`."""
+        return self.amplitude * self.latent_variance * (0.5 * (latent.log() - both.log()).sum(-1)).exp()
+
+
+class Coregionalisation(_Mixture):
+    r"""The linear model of coregionalisation, f_m = Σ_i v_mi g_i, with any GPyTorch kernel for the latent processes.
+
+    .. math:: c_{f_m g_i} = v_{mi} c_{g_i g_i}, \qquad c_{f_m f_{m'}} = \textstyle\sum_i v_{mi} v_{m'i} c_{g_i g_i}.
+
+    Args:
+        kernel: of the latent processes, with `batch_shape=(latents,)`.
+        dims: input dimensions d.
+        batch_shape: of the units.
+        weight_prior: see `ConvolutionProcess`.
+
+    Raises:
+        ValueError: the kernel has no batch shape of one dimension.
+    """
+
+    units = ("weight", "scale")
+
+    def __init__(
+        self,
+        kernel: Any,
+        dims: int,
+        batch_shape: torch.Size = torch.Size(),  # noqa: B008 (immutable)
+        weight_prior: Any = None,
+    ) -> None:
+        if len(kernel.batch_shape) != 1:
+            raise ValueError(
+                "Expected a kernel with one batch dimension, the latent processes, but got batch_shape="
+                f"{tuple(kernel.batch_shape)}; make it with batch_shape=torch.Size([latents])"
+            )
+        super().__init__(dims, kernel.batch_shape[0], batch_shape, weight_prior)
+        self.kernel = kernel
+
+    def latent(self, w: Tensor) -> Tensor:
+        """See `OutputKernel.latent`."""
+        return self._evaluate(w, w)
+
+    def cross(self, x: Tensor, w: Tensor) -> Tensor:
+        """See `OutputKernel.cross`."""
+        return self.amplitude[..., None, None] * self._evaluate(x, w)
+
+    def variance(self, x: Tensor) -> Tensor:
+        """See `OutputKernel.variance`."""
+        diagonal = self.kernel(x[..., None, :, :], diag=True)
+        return (self.amplitude.square()[..., None] * diagonal).sum(-2)
+
+    def covariance(self, x: Tensor, z: Tensor) -> Tensor:
+        """See `OutputKernel.covariance`."""
+        return (self.amplitude.square()[..., None, None] * self._evaluate(x, z)).sum(-3)
+
+    def spread(self, extent: Tensor) -> None:
+        """See `OutputKernel.spread`; kernels without a lengthscale stay as they are."""
+        own = getattr(self.kernel, "lengthscale", None)
+        if own is None:
+            return
+        finest = extent.to(own) * self.dims**0.5 / 10
+        coarser = 2.0 ** torch.arange(self.latents, device=own.device, dtype=own.dtype)
+        lengthscale = finest * coarser[:, None, None]
+        lengthscale = lengthscale if own.shape[-1] == self.dims else lengthscale.mean(-1, keepdim=True)
+        self.kernel.initialize(lengthscale=lengthscale.expand_as(own))
+
+    def _evaluate(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.kernel(x[..., None, :, :], z[..., None, :, :]).to_dense()
+
+
+class EmbedCategories(nn.Module):
+    """Categorical inputs beside continuous ones: each level becomes a learnt point, and continuous columns pass.
+
+    The kernel of the embedded inputs is a kernel of the categories, positive definite whatever the points; levels that
+    behave alike come to lie close together. It is a feature extractor, shared by all units. Only differences of
+    embedded points matter, so the kernel's lengthscales of the new columns are redundant but harmless.
+
+    Args:
+        dims: columns of the inputs.
+        levels: by column, the number of its levels, whose codes are 0, 1, ….
+        size: dimensions of the points of one column.
+
+    Shapes: inputs `(..., N, dims)`; outputs `(..., N, dims − categorical columns + size · categorical columns)`.
+
+    Raises:
+        ValueError: a column that is not there, or fewer than two levels; or codes that are not levels.
+
+    Source: Zhang, Tao, Chen and Apley (2020), "A latent variable approach to Gaussian process modeling with
+    qualitative and quantitative factors"; the source of this package's model names such kernels as future work.
+    """
+
+    def __init__(self, dims: int, levels: dict[int, int], size: int = 2) -> None:
+        super().__init__()
+        for column, count in levels.items():
+            if not 0 <= column < dims or count < 2:
+                raise ValueError(
+                    f"Expected columns of 0…{dims - 1} with at least 2 levels, but got {count} levels for column "
+                    f"{column}"
+                )
+        self.levels = dict(levels)
+        self.continuous = [column for column in range(dims) if column not in levels]
+        self.out_dims = len(self.continuous) + size * len(levels)
+        # On a circle, so that all levels start with the same distance to their neighbours.
+        self.points = nn.ParameterList([nn.Parameter(_circle(count, size)) for count in levels.values()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The continuous columns and each level's point."""
+        parts = [x[..., self.continuous]]
+        for (_column, count), points in zip(self.levels.items(), self.points):
+            code = x[..., _column].long()
+            one_hot = (code[..., None] == torch.arange(count, device=x.device)).to(x.dtype)
+            parts.append(one_hot @ points)
+        return torch.cat(parts, -1)
+
+    def check(self, x: Tensor) -> None:
+        """Raises ValueError unless all codes of x `(..., N, dims)` are levels."""
+        for column, count in self.levels.items():
+            code = x[..., column]
+            wrong = (code != code.round()) | (code < 0) | (code >= count)
+            if bool(wrong.any()):
+                raise ValueError(
+                    f"Expected codes 0…{count - 1} in column {column}, but got {code[wrong].flatten()[0].item()}"
+                )
+
+
+def _circle(count: int, size: int) -> Tensor:
+    angle = 2 * math.pi * torch.arange(count) / count
+    points = torch.zeros(count, size)
+    points[:, 0] = angle.cos()
+    if size > 1:
+        points[:, 1] = angle.sin()
+    return 0.5 * points if size > 1 else torch.linspace(-0.5, 0.5, count)[:, None]
+
+
+def _gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
+    """exp(−½ Σ_d (x_d − z_d)² / square_d): x `(*b, N, d)`, z `(*b, Z, d)`, square `(*b, I, d)` -> `(*b, I, N, Z)`."""
+    centre = z.detach().mean(-2, keepdim=True)
+    width = square.rsqrt()[..., None, :]
+    one, two = (x - centre)[..., None, :, :] * width, (z - centre)[..., None, :, :] * width
+    # One product of matrices gives −½‖·‖², so that nothing of size N × Z is kept for the gradient but the result.
+    half_one, half_two = -0.5 * one.square().sum(-1, keepdim=True), -0.5 * two.square().sum(-1, keepdim=True)
+    left = torch.cat([one, half_one, torch.ones_like(half_one)], -1)
+    right = torch.cat([two, torch.ones_like(half_two), half_two], -1)
+    return (left @ right.mT).clamp(max=0).exp()
+
+
+def extent_of(x: Tensor) -> Tensor:
+    """The range of each column of x `(..., N, d)`, 1 where it is constant: `(d,)`."""
+    rows: Any = x.reshape(-1, x.shape[-1])
+    width = rows.amax(0) - rows.amin(0)
+    return torch.where(width > 0, width, torch.ones_like(width))

@@ -1,0 +1,333 @@
+"""The multi-output Gaussian process of many units."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, stable_cholesky
+from fedtorch.models.gaussian_process.checks import check_gaussian, check_parts
+from fedtorch.models.gaussian_process.geometry import Features, Geometry
+from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel, extent_of, positive
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
+from fedtorch.models.gaussian_process.rows import row_fit, row_sites
+from fedtorch.models.gaussian_process.units import full
+from fedtorch.models.hierarchical.projections import symmetric
+
+__all__ = ["ConvolvedGP"]
+
+MultivariateNormal = gpytorch.distributions.MultivariateNormal
+GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
+_LEAST_NOISE = 1e-8
+
+
+class Observed(NamedTuple):
+    """Rows of the units themselves, which never leave them."""
+
+    x: Tensor  # (*b, N, d)
+    y: Tensor  # (*b, N)
+    mask: Tensor  # (*b, N)
+
+
+class ConvolvedGP(Geometry):
+    """A multi-output Gaussian process; `*b` are the units' batch dimensions, none for one unit.
+
+    Calling it with x `(*b, N, d)` gives the posterior of f as a `MultivariateNormal`; `predict` adds the noise.
+
+    Args:
+        inducing: inducing inputs w `(J, d)`, the same for all latent processes.
+        kernel: default: a `ConvolutionProcess`.
+        likelihood: any GPyTorch likelihood of one-dimensional outputs, with the units' batch shape; default: Gaussian
+            noise with a variance above 1e-8.
+        latents: latent processes of the default kernel.
+        batch_shape: of the units.
+        learn_inducing: whether the inducing inputs are parameters.
+        features: applied to all inputs and inducing inputs and shared by all units: a deep kernel, or
+            `EmbedCategories`. Kernels see its outputs. Rows are shown to its `check` first, if it has one.
+        mean: whether each unit has a constant mean of its own.
+        scale: of the outputs of all units, for example the root of their pooled mean square, two sums over units;
+            default: each unit's own, as its outputs suggest. A unit that has seen only a small part of its signal
+            misjudges its own.
+        own_kernel: any GPyTorch kernel k_m of embedded inputs: each unit has an independent process of its own beside
+            what it makes of the latent ones, f_m = Σ_i f_mi + δ_m with δ_m ~ GP(0, scale_m² k_m), for smooth deviations
+            that units do not share. Units are then exact ones, in O(N_m³); for Gaussian noise.
+        share_own_kernel: whether the hyperparameters of that kernel, which then has no batch shape, are shared, so
+            that all units tell how large deviations are; default: each unit has its own, with the units' batch shape.
+        jitter: relative to the variances; it grows tenfold, for a unit that needs it, up to 10⁶ times.
+
+    Raises:
+        ValueError: inducing inputs that are not finite or not `(J, d)`, a kernel of other dimensions, a scale that is
+            not positive, or a kernel, likelihood or own kernel of another batch shape.
+        TypeError: an own kernel beside a likelihood that is not Gaussian.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP, fit
+        >>> x = torch.linspace(0, 1, 30, dtype=torch.float64)[None, :, None].expand(2, -1, -1)
+        >>> wave = (6 * x[0, :, 0]).sin() + 0.01 * (190 * x[0, :, 0]).cos()
+        >>> y = torch.stack([wave, -2 * wave])
+        >>> model = ConvolvedGP(torch.linspace(0, 1, 8, dtype=torch.float64)[:, None], batch_shape=torch.Size([2]))
+        >>> float(fit(model, x, y)) > 100
+        True
+        >>> bool((model(x).mean - y).abs().max() < 0.1)
+        True
+    """
+
+    def __init__(
+        self,
+        inducing: Tensor,
+        kernel: OutputKernel | None = None,
+        likelihood: Any = None,
+        *,
+        latents: int = 1,
+        batch_shape: torch.Size = torch.Size(),  # noqa: B008 (immutable)
+        learn_inducing: bool = False,
+        features: nn.Module | None = None,
+        mean: bool = False,
+        scale: float | None = None,
+        own_kernel: Any = None,
+        share_own_kernel: bool = False,
+        jitter: float = 1e-8,
+    ) -> None:
+        super().__init__()
+        if scale is not None and not 0 < scale < math.inf:
+            raise ValueError(
+                f"Expected a positive scale of the outputs, but got {scale}; leave it away for each unit's"
+            )
+        if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
+            raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
+        self.features = None if features is None else features.to(inducing)
+        self._feature_dims = {} if features is None else {name: p.ndim for name, p in features.named_parameters()}
+        dims = self.embed(inducing).shape[-1]
+        self.kernel: Any = ConvolutionProcess(dims, latents, batch_shape) if kernel is None else kernel
+        if self.kernel.dims != dims:
+            raise ValueError(f"Expected a kernel of {dims} dimensions, but got one of {self.kernel.dims}")
+        if likelihood is None:
+            likelihood = GaussianLikelihood(noise_constraint=positive(_LEAST_NOISE), batch_shape=batch_shape)
+        self.likelihood, self.batch_shape, self.scale, self.jitter = likelihood, batch_shape, scale, jitter
+        self.own_kernel, self.share_own_kernel = own_kernel, share_own_kernel
+        check_parts(self)
+        if learn_inducing:
+            self.inducing = nn.Parameter(inducing.clone())
+        else:
+            self.register_buffer("inducing", inducing.clone())
+        self.offset = nn.Parameter(torch.zeros(batch_shape)) if mean else None
+        self.observed: Observed | None = None
+        size = len(inducing)
+        self.points = self.kernel.latents * size
+        self.register_buffer("basis", torch.eye(size).repeat(self.kernel.latents, 1, 1))
+        self.register_buffer("posterior_mean", torch.zeros(self.points))
+        self.register_buffer("posterior_root", torch.eye(self.points))
+        self.to(inducing)
+        self.kernel.spread(extent_of(self.embed(inducing.detach())).detach())
+        self.rebase()
+
+    # -- one unit's part -------------------------------------------------------------------------------------------
+
+    def keeps_whole(self, exact_units: bool) -> bool:
+        """Whether units' residuals are kept whole: on demand, and always beside an own process."""
+        return exact_units or self.own_kernel is not None
+
+    def expected_log_likelihood(
+        self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
+    ) -> Tensor:
+        """E_q[log p(y_m | f_m)] of each unit, `(*b,)`, and E_q[log p(y_m | g)] of exact units.
+
+        Args:
+            x: inputs `(*b, N, d)`.
+            y: outputs `(*b, N)`.
+            mask: `(*b, N)`, which rows are there.
+            extra: what the likelihood wants besides, `(*b, N)` each.
+            exact_units: whether a unit's residual is kept whole; for Gaussian noise.
+        """
+        mask = full(y, mask)
+        seen = self.see(x, mask)
+        mean, root = self.whitened_posterior(seen.change)
+        if self.keeps_whole(exact_units):
+            factor = self._unit_factor(x, seen, mask)
+            white, gap = _solve(factor, seen.basis), _solve(factor, self._centred(y, mask)[..., None])
+            gap = gap - white @ mean[..., None]
+            square = gap.square().sum((-1, -2)) + (white @ root).square().sum((-1, -2))
+            return -0.5 * (mask.sum(-1) * math.log(2 * math.pi) + log_determinant(factor) + square)
+        linear = (seen.basis @ mean[..., None])[..., 0]
+        variance = seen.residual + (seen.basis @ root).square().sum(-1)
+        return row_fit(self.likelihood, y, linear + self.level(y), variance, mask, extra).sum(-1)
+
+    def site(self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False) -> Site:
+        r"""What each unit's outputs say of t.
+
+        For Gaussian noise the exact factor, whatever q is. Otherwise the natural gradient of E_q[log p(y_m | f_m)]:
+        with m_n, v_n the moments of f_n under q, each row has precision β_n = −2 ∂/∂v_n, at least 0, and shift
+        ∂/∂m_n + β_n m_n (Khan and Lin 2017, "Conjugate-computation variational inference"). Arguments as those of
+        `expected_log_likelihood`.
+        """
+        mask = full(y, mask)
+        with torch.no_grad():
+            seen = self.see(x, mask)
+            moved = seen.basis @ seen.change
+            if self.keeps_whole(exact_units) or isinstance(self.likelihood, GaussianLikelihood):
+                return self.gaussian_site(x, y, mask, seen, moved, exact_units)
+            mean, root = self.whitened_posterior(seen.change)
+            linear = (seen.basis @ mean[..., None])[..., 0]
+            spread = (seen.basis @ root).square().sum(-1)
+        variance = seen.residual + spread
+        precision, shift, value = row_sites(self.likelihood, y, self.level(y), linear, variance, mask, extra)
+        constant = value - shift * linear + 0.5 * precision * (spread + linear.square())
+        weighted = moved * precision[..., None]
+        return Site(moved.mT @ weighted, (moved.mT @ shift[..., None])[..., 0], constant.sum(-1))
+
+    def gaussian_site(
+        self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
+    ) -> Site:
+        """What units' outputs say of u when f = basis · u and the residual, for Gaussian noise; differentiable.
+
+        Args:
+            x: inputs `(*b, N, d)`.
+            y: outputs `(*b, N)`.
+            mask: `(*b, N)`.
+            seen: `see(x, mask)`, which has the residual.
+            basis: `(*b, N, P)`.
+            exact_units: whether the residual is kept whole.
+
+        Raises:
+            TypeError: another likelihood.
+        """
+        y = self._centred(y, mask)
+        if self.keeps_whole(exact_units):
+            factor = self._unit_factor(x, seen, mask)
+            white, gap = _solve(factor, basis), _solve(factor, y[..., None])
+            square = mask.sum(-1) * math.log(2 * math.pi) + log_determinant(factor) + gap.square().sum((-1, -2))
+            return Site(white.mT @ white, (white.mT @ gap)[..., 0], -0.5 * square)
+        check_gaussian(self.likelihood, "a bound in closed form", "train with fedtorch.fedmgp")
+        noise = self.likelihood.noise
+        weighted = basis / noise[..., None]
+        constant = mask * (math.log(2 * math.pi) + noise.log()) + (y.square() + seen.residual) / noise
+        return Site(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
+
+    def _unit_factor(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
+        """The Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
+        check_gaussian(self.likelihood, "exact units", "leave exact_units away")
+        whole = self.covariance(x, x) * mask[..., None] * mask[..., None, :] - seen.basis @ seen.basis.mT
+        diagonal = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
+        return stable_cholesky(whole + torch.diag_embed(diagonal), 0.0)
+
+    def _centred(self, y: Tensor, mask: Tensor) -> Tensor:
+        return (y - self.level(y)) * mask
+
+    def whitened_posterior(self, change: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values that are white under the prior."""
+        return (change @ self.posterior_mean[..., None])[..., 0], change @ self.posterior_root
+
+    # -- all units together ----------------------------------------------------------------------------------------
+
+    def divergence(self) -> Tensor:
+        """KL(q(g) ‖ p(g)), `(*s,)`."""
+        change = self.change()
+        mean, root = self.whitened_posterior(change)
+        determinant = log_determinant(change) + 2 * torch.linalg.slogdet(self.posterior_root)[1]
+        return 0.5 * (root.square().sum((-1, -2)) + mean.square().sum(-1) - self.points - determinant)
+
+    def bound(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> Tensor:
+        """The bound of log p(y) at the best q, for Gaussian noise, over all units `()`; differentiable.
+
+        Of exact units it is log N(y; 0, bdiag Ω_m + V C_gf + Σ), Ω_m with the covariance of the unit's own process.
+        Arguments as those of `expected_log_likelihood`.
+        """
+        mask = full(y, mask)
+        seen = self.see(x, mask)
+        return evidence(self.gaussian_site(x, y, mask, seen, seen.basis, exact_units).total())
+
+    def condition(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
+        """Sets q to the best one for Gaussian noise, the basis to the current covariance, and observes the rows."""
+        check_gaussian(self.likelihood, "a posterior in closed form", "train with fedtorch.fedmgp")
+        with torch.no_grad():
+            self.rebase()
+            self.posterior_mean, self.posterior_root, _ = posterior(
+                self.change(), *self.site(x, y, mask, exact_units=exact_units).total()
+            )
+        self.observe(x, y, mask, exact_units)
+
+    def observe(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
+        """Lets predictions know a unit's own rows, which are in q already, beside what q says of g.
+
+        Given g, the residual f_m − V_m g of an exact unit, its own process included, is a Gaussian process that only
+        its own rows tell of. A federation keeps no rows: `Federation.client_module(k)` observes them where they are.
+        Without own process and exact units there is nothing to know, and nothing is kept.
+
+        Args:
+            x: inputs `(*b, N, d)`.
+            y: outputs `(*b, N)`.
+            mask: `(*b, N)`, which rows are there.
+            exact_units: as the sites of these rows were made.
+        """
+        self.observed = Observed(x, y, full(y, mask)) if self.keeps_whole(exact_units) else None
+
+    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        """The observed rows go where the module goes, and take its dtype."""
+        super()._apply(fn, *args, **kwargs)
+        if self.observed is not None:
+            self.observed = Observed(*map(fn, self.observed))
+        return self
+
+    # -- prediction ------------------------------------------------------------------------------------------------
+
+    def _given_rows(self, x: Tensor, seen: Features) -> tuple[Tensor, Tensor, Tensor]:
+        """(s `(*b, N)`, Φ `(*b, N, P)`, D `(*b, ·, N)`): f = s + Φ u + e given the observed rows.
+
+        u are whitened values of g, and e has the covariance Ω + own − D'D.
+        """
+        level = self.level(seen.residual)
+        if self.observed is None:
+            return level.expand_as(seen.residual), seen.basis, seen.basis.new_zeros(*seen.basis.shape[:-2], 0, 1)
+        own, y, mask = self.observed
+        known = self.see(own, mask)
+        factor = self._unit_factor(own, known, mask)
+        both = self.covariance(own, x) * mask[..., None] - known.basis @ seen.basis.mT
+        gain = _solve(factor, both)
+        gap = _solve(factor, self._centred(y, mask)[..., None])
+        return (gain.mT @ gap)[..., 0] + level, seen.basis - gain.mT @ _solve(factor, known.basis), gain
+
+    def marginals(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and variances of f at x `(*b, N, d)`, `(*b, N)` each."""
+        seen = self.see(x)
+        mean, root = self.whitened_posterior(seen.change)
+        start, basis, gain = self._given_rows(x, seen)
+        residual = (seen.residual - gain.square().sum(-2)).clamp(min=0)
+        return start + (basis @ mean[..., None])[..., 0], residual + (basis @ root).square().sum(-1)
+
+    def forward(self, x: Tensor) -> Any:
+        """The posterior of f at x `(*b, N, d)`, (12)."""
+        seen = self.see(x)
+        mean, root = self.whitened_posterior(seen.change)
+        start, basis, gain = self._given_rows(x, seen)
+        told = basis @ root
+        covariance = self.covariance(x, x) - seen.basis @ seen.basis.mT - gain.mT @ gain + told @ told.mT
+        location = start + (basis @ mean[..., None])[..., 0]
+        return MultivariateNormal(location, linear_operator.to_linear_operator(symmetric(covariance)))
+
+    def predict(self, x: Tensor, *extra: Any) -> Any:
+        """The predictive distribution of outputs at x `(*b, N, d)`, (16): a `MultivariateNormal` for Gaussian noise."""
+        return self.likelihood(self(x), *extra)
+
+    def interval(self, x: Tensor, level: float = 0.99) -> tuple[Tensor, Tensor]:
+        """Lower and upper limits of central predictive intervals of each output, for Gaussian noise.
+
+        Raises:
+            ValueError: a level that is not between 0 and 1.
+            TypeError: another likelihood.
+        """
+        check_gaussian(self.likelihood, "normal intervals", "take quantiles of draws from predict(x)")
+        if not 0 < level < 1:
+            raise ValueError(f"Expected a level between 0 and 1, but got {level}")
+        mean, variance = self.marginals(x)
+        half = torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=mean.dtype, device=mean.device))
+        half = half * (variance + self.likelihood.noise).sqrt()
+        return mean - half, mean + half
+
+
+def _solve(factor: Tensor, right: Tensor) -> Tensor:
+    """factor⁻¹ right, of lower triangular factors."""
+    return torch.linalg.solve_triangular(factor, right, upper=False)

@@ -1,0 +1,123 @@
+"""Which tensors of a model belong to a unit and which all units share, and what a unit's own start from."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+
+__all__ = ["UnitModel", "full"]
+
+_START_NOISE = 0.3  # standard deviation of the noise before training, in standard deviations of the outputs
+
+
+class UnitModel(gpytorch.Module):
+    """A model whose tensors are shared or a unit's own; `*b` are the units' batch dimensions.
+
+    Attributes:
+        kernel: an `OutputKernel`, which names its units' tensors.
+        likelihood: whose tensors are the units' own.
+        own_kernel: None, or the kernel of the units' own processes.
+        share_own_kernel: whether its hyperparameters are shared.
+        offset: None, or the units' means in units of their scales, `(*b,)`.
+        scale: None, or one scale of the outputs of all units.
+        batch_shape: of the units.
+    """
+
+    kernel: Any
+    likelihood: Any
+    own_kernel: Any
+    share_own_kernel: bool
+    offset: nn.Parameter | None
+    scale: float | None
+    batch_shape: torch.Size
+
+    @property
+    def unit_names(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers that belong to a unit; the other parameters are shared."""
+        mine = {f"kernel.{name}" for name in self.kernel.units} | {"offset"}
+        parts = ("likelihood.",) if self.share_own_kernel else ("likelihood.", "own_kernel.")
+        named = [name for name, _ in [*self.named_parameters(), *self.named_buffers()]]
+        constraints = {name for name in named if "constraint" in name or "_prior." in name or "quadrature" in name}
+        return tuple(n for n in named if (n in mine or n.startswith(parts)) and n not in constraints)
+
+    @property
+    def shared_names(self) -> tuple[str, ...]:
+        """Names of the trainable parameters that all units share."""
+        mine = set(self.unit_names)
+        return tuple(name for name, p in self.named_parameters() if p.requires_grad and name not in mine)
+
+    def initial_units(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> dict[str, Tensor]:
+        """What units' tensors start from: scales, noise and offsets as their own outputs suggest, the rest as it is.
+
+        Args:
+            y: outputs `(*b, N)`.
+            mask: `(*b, N)`, which of them are there.
+            extra: what the likelihood wants besides, `(*b, N)` each.
+
+        Returns:
+            by the names of `unit_names`, `(*b, ...)`. Constant outputs and single points get their size as scale.
+        """
+        mask = full(y, mask)
+        values = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        batch, own = y.shape[:-1], len(self.batch_shape)
+        found = {n: values[n].detach().expand((*batch, *values[n].shape[own:])).clone() for n in self.unit_names}
+        if not hasattr(self.likelihood, "noise"):
+            return found
+        if hasattr(self.likelihood, "measured"):
+            mask = mask * self.likelihood.measured(*extra)
+        mean, scale = self._size_of(y, mask)
+        found["kernel.scale"] = scale.to(values["kernel.scale"])
+        if self.offset is not None:
+            found["offset"] = (mean / scale).to(values["offset"])
+        for name in self.unit_names:
+            if name.endswith("raw_noise"):
+                constraint = self.constraint_for_parameter_name(name)
+                noise = (_START_NOISE * scale[..., None]).square().to(values[name])
+                found[name] = constraint.inverse_transform(noise).expand_as(found[name]).clone()
+        return found
+
+    def _size_of(self, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs' means, 0 without offsets, and scales, `(*b,)` each."""
+        count = mask.sum(-1).clamp(min=1)
+        mean = (y * mask).sum(-1) / count if self.offset is not None else torch.zeros_like(y[..., 0])
+        if self.scale is not None:
+            return mean, torch.full_like(mean, self.scale)
+        scale = (((y - mean[..., None]) * mask).square().sum(-1) / count).sqrt()
+        size = (y * mask).abs().amax(-1)
+        return mean, torch.where(scale > 1e-8 * size, scale, torch.where(size > 0, size, torch.ones_like(size)))
+
+    def start(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> None:
+        """Sets the units' tensors to `initial_units`, with the same arguments."""
+        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        for name, value in self.initial_units(y, mask, *extra).items():
+            own[name].data = value
+
+    def log_prior(self, units: bool) -> Tensor:
+        """Log-density of the priors of the units' parameters `(*b,)`, or of the shared ones `()`."""
+        total = self.kernel.weight.new_zeros(())
+        for name, module, prior, closure, _ in self.named_priors():
+            parameter = name.removesuffix("_prior")
+            path, _, last = parameter.rpartition(".")
+            mine = any(n.startswith(path) and n.rpartition(".")[2] in (last, f"raw_{last}") for n in self.unit_names)
+            if mine == units:
+                value = closure(module)
+                density = prior.log_prob(value)
+                batch = self.kernel.weight.shape[:-1] if units else torch.Size()
+                total = total + density.reshape(*batch, math.prod(density.shape[len(batch) :])).sum(-1)
+        return total
+
+    def level(self, y: Tensor) -> Tensor:
+        """The units' means in the units of y `(*b, N)`, `(*b, 1)`."""
+        if self.offset is None:
+            return torch.zeros_like(y[..., :1])
+        return (self.kernel.scale * self.offset)[..., None]
+
+
+def full(y: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask in the dtype of y, ones if there is none."""
+    return torch.ones_like(y) if mask is None else mask.to(y.dtype)

@@ -1,0 +1,145 @@
+r"""What a hierarchy of sites is compared with: every site for itself, all rows in one place, and joining afterwards.
+
+.. math:: y \sim N(X\theta, \sigma^2),\quad \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j)
+
+with the priors of `global_priors.spike_and_slab`, for each site alone, or for `data.pool()` as one:
+models (b) and (a) of the source's Figure 1. Separate results are joined by averages and majority votes (the source's
+section 2.1), or draw by draw by `consensus`. Nothing is sent while sampling.
+
+Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", sections 1 and 2.1; Scott et al.
+(2016), "Bayes and big data: the consensus Monte Carlo algorithm", IJMSEM 11.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs.gaussian_conditional import Design, columns, gaussian_conditional
+from fedtorch.models.gibbs.global_priors import slab_evidence
+from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
+
+__all__ = ["LoneSite", "consensus", "lone_regression", "majority_vote", "nothing_shared"]
+
+
+class LoneSite(NamedTuple):
+    """A site's variables; `(K, C, ...)`."""
+
+    theta: Tensor  # (..., p)
+    included: Tensor  # (..., p) γ, 0 or 1
+    variance: Tensor  # (..., p) η
+    noise: Tensor  # (...) 1/σ²
+
+
+def lone_regression(
+    *,
+    spike: float = 0.01,
+    variance: tuple[float, float] = (2.0, 0.5),
+    inclusion: tuple[float, float] = (1.0, 1.0),
+    noise: tuple[float, float] = (1.0, 1.0),
+    sites: int = 1,
+) -> LocalKernel:
+    """Spike-and-slab regression of each site for itself.
+
+    Args:
+        spike: c₀.
+        variance: (a_η, b_η).
+        inclusion: (a_ρ, b_ρ); ρ is integrated out.
+        noise: (a_σ, b_σ).
+        sites: how many sites' draws `consensus` will join: the normal prior of θ is raised to the power of 1 over it,
+            so that it counts once in the product.
+
+    Raises:
+        ValueError: a hyperparameter out of range.
+    """
+    if not (0 < spike < 1 and min(*variance, *inclusion, *noise) > 0 and sites >= 1):
+        raise ValueError(
+            "Expected a spike between 0 and 1, positive hyperparameters and at least one site, but got "
+            f"spike={spike}, variance={variance}, inclusion={inclusion}, noise={noise}, sites={sites}"
+        )
+
+    def init(start: Tensor) -> LoneSite:
+        ones = torch.ones_like(start)
+        return LoneSite(start, ones, ones, ones[:, 0])
+
+    def sweep(heard: dict[str, Tensor], site: LoneSite, data: Design, keys: Tensor, sweeps: int) -> LoneSite:
+        clients, chains, p = site.theta.shape
+        for_theta, for_flips, for_variance, for_noise, for_draw = random.split(keys, 5)
+        blocks = lambda draws: draws.flatten(0, 1).movedim(0, -1).contiguous()
+        normals = blocks(random.normal(for_theta, (sweeps, p), torch.float64))
+        logits = torch.logit(blocks(random.uniform(for_flips, (sweeps, p), torch.float64)))
+        etas = blocks(random.gamma(for_variance, variance[0] + 0.5 / sites, (sweeps, p), torch.float64))
+        degrees = noise[0] + data.degrees[:, None, None] / 2
+        precisions = blocks(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
+        draw = gaussian_conditional(data, torch.zeros_like(site.theta), for_draw)
+        theta, included, eta = (columns(leaf) for leaf in site[:3])
+        precision = site.noise.reshape(-1)
+        a, b = inclusion
+        for s in range(sweeps):
+            factor = included + spike * (1 - included)
+            theta, rss = draw(precision, 1 / (sites * factor * eta), normals[s])
+            precision = precisions[s] / (noise[1] + rss / 2)
+            energy = theta.square() / (2 * sites)
+            included = _flip(included, slab_evidence(energy, spike, *variance, 1 / sites), logits[s], a, b)
+            eta = (variance[1] + energy / (included + spike * (1 - included))) / etas[s]
+        rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
+        return LoneSite(rows(theta), rows(included), rows(eta), rows(precision))
+
+    return LocalKernel(init, sparse.design, sweep, lambda site: {})
+
+
+def nothing_shared() -> GlobalKernel:
+    """The server's half when there is nothing to share."""
+    return GlobalKernel(lambda start: {}, lambda state: state, lambda state, sums, keys: state)
+
+
+def majority_vote(inclusion: Tensor) -> Tensor:
+    """Which coefficients more than half of the sites include.
+
+    Args:
+        inclusion: the sites' inclusion probabilities, `(K, p)`.
+
+    Returns:
+        `(p,)` bool.
+    """
+    return (inclusion > 0.5).to(torch.float64).mean(0) > 0.5
+
+
+def consensus(draws: Tensor) -> Tensor:
+    r"""Joins the sites' draws one by one: :math:`(\sum_k W_k)^{-1} \sum_k W_k \theta_k`, W_k the inverse covariance.
+
+    Exact for normal posteriors (Scott et al. 2016, section 3.2).
+
+    Args:
+        draws: `(K, T, p)`, T more than p.
+
+    Returns:
+        `(T, p)`.
+
+    Raises:
+        ValueError: too few draws for a covariance.
+    """
+    if draws.ndim != 3 or draws.shape[1] <= draws.shape[2]:
+        raise ValueError(
+            f"Expected draws (K, T, p) with more draws T than coefficients p, but got {tuple(draws.shape)}"
+        )
+    centred = draws - draws.mean(1, keepdim=True)
+    factor = torch.linalg.cholesky(centred.mT @ centred / (draws.shape[1] - 1))
+    weights = torch.cholesky_inverse(factor)
+    return torch.linalg.solve(weights.sum(0), (draws @ weights).sum(0).mT).mT
+
+
+def _flip(included: Tensor, evidence: Tensor, threshold: Tensor, a: float, b: float) -> Tensor:
+    """Draws each γ given the others', with ρ integrated out; all `(p, B)`."""
+    p, result = len(included), included.clone()
+    count = result.sum(0)
+    for j in range(p):
+        others = count - result[j]
+        odds = evidence[j] + ((a + others) / (b + p - 1 - others)).log()
+        result[j] = (threshold[j] < odds).to(result.dtype)
+        count = others + result[j]
+    return result

@@ -1,0 +1,280 @@
+r"""Directed graphical models of several sites, with feedback loops: linear structural equations with Laplace errors.
+
+.. math:: Y_{ki} = \theta_k Y_{ki} + E_{ki},\quad E_{kij} \sim \text{Laplace}(0, b_{kj}),\quad
+    \theta_{kjh} \sim N(\theta_{jh}, \lambda_{kjh}^2 \tau_{jh}^2),\quad 1/b_{kj} \sim \text{Gamma}(a_\sigma, b_\sigma)
+
+where θ_kjh is the direct effect of h on j, θ_kjj = 0, and the graph may have cycles. Every θ_k has a spectral radius
+below one, so that feedback dies away; the prior is the hierarchy of `sparse` restricted to such θ_k,
+which leaves all its other conditionals as they are. Errors that are not normal tell causes from effects. With
+e = (I − θ_k) y the density of a site's rows is
+
+.. math:: |\det(I - \theta_k)|^{n_k} \prod_i \prod_j \frac{1}{2 b_{kj}} e^{-|e_{ij}| / b_{kj}}.
+
+`regression()` is the clients' half of a Gibbs sampler; the server's is `sparse.hierarchy()` on the
+p · (p − 1) effects, cause by cause within each row j. A sweep takes one row of θ_k after another by a Metropolis step:
+
+- the step δ is normal with covariance s² (Y'Y/b_j² + D⁻¹)⁻¹, D = diag(λ² τ²), where the length s has a law of its own;
+  the Fisher information of a Laplace location is 1/b², so that the step fits what is known of the row
+- with M = (I − θ_k)⁻¹, det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j)
+- the residuals of the row change by Y δ.
+
+λ is drawn as in the sparse regression and 1/b_kj ~ Gamma(a_σ + n_k, b_σ + Σ_i |e_ij|).
+
+Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.4, whose acceptance
+ratio is printed for one observation and without the stability of θ*. Laplace errors are their normal ones with
+exponential variances, integrated out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import exact, random
+from fedtorch.models.gibbs import graphical
+from fedtorch.models.gibbs.deviations import Deviation, horseshoe
+from fedtorch.models.gibbs.gaussian_conditional import Design, Fold, elimination
+from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
+from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
+
+__all__ = ["DirectedSite", "Observations", "regression", "spectral_radius"]
+
+_ROWS = 32  # rows that are added side by side
+
+
+class DirectedSite(NamedTuple):
+    """A client's variables; `(K, C, ...)`, q = p · (p − 1) effects."""
+
+    theta: Tensor  # (..., q) θ_k without its diagonal, row by row
+    precision: Tensor  # (..., q) 1/λ²
+    auxiliary: Tensor  # (..., q) 1/ν
+    noise: Tensor  # (..., p) 1/b
+    accepted: Tensor  # (...) share of the proposals that were accepted in the last round
+
+
+class Observations(NamedTuple):
+    """The clients' rows; float64."""
+
+    y: Tensor  # (K, N, p), rows beyond a client's count are zeros
+    gram: Tensor  # (K, p, p) Y'Y
+    count: Tensor  # type: ignore[assignment]  # (K,)
+
+
+def regression(
+    *,
+    deviation: Deviation | None = None,
+    noise_shape: float = 1.0,
+    step: float = 1.0,
+    names: Sequence[str] | None = None,
+) -> LocalKernel:
+    """The clients' half: effects of the variables on each other. Rows are y `(p,)`, centred and on comparable scales.
+
+    Args:
+        deviation: the prior of the effects' deviations from the global ones; default `horseshoe()`.
+        noise_shape: a_σ. Where the server samples b_σ, its `noise_shape` is p · a_σ: every site has p scales.
+        step: length of proposals, relative to that of the best random walk on a normal distribution; a proposal's own
+            length is uniform between 0 and twice that.
+        names: the variables' names, for messages.
+
+    Raises:
+        ValueError: an argument is not positive; or, when a population is bound, rows of another form, fewer than two
+            variables, NaN, or a variable that is constant in a client's rows.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import directed, graphical, sparse
+        >>> e = ft.random.exponential(ft.random.key(0), (5, 80, 2), torch.float64)
+        >>> y = e - ft.random.exponential(ft.random.key(1), (5, 80, 2), torch.float64)
+        >>> y[..., 1] += y[..., 0]  # 0 causes 1
+        >>> algorithm = ft.gibbs(directed.regression(), sparse.hierarchy(), sweeps=5, chains=2)
+        >>> data = ft.InProcess(ft.data.from_tensors(list(y)))
+        >>> sampler = ft.Sampler(algorithm, data, graphical.start(2), burn_in=50).run(150)
+        >>> graphical.square(sampler.mean()["theta"]).round().int().tolist()
+        [[0, 0], [1, 0]]
+    """
+    for name, number in (("noise_shape", noise_shape), ("step", step)):
+        if not number > 0:
+            raise ValueError(f"Expected a positive {name}, but got {number}")
+    deviation = horseshoe() if deviation is None else deviation
+
+    def init(start: Tensor) -> DirectedSite:
+        matrix = graphical.square(graphical.by_response(start))
+        if not bool((spectral_radius(matrix) < 1).all()):
+            raise ValueError("Expected a start with a spectral radius below 1, but got another; use graphical.start(p)")
+        ones = torch.ones_like(start)
+        return DirectedSite(start, ones, ones, ones[:, : matrix.shape[-1]], torch.zeros_like(ones[:, 0]))
+
+    def sweep(heard: Heard, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int) -> DirectedSite:
+        chains, q = site.theta.shape[1:]
+        p = data.y.shape[-1]
+        check_start(q, p * (p - 1))
+        for_steps, for_lengths, for_accepting, for_noise, for_mixing = random.split(keys, 5)
+        normals = _front(random.normal(for_steps, (sweeps, q), torch.float64))
+        lengths = _front(random.uniform(for_lengths, (sweeps, p), torch.float64)) * (2 * 2.38 * step / (p - 1) ** 0.5)
+        logs = _front(random.uniform(for_accepting, (sweeps, p), torch.float64)).log()
+        shape = noise_shape + data.count.to(torch.float64)[:, None, None, None]
+        gammas = _front(random.gamma(for_noise, shape, (sweeps, p), torch.float64))
+        mixing = [_front(part) for part in deviation.noise(for_mixing, (sweeps, q))]
+        centre, shared = _front(heard.theta), _front(heard.precision)
+        w, u, noise = (_front(leaf) for leaf in (site.precision, site.auxiliary, site.noise))
+        propose = _proposals(data, chains)
+        walk = _Walk(data, graphical.square(graphical.by_response(site.theta)))
+        for s in range(sweeps):
+            prior = w * shared
+            steps = propose(noise, prior, normals[s])
+            walk.refresh()
+            for j in range(p):
+                row = slice(j * (p - 1), (j + 1) * (p - 1))
+                walk.move(j, steps[row] * lengths[s, j], centre[row], prior[row], noise[j], logs[s, j])
+            delta = walk.effects() - centre
+            w, u = deviation.update(w, u, delta * delta * (shared / 2), tuple(part[s] for part in mixing))
+            noise = gammas[s] / (heard.noise + walk.absolute)
+        accepted = walk.accepted / (sweeps * p)
+        back = lambda leaf: leaf.movedim(0, -1)
+        return DirectedSite(back(walk.effects()), back(w.clamp_max(MOST_PRECISE)), back(u), back(noise), accepted)
+
+    return LocalKernel(init, lambda data: observations(data, names), sweep, report)
+
+
+def report(site: DirectedSite) -> Sums:
+    """What the server needs of the sites, as sums: see `sparse.report`; Σ 1/b runs over variables."""
+    first, second = exact.products(site.precision, site.theta)
+    return {
+        "clients": (torch.ones_like(site.noise[..., 0]),),
+        "precision": (site.precision,),
+        "first": first,
+        "second": second,
+        "noise": site.noise.unbind(-1),
+    }
+
+
+def observations(data: Any, names: Sequence[str] | None = None) -> Observations:
+    """The clients' rows, checked as `fedtorch.models.gibbs.graphical.rows` does."""
+    if isinstance(data, Observations):
+        return data
+    y = graphical.rows(data, names)
+    grams = [y[k, :n].clone().mT @ y[k, :n].clone() for k, n in enumerate(data.count.tolist())]
+    p = y.shape[-1]
+    return Observations(y, torch.stack(grams) if grams else y.new_zeros(0, p, p), data.count)
+
+
+def spectral_radius(matrix: Tensor) -> Tensor:
+    """The largest modulus of an eigenvalue, `(..., p, p)` -> `(...)`."""
+    return torch.linalg.eigvals(matrix).abs().amax(-1)
+
+
+class _Walk:
+    """Where the sites' effects are: θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
+
+    Sums are added in one order and padding adds zeros at the end, so a site's numbers are the same bits in any block.
+    """
+
+    def __init__(self, data: Observations, theta: Tensor) -> None:
+        clients, chains, p, _ = theta.shape
+        size = -(-data.y.shape[1] // _ROWS) * _ROWS
+        self.p, self.count = p, data.count.to(torch.float64)[:, None]
+        self.others = graphical.other_variables(p).to(theta.device)
+        self.y = data.y.new_zeros(p, size, clients, 1)
+        self.y[:, : data.y.shape[1], :, 0] = data.y.permute(2, 1, 0)
+        self.theta = theta.permute(2, 3, 0, 1).contiguous()
+        self.accepted = theta.new_zeros(clients, chains)
+        self.products = theta.new_empty(p - 1, size, clients, chains)
+        self.add_products = Fold(self.products)
+        self.small = theta.new_empty(p - 1, p, clients, chains)
+        self.add_small = Fold(self.small)
+        self.quadratic = theta.new_empty(p - 1, clients, chains)
+        self.add_quadratic = Fold(self.quadratic)
+        self.of_rows = theta.new_empty(_ROWS, clients, chains)
+        self.add_rows = Fold(self.of_rows)
+        self.errors = torch.stack([self.y[j] - self._fitted(j, self.theta[j, self.others[j]]) for j in range(p)])
+        self.absolute = torch.stack([self._absolute(error) for error in self.errors])
+
+    def refresh(self) -> None:
+        """Makes M anew, so that the errors of its updates do not add up."""
+        clients, chains = self.accepted.shape
+        matrices = (torch.eye(self.p, dtype=self.theta.dtype, device=self.theta.device) - self._square()).flatten(0, 1)
+        inverses = [torch.linalg.inv(matrix.clone()) for matrix in matrices]  # each aligned alike
+        stacked = torch.stack(inverses) if inverses else matrices
+        self.inverse = stacked.reshape(clients, chains, self.p, self.p).permute(2, 3, 0, 1).contiguous()
+
+    def move(self, j: int, step: Tensor, centre: Tensor, prior: Tensor, noise: Tensor, log: Tensor) -> None:
+        """Proposes to add `step` `(p − 1, K, C)` to row j."""
+        others = self.others[j]
+        here = self.theta[j, others]
+        torch.mul(step.unsqueeze(1), self.inverse[others], out=self.small)
+        along = self.add_small().clone()  # δ'M
+        ratio = 1 - along[j]
+        errors = self.errors[j] - self._fitted(j, step)
+        absolute = self._absolute(errors)
+        torch.mul(prior * step, here - centre + step / 2, out=self.quadratic)
+        gain = self.count * ratio.abs().log() - (absolute - self.absolute[j]) * noise - self.add_quadratic()
+        new = here + step
+        taken = self._stable(j, new, log < gain)
+        self.theta[j, others] = torch.where(taken, new, here)
+        self.errors[j] = torch.where(taken, errors, self.errors[j])
+        self.absolute[j] = torch.where(taken, absolute, self.absolute[j])
+        change = torch.where(taken, along / ratio, 0.0)
+        self.inverse = self.inverse + self.inverse[:, j].unsqueeze(1) * change
+        self.accepted += taken
+
+    def effects(self) -> Tensor:
+        """θ without its diagonal, `(q, K, C)`."""
+        index = self.others[..., None, None].expand(-1, -1, *self.accepted.shape)
+        return self.theta.gather(1, index).flatten(0, 1)
+
+    def _fitted(self, j: int, effects: Tensor) -> Tensor:
+        """What effects `(p − 1, K, C)` on variable j make of the rows, `(N, K, C)`."""
+        torch.mul(self.y[self.others[j]], effects.unsqueeze(1), out=self.products)
+        return self.add_products().clone()
+
+    def _absolute(self, errors: Tensor) -> Tensor:
+        """Σ_i |e_i|, `(N, K, C)` -> `(K, C)`."""
+        blocks = errors.abs().unflatten(0, (-1, _ROWS))
+        self.of_rows.zero_()
+        for block in blocks:
+            self.of_rows.add_(block)
+        return self.add_rows().clone()
+
+    def _stable(self, j: int, row: Tensor, wanted: Tensor) -> Tensor:
+        """Which of the proposals that are wanted `(K, C)` have a spectral radius below one."""
+        where = wanted.nonzero(as_tuple=True)
+        matrices = self.theta[:, :, where[0], where[1]].permute(2, 0, 1).contiguous()
+        matrices[:, j, self.others[j]] = row[:, where[0], where[1]].mT
+        power = matrices
+        for _ in range(6):
+            power = power @ power
+        doubtful = ~(power.abs().sum(-1).amax(-1) < 1)  # the norm of a power bounds that power of the radius
+        stable = ~doubtful
+        if bool(doubtful.any()):
+            stable[doubtful] = spectral_radius(matrices[doubtful]) < 1
+        taken = wanted.clone()
+        taken[where] = stable
+        return taken
+
+    def _square(self) -> Tensor:
+        return self.theta.permute(2, 3, 0, 1)
+
+
+def _proposals(data: Observations, chains: int) -> Any:
+    """(noise 1/b `(p, K, C)`, prior precisions `(q, K, C)`, standard normals `(q, K, C)`) -> steps `(q, K, C)`."""
+    clients, p, _ = data.gram.shape
+    others = graphical.other_variables(p).to(data.gram.device)
+    gram = data.gram[:, others[:, :, None], others[:, None]].flatten(0, 1)
+    nothing = gram.new_zeros(clients * p)
+    centre = gram.new_zeros(clients * p, chains, p - 1)
+    draw = elimination(Design(gram, centre[:, 0], nothing, nothing, nothing, None, None), centre)
+
+    def propose(noise: Tensor, prior: Tensor, z: Tensor) -> Tensor:
+        flat = lambda leaf: leaf.unflatten(0, (p, p - 1)).permute(1, 2, 0, 3).reshape(p - 1, -1)
+        delta, _ = draw((noise * noise).transpose(0, 1).reshape(-1), flat(prior), flat(z))
+        return delta.reshape(p - 1, clients, p, chains).permute(2, 0, 1, 3).reshape(p * (p - 1), clients, chains)
+
+    return propose
+
+
+def _front(values: Tensor) -> Tensor:
+    """`(K, C, ...)` as `(..., K, C)`."""
+    return values.movedim((0, 1), (-2, -1)).contiguous()

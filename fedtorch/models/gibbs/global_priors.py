@@ -1,0 +1,261 @@
+r"""Sparse priors of a global parameter θ `(p,)` whose data are an estimate θ̂_j with precision h_j per coefficient.
+
+In a hierarchy the sites' parameters are the data: θ̂_j = Σ_k θ_kj/λ_kj² / Σ_k 1/λ_kj² and h_j = Σ_k 1/(λ_kj² τ_j²). Each
+prior is one Gibbs step that leaves p(θ, its own variables | θ̂, h) invariant, for several chains at once, `(C, p)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.models.gibbs.deviations import laplace
+from fedtorch.tree import Tree
+
+__all__ = [
+    "GlobalPrior",
+    "Mixture",
+    "SpikeAndSlab",
+    "bayesian_lasso",
+    "gaussian",
+    "regularised_horseshoe",
+    "spike_and_slab",
+]
+
+
+@dataclass(frozen=True)
+class GlobalPrior:
+    """A prior of the global parameter.
+
+    Attributes:
+        init: start of θ, `(C, p)` -> its variables, `(C, ...)`.
+        update: (variables, θ̂ `(C, p)`, its precision h `(C, p)`, keys `(C,)`) -> (θ `(C, p)`, variables).
+        precision: variables -> the precisions of θ given them, `(C, p)` or a number; it is normal of mean zero then.
+    """
+
+    init: Callable[[Tensor], Tree]
+    update: Callable[[Tree, Tensor, Tensor, Tensor], tuple[Tensor, Tree]]
+    precision: Callable[[Tree], Tensor]
+
+
+class SpikeAndSlab(NamedTuple):
+    """Variables of `spike_and_slab`; `(C, ...)`."""
+
+    included: Tensor  # (C, p) γ, 0 or 1
+    variance: Tensor  # (C, p) η, or (C, 1) where it is shared
+    inclusion: Tensor  # (C,) ρ
+
+
+class Mixture(NamedTuple):
+    """Variables of priors that are scale mixtures with one global scale; `(C, ...)`."""
+
+    precision: Tensor  # (C, p) 1/λ²
+    auxiliary: Tensor  # (C, p) 1/ν
+    scale: Tensor  # (C, 1) 1/τ²
+    scale_auxiliary: Tensor  # (C, 1) 1/ξ
+
+
+def spike_and_slab(
+    *,
+    spike: float = 0.01,
+    variance: tuple[float, float] = (2.0, 0.5),
+    inclusion: tuple[float, float] = (1.0, 1.0),
+    shared_variance: bool = False,
+    groups: Sequence[int] | Tensor | None = None,
+) -> GlobalPrior:
+    r"""Coefficients that matter and coefficients that are nearly zero.
+
+    .. math::
+        \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j),\quad \gamma_j \sim \text{Bernoulli}(\rho),\quad
+        \rho \sim \text{Beta}(a_\rho, b_\rho),\quad \eta_j \sim IG(a_\eta, b_\eta)
+
+    γ_j is drawn twice, each time one after another with ρ integrated out: first with θ integrated out, for coefficients
+    of which the data say little; then, after θ, with η integrated out, for those that the data tell, whose η would hold
+    γ where it is: θ_j given γ_j is then Student's t of 2 a_η degrees of freedom and variance scale c₀^{1−γ_j} b_η/a_η.
+    Then η_j ~ IG(a_η + ½, b_η + ½ θ_j²/c₀^{1−γ_j}), and ρ. (Kidd et al. 2023, section 2.2.2; their Algorithm 3 draws
+    γ_j given θ_j, η and ρ, and mixes far worse.)
+
+    Args:
+        spike: c₀, the variance of what counts as zero, relative to that of an effect.
+        variance: (a_η, b_η).
+        inclusion: (a_ρ, b_ρ).
+        shared_variance: one η for all coefficients, IG(a_η + p/2, b_η + ½ Σ_j θ_j²/c₀^{1−γ_j}), as in the source's
+            Algorithm 3; default one per coefficient, as in its prior.
+        groups: `(p,)`, the block of each coefficient, 0, 1, …: a block has one γ, as for a spline basis.
+
+    Raises:
+        ValueError: a hyperparameter out of range, or groups that leave out a number.
+    """
+    if not 0 < spike < 1:
+        raise ValueError(f"Expected a spike between 0 and 1, but got {spike}")
+    for name, pair in (("variance", variance), ("inclusion", inclusion)):
+        if not min(pair) > 0:
+            raise ValueError(f"Expected two positive numbers for {name}, but got {pair}")
+    blocks = None if groups is None else _check_groups(groups)
+
+    def init(start: Tensor) -> SpikeAndSlab:
+        if blocks is not None and len(blocks) != start.shape[-1]:
+            raise ValueError(f"Expected a group for each of {start.shape[-1]} coefficients, but got {len(blocks)}")
+        ones = torch.ones_like(start)
+        return SpikeAndSlab(ones, ones[:, :1] if shared_variance else ones, torch.full_like(ones[:, 0], 0.5))
+
+    def update(state: SpikeAndSlab, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, SpikeAndSlab]:
+        p = estimate.shape[-1]
+        for_flips, for_theta, for_variance, for_inclusion, for_more_flips = random.split(keys, 5)
+        index = (torch.arange(p) if blocks is None else blocks).to(estimate.device)
+        count = int(index.max()) + 1
+
+        def flip(each: Tensor, evidence: Tensor, for_uniform: Tensor) -> Tensor:
+            total = evidence.new_zeros(len(keys), count).index_add_(1, index, evidence)
+            return _flip(each, total, random.uniform(for_uniform, (count,), torch.float64), *inclusion)
+
+        evidence = _log_density(estimate, state.variance + 1 / precision)
+        evidence = evidence - _log_density(estimate, spike * state.variance + 1 / precision)
+        each = flip(state.included[:, _first_of_each(index)], evidence, for_flips)
+        posterior = precision + 1 / (_factor(each, spike)[:, index] * state.variance)
+        theta = precision * estimate / posterior
+        theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()
+        if not shared_variance:
+            each = flip(each, slab_evidence(theta.square() / 2, spike, *variance), for_more_flips)
+        energy = theta.square() / _factor(each, spike)[:, index] / 2
+        shape, rate = variance
+        if shared_variance:
+            gamma = random.gamma(for_variance, shape + p / 2, (1,), torch.float64)
+            eta = (rate + energy.sum(-1, keepdim=True)) / gamma
+        else:
+            eta = (rate + energy) / random.gamma(for_variance, shape + 0.5, (p,), torch.float64)
+        a, b = inclusion
+        slabs = each.sum(-1)
+        rho = random.beta(for_inclusion, a + slabs, b + count - slabs, (), torch.float64)
+        return theta, SpikeAndSlab(each[:, index], eta, rho)
+
+    return GlobalPrior(init, update, lambda state: 1 / (_factor(state.included, spike) * state.variance))
+
+
+def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
+    r"""A horseshoe whose far tails are those of a normal of standard deviation `slab`.
+
+    .. math:: p(\theta, \lambda, \tau) \propto N(\theta; 0, \lambda^2 \tau^2)\, C^+(\lambda)\, C^+(\tau)
+        \prod_j \exp(-\theta_j^2 / (2 s^2))
+
+    The form of Piironen and Vehtari ("Sparsity information and regularization in the horseshoe and other shrinkage
+    priors", EJS 11, 2017, equation 2.8) whose scales keep the horseshoe's own conditionals (Nishimura and Suchard,
+    "Shrinkage with shrunken shoulders", Bayesian Analysis 18, 2023, section 2.2). One τ for all coefficients.
+
+    Args:
+        slab: s; infinity gives the horseshoe.
+    """
+    if not slab > 0:
+        raise ValueError(f"Expected a positive slab, but got {slab}")
+
+    def mix(state: Mixture, energy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        p = energy.shape[-1]
+        first, second = (random.exponential(key, (p,), torch.float64) for key in random.split(keys, 2))
+        precision = first / (state.auxiliary + energy)
+        return precision, second / (1 + precision)
+
+    return _scale_mixture(mix, 1 / slab**2)
+
+
+def bayesian_lasso() -> GlobalPrior:
+    """θ_j Laplace of scale τ, with half-Cauchy τ (Park and Casella, "The Bayesian lasso", JASA 103, 2008)."""
+    prior = laplace()
+
+    def mix(state: Mixture, energy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return prior.update(state.precision, state.auxiliary, energy, prior.noise(keys, (energy.shape[-1],)))
+
+    return _scale_mixture(mix, 0.0)
+
+
+def gaussian(scale: float = 1.0) -> GlobalPrior:
+    """θ_j ~ N(0, scale²), without variables of its own: the conjugate case."""
+    if not scale > 0:
+        raise ValueError(f"Expected a positive scale, but got {scale}")
+
+    def update(state: Tree, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, Tree]:
+        return _normal(estimate, precision, precision + 1 / scale**2, keys), state
+
+    return GlobalPrior(lambda start: {}, update, lambda state: torch.tensor(1 / scale**2, dtype=torch.float64))
+
+
+def _scale_mixture(mix: Callable[[Mixture, Tensor, Tensor], tuple[Tensor, Tensor]], slab: float) -> GlobalPrior:
+    """θ_j ~ N(0, λ_j² τ²), τ half-Cauchy; `mix` draws 1/λ² and its auxiliary given θ²/(2τ²)."""
+
+    def init(start: Tensor) -> Mixture:
+        ones = torch.ones_like(start)
+        return Mixture(ones, ones, ones[:, :1], ones[:, :1])
+
+    def update(state: Mixture, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, Mixture]:
+        p = estimate.shape[-1]
+        for_theta, for_mixing, for_scale, for_auxiliary = random.split(keys, 4)
+        theta = _normal(estimate, precision, precision + state.precision * state.scale + slab, for_theta)
+        half = theta.square() / 2
+        local, auxiliary = mix(state, half * state.scale, for_mixing)
+        gamma = random.gamma(for_scale, (p + 1) / 2, (1,), torch.float64)
+        scale = gamma / (state.scale_auxiliary + (half * local).sum(-1, keepdim=True))
+        exponential = random.exponential(for_auxiliary, (1,), torch.float64)
+        return theta, Mixture(local, auxiliary, scale, exponential / (1 + scale))
+
+    return GlobalPrior(init, update, lambda state: state.precision * state.scale + slab)
+
+
+def _normal(estimate: Tensor, precision: Tensor, posterior: Tensor, keys: Tensor) -> Tensor:
+    z = random.normal(keys, (estimate.shape[-1],), torch.float64)
+    return precision * estimate / posterior + z / posterior.sqrt()
+
+
+def _log_density(x: Tensor, variance: Tensor) -> Tensor:
+    """log N(x; 0, variance) up to a constant."""
+    return -0.5 * (variance.log() + x.square() / variance)
+
+
+def slab_evidence(energy: Tensor, spike: float, shape: float, rate: float, power: float = 1.0) -> Tensor:
+    r"""The log ratio of slab to spike for coefficients θ_j, their variances η_j ~ IG(shape, rate) integrated out.
+
+    .. math:: \log \frac{\int N(\theta; 0, \eta)^r\, IG(\eta)\, d\eta}{\int N(\theta; 0, c_0 \eta)^r\, IG(\eta)\, d\eta}
+        = \tfrac r2 \log c_0 + (a + \tfrac r2) \log \frac{b + e / c_0}{b + e}, \qquad e = r \theta^2 / 2
+
+    Args:
+        energy: e.
+        spike: c₀.
+        shape: a.
+        rate: b.
+        power: r.
+    """
+    return 0.5 * power * math.log(spike) + (shape + power / 2) * ((rate + energy / spike) / (rate + energy)).log()
+
+
+def _factor(included: Tensor, spike: float) -> Tensor:
+    """c₀ to the power of 1 − γ."""
+    return included + spike * (1 - included)
+
+
+def _flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float) -> Tensor:
+    """Draws each block's γ given the others', with ρ integrated out; all `(C, G)`."""
+    blocks = included.shape[1]
+    result, count = included.clone(), included.sum(-1)
+    threshold = torch.logit(uniform)
+    for g in range(blocks):
+        others = count - result[:, g]
+        odds = evidence[:, g] + ((a + others) / (b + blocks - 1 - others)).log()
+        new = (threshold[:, g] < odds).to(result.dtype)
+        result[:, g], count = new, others + new
+    return result
+
+
+def _first_of_each(index: Tensor) -> Tensor:
+    """Where each block's first coefficient is."""
+    return torch.stack([(index == g).nonzero()[0, 0] for g in range(int(index.max()) + 1)])
+
+
+def _check_groups(groups: Sequence[int] | Tensor) -> Tensor:
+    index = torch.as_tensor(groups, dtype=torch.int64)
+    if index.ndim != 1 or not torch.equal(index.unique(), torch.arange(len(index.unique()))):
+        raise ValueError(f"Expected a block 0, 1, … for every coefficient, but got {index.tolist()}")
+    return index

@@ -1,0 +1,338 @@
+r"""Markov random fields of several sites by neighbourhood selection: each variable regressed on the others.
+
+For variables :math:`Y_{ki} \sim N(0, \Omega_k^{-1})`, `(p,)`, the conditional distribution of one given the others is
+
+.. math:: Y_{kij} = Y_{ki,-j}' \theta_{kj} + \epsilon_{kij},\quad \theta_{kj} = -\Omega_{k,-j,j} / \omega_{kjj},\quad
+    \epsilon_{kij} \sim N(0, \omega_{kjj}^{-1}),
+
+so that j and h are not neighbours in the network when θ_kjh = 0. The p regressions of all sites, each with the
+hierarchy of `sparse`, run side by side: the response is a batch axis after the chains, variables are
+`(K, C, p, ...)` and global ones `(C, p, ...)`. A site's rows are used once, for one Gram matrix and one triangular
+factor; each regression reads its part of them.
+
+What comes out is a matrix of inclusion probabilities, row j of which is the regression of j. It is not symmetric;
+`union` and `intersection` make it so, and `edges` are those found at a given false discovery rate.
+
+Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.3; Meinshausen and
+Bühlmann, "High-dimensional graphs and variable selection with the lasso", Annals of Statistics 34, 2006.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import BadClients
+from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs.deviations import Deviation
+from fedtorch.models.gibbs.gaussian_conditional import Design, least_norm
+from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, check_start
+from fedtorch.tree import Tree
+
+__all__ = [
+    "Fields",
+    "arrows",
+    "by_response",
+    "designs",
+    "edges",
+    "every_response",
+    "fields",
+    "intersection",
+    "neighbourhoods",
+    "other_variables",
+    "rows",
+    "square",
+    "start",
+    "union",
+    "variables",
+]
+
+
+class Fields(NamedTuple):
+    """What the regressions of all variables need of each client's rows; float64."""
+
+    gram: Tensor  # (K, p, p) Y'Y
+    estimate: Tensor  # (K, p, p − 1) the least squares estimates of least norm
+    rss: Tensor  # (K, p) their residual sums of squares
+    degrees: Tensor  # (K,) rows that count for the noise: n, or n − 1 with an intercept
+    count: Tensor  # type: ignore[assignment]  # (K,) rows
+
+
+def start(variables: int) -> Tensor:
+    """A start of the global parameter, which is every coefficient zero, `(p · (p − 1),)`.
+
+    Raises:
+        ValueError: fewer than two variables.
+    """
+    if variables < 2:
+        raise ValueError(f"Expected at least 2 variables, but got {variables}")
+    return torch.zeros(variables * (variables - 1), dtype=torch.float64)
+
+
+def neighbourhoods(
+    *,
+    deviation: Deviation | None = None,
+    noise_shape: float = 1.0,
+    intercept: bool = False,
+    names: Sequence[str] | None = None,
+    interweave: int = 16,
+) -> LocalKernel:
+    """The clients' half: the regressions of all variables. Rows are y `(p,)`; `every_response` makes the server's half.
+
+    Args:
+        deviation: the prior of the coefficients' deviations from the global ones; default `horseshoe()`.
+        noise_shape: a_σ.
+        intercept: whether every site has means of its own under a flat prior, which are integrated out.
+        names: the variables' names, for messages.
+        interweave: up to how many coefficients each regression interweaves, see `sparse.regression`; for p variables it
+            costs p (p − 1) (p + 2) / 2 numbers more.
+
+    Raises:
+        ValueError: `noise_shape` is not positive; or, when a population is bound, rows of another form, fewer than two
+            variables, NaN, or a variable that is constant in a client's rows.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import graphical, sparse
+        >>> z = ft.random.normal(ft.random.key(0), (5, 80, 3), torch.float64)
+        >>> z[..., 1] += z[..., 0]
+        >>> data = ft.data.from_tensors(list(z))
+        >>> kernels = graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy())
+        >>> algorithm = ft.gibbs(*kernels, sweeps=5, chains=2)
+        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), graphical.start(3), burn_in=20).run(70)
+        >>> inclusion = graphical.square(sampler.mean()["prior.included"])
+        >>> graphical.edges(graphical.union(inclusion), 0.1).nonzero().tolist()
+        [[0, 1], [1, 0]]
+    """
+    regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
+
+    def sweep(heard: sparse.Heard, site: sparse.Site, data: Fields, keys: Tensor, sweeps: int) -> sparse.Site:
+        p = data.gram.shape[-1]
+        if heard.theta.ndim != 4:
+            raise ValueError(
+                "Expected a hierarchy for each variable, but got a single one; use every_response(hierarchy)"
+            )
+        check_start(site.theta.shape[-2:].numel(), p * (p - 1))
+        each = random.fold_in(keys[..., None], torch.arange(p, device=keys.device))
+        after = regression.sweep(_to_clients(heard), _to_clients(site), designs(data), _to_clients(each), sweeps)
+        return _from_clients(after, p)
+
+    return LocalKernel(
+        init=lambda start: _split(regression.init(_responses(start)), len(start)),
+        prepare=lambda data: fields(data, intercept, names),
+        sweep=sweep,
+        report=regression.report,
+    )
+
+
+def every_response(shared: GlobalKernel) -> GlobalKernel:
+    """The server's half: a hierarchy of its own for the regression of each variable, all in one batch.
+
+    Args:
+        shared: of one regression, such as `fedtorch.models.gibbs.sparse.hierarchy()`.
+    """
+
+    def update(state: Tree, sums: dict[str, Tensor], keys: Tensor) -> Tree:
+        p = sums["clients"].shape[1]
+        each = random.fold_in(keys[:, None], torch.arange(p, device=keys.device)).flatten()
+        return _split(shared.update(_join(state), _join(sums), each), len(keys))
+
+    def send(state: Tree) -> Tree:
+        return _split(shared.send(_join(state)), len(tree.leaves(state)[0]))
+
+    return GlobalKernel(lambda start: _split(shared.init(_responses(start)), len(start)), send, update)
+
+
+def square(values: Tensor) -> Tensor:
+    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
+
+    A batch of the second form may look like the first, as seven draws of six coefficients do, and is taken for it:
+    bring batches into the first form by `by_response`.
+    """
+    if values.ndim < 2 or values.shape[-1] != values.shape[-2] - 1:
+        values = by_response(values)
+    p = values.shape[-2]
+    index = other_variables(p).to(values.device).expand(values.shape)
+    return values.new_zeros((*values.shape[:-1], p)).scatter(-1, index, values)
+
+
+def by_response(values: Tensor) -> Tensor:
+    """Values of the coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
+
+    Raises:
+        ValueError: there is no such p.
+    """
+    return values.unflatten(-1, (variables(values.shape[-1]), -1))
+
+
+def union(inclusion: Tensor) -> Tensor:
+    """Symmetrised by the "or" rule: an edge if either regression includes it, the larger probability, `(..., p, p)`."""
+    return torch.maximum(inclusion, inclusion.mT)
+
+
+def intersection(inclusion: Tensor) -> Tensor:
+    """Symmetrised by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`."""
+    return torch.minimum(inclusion, inclusion.mT)
+
+
+def edges(inclusion: Tensor, rate: float = 0.05) -> Tensor:
+    """The edges to report so that an expected share of at most `rate` of them are none: see `sparse.discoveries`.
+
+    Args:
+        inclusion: probabilities of undirected edges, `(p, p)`, by `union` or `intersection`.
+        rate: the false discovery rate, between 0 and 1.
+
+    Returns:
+        bool, `(p, p)`, symmetric.
+
+    Raises:
+        ValueError: a matrix that is not symmetric, or a rate out of range.
+    """
+    if not torch.equal(inclusion, inclusion.mT):
+        raise ValueError("Expected a symmetric matrix of probabilities, but got another; use union or intersection")
+    above = torch.ones_like(inclusion, dtype=torch.bool).triu(1)
+    found = torch.zeros_like(above)
+    found[above] = sparse.discoveries(inclusion[above], rate)
+    return found | found.mT
+
+
+def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
+    """The arrows of a directed graph to report, or the regressions' covariates: `edges` without symmetry.
+
+    Args:
+        inclusion: probabilities `(p, p)`; the diagonal is not read.
+        rate: the false discovery rate, between 0 and 1.
+
+    Returns:
+        bool, `(p, p)`.
+
+    Raises:
+        ValueError: a rate out of range.
+    """
+    off = ~torch.eye(len(inclusion), dtype=torch.bool, device=inclusion.device)
+    found = torch.zeros_like(off)
+    found[off] = sparse.discoveries(inclusion[off], rate)
+    return found
+
+
+def fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> Fields:
+    """The clients' rows as the regressions need them, each computed from the client's own rows only.
+
+    Args:
+        data: `ClientData` of rows y `(p,)`.
+        intercept: whether the variables are centred.
+        names: the variables' names, for messages.
+
+    Raises:
+        BadClients: NaN or Inf, or a constant variable; `ValueError`: rows of another form.
+    """
+    if isinstance(data, Fields):
+        return data
+    y = rows(data, names)
+    parts = [_one_site(y[k, :n], intercept) for k, n in enumerate(data.count.tolist())]
+    p = y.shape[-1]
+    shapes = ((p, p), (p, p - 1), (p,))
+    gram, estimate, rss = (
+        torch.stack([part[i] for part in parts]) if parts else y.new_zeros(0, *shape) for i, shape in enumerate(shapes)
+    )
+    return Fields(gram, estimate, rss, (data.count - int(intercept)).to(y.dtype), data.count)
+
+
+def designs(data: Fields) -> Design:
+    """The regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place."""
+    p = data.gram.shape[-1]
+    others = other_variables(p).to(data.gram.device)
+    gram = data.gram[:, others[:, :, None], others[:, None]].flatten(0, 1)
+    each = lambda leaf: leaf.repeat_interleave(p, 0)
+    return Design(
+        gram, data.estimate.flatten(0, 1), data.rss.flatten(), each(data.degrees), each(data.count), None, None
+    )
+
+
+def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
+    """y `(K, N, p)` of a block in float64, checked."""
+    leaves = tree.leaves(data.batch)
+    if len(leaves) != 1 or leaves[0].ndim != 3:
+        shapes = [tuple(leaf.shape[2:]) for leaf in leaves]
+        raise ValueError(f"Expected rows y of shape (p,) and nothing else, but got rows of shapes {shapes}")
+    y = leaves[0].to(torch.float64)
+    if y.shape[-1] < 2:
+        raise ValueError(f"Expected at least 2 variables, but got {y.shape[-1]}")
+    bad = ~y.isfinite().all(-1).all(-1)
+    if bool(bad.any()):
+        raise BadClients(
+            bad.nonzero()[:, 0],
+            "Expected finite y, but got NaN or Inf; fill missing values by fedtorch.models.gibbs.imputation.impute",
+        )
+    inside = data.mask[..., None]
+    constant = (torch.where(inside, y, y[:, :1]) == y[:, :1]).all(1) & (data.count > 1)[:, None]
+    if bool(constant.any()):
+        which = constant.any(0).nonzero()[:, 0].tolist()
+        called = [names[j] if names is not None else f"number {j}" for j in which]
+        raise BadClients(
+            constant.any(1).nonzero()[:, 0],
+            f"Expected variables that vary, but got constant {', '.join(called)}; leave them out",
+        )
+    return y
+
+
+def other_variables(p: int) -> Tensor:
+    """The variables but j in row j, `(p, p − 1)`."""
+    column = torch.arange(p - 1).expand(p, p - 1)
+    return column + (column >= torch.arange(p)[:, None])
+
+
+def variables(coefficients: int) -> int:
+    """p of p · (p − 1) coefficients.
+
+    Raises:
+        ValueError: there is no such p.
+    """
+    p = (1 + math.isqrt(1 + 4 * coefficients)) // 2
+    if p < 2 or p * (p - 1) != coefficients:
+        raise ValueError(
+            f"Expected p · (p − 1) coefficients of p variables, but got {coefficients}; use graphical.start(p)"
+        )
+    return p
+
+
+def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(Y'Y, the p least squares estimates, their residual sums of squares) from one triangular factor of the rows."""
+    y = y.clone()  # aligned alike, wherever the client lies in its block
+    if intercept:
+        y = y - y.mean(0)
+    factor = torch.linalg.qr(y, mode="r").R
+    x = factor[:, other_variables(y.shape[1]).to(y.device)].movedim(1, 0)  # (p, m, p − 1)
+    target = factor.mT[..., None]
+    estimate = least_norm(x, target)
+    return y.mT @ y, estimate[..., 0], (target - x @ estimate).square().sum((1, 2))
+
+
+def _responses(start: Tensor) -> Tensor:
+    """`(C, p · (p − 1))` as `(C · p, p − 1)`."""
+    return start.reshape(-1, variables(start.shape[-1]) - 1)
+
+
+def _join(values: Tree) -> Tree:
+    """`(C, p, ...)` as `(C · p, ...)`."""
+    return tree.map(lambda leaf: leaf.flatten(0, 1), values)
+
+
+def _split(values: Tree, chains: int) -> Tree:
+    """`(C · p, ...)` as `(C, p, ...)`."""
+    return tree.map(lambda leaf: leaf.unflatten(0, (chains, -1)), values)
+
+
+def _to_clients(values: Tree) -> Tree:
+    """`(K, C, p, ...)` as `(K · p, C, ...)`: what runs the regressions takes them for clients."""
+    return tree.map(lambda leaf: leaf.transpose(1, 2).flatten(0, 1), values)
+
+
+def _from_clients(values: Tree, p: int) -> Tree:
+    """`(K · p, C, ...)` as `(K, C, p, ...)`."""
+    return tree.map(lambda leaf: leaf.unflatten(0, (len(leaf) // p, p)).transpose(1, 2), values)

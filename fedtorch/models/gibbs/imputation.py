@@ -1,0 +1,274 @@
+r"""Missing covariates, filled in from the mean and covariance of all sites together.
+
+Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
+altogether. EM finds its mean and covariance, and needs from each site only Σ E[z] and Σ E[z z'] given what is observed,
+which are sums. Then every site fills its gaps: `impute` once, by conditional means or, for multiple imputation, by
+conditional draws; `imputing` in every round of a Gibbs sampler, so that what the regression learns of a covariate's
+effect helps to fill it in: the second of the future directions that Kidd et al. (2023, section 4) name.
+
+Source: Dempster, Laird and Rubin (1977), "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39,
+section 4.1.3 (normal data).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.exchange import Mean
+from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs.gaussian_conditional import Design
+from fedtorch.models.gibbs.kernels import LocalKernel
+
+__all__ = ["Incomplete", "Normal", "impute", "imputing", "incomplete", "pooled_covariance"]
+
+
+class Normal(NamedTuple):
+    """A multivariate normal distribution of covariates and response, the response last."""
+
+    mean: Tensor  # (p + 1,)
+    covariance: Tensor  # (p + 1, p + 1)
+
+
+class Incomplete(NamedTuple):
+    """Rows with gaps."""
+
+    values: Tensor  # (..., p + 1) covariates and response, zero where missing
+    observed: Tensor  # (..., p + 1) bool
+
+
+def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = ()) -> FederatedData:
+    """Federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
+
+    Raises:
+        ValueError: no sites, rows of another form, a row in which nothing is observed, or infinite numbers.
+    """
+    shapes = [(tuple(x.shape), tuple(y.shape)) for x, y in clients]
+    if not shapes or any(len(x) != 2 or y != x[:1] for x, y in shapes):
+        raise ValueError(f"Expected x (n, p) and y (n,) of every site, but got shapes {shapes}")
+    joined = [torch.cat([x, y[:, None]], 1).to(torch.float64) for x, y in clients]
+    values, counts = torch.cat(joined), torch.tensor([len(z) for z in joined])
+    observed = ~values.isnan()
+    if not bool(observed.any(1).all()):
+        raise ValueError("Expected something observed in every row, but got a row of NaN; leave it out")
+    return FederatedData(Incomplete(torch.where(observed, values, 0.0), observed), counts, tuple(names))
+
+
+def pooled_covariance() -> Algorithm:
+    """EM for the normal distribution of all sites' rows; a round is an iteration. Run it on `incomplete(...)` data.
+
+    Its parameters are where it starts, a `Normal` such as mean 0 and covariance I; the server's state is a `Normal`.
+
+    Columns that are exact linear functions of others, constant ones too, have no such distribution and end in a
+    `torch.linalg.LinAlgError`; leave them out.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import imputation
+        >>> x = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]])
+        >>> data = imputation.incomplete([(x, torch.tensor([1.0, 3.0, 2.5, 4.0]))])
+        >>> start = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
+        >>> *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(data), start, rounds=200)
+        >>> imputation.impute(data, final.server)[0][0][2].round(decimals=3)
+        tensor([2.1790], dtype=torch.float64)
+    """
+
+    def client(inbox: Normal, state: Any, data: Any, key: Tensor) -> Reply:
+        expected, spread, _ = _conditional(_incomplete(data.batch), inbox)
+        rows = data.mask.to(expected.dtype)
+        count = data.count.clamp(min=1).to(expected.dtype)
+        first = (expected * rows[..., None]).sum(1) / count[:, None]
+        outer = expected[..., :, None] * expected[..., None, :] + spread
+        second = (outer * rows[..., None, None]).sum(1) / count[:, None, None]
+        return Reply(Mean(Normal(first, second), data.count.to(expected.dtype)), state, {})
+
+    def server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
+        mean, second = aggregate.value
+        return Normal(mean, second - mean[:, None] * mean)
+
+    return Algorithm(
+        init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
+        outbox=lambda server: server,
+        client=client,
+        server=server,
+        model=lambda inbox, state: inbox,
+    )
+
+
+def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> FederatedData:
+    """The data with gaps filled, rows (x `(p,)`, y `()`): each site does this with its own rows.
+
+    Args:
+        data: of `incomplete`.
+        normal: of `pooled_covariance`.
+        key: for draws from the conditional distribution; default: its mean. Several keys give the data sets of a
+            multiple imputation, whose posteriors are mixed; means alone make intervals too short.
+    """
+
+    def fill(rows: Incomplete) -> tuple[Tensor, Tensor]:
+        expected, spread, values = _conditional(rows, tree.to(normal, _incomplete(rows).values))
+        if key is not None:
+            p = expected.shape[-1]
+            factor = _root(spread)
+            keys = random.fold_in(key, torch.arange(len(expected), device=key.device)).to(factor.device)
+            z = random.normal(keys, (p,), torch.float64)
+            expected = expected + (factor @ z[..., None])[..., 0]
+        filled = torch.where(rows.observed, values, expected)
+        return filled[:, :-1], filled[:, -1]
+
+    return data.map(fill)
+
+
+class _Gaps(NamedTuple):
+    x: Tensor  # (K, N, p), zero where missing
+    y: Tensor  # (K, N)
+    seen: Tensor  # (K, N, p) bool
+    count: Tensor  # type: ignore[assignment]  # (K,)
+
+
+def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
+    r"""The clients' half with the missing covariates among its variables. Run it on `incomplete(...)` data.
+
+    Every round begins with a draw of a row's missing covariates from their conditional distribution, whose precision is
+    :math:`(\Sigma^{-1})_{mm} + \theta_{k,m} \theta_{k,m}' / \sigma_k^2`, for rows of N(μ, Σ) at known μ and Σ.
+
+    Args:
+        regression: `sparse.regression(...)` without intercepts; centre the columns instead.
+        normal: of `pooled_covariance`; its response is not read.
+
+    Raises:
+        BadClients: a response is missing (when a population is bound).
+        ValueError: another kernel, or one with intercepts, of which the draws of the covariates would not know.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import imputation, sparse
+        >>> x = ft.random.normal(ft.random.key(0), (3, 60, 2), torch.float64)
+        >>> y = x[..., 0] + x[..., 1]
+        >>> x[:, ::2, 0] = torch.nan
+        >>> data = imputation.incomplete([(x[k], y[k]) for k in range(3)])
+        >>> normal = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
+        >>> local = imputation.imputing(sparse.regression(), normal)
+        >>> algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=5, chains=2)
+        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(2), burn_in=20).run(60)
+        >>> sampler.mean()["theta"].round()
+        tensor([1., 1.], dtype=torch.float64)
+    """
+    _check_regression(regression, len(normal.mean) - 1)
+    mean = normal.mean[:-1].to(torch.float64)
+    precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
+
+    def sweep(heard: sparse.Heard, site: sparse.Site, data: _Gaps, keys: Tensor, sweeps: int) -> sparse.Site:
+        clients, chains = keys.shape
+        for_gaps, for_sweeps = random.split(keys, 2)
+        theta = heard.theta + (site.place - heard.centre)
+        here = mean.to(theta.device), precision.to(theta.device)
+        x = data.x.repeat_interleave(chains, 0)
+        for k, n in enumerate(data.count.tolist()):
+            own = _Gaps(data.x[k, :n].clone(), data.y[k, :n].clone(), data.seen[k, :n].clone(), data.count[k])
+            for c in range(chains):
+                x[k * chains + c, :n] = _draw(own, *here, theta[k, c], site.noise[k, c], for_gaps[k, c])
+        rows = ClientData((x, data.y.repeat_interleave(chains, 0)), data.count.repeat_interleave(chains))
+        # Each chain has rows of its own, so what runs the regressions takes chains for clients.
+        each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (heard, site, for_sweeps))
+        after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
+        return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
+
+    return LocalKernel(regression.init, lambda data: _gaps(data, normal), sweep, regression.report)
+
+
+def _check_regression(regression: LocalKernel, covariates: int) -> None:
+    """Refuses what is no linear regression through the origin, as its preparation of a client of one row shows."""
+    nothing = torch.zeros(1, 1, covariates + 1, dtype=torch.float64)
+    design = regression.prepare(ClientData((nothing[..., 1:], nothing[..., 0]), torch.ones(1, dtype=torch.int64)))
+    if not isinstance(design, Design) or not torch.equal(design.degrees, design.count.to(design.degrees)):
+        raise ValueError(
+            "Expected sparse.regression(...) without intercepts, but got another kernel; centre the columns instead of "
+            "intercept=True"
+        )
+
+
+def _incomplete(rows: Any) -> Incomplete:
+    """The rows, if they are of `incomplete`."""
+    if not isinstance(rows, Incomplete):
+        raise ValueError(
+            f"Expected rows of imputation.incomplete(...), but got a {type(rows).__name__}; make the data by it"
+        )
+    return rows
+
+
+def _check_columns(normal: Normal, columns: int) -> None:
+    if (got := normal.mean.shape[-1]) != columns:
+        raise ValueError(
+            f"Expected a normal distribution of {columns} columns, the response last, but got one of {got}"
+        )
+
+
+def _gaps(data: Any, normal: Normal) -> _Gaps:
+    if isinstance(data, _Gaps):
+        return data
+    values, seen = _incomplete(data.batch)
+    _check_columns(normal, values.shape[-1])
+    values = values.to(torch.float64)
+    missing = (~seen[..., -1] & data.mask).any(1)
+    if bool(missing.any()):
+        raise BadClients(
+            missing.nonzero()[:, 0],
+            "Expected a response in every row, but got rows without one, which say nothing of the effects; "
+            "leave them out",
+        )
+    return _Gaps(values[..., :-1], values[..., -1], seen[..., :-1], data.count)
+
+
+def _draw(own: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Tensor, key: Tensor) -> Tensor:
+    """One site's covariates `(n, p)` with the missing ones drawn given the others, y, θ_k `(p,)` and 1/σ_k²."""
+    x, y, seen, _ = own
+    z = random.normal(key, x.shape, x.dtype)
+    some = (~seen).any(1)
+    open = (~seen[some]).to(x.dtype)
+    known = x[some]
+    # In the whole matrix, whose rows and columns of what is seen are those of the identity.
+    joint = precision + noise * theta[:, None] * theta
+    system = joint * (open[:, :, None] * open[:, None, :]) + torch.diag_embed(1 - open)
+    shift = precision @ mean + noise * y[some, None] * theta - known @ joint
+    factor = torch.linalg.cholesky(system)
+    half = torch.linalg.solve_triangular(factor, (shift * open)[..., None], upper=False)
+    drawn = torch.linalg.solve_triangular(factor.mT, half + z[some, :, None], upper=True)[..., 0]
+    filled = x.clone()
+    filled[some] = torch.where(seen[some], known, drawn)
+    return filled
+
+
+def _conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
+    """(E[z | observed] `(..., p)`, its covariance `(..., p, p)`, the values) of every row.
+
+    Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
+    """
+    seen = rows.observed.to(normal.covariance.dtype)
+    p = seen.shape[-1]
+    _check_columns(normal, p)
+    mean, covariance = (
+        leaf.reshape(*leaf.shape[: leaf.ndim - d], *[1] * (seen.ndim - 1 - (leaf.ndim - d)), *[p] * d)
+        for leaf, d in ((normal.mean, 1), (normal.covariance, 2))
+    )
+    system = covariance * (seen[..., :, None] * seen[..., None, :]) + torch.diag_embed(1 - seen)
+    factor = torch.linalg.cholesky(system)
+    gap = ((rows.values - mean) * seen)[..., None]
+    cross = covariance * seen[..., None, :]
+    expected = mean + (cross @ torch.cholesky_solve(gap, factor))[..., 0]
+    half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
+    unseen = 1 - seen
+    spread = (covariance - half.mT @ half) * (unseen[..., :, None] * unseen[..., None, :])
+    return torch.where(rows.observed, rows.values, expected), spread, rows.values
+
+
+def _root(spread: Tensor) -> Tensor:
+    """A square root of covariances that are zero for what was observed."""
+    values, vectors = torch.linalg.eigh(spread)
+    return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

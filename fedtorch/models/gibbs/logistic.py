@@ -1,0 +1,133 @@
+r"""Sparse logistic regression of several sites: the clients' half of its Gibbs sampler.
+
+.. math:: y_{ki} \sim \text{Bernoulli}\{1 / (1 + e^{-\psi_{ki}})\},\quad \psi_{ki} = \beta_k + X_{ki}' \theta_k,\qquad
+    \theta_{kj} \sim N(\theta_j, \lambda_{kj}^2 \tau_j^2)
+
+Given Pólya–Gamma numbers ω_ki ~ PG(1, ψ_ki) the coefficients are normal with precision X'ΩX + D⁻¹ (Polson, Scott and
+Windle, JASA 108, 2013, section 3.1). `fedtorch.models.gibbs.sparse.hierarchy` is the server's half.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import BadClients
+from fedtorch.models.gibbs import interweaving, sparse
+from fedtorch.models.gibbs.deviations import Deviation, horseshoe
+from fedtorch.models.gibbs.kernels import LocalKernel, check_start
+from fedtorch.models.gibbs.polya_gamma import polya_gamma
+from fedtorch.tree import Tree
+
+__all__ = ["LogisticSite", "logistic_regression"]
+
+
+class LogisticSite(NamedTuple):
+    """A client's variables; `(K, C, ...)`."""
+
+    theta: Tensor  # (..., p) θ_k
+    place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
+    precision: Tensor  # (..., p) 1/λ²
+    auxiliary: Tensor  # (..., p) 1/ν
+    noise: Tensor  # (...) 1, for the sums that all regressions report
+    likelihood: Tree  # of such moves given Pólya–Gamma numbers; {} for those that do not tell
+    intercept: Tensor  # (...) β_k
+
+
+class _Rows(NamedTuple):
+    x: Tensor  # (K, N, 1 + p) with ones in front
+    y: Tensor  # (K, N) minus a half
+    count: Tensor  # type: ignore[assignment]  # (K,)
+
+
+def logistic_regression(
+    *, deviation: Deviation | None = None, intercept_scale: float = 10.0, interweave: int = sparse.INTERWEAVE
+) -> LocalKernel:
+    """The clients' half: logistic regression with coefficients that deviate from the global ones.
+
+    Every site has an intercept β_k ~ N(0, s²) of its own. Rows are (x `(d,)`, y `()`), y 0 or 1.
+
+    Args:
+        deviation: the prior of θ_kj − θ_j; default `horseshoe()`.
+        intercept_scale: s.
+        interweave: up to how many coefficients the server can move θ with all θ_k; see `sparse.regression`.
+
+    Raises:
+        ValueError: `intercept_scale` is not positive; rows of another form, or y other than 0 and 1 (when a population
+            is bound).
+    """
+    if not intercept_scale > 0:
+        raise ValueError(f"Expected a positive intercept_scale, but got {intercept_scale}")
+    deviation = horseshoe() if deviation is None else deviation
+
+    def init(start: Tensor) -> LogisticSite:
+        ones = torch.ones_like(start)
+        likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
+        return LogisticSite(start, start, ones, ones, ones[:, 0], likelihood, torch.zeros_like(start[:, 0]))
+
+    def sweep(heard: sparse.Heard, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int) -> LogisticSite:
+        check_start(site.theta.shape[-1], data.x.shape[-1] - 1)
+        if len(keys) == 0:
+            return site
+        # One client after another, without padding, so that a client's numbers do not depend on its block.
+        found = []
+        for k, n in enumerate(data.count.tolist()):
+            own_heard, own_site = tree.map(lambda leaf, k=k: leaf[k].clone(), (heard, site))
+            x, y = data.x[k, :n].clone(), data.y[k, :n].clone()
+            found.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
+        return tree.stack(found)
+
+    return LocalKernel(init, prepare, sweep, sparse.report)
+
+
+def _sweep_one(
+    deviation: Deviation,
+    flat: float,
+    heard: sparse.Heard,
+    site: LogisticSite,
+    x: Tensor,
+    y: Tensor,
+    keys: Tensor,
+    sweeps: int,
+) -> LogisticSite:
+    """Sweeps over one client's variables, all chains at once."""
+    p = site.theta.shape[-1]
+    for_normals, for_rows, for_mixing = random.split(keys, 3)
+    normals = random.normal(for_normals, (sweeps, p + 1), torch.float64)
+    mixing = deviation.noise(for_mixing, (sweeps, p))
+    centre = torch.cat([torch.zeros_like(site.intercept)[:, None], heard.theta], 1)
+    ridge = torch.full_like(centre, flat)
+    offset = centre @ x.mT
+    coefficients = torch.cat([site.intercept[:, None], site.place - heard.centre], 1)
+    w, u = site.precision, site.auxiliary
+    for s in range(sweeps):
+        omega = polya_gamma(random.fold_in(for_rows, s), offset + coefficients @ x.mT)
+        ridge[:, 1:] = w * heard.precision
+        weighted = omega[:, :, None] * x
+        factor = torch.linalg.cholesky(x.mT @ weighted + torch.diag_embed(ridge))
+        right = (y - omega * offset) @ x
+        half = torch.linalg.solve_triangular(factor, right[..., None], upper=False)
+        coefficients = torch.linalg.solve_triangular(factor.mT, half + normals[:, s, :, None], upper=True)[..., 0]
+        energy = coefficients[:, 1:].square() * heard.precision / 2
+        w, u = deviation.update(w, u, energy, tuple(part[:, s] for part in mixing))
+    theta, place = heard.theta + coefficients[:, 1:], heard.centre + coefficients[:, 1:]
+    likelihood = site.likelihood
+    if likelihood:
+        predictor = torch.cat([coefficients[:, :1], place], 1) @ x.mT
+        likelihood = interweaving.logistic(x[:, 1:], y - omega * predictor, omega)
+    precision = w.clamp_max(sparse.MOST_PRECISE)
+    return LogisticSite(theta, place, precision, u, site.noise, likelihood, coefficients[:, 0])
+
+
+def prepare(data: Any) -> _Rows:
+    """The rows with a column of ones, checked."""
+    if isinstance(data, _Rows):
+        return data
+    x, y = sparse.rows(data)
+    bad = ((y != 0) & (y != 1)).any(-1)
+    if bool(bad.any()):
+        raise BadClients(bad.nonzero()[:, 0], "Expected responses of 0 and 1, but got others; recode y")
+    return _Rows(torch.cat([torch.ones_like(x[..., :1]), x], -1), y - 0.5, data.count)

@@ -1,0 +1,285 @@
+r"""Sparse regression of several sites that share most of their coefficients.
+
+.. math::
+    Y_{ki} = X_{ki}' \theta_k + \epsilon_{ki},\quad \epsilon_{ki} \sim N(0, \sigma_k^2),\qquad
+    \theta_{kj} \sim N(\theta_j, \lambda_{kj}^2 \tau_j^2),\quad \lambda_{kj}, \tau_j \sim C^+(0, 1),\quad
+    \sigma_k^2 \sim IG(a_\sigma, b_\sigma)
+
+and a sparse prior of the global θ_j (`global_priors`). `regression()` is the clients' half of a Gibbs
+sampler and `hierarchy()` the server's; `ft.gibbs` runs them. The conditionals:
+
+- θ_k ~ N(A⁻¹(X'y/σ² + D⁻¹θ), A⁻¹), A = X'X/σ² + D⁻¹, D = diag(λ_k² τ²), drawn as a deviation from θ
+- λ_kj² as `fedtorch.models.gibbs.deviations` says, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k)
+- 1/τ_j² ~ Gamma((M+1)/2, 1/ξ_j + ½ Σ_k (θ_kj − θ_j)²/λ_kj²), ξ_j ~ IG(1, 1 + 1/τ_j²), M counting the clients heard
+- θ_j from Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k 1/λ_kj², and before that θ with all θ_k − θ held fixed, from the sites'
+  likelihoods: see `fedtorch.models.gibbs.interweaving`.
+
+Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.2. Their Algorithm 2 is
+missing from the text and Algorithm 3 lacks the factors ½ of the conditionals of τ_j² and η.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import exact, random
+from fedtorch.data import BadClients
+from fedtorch.models import device_posterior
+from fedtorch.models.gibbs import interweaving
+from fedtorch.models.gibbs.deviations import Deviation, horseshoe
+from fedtorch.models.gibbs.gaussian_conditional import SIDE_BY_SIDE, Design, columns, gaussian_conditional, least_norm
+from fedtorch.models.gibbs.global_priors import GlobalPrior, spike_and_slab
+from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums, check_start
+from fedtorch.tree import Tree
+
+__all__ = ["INTERWEAVE", "Global", "Heard", "Site", "discoveries", "hierarchy", "regression"]
+
+MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
+INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
+
+
+class Heard(NamedTuple):
+    """What a client hears; `(K, C, ...)`, at the server `(C, ...)`."""
+
+    theta: Tensor  # (..., p) the global parameter
+    centre: Tensor  # (..., p) θ less all moves that every θ_k has made with it
+    precision: Tensor  # (..., p) 1/τ²
+    noise: Tensor  # (...) b_σ
+
+
+class Site(NamedTuple):
+    """A client's variables; `(K, C, ...)`."""
+
+    theta: Tensor  # (..., p) θ_k
+    place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
+    precision: Tensor  # (..., p) 1/λ²
+    auxiliary: Tensor  # (..., p) 1/ν
+    noise: Tensor  # (...) 1/σ²
+    likelihood: Tree  # of such moves; {} for those that do not tell
+
+
+class Global(NamedTuple):
+    """The server's variables; `(C, ...)`."""
+
+    theta: Tensor  # (C, p)
+    centre: Tensor  # (C, p) θ less all moves that every θ_k has made with it
+    precision: Tensor  # (C, p) 1/τ²
+    auxiliary: Tensor  # (C, p) 1/ξ
+    noise: Tensor  # (C,) b_σ
+    prior: Tree  # of the global prior
+
+
+def regression(
+    *,
+    deviation: Deviation | None = None,
+    noise_shape: float = 1.0,
+    intercept: bool = False,
+    interweave: int = INTERWEAVE,
+) -> LocalKernel:
+    """The clients' half: linear regression with coefficients that deviate from the global ones.
+
+    Clients may have any number of rows, fewer than coefficients too, and collinear or constant columns: what the data
+    do not say the prior does. Rows are (x `(d,)`, y `()`).
+
+    Args:
+        deviation: the prior of θ_kj − θ_j; default `horseshoe()`.
+        noise_shape: a_σ.
+        intercept: whether every site has an intercept of its own under a flat prior, which is integrated out.
+        interweave: up to how many coefficients p the sites tell p (p + 3) / 2 numbers more, so that the server can move
+            θ with all θ_k; chains then mix many times faster. 0: never.
+
+    Raises:
+        ValueError: `noise_shape` is not positive; rows of another form, or NaN in them (when a population is bound); a
+            start with another number of coefficients than the rows (in the first round).
+    """
+    if not noise_shape > 0:
+        raise ValueError(f"Expected a positive noise_shape, but got {noise_shape}")
+    deviation = horseshoe() if deviation is None else deviation
+
+    def init(start: Tensor) -> Site:
+        ones = torch.ones_like(start)
+        likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
+        return Site(start, start, ones, ones, ones[:, 0], likelihood)
+
+    def sweep(heard: Heard, site: Site, data: Design, keys: Tensor, sweeps: int) -> Site:
+        clients, chains, p = site.theta.shape
+        check_start(p, data.gram.shape[-1])
+        for_normals, for_noise, for_mixing, for_draw = random.split(keys, 4)
+        normals = _blocks(random.normal(for_normals, (sweeps, p), torch.float64))
+        degrees = noise_shape + data.degrees[:, None, None] / 2
+        gammas = _blocks(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
+        mixing = [_blocks(part) for part in deviation.noise(for_mixing, (sweeps, p))]
+        draw = gaussian_conditional(data, heard.theta, for_draw)
+        shared = columns(heard.precision)
+        half, scale = shared / 2, heard.noise.reshape(-1)
+        w, u, noise = columns(site.precision), columns(site.auxiliary), site.noise.reshape(-1)
+        delta = torch.zeros_like(w)
+        for s in range(sweeps):
+            delta, rss = draw(noise, w * shared, normals[s])
+            w, u = deviation.update(w, u, delta * delta * half, tuple(part[s] for part in mixing))
+            noise = gammas[s] / (scale + rss / 2)
+        rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
+        theta, place, noise = heard.theta + rows(delta), heard.centre + rows(delta), rows(noise)
+        likelihood = interweaving.linear(data, place, noise) if p <= interweave else {}
+        return Site(theta, place, rows(w.clamp_max(MOST_PRECISE)), rows(u), noise, likelihood)
+
+    return LocalKernel(init, lambda data: design(data, intercept), sweep, report)
+
+
+def report(site: Site) -> Sums:
+    """What the server needs of the sites, as sums: how many, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods."""
+    first, second = exact.products(site.precision, site.place)
+    return {
+        "clients": (torch.ones_like(site.noise),),
+        "precision": (site.precision,),
+        "first": first,
+        "second": second,
+        "noise": (site.noise,),
+        **(interweaving.report(site.likelihood) if site.likelihood else {}),
+    }
+
+
+def hierarchy(
+    prior: GlobalPrior | None = None,
+    *,
+    scale: float | None = None,
+    noise_scale: float = 1.0,
+    noise_prior: tuple[float, float] | None = None,
+    noise_shape: float = 1.0,
+) -> GlobalKernel:
+    """The server's half: the global parameter θ, the scales τ_j of the deviations from it, and the scale of the noise.
+
+    Args:
+        prior: of θ; default `spike_and_slab()`.
+        scale: τ_j where it is known; default: half-Cauchy τ_j.
+        noise_scale: b_σ of σ_k² ~ IG(a_σ, b_σ); where it starts if it is sampled.
+        noise_prior: shape and rate of a gamma prior of b_σ, so that sites learn of each other's noise; default: b_σ is
+            fixed.
+        noise_shape: a_σ as given to `regression`, which only sampling b_σ needs.
+
+    Raises:
+        ValueError: a scale, shape or rate is not positive.
+    """
+    prior = spike_and_slab() if prior is None else prior
+    for name, number in (("scale", scale), ("noise_scale", noise_scale), ("noise_shape", noise_shape)):
+        if number is not None and not number > 0:
+            raise ValueError(f"Expected a positive {name}, but got {number}")
+    if noise_prior is not None and not min(noise_prior) > 0:
+        raise ValueError(f"Expected a positive shape and rate of noise_prior, but got {noise_prior}")
+
+    def init(start: Tensor) -> Global:
+        ones = torch.ones_like(start)
+        precision = ones if scale is None else ones / scale**2
+        return Global(start, start, precision, ones, noise_scale * ones[:, 0], prior.init(start))
+
+    def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
+        p = state.theta.shape[-1]
+        for_scale, for_auxiliary, for_prior, for_noise, for_move = random.split(keys, 5)
+        clients = exact.value(sums["clients"])
+        before = state.theta
+        if "score" in sums:
+            before = interweaving.move(sums, before, state.centre, prior.precision(state.prior), for_move)
+        weight, first, second = exact.about(sums["precision"], sums["first"], sums["second"], state.centre)
+        precision, auxiliary = state.precision, state.auxiliary
+        if scale is None:
+            gamma = random.gamma(for_scale, (clients[:, None] + 1) / 2, (p,), torch.float64)
+            precision = gamma / (auxiliary + second / 2)
+            auxiliary = random.exponential(for_auxiliary, (p,), torch.float64) / (1 + precision)
+        theta, variables = prior.update(state.prior, before + first / weight, weight * precision, for_prior)
+        centre = theta + (state.centre - before)
+        noise = state.noise
+        if noise_prior is not None:
+            shape, rate = noise_prior
+            gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
+            noise = gamma / (rate + exact.value(sums["noise"]))
+        return Global(theta, centre, precision, auxiliary, noise, variables)
+
+    def send(state: Global) -> Heard:
+        return Heard(state.theta, state.centre, state.precision, state.noise)
+
+    return GlobalKernel(init, send, update)
+
+
+def discoveries(inclusion: Tensor, rate: float = 0.05) -> Tensor:
+    """The coefficients to report so that of them an expected share of at most `rate` are zero, given the data.
+
+    The largest set of the most probable ones whose mean of 1 − inclusion is at most `rate`: see
+    `fedtorch.models.device_posterior.discoveries`.
+
+    Args:
+        inclusion: posterior inclusion probabilities, any shape.
+        rate: between 0 and 1.
+
+    Returns:
+        bool, in the shape of `inclusion`.
+
+    Raises:
+        ValueError: a rate out of range.
+
+    Example:
+        >>> discoveries(torch.tensor([0.99, 0.2, 0.93, 0.8]), 0.05)
+        tensor([ True, False,  True, False])
+    """
+    return device_posterior.discoveries(1 - inclusion, rate)
+
+
+def design(data: Any, intercept: bool = False) -> Design:
+    """The clients' rows as a regression needs them, each computed from the client's own rows only.
+
+    Args:
+        data: `ClientData` of rows (x, y).
+        intercept: whether columns and response are centred.
+
+    Raises:
+        BadClients: rows of another form, or NaN or Inf in them.
+    """
+    if isinstance(data, Design):
+        return data
+    x, y = rows(data)
+    parts = [_one_design(x[k, :n], y[k, :n], intercept) for k, n in enumerate(data.count.tolist())]
+    p = x.shape[-1]
+    shapes = ((p, p), (p,), ())
+    gram, estimate, rss = (
+        torch.stack([part[i] for part in parts]) if parts else x.new_zeros(0, *shape) for i, shape in enumerate(shapes)
+    )
+    degrees = (data.count - int(intercept)).to(x.dtype)
+    if p <= SIDE_BY_SIDE:
+        return Design(gram, estimate, rss, degrees, data.count, None, None)
+    if intercept:
+        mask = data.mask[..., None]
+        x = (x - x.sum(1, keepdim=True) / data.count[:, None, None]) * mask
+        y = (y - y.sum(1, keepdim=True) / data.count[:, None]) * mask[..., 0]
+    return Design(gram, estimate, rss, degrees, data.count, x, y)
+
+
+def rows(data: Any) -> tuple[Tensor, Tensor]:
+    """x `(K, N, p)` and y `(K, N)` of a block in float64, checked."""
+    batch = data.batch
+    if not isinstance(batch, tuple) or len(batch) < 2 or batch[0].ndim != 3 or batch[1].ndim != 2:
+        raise ValueError("Expected rows (x, y) of shapes (p,) and (); pass ft.data.from_tensors([(x, y), …])")
+    x, y = batch[0].to(torch.float64), batch[1].to(torch.float64)
+    bad = ~(x.isfinite().all(-1) & y.isfinite()).all(-1)
+    if bool(bad.any()):
+        raise BadClients(
+            bad.nonzero()[:, 0],
+            "Expected finite x and y, but got NaN or Inf; fill missing covariates once by "
+            "fedtorch.models.gibbs.imputation.impute, or in every round by imputation.imputing",
+        )
+    return x, y
+
+
+def _one_design(x: Tensor, y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(X'X, least squares estimate of least norm, residual sum of squares) of one client's rows."""
+    x, y = x.clone(), y.clone()  # aligned alike, wherever the client lies in its block
+    if intercept:
+        x, y = x - x.mean(0), y - y.mean()
+    estimate = least_norm(x, y[:, None])[:, 0]
+    return x.mT @ x, estimate, (y - x @ estimate).square().sum()
+
+
+def _blocks(draws: Tensor) -> Tensor:
+    """Draws `(K, C, sweeps, ...)` as `(sweeps, ..., B)`."""
+    return draws.flatten(0, 1).movedim(0, -1).contiguous()

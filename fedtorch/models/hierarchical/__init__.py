@@ -1,0 +1,23 @@
+"""Hierarchical Bayesian models of devices, as factors that expectation propagation takes.
+
+`linear`, `generalised` (logistic, Poisson) and `shrinkage` say what a device's rows are, `normal` how the devices'
+coefficients hang together; `of` joins any two.
+"""
+
+from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, of
+from fedtorch.models.hierarchical.hierarchy import Hierarchy, normal
+from fedtorch.models.hierarchical.linear_devices import adapted, expected_residual, linear, rows, statistics
+
+__all__ = [
+    "Hierarchy",
+    "Likelihood",
+    "Local",
+    "Model",
+    "adapted",
+    "expected_residual",
+    "linear",
+    "normal",
+    "of",
+    "rows",
+    "statistics",
+]

@@ -1,0 +1,240 @@
+r"""The factor f_k(φ) = ∫ p(y_k | θ_k) p(θ_k | φ) dθ_k of a device, for any hierarchy and likelihood.
+
+θ_k | φ ~ N(A μ, S(ζ)), φ = (μ, ζ). Under a cavity, μ given ζ is normal, so that θ_k given ζ is N(m, Σ) with
+Σ = S(ζ) + A V A'. A likelihood tells the evidence ℓ(m, Σ) of the rows and its derivatives in m, which are all that the
+moments of μ need (Stein's identities), with C = V A' the covariance of μ and θ_k:
+
+.. math:: E[\mu \mid \zeta, y] = E[\mu \mid \zeta] + C\, \ell'(m), \qquad
+    \mathrm{Cov}[\mu \mid \zeta, y] = V + C\, \ell''(m)\, C' .
+
+Nodes are needed over ζ only (`quadrature.tilt`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.models import gaussian
+from fedtorch.models.device_posterior import DevicePosterior
+from fedtorch.models.gaussian import Moments, Natural
+from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.hierarchical.hierarchy import Hierarchy
+from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
+from fedtorch.models.hierarchical.projections import LogFactor, Projected, Start
+from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
+
+__all__ = ["Likelihood", "Local", "Model", "derivatives", "of"]
+
+_CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
+
+
+class Local(NamedTuple):
+    """What a likelihood tells of θ_k ~ N(mean, covariance) and the device's rows; the functions compute when asked."""
+
+    log_evidence: Tensor  # (K, R)
+    # weights (K, R) -> its gradient in `mean` (K, R, d), and the weighted sum of minus its second derivatives (K, d, d)
+    derivatives: Callable[[Tensor], tuple[Tensor, Tensor]]
+    moments: Callable[[], Moments]  # of θ_k given the rows (K, R, d), (K, R, d, d)
+
+
+class Likelihood(NamedTuple):
+    """How rows depend on θ_k."""
+
+    prepare: Callable[[Any], Any]  # block -> what `local` needs
+    # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Local
+    local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Local]
+    residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
+    rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)
+    size: Callable[[Any], int]  # numbers a node of one client needs
+
+
+class Model(NamedTuple):
+    """A hierarchical model, ready for `ft.ep(model.project, model.prior, start=…, prepare=…)`."""
+
+    names: tuple[str, ...]  # of the coordinates of φ
+    prior: Prior
+    project: Callable[[Moments, Any, Tensor], Projected]
+    start: Start
+    prepare: Callable[[Any], Any]
+    devices: Callable[[Moments, Any], DevicePosterior]  # (what the others know of φ, prepared data)
+    log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
+    # (φ (K, R, p), their weights (K, R), prepared data) -> θ_k given the rows, mixed over these φ
+    given: Callable[[Tensor, Tensor, Any], DevicePosterior]
+
+
+def of(
+    hierarchy: Hierarchy, likelihood: Likelihood, *, noise: Hyperprior | None = None, rule: Rule | None = None
+) -> Model:
+    """The model of a hierarchy and a likelihood.
+
+    Args:
+        hierarchy: of θ_k given φ.
+        likelihood: of a device's rows given θ_k.
+        noise: hyperprior of log σ², the last coordinate of φ, if the likelihood has one.
+        rule: nodes over ζ.
+    """
+    means = hierarchy.mean
+    features, m = means.shape
+    names, prior = hierarchy.names, hierarchy.prior
+    if noise is not None:
+        names, prior = (*names, "log noise"), _extended(prior, noise)
+    scales = len(prior.normal.shift) - m
+    rule = default_rule(scales) if rule is None else rule
+
+    def split(zeta: Tensor) -> tuple[Tensor, Tensor | None]:
+        return (zeta[..., :-1], zeta[..., -1]) if noise is not None else (zeta, None)
+
+    def tilted(cavity: Moments, data: Any) -> tuple[Nodes, _Given]:
+        given = _Given.of(cavity, means.to(cavity.mean))
+
+        def factor(zeta: Tensor) -> tuple[Tensor, Local]:
+            inner, log_noise = split(zeta)
+            mean, covariance = given.mean(zeta) @ given.design.mT, hierarchy.covariance(inner) + given.spread[:, None]
+            found = likelihood.local(data, mean, covariance, inner, log_noise)
+            return found.log_evidence, found
+
+        return tilt(given.scales, factor, rule), given
+
+    def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
+        def moments(part: tuple[Moments, Any]) -> Moments:
+            return _moments(*tilted(*part))
+
+        return Projected(_in_chunks(moments, (cavity, data), _numbers(data, len(rule.weights))), cavity)
+
+    def devices(cavity: Moments, data: Any) -> DevicePosterior:
+        def mixture(part: tuple[Moments, Any]) -> DevicePosterior:
+            nodes, _ = tilted(*part)
+            return mixed(nodes.weights, nodes.values, nodes.nodes)
+
+        return _in_chunks(mixture, (cavity, data), _numbers(data, len(rule.weights)))
+
+    def mixed(weights: Tensor, found: Local, zeta: Tensor) -> DevicePosterior:
+        _, log_noise = split(zeta)
+        log_noise = torch.full_like(weights, torch.nan) if log_noise is None else log_noise
+        moments = found.moments()
+        return DevicePosterior(weights, moments.mean, moments.covariance, log_noise)
+
+    def at(phi: Tensor, data: Any) -> Local:
+        mu, (inner, log_noise) = phi[..., :m], split(phi[..., m:])
+        spread = hierarchy.covariance(inner)
+        fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
+        spread = spread + torch.diag_embed(fixed * torch.finfo(phi.dtype).eps)
+        return likelihood.local(data, mu @ means.to(phi).mT, spread, inner, log_noise)
+
+    def log_factor(phi: Tensor, data: Any) -> Tensor:
+        return _in_chunks(lambda part: at(*part).log_evidence, (phi, data), _numbers(data, phi.shape[1]))
+
+    def given(phi: Tensor, weights: Tensor, data: Any) -> DevicePosterior:
+        def mixture(part: tuple[Tensor, Tensor, Any]) -> DevicePosterior:
+            return mixed(part[1], at(part[0], part[2]), part[0][..., m:])
+
+        return _in_chunks(mixture, (phi, weights, data), _numbers(data, phi.shape[1]))
+
+    def _numbers(data: Any, nodes: int) -> int:
+        return nodes * max(features**2, likelihood.size(data))
+
+    def summary(data: Any, prior: Prior) -> dict[str, Tensor]:
+        """One step of expectation maximisation from the prior's mean."""
+        own = gaussian.moments(prior.completed())
+        zero = own.mean.new_zeros(())
+        if data is None:
+            return {"mean": zero.expand(features), "second": gaussian.pack(zero.expand(features, features)),
+                    "residual": zero, "count": zero}  # fmt: skip
+        count = len(tree.leaves(data)[0])
+        cavity = Moments(*tree.expand(own, count))
+        given = _Given.of(cavity, means.to(own.mean))
+        inner, log_noise = split(cavity.mean[:, None, m:])
+        found = likelihood.local(
+            data, given.mean(cavity.mean[:, None, m:]) @ given.design.mT,
+            hierarchy.covariance(inner) + given.spread[:, None], inner, log_noise,
+        )  # fmt: skip
+        mean, covariance = (part[:, 0] for part in found.moments())
+        residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
+        second = gaussian.pack(covariance + mean[:, :, None] * mean[:, None])
+        return {"mean": mean, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}
+
+    def estimate(total: dict[str, Tensor], count: Tensor, prior: Prior) -> Natural:
+        average = total["mean"] / count
+        spread = gaussian.unpack(total["second"] / count)
+        if m:
+            spread = spread - average[:, None] * average
+        variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(average.dtype).tiny)
+        zeta = hierarchy.scales(spread, variance.log())
+        if noise is not None:
+            zeta = torch.cat([zeta, variance.log()[None]])
+        precision = torch.cat([1 / spread.diagonal()[:m], torch.ones_like(zeta)])
+        mean = torch.cat([average[:m], zeta])
+        return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
+
+    return Model(names, prior, project, Start(summary, estimate), likelihood.prepare, devices, log_factor, given)
+
+
+class _Given(NamedTuple):
+    """μ given ζ under the cavity: μ ~ N(centre + slope (ζ − E ζ), covariance)."""
+
+    scales: Moments  # of ζ
+    centre: Tensor  # (K, m)
+    slope: Tensor  # (K, m, s)
+    covariance: Tensor  # (K, m, m)
+    design: Tensor  # (d, m)
+    spread: Tensor  # (K, d, d) of E θ_k given ζ
+
+    @staticmethod
+    def of(cavity: Moments, design: Tensor) -> _Given:
+        m = design.shape[1]
+        total, inner = cavity.covariance, cavity.covariance[:, m:, m:]
+        factor = torch.linalg.cholesky_ex(inner).L
+        half = torch.linalg.solve_triangular(factor, total[:, m:, :m], upper=False)
+        slope = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
+        covariance = total[:, :m, :m] - half.mT @ half
+        scales = Moments(cavity.mean[:, m:], inner)
+        return _Given(scales, cavity.mean[:, :m], slope, covariance, design, design @ covariance @ design.mT)
+
+    def mean(self, zeta: Tensor) -> Tensor:
+        """E μ given ζ, `(K, R, m)`."""
+        return self.centre[:, None] + (zeta - self.scales.mean[:, None]) @ self.slope.mT
+
+
+def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`Local.derivatives` from the moments of θ_k before and after the rows."""
+    factor = torch.linalg.cholesky_ex(covariance).L
+    gradient = torch.cholesky_solve((found.mean - mean)[..., None], factor)[..., 0]
+    lost = torch.cholesky_solve(torch.cholesky_solve(covariance - found.covariance, factor).mT, factor)
+    return gradient, (weights[..., None, None] * lost).sum(1)
+
+
+def _moments(nodes: Nodes, given: _Given) -> Moments:
+    """The tilted moments of (μ, ζ)."""
+    m = given.centre.shape[1]
+    across = given.covariance @ given.design.mT
+    gradient, information = nodes.values.derivatives(nodes.weights)
+    phi = torch.cat([given.mean(nodes.nodes) + gradient @ across.mT, nodes.nodes], -1)
+    centre = (nodes.weights[..., None] * phi).sum(1)
+    away = phi - centre[:, None]
+    total = (nodes.weights[..., None] * away).mT @ away
+    total[:, :m, :m] += given.covariance - across @ information @ across.mT
+    return Moments(centre, (total + total.mT) / 2)
+
+
+def _in_chunks(function: Callable[[Any], Any], stacked: Any, numbers: int) -> Any:
+    """`function` on some clients at a time, so that its arrays stay small."""
+    count = len(tree.leaves(stacked)[0])
+    size = max(1, _CHUNK // max(1, numbers))
+    if count <= size:
+        return function(stacked)
+    return tree.concatenate([function(tree.take(stacked, slice(i, i + size))) for i in range(0, count, size)])
+
+
+def _extended(prior: Prior, last: Hyperprior) -> Prior:
+    """The prior with one more coordinate."""
+    size = len(prior.normal.shift)
+    old = gaussian.unpack(prior.normal.precision)
+    precision = torch.block_diag(old, torch.tensor([[last.precision]], dtype=old.dtype))
+    shift = torch.cat([prior.normal.shift, prior.normal.shift.new_tensor([last.shift])])
+    more = () if last.log_density is None else (hyperpriors.Factor(size, last.log_density),)
+    return Prior(Natural(shift, gaussian.pack(precision)), (*prior.factors, *more))

@@ -1,0 +1,107 @@
+r"""How devices' coefficients come from one normal distribution: μ, variances, a full covariance, fixed effects.
+
+A coefficient that is not `random` has variance 0, a fixed effect: that makes linear mixed-effects models.
+
+Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study on linear models", Example 4.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
+
+__all__ = ["Hierarchy", "normal"]
+
+
+class Hierarchy(NamedTuple):
+    """How θ_k depends on φ = (μ, ζ)."""
+
+    names: tuple[str, ...]  # of the coordinates of φ
+    mean: Tensor  # (d, m) E θ_k = mean · μ
+    covariance: Callable[[Tensor], Tensor]  # ζ (..., s) -> S (..., d, d)
+    scales: Callable[[Tensor, Tensor], Tensor]  # (E θθ' about μ (d, d), log σ² ()) -> ζ (s,) that would give it
+    prior: Prior  # of φ
+
+
+def normal(
+    features: int,
+    *,
+    random: Sequence[int | str] | None = None,
+    correlated: bool = False,
+    mean: float | Tensor = 0.0,
+    sd: float | Tensor = 1.0,
+    variance: Hyperprior | Sequence[Hyperprior] | None = None,
+    names: Sequence[str] | None = None,
+) -> Hierarchy:
+    r"""θ_k ~ N(μ, diag(τ)), or with a full covariance; μ_j ~ N(mean_j, sd_j²) and hyperpriors of log τ_j.
+
+    With `correlated`, S = L L' with :math:`L = \mathrm{diag}(\tau^{1/2}) U`, U unit lower triangular with free entries
+    :math:`U_{ij} \sim N(0, 1)`: τ_i is the variance of coefficient i given those before it.
+
+    Args:
+        features: d.
+        random: numbers or names of the coefficients that differ between devices; default: all. The others are fixed
+            effects, θ_kj = μ_j.
+        correlated: whether the random coefficients are.
+        mean, sd: of the prior of μ, numbers or `(d,)`.
+        variance: hyperprior of x_j = log τ_j, one or one for each; default: log-normal(0, 1).
+        names: of the coefficients; default: "0", "1", ….
+    """
+    labels = tuple(str(j) for j in range(features)) if names is None else tuple(names)
+    if len(labels) != features or features < 1:
+        raise ValueError(f"Expected a name for each of {features} coefficients (at least 1), but got {len(labels)}")
+    chosen = list(range(features)) if random is None else [_number(which, labels) for which in random]
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"Expected distinct random coefficients, but got {list(random or ())}")
+    r = len(chosen)
+    own = hyperpriors.log_normal() if variance is None else variance
+    each = [own] * r if isinstance(own, Hyperprior) else list(own)
+    if len(each) != r:
+        raise ValueError(f"Expected a hyperprior for each of {r} random coefficients, but got {len(each)}")
+    row, column = torch.tril_indices(r, r, -1) if correlated else torch.zeros(2, 0, dtype=torch.int64)
+    place = torch.tensor(chosen, dtype=torch.int64)
+
+    def root(zeta: Tensor) -> Tensor:
+        unit = torch.eye(r, dtype=zeta.dtype, device=zeta.device).expand(*zeta.shape[:-1], r, r).clone()
+        unit[..., row, column] = zeta[..., r:]
+        return (zeta[..., :r, None] / 2).exp() * unit
+
+    def covariance(zeta: Tensor) -> Tensor:
+        full = zeta.new_zeros((*zeta.shape[:-1], features, features))
+        if not correlated:
+            full[..., place, place] = zeta.exp()
+            return full
+        half = root(zeta)
+        full[..., place[:, None], place] = half @ half.mT
+        return full
+
+    def scales(matrix: Tensor, log_noise: Tensor) -> Tensor:
+        inner = matrix[place[:, None], place]
+        if not correlated:
+            return inner.diagonal().log()
+        half = torch.linalg.cholesky(inner)
+        return torch.cat([2 * half.diagonal().log(), (half / half.diagonal()[:, None])[row, column]])
+
+    shape = torch.ones(features, dtype=torch.float64)
+    prior = hyperpriors.prior(
+        mean * shape, torch.diag((sd * shape).square()), [*each, *[hyperpriors.log_normal()] * len(row)]
+    )
+    titles = [f"mean {name}" for name in labels] + [f"log variance {labels[j]}" for j in chosen]
+    titles += [f"dependence {labels[chosen[i]]} on {labels[chosen[j]]}" for i, j in zip(row, column)]
+    return Hierarchy(tuple(titles), torch.eye(features, dtype=torch.float64), covariance, scales, prior)
+
+
+def _number(which: int | str, names: Sequence[str]) -> int:
+    if isinstance(which, str):
+        if which not in names:
+            raise ValueError(f"Expected one of the coefficients {list(names)}, but got {which!r}")
+        return list(names).index(which)
+    if not 0 <= which < len(names):
+        raise ValueError(f"Expected the number of a coefficient below {len(names)}, but got {which}")
+    return which

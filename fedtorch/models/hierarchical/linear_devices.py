@@ -1,0 +1,198 @@
+r"""HM2: devices whose coefficients come from one distribution, as factors for expectation propagation.
+
+.. math::
+    y_k \mid \theta_k \sim p(y_k \mid X_k \theta_k), \qquad \theta_k \mid \varphi \sim N(\mu, S(\zeta)), \qquad
+    \varphi = (\mu, \zeta),
+
+with ζ the logarithms of the variances τ (and more for a full covariance, and log σ² where the noise is learnt). Given
+ζ, μ and θ_k are jointly normal, so a device's factor f_k(φ) = ∫ p(y_k | θ_k) p(θ_k | φ) dθ_k and its tilted moments
+need nodes over ζ only (`quadrature.tilt`): μ and θ_k integrate exactly for the linear model, and by a normal
+approximation at the mode of θ_k for logistic and Poisson regression (`generalised.py`).
+
+A coefficient that is not `random` has variance 0, a fixed effect: that makes linear mixed-effects models.
+
+A device's own posterior (section 4.2.1) is the mixture, over the nodes of its tilted distribution, of the normal
+densities of θ_k given ζ: composition sampling from the cavity without its Monte Carlo error.
+
+Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study on linear models", Example 4.1 and
+sections 4.2.1 and 4.3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+
+from fedtorch import tree
+from fedtorch.data import BadClients
+from fedtorch.models.device_posterior import DevicePosterior
+from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, of
+from fedtorch.models.hierarchical.hierarchy import Hierarchy, normal
+from fedtorch.models.hierarchical.hyperpriors import Hyperprior
+from fedtorch.models.linear import Reduced, SufficientStatistics, reduced, residual_sum, sufficient_statistics
+from fedtorch.models.quadrature import Rule
+
+__all__ = [
+    "Hierarchy",
+    "Likelihood",
+    "Local",
+    "Model",
+    "adapted",
+    "expected_residual",
+    "linear",
+    "normal",
+    "of",
+    "rows",
+    "statistics",
+]
+
+
+def linear(
+    hierarchy: Hierarchy,
+    *,
+    noise: Hyperprior | float | Callable[[SufficientStatistics], Tensor] | None = None,
+    rule: Rule | None = None,
+) -> Model:
+    """Linear regression: y_k ~ N(X_k θ_k, σ² I).
+
+    Args:
+        hierarchy: of the coefficients, such as `normal(d)`.
+        noise: a hyperprior of log σ², shared by all devices and learnt; the known variance; or a function of the
+            sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5).
+        rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
+
+    Raises:
+        ValueError: a noise variance that is not positive; or, when a population is bound, rows of another form, or a
+            device for which `noise` gives no positive variance.
+    """
+    noise = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
+    if isinstance(noise, (int, float)) and not noise > 0:
+        raise ValueError(f"Expected a positive noise variance, but got {noise}")
+
+    def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Local:
+        known = data.log_noise[:, None].expand(mean.shape[:2])
+        return _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
+
+    def prepare(data: Any) -> _Data:
+        if isinstance(data, _Data):
+            return data
+        found = statistics(data, hierarchy.mean.shape[0])
+        if isinstance(noise, Hyperprior):
+            known = torch.ones_like(found.power)
+        else:
+            known = noise(found) if callable(noise) else torch.full_like(found.power, noise)
+        bad = ~((known > 0) & known.isfinite())
+        if bool(bad.any()):
+            raise BadClients(
+                bad.nonzero()[:, 0],
+                f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below",
+            )
+        return _Data(reduced(found), known.log())
+
+    likelihood = Likelihood(
+        prepare,
+        local,
+        lambda data, mean, covariance: _residual(data.rows, mean, covariance),
+        lambda data: data.rows.count,
+        lambda data: 1,
+    )
+    return of(hierarchy, likelihood, noise=noise if isinstance(noise, Hyperprior) else None, rule=rule)
+
+
+def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePosterior:
+    """New devices' posteriors from q(φ) and their own few rows: no other device takes part.
+
+    Args:
+        model: that q(φ) was learnt with.
+        posterior: q(φ).
+        data: a block of the new devices' rows, such as `data.stack([0, 1])`; a device may have none.
+    """
+    count = len(data.count)
+    moments = Moments(posterior.mean, posterior.covariance_matrix)
+    return model.devices(Moments(*tree.expand(moments, count)), model.prepare(data))
+
+
+def statistics(data: Any, features: int) -> SufficientStatistics:
+    """Sufficient statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`.
+
+    Raises:
+        ValueError: the rows have another shape.
+    """
+    return data if isinstance(data, SufficientStatistics) else sufficient_statistics(*rows(data, features))
+
+
+def expected_residual(data: SufficientStatistics, mean: Tensor, covariance: Tensor) -> Tensor:
+    """E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`."""
+    return residual_sum(data, mean) + (data.gram * covariance).sum((1, 2))
+
+
+def rows(data: Any, features: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x `(K, N, d)`, y `(K, N)` and the mask `(K, N)` of a block, in float64, zero where there is no row.
+
+    Raises:
+        ValueError: the rows are not (x, y) of these shapes.
+    """
+    batch = data.batch
+    shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(batch)]
+    if shapes not in ([(features,), ()], [(features,), (1,)]):
+        raise ValueError(f"Expected rows (x, y) of shapes ({features},) and (), but got {shapes}")
+    x, y = (leaf.to(torch.float64) for leaf in tree.leaves(batch))
+    mask = data.mask
+    return x * mask[..., None], y.reshape(y.shape[:2]) * mask, mask
+
+
+class _Data(NamedTuple):
+    """What the linear model needs of `K` devices' rows."""
+
+    rows: Reduced
+    log_noise: Tensor  # (K,) where the noise is known, and 0 where it is learnt
+
+
+def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
+    """E ‖y_k − X_k θ_k‖², `(K,)`."""
+    misfit = data.response - (data.root.mT @ mean[..., None])[..., 0]
+    return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
+
+
+def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor) -> Local:
+    """The linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows."""
+    (clients, nodes, d), root = mean.shape, data.root
+    variance = log_noise.exp()
+    half = (covariance.reshape(clients, nodes * d, d) @ root).reshape(covariance.shape)  # ΣB
+    total = (half.mT.reshape(clients, nodes * d, d) @ root).reshape(covariance.shape)
+    total.diagonal(dim1=-2, dim2=-1).add_(variance[..., None])
+    factor = torch.linalg.cholesky_ex(total).L
+    misfit = data.response[:, None] - mean @ root
+    white = torch.linalg.solve_triangular(factor, misfit[..., None], upper=False)
+    log_evidence = (
+        -0.5 * data.count[:, None] * math.log(2 * math.pi)
+        - 0.5 * (data.count[:, None] - d) * log_noise
+        - 0.5 * data.rest[:, None] / variance
+        - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        - 0.5 * white.square().sum((-2, -1))
+    )
+
+    def derivatives(weights: Tensor) -> tuple[Tensor, Tensor]:
+        eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
+        inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+        every = (inverse * weights[..., None, None].sqrt()).reshape(clients, nodes * d, d)
+        return (inverse.mT @ white)[..., 0] @ root.mT, root @ (every.mT @ every) @ root.mT
+
+    def moments() -> Moments:
+        outer = torch.linalg.cholesky_ex(covariance).L
+        design = outer.mT @ root[:, None] / variance[..., None, None].sqrt()
+        eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
+        inner = torch.linalg.cholesky_ex(eye + design @ design.mT).L
+        whole = torch.linalg.solve_triangular(inner, outer.mT, upper=False)
+        scaled = misfit / variance[..., None]
+        gain = whole.mT @ (whole @ (root[:, None] @ scaled[..., None]))
+        return Moments(mean + gain[..., 0], whole.mT @ whole)
+
+    return Local(log_evidence, derivatives, moments)

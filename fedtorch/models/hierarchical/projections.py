@@ -1,0 +1,159 @@
+r"""Projections of a density times a factor onto the normal densities, for any factor f(φ).
+
+A projection takes the cavity and returns two sets of moments: `tilted`, of cavity times factor, and `reference`, of the
+cavity itself as the same nodes or draws see it. Expectation propagation uses the difference of their natural
+parameters, so that errors common to both cancel. (Independent draws of tilted moments alone add up to an error of
+159 % over a thousand clients with two thousand draws each, differences from the same draws to 5 %.)
+
+A factor is `log_factor(phi, data)`: φ `(K, R, p)`, the clients' prepared data -> `(K, R)`. It need not be normalised.
+
+Source: Vehtari et al. (2020), "Expectation propagation as a way of life", sections 4 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.models.gaussian import Moments, Natural
+from fedtorch.models.hierarchical.hyperpriors import Prior
+from fedtorch.models.quadrature import Rule, default_rule, tilt
+from fedtorch.tree import Tree
+
+__all__ = ["LogFactor", "Projected", "Projection", "Start", "importance", "laplace", "quadrature"]
+
+_NEWTON_STEPS = 50
+_HALVINGS = 12
+
+
+class Projected(NamedTuple):
+    """Moments `(K, p)`, `(K, p, p)`."""
+
+    tilted: Moments  # of cavity times factor
+    reference: Moments  # of the cavity, as the same nodes see it
+
+
+class Start(NamedTuple):
+    """How the summed round makes the first estimate."""
+
+    summary: Callable[[Any, Prior], Tree]  # (prepared data, prior) -> a tree, (K, ...)
+    estimate: Callable[[Tree, Tensor, Prior], Natural]  # (sum of summaries, how many, prior) -> all sites' sum
+
+
+class Projection(Protocol):
+    """(cavity, prepared data, keys `(K,)`) -> moments of cavity times factor."""
+
+    def __call__(self, cavity: Moments, data: Any, key: Tensor) -> Projected: ...
+
+
+LogFactor = Callable[[Tensor, Any], Tensor]
+
+
+def quadrature(log_factor: LogFactor, rule: Rule | None = None) -> Projection:
+    """Moments by nodes that go where the product is; see `fedtorch.models.quadrature`.
+
+    Args:
+        log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
+        rule: for all p dimensions; default: a product rule for up to four, quasi-random points beyond.
+    """
+
+    def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
+        own = default_rule(cavity.mean.shape[1]) if rule is None else rule
+        nodes = tilt(cavity, lambda phi: (log_factor(phi, data), None), own)
+        return Projected(_weighted(nodes.nodes, nodes.weights), cavity)
+
+    return project
+
+
+def importance(log_factor: LogFactor, draws: int = 2000) -> Projection:
+    """Moments by importance sampling from the cavity: tilted and reference from the same draws.
+
+    Args:
+        log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
+        draws: R, in antithetic pairs.
+    """
+    if draws < 2 or draws % 2:
+        raise ValueError(f"Expected an even number of draws of at least 2, but got {draws}")
+
+    def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
+        size = cavity.mean.shape[1]
+        half = random.normal(key, (draws // 2, size), dtype=cavity.mean.dtype)
+        white = torch.cat([half, -half], 1)
+        phi = cavity.mean[:, None] + white @ torch.linalg.cholesky_ex(cavity.covariance).L.mT
+        weights = torch.softmax(log_factor(phi, data), 1)
+        return Projected(_weighted(phi, weights), _weighted(phi, torch.full_like(weights, 1 / draws)))
+
+    return project
+
+
+def laplace(log_factor: LogFactor) -> Projection:
+    """Mode and curvature of cavity times factor in place of its moments; two derivatives of `log_factor` are needed.
+
+    A client whose curvature at the mode is not positive gets NaN, so that it keeps its site for the round.
+    """
+
+    def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
+        precision = torch.cholesky_inverse(torch.linalg.cholesky_ex(cavity.covariance).L)
+
+        def objective(phi: Tensor) -> Tensor:
+            away = phi - cavity.mean
+            quadratic = 0.5 * (away[:, None] @ precision @ away[..., None])[:, 0, 0]
+            return quadratic - log_factor(phi[:, None], data)[:, 0]
+
+        mode, curvature = minimised(objective, cavity.mean, precision)
+        factor, info = torch.linalg.cholesky_ex(curvature)
+        covariance = torch.where((info == 0)[:, None, None], torch.cholesky_inverse(factor), torch.nan)
+        return Projected(Moments(mode, covariance), cavity)
+
+    return project
+
+
+def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Newton's method on `K` problems at once: where each is least, `(K, p)`, and the second derivatives there.
+
+    Args:
+        objective: `(K, p)` -> `(K,)`, each from its own row.
+        start: `(K, p)`.
+        metric: `(K, p, p)` positive definite, used for a step where the second derivatives are not.
+    """
+    at = start
+    for _ in range(_NEWTON_STEPS):
+        value, gradient, curvature = _derivatives(objective, at)
+        bad = (torch.linalg.cholesky_ex(curvature).info != 0)[:, None, None]
+        step = torch.linalg.solve_ex(torch.where(bad, metric, curvature), gradient[..., None]).result[..., 0]
+        length = torch.ones_like(value)
+        for _ in range(_HALVINGS):
+            worse = ~(objective(at - length[:, None] * step) <= value)
+            if not bool(worse.any()):
+                break
+            length = torch.where(worse, length / 2, length)
+        length = torch.where(worse, 0.0, length)
+        at = at - length[:, None] * step
+        if bool(((step * gradient).sum(1).abs() * length < 1e-18).all()):
+            break
+    return at, _derivatives(objective, at)[2]
+
+
+def _derivatives(objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.enable_grad():
+        at = at.detach().requires_grad_()
+        value = objective(at)
+        (gradient,) = torch.autograd.grad(value.sum(), at, create_graph=True)
+        rows = [torch.autograd.grad(gradient[:, j].sum(), at, retain_graph=True)[0] for j in range(at.shape[1])]
+    curvature = torch.stack(rows, 1)
+    return value.detach(), gradient.detach(), ((curvature + curvature.mT) / 2).detach()
+
+
+def _weighted(nodes: Tensor, weights: Tensor) -> Moments:
+    mean = (weights[..., None] * nodes).sum(1)
+    centred = nodes - mean[:, None]
+    return Moments(mean, symmetric((weights[..., None] * centred).mT @ centred))
+
+
+def symmetric(matrix: Tensor) -> Tensor:
+    """The symmetric part, which rounding leaves."""
+    return (matrix + matrix.mT) / 2

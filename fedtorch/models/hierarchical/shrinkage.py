@@ -1,0 +1,153 @@
+r"""Penalised regression with shared penalties: lasso, ridge, elastic net, fused lasso and horseshoe priors of θ_k.
+
+.. math::
+    y_k \sim N(X_k \theta_k, \sigma^2 I), \qquad
+    p(\theta_k \mid \varphi) \propto N(\theta_k; 0, b^{-1} I) \prod_i t((A\theta_k)_i),
+
+with φ the logarithms of the penalties and of σ², and factors t of contrasts A as in `penalties`.
+
+Given φ, θ_k is integrated by expectation propagation over its own factors t: each is replaced by a normal site of its
+contrast, by exact one-dimensional moments. For φ nodes go where a device's tilted distribution is, so that a device's
+posterior is a mixture over them. The ridge needs no site and is exact.
+
+Source: Yue, Kontar, Estrada Gómez (2022), section 4.3; Van Erp, Oberski, Mulder (2019), "Shrinkage priors for Bayesian
+penalized regression"; Seeger (2008), "Bayesian inference and optimal design for the sparse linear model".
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedtorch.models import hierarchical
+from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.hierarchical.factor import Likelihood, Local, Model
+from fedtorch.models.hierarchical.hierarchy import Hierarchy
+from fedtorch.models.hierarchical.hyperpriors import Hyperprior
+from fedtorch.models.hierarchical.penalties import Penalty, elastic_net, fused_lasso, horseshoe, lasso, ridge
+from fedtorch.models.hierarchical.sites import LOG_SCALES
+from fedtorch.models.linear import SufficientStatistics
+from fedtorch.models.quadrature import Rule
+
+__all__ = ["Penalty", "elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
+
+_SWEEPS = 60
+_STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
+_DAMPING = 0.8
+_LEAST_PRECISION = 1e-10  # of a horseshoe's site, relative to its cavity
+
+
+def penalised(
+    penalty: Penalty,
+    *,
+    penalties: Hyperprior | None = None,
+    noise: Hyperprior | None = None,
+    rule: Rule | None = None,
+) -> Model:
+    """Linear regression with a penalty that all devices share.
+
+    Args:
+        penalty: such as `lasso(d)`.
+        penalties: hyperprior of the logarithm of each penalty; default: log-normal(0, 5). For a half-Cauchy prior of
+            λ itself, `half_cauchy(scale, power=1)`.
+        noise: hyperprior of log σ²; default: log-normal(0, 5).
+        rule: nodes over φ.
+    """
+    own = hyperpriors.log_normal(0.0, 5.0) if penalties is None else penalties
+    features = penalty.contrasts.shape[1]
+    count = len(penalty.names)
+    prior = hyperpriors.prior(torch.zeros(0), torch.zeros(0, 0), [own] * count)
+    hierarchy = Hierarchy(
+        penalty.names,
+        torch.zeros(features, 0, dtype=torch.float64),
+        lambda zeta: zeta.new_zeros((*zeta.shape[:-1], features, features)),
+        lambda spread, log_noise: penalty.scales(spread.diagonal().mean(), log_noise),
+        prior,
+    )
+
+    def local(
+        data: SufficientStatistics, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None
+    ) -> Local:
+        assert log_noise is not None
+        return _sparse(penalty, data, zeta, log_noise)
+
+    def prepare(data: object) -> SufficientStatistics:
+        return hierarchical.statistics(data, features)
+
+    likelihood = Likelihood(
+        prepare,
+        local,
+        hierarchical.expected_residual,
+        lambda data: data.rows,
+        lambda data: len(penalty.contrasts) * len(LOG_SCALES),
+    )
+    last = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
+    return hierarchical.of(hierarchy, likelihood, noise=last, rule=rule)
+
+
+def _sparse(penalty: Penalty, data: SufficientStatistics, zeta: Tensor, log_noise: Tensor) -> Local:
+    """Expectation propagation over the factors of θ, at each node of φ."""
+    contrasts = penalty.contrasts.to(log_noise)
+    features = contrasts.shape[1]
+    precision = (-log_noise).exp()
+    eye = torch.eye(features, dtype=log_noise.dtype, device=log_noise.device)
+    b = penalty.ridge(zeta, log_noise).expand_as(log_noise)
+    base = data.gram[:, None] * precision[..., None, None] + b[..., None, None] * eye
+    pull = data.cross[:, None] * precision[..., None]
+    rates = penalty.rates(zeta, log_noise)
+    shift, weight = torch.zeros_like(rates), _first_precision(rates, precision)
+    mean, covariance, factor = _posterior(base, pull, contrasts, shift, weight)
+    for _ in range(_SWEEPS if len(contrasts) else 0):
+        at, spread = _contrasts(contrasts, mean, covariance)
+        left = (1 / spread - weight).clamp(min=torch.finfo(at.dtype).tiny)
+        m, v = (at / spread - shift) / left, 1 / left
+        tilted = penalty.site(m, v, rates)
+        target = torch.maximum(1 / tilted.variance - left, _LEAST_PRECISION * left)
+        moved = target * tilted.mean + left * (tilted.mean - m)
+        shift = shift + _DAMPING * (moved - shift)
+        weight = weight + _DAMPING * (target - weight)
+        mean, covariance, factor = _posterior(base, pull, contrasts, shift, weight)
+        new, wide = _contrasts(contrasts, mean, covariance)
+        if bool((((new - at).abs() / wide.sqrt()).amax() < _STILL) & (((wide - spread).abs() / wide).amax() < _STILL)):
+            break
+    total = pull + shift @ contrasts
+    log_evidence = (
+        -0.5 * data.rows[:, None] * (math.log(2 * math.pi) + log_noise)
+        - 0.5 * data.power[:, None] * precision
+        + 0.5 * (total * mean).sum(-1)
+        - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        + features / 2 * math.log(2 * math.pi)
+        - penalty.log_normaliser(zeta, log_noise)
+    )
+    if len(contrasts):
+        at, spread = _contrasts(contrasts, mean, covariance)
+        left = (1 / spread - weight).clamp(min=torch.finfo(at.dtype).tiny)
+        m, v = (at / spread - shift) / left, 1 / left
+        both = 0.5 * ((m * left + shift).square() / (left + weight) - m.square() * left) - 0.5 * (weight * v).log1p()
+        log_evidence = log_evidence + (penalty.site(m, v, rates).log_normaliser - both).sum(-1)
+    none = torch.zeros_like(mean), covariance.new_zeros(covariance[:, 0].shape)  # no mean is shared
+    return Local(log_evidence, lambda weights: none, lambda: Moments(mean, covariance))
+
+
+def _first_precision(rates: Tensor, precision: Tensor) -> Tensor:
+    """Sites to start from, of the order of the factors' own widths."""
+    return rates.square() / 2 + 1e-6 * precision[..., None]
+
+
+def _posterior(
+    base: Tensor, pull: Tensor, contrasts: Tensor, shift: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    precision = base + (contrasts.mT * weight[..., None, :]) @ contrasts
+    factor = torch.linalg.cholesky_ex(precision).L
+    eye = torch.eye(base.shape[-1], dtype=base.dtype, device=base.device)
+    half = torch.linalg.solve_triangular(factor, eye.expand_as(base), upper=False)
+    covariance = half.mT @ half
+    return (covariance @ (pull + shift @ contrasts)[..., None])[..., 0], covariance, factor
+
+
+def _contrasts(contrasts: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and variances of Aθ."""
+    return mean @ contrasts.mT, ((contrasts @ covariance) * contrasts).sum(-1)

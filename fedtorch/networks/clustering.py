@@ -1,0 +1,108 @@
+"""Clusters of nodes: by their parameters, by the network, or by which parameters a GTV solution ties.
+
+Every function returns labels `(n,)`, numbered by their first nodes, so that equal partitions are equal tensors.
+
+>>> import torch, fedtorch as ft
+>>> network = ft.Network([(0, 1), (1, 2), (2, 3)])
+>>> ft.networks.clustering.tied(network, torch.tensor([[1.0], [1.0], [4.0], [4.0]]))
+tensor([0, 0, 1, 1])
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.networks.network import Network
+
+__all__ = ["k_means", "spectral", "tied"]
+
+_DENSE = 400  # nodes up to which the eigenvectors come from the whole matrix
+
+
+def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) -> Tensor:
+    """k-means of the nodes' parameters, or of any vectors that represent them.
+
+    Args:
+        parameters: `(n, ...)`, flattened per node.
+        clusters: how many, at most n.
+        key: of the starts.
+        starts: of which the best is taken.
+
+    Raises:
+        ValueError: a number of clusters out of range, or parameters that are not finite.
+    """
+    from sklearn.cluster import KMeans
+
+    points = torch.as_tensor(parameters).detach().cpu().to(torch.float64)
+    points = points.flatten(1) if points.ndim > 1 else points[:, None]
+    if not bool(points.isfinite().all()):
+        raise ValueError("Expected finite parameters, but got NaN or infinity")
+    _check_clusters(clusters, len(points))
+    seed = int(random.randint(key, 2**31))
+    found = KMeans(clusters, n_init=starts, random_state=seed).fit_predict(points.numpy())
+    return _by_first_node(torch.from_numpy(found).to(torch.int64))
+
+
+def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
+    r"""Spectral clustering: k-means of the rows of the first eigenvectors of the normalised adjacency.
+
+    The eigenvectors are those of the largest eigenvalues of :math:`D^{-1/2} A D^{-1/2}`, rows scaled to length one;
+    a node without neighbours counts as its own neighbour.
+
+    Source: Ng, Jordan and Weiss (2002), "On spectral clustering: analysis and an algorithm".
+
+    Args:
+        network: of n nodes.
+        clusters: how many, at most n.
+        key: of the starts.
+    """
+    _check_clusters(clusters, network.nodes)
+    vectors = _leading_vectors(network, clusters)
+    return k_means(vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-300), clusters, key)
+
+
+def tied(network: Network, parameters: Tensor, tolerance: float = 1e-6) -> Tensor:
+    """Clusters read off a GTV solution: components of the edges over which parameters are equal.
+
+    Penalties without a square, |w_i − w_j|, make many of them exactly equal; squared ones only nearly so.
+
+    Args:
+        network: of n nodes.
+        parameters: w, `(n, ...)`.
+        tolerance: the Euclidean distance up to which parameters are equal, times the largest norm of any node's.
+    """
+    found = torch.as_tensor(parameters).detach().cpu()
+    if len(found) != network.nodes:
+        raise ValueError(f"Expected parameters of {network.nodes} nodes, but got shape {tuple(found.shape)}")
+    flat = found.reshape(network.nodes, -1).to(torch.float64)
+    apart = (flat[network.edges[:, 0]] - flat[network.edges[:, 1]]).norm(dim=1)
+    equal = apart <= tolerance * flat.norm(dim=1).max()
+    return Network(network.edges[equal], nodes=network.nodes).components.labels
+
+
+def _leading_vectors(network: Network, count: int) -> Tensor:
+    from scipy.sparse import diags
+    from scipy.sparse.linalg import eigsh
+
+    alone = network.neighbour_counts == 0
+    scale = diags(torch.where(alone, 1.0, network.degrees).rsqrt().numpy())
+    matrix = scale @ network.scipy_adjacency @ scale + diags(alone.to(torch.float64).numpy())
+    if network.nodes <= _DENSE or count >= network.nodes - 1:
+        return torch.linalg.eigh(torch.from_numpy(matrix.toarray())).eigenvectors[:, -count:]
+    start = random.normal(random.key(network.nodes), (network.nodes,), torch.float64).numpy()
+    # Moved by one, the eigenvalues of interest are also the largest in size.
+    _, vectors = eigsh(matrix + diags([1.0], shape=matrix.shape), count, which="LA", v0=start, tol=1e-8)
+    return torch.from_numpy(vectors)
+
+
+def _check_clusters(clusters: int, nodes: int) -> None:
+    if not 1 <= clusters <= nodes:
+        raise ValueError(f"Expected from 1 to {nodes} clusters, as many as there are nodes, but got {clusters}")
+
+
+def _by_first_node(labels: Tensor) -> Tensor:
+    known, codes = labels.unique(return_inverse=True)
+    first = torch.full((len(known),), len(labels)).scatter_reduce_(0, codes, torch.arange(len(labels)), "amin")
+    return first.argsort().argsort()[codes]

@@ -1,0 +1,236 @@
+r"""How different the data sets of two nodes are (Jung, "Federated learning: from theory to practice", section 7.3).
+
+Most ways have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i -
+z_j|` of two of them. Functions that return vectors `(n, m)` go with `Network.k_nearest`, which never forms all pairs;
+`distances` forms them, for `learning.regular` and `learning.edge_budget`. The label sets of `label_overlap` have no
+vector: it returns the discrepancies `(n, n)` themselves.
+
+Vectors leave the nodes, and tell about their data: a mean, a histogram or a gradient at least as much as it says.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks import discrepancy
+>>> rows = torch.zeros(4, 1), torch.tensor([0.0, 2.0, 5.0, 1.0])
+>>> data = ft.data.FederatedData(rows, counts=torch.tensor([2, 1, 1]))
+>>> discrepancy.mean_label(data).tolist()
+[[1.0], [5.0], [1.0]]
+>>> ft.Network.k_nearest(discrepancy.mean_label(data), 1).edges.tolist()
+[[0, 1], [0, 2]]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import FederatedData
+from fedtorch.tree import Tree
+
+__all__ = [
+    "autoencoder_code",
+    "distances",
+    "gaussian_mixture",
+    "gradients",
+    "label_histogram",
+    "label_overlap",
+    "linear_regression",
+    "maximum_likelihood",
+    "mean_label",
+    "pooled_gradient",
+]
+
+
+def distances(vectors: Tensor) -> Tensor:
+    """Euclidean distances `(n, n)` of vectors `(n, m)`, symmetric with a zero diagonal."""
+    found = torch.as_tensor(vectors).detach().to(torch.float64)
+    if found.ndim != 2 or not bool(found.isfinite().all()):
+        raise ValueError(f"Expected finite vectors (n, m), but got shape {tuple(found.shape)} or NaN or inf")
+    return torch.cdist(found, found, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def mean_label(data: FederatedData, label: int | str = 1) -> Tensor:
+    """The mean label of each node, `(n, p)`: the maximum-likelihood estimate of a constant with Gaussian noise.
+
+    Args:
+        data: the nodes' rows.
+        label: the field of the labels, `(total,)` or `(total, p)`.
+    """
+    target = _field(data, label)
+    return _sums(data, target.flatten(1) if target.ndim > 1 else target[:, None]) / data.counts[:, None]
+
+
+def label_histogram(data: FederatedData, label: int | str = 1) -> Tensor:
+    """The share of each label among a node's rows, `(n, labels)`, labels in ascending order."""
+    counts = _label_counts(data, label)
+    return counts / counts.sum(1, keepdim=True)
+
+
+def label_overlap(data: FederatedData, label: int | str = 1) -> Tensor:
+    """One minus the share of two nodes' rows whose labels both nodes have, `(n, n)` between 0 and 1.
+
+    Source: the second example of section 7.3.
+    """
+    counts = _label_counts(data, label)
+    present = (counts > 0).to(counts.dtype)
+    shared = counts @ present.T  # rows of i with a label that j has
+    sizes = counts.sum(1)
+    return (1 - (shared + shared.T) / (sizes[:, None] + sizes)).fill_diagonal_(0.0)
+
+
+def maximum_likelihood(data: FederatedData, fit: Callable[[Tree], Tensor] | None = None) -> Tensor:
+    """The maximum-likelihood parameters of each node's own model, `(n, m)`.
+
+    Args:
+        data: the nodes' rows.
+        fit: takes one node's rows and returns its parameters; default: `linear_regression`.
+    """
+    return torch.stack([(fit or linear_regression)(rows).detach().flatten().to(torch.float64) for rows in data])
+
+
+def linear_regression(rows: Tree) -> Tensor:
+    """Least squares without intercept of rows (x `(m, d)`, y `(m,)` or `(m, p)`); of minimum norm if there are many."""
+    x, y = rows
+    found = torch.linalg.pinv(x.to(torch.float64)) @ (y[:, None] if y.ndim == 1 else y).to(torch.float64)
+    return found.flatten()
+
+
+def pooled_gradient(data: FederatedData) -> Tensor:
+    r"""The gradient of each node's mean squared error at the linear model that fits all rows best, `(n, d)`.
+
+    .. math:: z_i = \frac{2}{m_i} X_i'(X_i \hat w - y_i), \quad \hat w = \arg\min_w |Xw - y|^2
+
+    Source: construction III of the assignment of section 7.6.
+
+    Args:
+        data: rows (x `(total, d)`, y `(total,)`).
+    """
+    x, y = (leaf.to(torch.float64) for leaf in (_field(data, 0), _field(data, 1)))
+    residual = x @ linear_regression((x, y)) - y
+    return 2 * _sums(data, x * residual[:, None]) / data.counts[:, None]
+
+
+def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: FederatedData) -> Tensor:
+    """The gradient of each node's loss at common parameters, `(n, m)`, leaves flattened one after the other.
+
+    Args:
+        loss: takes parameters and one node's rows, and returns a scalar.
+        parameters: a tree, such as a module's after training on all nodes.
+        data: the nodes' rows.
+    """
+    found = []
+    for rows in data:
+        at = tree.map(lambda leaf: leaf.detach().requires_grad_(), parameters)
+        leaves = list(tree.leaves(at))
+        parts = torch.autograd.grad(loss(at, rows), leaves)
+        found.append(torch.cat([part.detach().flatten() for part in parts]))
+    return torch.stack(found)
+
+
+def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str = 0, seed: int = 0) -> Tensor:
+    """Weights, means and covariances of a Gaussian mixture of each node's features, `(n, m)`.
+
+    The components are ordered by their means, and the covariance's upper triangle is taken once.
+
+    Source: construction II of the assignment of section 7.6.
+
+    Args:
+        data: the nodes' rows.
+        components: of the mixture, at most a node's rows.
+        field: of the features `(total, d)`.
+        seed: of scikit-learn's start.
+
+    Raises:
+        ValueError: a node with fewer rows than components.
+    """
+    from sklearn.mixture import GaussianMixture
+
+    if int(data.counts.min()) < max(2, components):
+        raise ValueError(f"Expected {max(2, components)} rows or more at every node, but got {int(data.counts.min())}")
+    features = _field(data, field).to(torch.float64)
+    upper = torch.triu_indices(features.shape[1], features.shape[1])
+    found = []
+    for rows in features.split(data.counts.tolist()):
+        mixture = GaussianMixture(components, random_state=seed).fit(rows.cpu().numpy())
+        means, weights = torch.from_numpy(mixture.means_), torch.from_numpy(mixture.weights_)
+        order = torch.tensor(sorted(range(components), key=lambda c: tuple(means[c].tolist())))
+        triangles = torch.from_numpy(mixture.covariances_)[order][:, upper[0], upper[1]]
+        found.append(torch.cat((weights[order], means[order].flatten(), triangles.flatten())))
+    return torch.stack(found)
+
+
+def autoencoder_code(
+    data: FederatedData, key: Tensor, *, code: int = 2, hidden: int = 16, iterations: int = 200
+) -> Tensor:
+    """The mean code of each node's rows in an autoencoder that was trained on all rows, `(n, code)`.
+
+    Rows are all fields side by side, standardised; encoder and decoder have one layer of `hidden` tanh units each, or
+    none with `hidden=0`, which is principal components. Trained by L-BFGS on the mean squared error.
+
+    Args:
+        data: the nodes' rows.
+        key: of the start.
+        code: the width of the code.
+        hidden: the width of the hidden layers.
+        iterations: of L-BFGS.
+    """
+    rows = torch.cat([leaf.flatten(1) if leaf.ndim > 1 else leaf[:, None] for leaf in tree.leaves(data.rows)], 1)
+    rows = rows.detach().to(torch.float64)
+    spread = rows.std(0, correction=0)
+    rows = (rows - rows.mean(0)) / torch.where(spread > 0, spread, 1.0)
+    widths = [rows.shape[1], hidden, code, hidden, rows.shape[1]] if hidden else [rows.shape[1], code, rows.shape[1]]
+    layers = [_layer(random.fold_in(key, i), a, b) for i, (a, b) in enumerate(pairwise(widths))]
+    half = len(layers) // 2
+    optimizer = torch.optim.LBFGS(
+        [leaf for layer in layers for leaf in layer], max_iter=iterations, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        error = (_run(layers[half:], _run(layers[:half], rows)) - rows).square().mean()
+        error.backward()
+        return error
+
+    optimizer.step(closure)
+    return _sums(data, _run(layers[:half], rows).detach()) / data.counts[:, None]
+
+
+def _field(data: FederatedData, name: int | str) -> Tensor:
+    fields: dict[str, Any] = dict(tree.items(data.rows))
+    if str(name) not in fields:
+        raise ValueError(f"Expected one of the fields {sorted(fields)}, but got {name!r}")
+    if int(data.counts.min()) == 0:
+        raise ValueError("Expected rows at every node, but got a node without; leave it out with select()")
+    return fields[str(name)].detach()
+
+
+def _sums(data: FederatedData, values: Tensor) -> Tensor:
+    """Sums of rows `(total, m)` by node, `(n, m)` float64."""
+    node = torch.arange(len(data)).repeat_interleave(data.counts).to(values.device)
+    return torch.zeros(len(data), values.shape[1], dtype=torch.float64, device=values.device).index_add_(
+        0, node, values.to(torch.float64)
+    )
+
+
+def _label_counts(data: FederatedData, label: int | str) -> Tensor:
+    target = _field(data, label)
+    if target.is_floating_point() or target.ndim != 1:
+        raise ValueError(f"Expected integer labels (total,), but got {target.dtype} of shape {tuple(target.shape)}")
+    known, index = target.unique(return_inverse=True)
+    return _sums(data, torch.nn.functional.one_hot(index, len(known)))
+
+
+def _layer(key: Tensor, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
+    weight = random.normal(key, (inputs, outputs), torch.float64) / math.sqrt(inputs)
+    return weight.requires_grad_(), torch.zeros(outputs, dtype=torch.float64, requires_grad=True)
+
+
+def _run(layers: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
+    for weight, bias in layers[:-1]:
+        x = torch.tanh(x @ weight + bias)
+    weight, bias = layers[-1]
+    return x @ weight + bias

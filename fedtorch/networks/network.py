@@ -1,0 +1,409 @@
+"""Who is a neighbour of whom: an undirected weighted graph over the nodes of a federated learning network.
+
+Notation follows Jung, "Federated learning: from theory to practice", chapter 3: weights A_ij = A_ji > 0 on the edges E,
+weighted degrees d_i = Σ_j A_ij, Laplacian L = diag(d) − A with eigenvalues 0 = λ₁ ≤ λ₂ ≤ … ≤ λ_n. The second one, λ₂,
+is positive when the network is connected, and the larger it is, the faster values spread.
+
+>>> import fedtorch as ft
+>>> ring = ft.Network.ring(4)
+>>> ring
+Network(nodes=4, edges=4)
+>>> ring.edges.tolist()
+[[0, 1], [0, 3], [1, 2], [2, 3]]
+>>> ring.laplacian().to_dense()[0]
+tensor([ 2., -1.,  0., -1.], dtype=torch.float64)
+>>> round(ring.algebraic_connectivity, 12)
+2.0
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.networks.edge_list import as_edges, as_names, as_positions, as_weights, canonical, node_count
+from fedtorch.networks.random_edges import check_count, check_probability, independent_pairs, within_blocks
+from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
+
+if TYPE_CHECKING:
+    import networkx
+    from scipy.sparse import csr_matrix
+
+__all__ = ["Components", "Network"]
+
+_DENSE = 400  # nodes up to which the eigenvalues come from the whole matrix
+
+
+class Components(NamedTuple):
+    """The connected components of a network."""
+
+    labels: Tensor  # (n,) int64, the component of each node, numbered by their first nodes
+    number: int
+
+
+class Network:
+    r"""An undirected graph with positive weights and without loops; it does not change once it is made.
+
+    Args:
+        edges: `(E, 2)` integers, the two nodes of each edge, in any order. An edge that is named twice with one weight
+            counts once.
+        weights: `(E,)` positive; default: ones.
+        nodes: how many; default: up to the last node that has an edge.
+        names: one per node; default: the numbers of the nodes.
+        positions: `(n, 2)` or more coordinates, for pictures.
+
+    Attributes:
+        edges: `(E, 2)` int64, each edge once as (i, j) with i < j, in lexicographic order.
+        weights: `(E,)` float64.
+        nodes: the number of nodes n, also `len(network)`.
+        positions: `(n, 2)` or more, float64, or None.
+
+    Raises:
+        TypeError: edges that are not integers.
+        ValueError: a self-loop, a node out of range, an edge twice with different weights, a weight that is zero,
+            negative or not finite, or wrong dimensions.
+    """
+
+    edges: Tensor
+    weights: Tensor
+    nodes: int
+    positions: Tensor | None
+
+    def __init__(
+        self,
+        edges: Any,
+        weights: Any = None,
+        nodes: int | None = None,
+        names: Sequence[str] | None = None,
+        positions: Any = None,
+    ) -> None:
+        edges = as_edges(edges)
+        weights = as_weights(weights, len(edges))
+        nodes = node_count(edges, nodes, names, positions)
+        ordered, kept_weights = canonical(edges, weights, nodes)
+        values = {"edges": ordered, "weights": kept_weights, "nodes": nodes}
+        values |= {"positions": as_positions(positions, nodes), "_names": as_names(names, nodes), "_adjacencies": {}}
+        self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"Expected a network to stay as it is, but got a new {name}; make another Network")
+
+    def __len__(self) -> int:
+        return self.nodes
+
+    def __repr__(self) -> str:
+        return f"Network(nodes={self.nodes}, edges={len(self.edges)})"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """One name per node."""
+        given: tuple[str, ...] | None = self.__dict__["_names"]
+        return tuple(map(str, range(self.nodes))) if given is None else given
+
+    @cached_property
+    def degrees(self) -> Tensor:
+        """Weighted degrees d_i = Σ_j A_ij, `(n,)` float64."""
+        weights = self.weights.repeat_interleave(2)
+        return torch.bincount(self.edges.flatten(), weights, self.nodes).to(torch.float64)
+
+    @cached_property
+    def neighbour_counts(self) -> Tensor:
+        """How many neighbours each node has, `(n,)` int64."""
+        return torch.bincount(self.edges.flatten(), minlength=self.nodes)
+
+    def adjacency(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
+        """The matrix A as sparse CSR `(n, n)` with sorted columns; made once per dtype and device.
+
+        The indices are int32 where they fit, as the sparse products of MKL and cuSPARSE take them.
+        """
+        made: dict[tuple[torch.dtype, str], Tensor] = self.__dict__["_adjacencies"]
+        which = (dtype, str(torch.device(device or "cpu")))
+        if which not in made:
+            made[which] = _as_torch(self.scipy_adjacency, dtype, device)
+        return made[which]
+
+    def laplacian(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
+        """The matrix L = diag(d) − A as sparse CSR `(n, n)`."""
+        return _as_torch(self.scipy_laplacian, dtype, device)
+
+    @cached_property
+    def scipy_adjacency(self) -> csr_matrix:
+        """The matrix A as a SciPy CSR matrix of float64."""
+        from scipy.sparse import coo_matrix
+
+        # In this order, rows end up sorted: first a node's lower neighbours, then its higher ones.
+        low, high = self.edges.numpy().T
+        weights = self.weights.numpy()
+        entries = np.concatenate((weights, weights)), (np.concatenate((high, low)), np.concatenate((low, high)))
+        matrix = coo_matrix(entries, shape=(self.nodes, self.nodes))
+        matrix.has_canonical_format = True
+        return matrix.tocsr()
+
+    @cached_property
+    def scipy_laplacian(self) -> csr_matrix:
+        """The matrix L as a SciPy CSR matrix of float64."""
+        from scipy.sparse import diags
+
+        return (diags(self.degrees.numpy(), format="csr") - self.scipy_adjacency).tocsr()
+
+    @cached_property
+    def components(self) -> Components:
+        """The connected components, (labels `(n,)`, their number)."""
+        from scipy.sparse.csgraph import connected_components
+
+        count, labels = connected_components(self.scipy_adjacency, directed=False)
+        _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+        order = np.argsort(np.argsort(first))
+        return Components(torch.from_numpy(order[inverse].astype(np.int64)), int(count))
+
+    @cached_property
+    def algebraic_connectivity(self) -> float:
+        """λ₂ of the Laplacian; zero when there are several components.
+
+        Raises:
+            ValueError: a network of one node, which has no λ₂.
+        """
+        if self.nodes < 2:
+            raise ValueError(f"Expected at least two nodes for λ₂, but got {self.nodes}")
+        if self.components.number > 1:
+            return 0.0
+        if self.nodes <= _DENSE:
+            return float(self._spectrum[1])
+        top = 2 * float(self.degrees.max())  # at least λ_n, (5.23)
+        return smallest_positive_eigenvalue(self.scipy_laplacian, lambda x: x - x.mean(), top)
+
+    @cached_property
+    def extreme_eigenvalues(self) -> tuple[float, float]:
+        """(λ₂, λ_n) of the Laplacian, between which all its eigenvalues but one zero lie."""
+        second = self.algebraic_connectivity
+        return second, float(self._spectrum[-1]) if self.nodes <= _DENSE else largest_eigenvalue(self.scipy_laplacian)
+
+    @cached_property
+    def _spectrum(self) -> Tensor:
+        return torch.linalg.eigvalsh(self.laplacian().to_dense())
+
+    def subnetwork(self, ids: Any) -> Network:
+        """The given nodes, in that order, and the edges between them.
+
+        Raises:
+            ValueError: a node out of range or twice.
+        """
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        if ids.ndim != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.nodes):
+            raise ValueError(f"Expected ids of nodes from 0 to {self.nodes - 1}, but got {ids.tolist()[:9]}…")
+        place = torch.full((self.nodes,), -1)
+        place[ids] = torch.arange(len(ids))
+        if int((place >= 0).sum()) < len(ids):
+            raise ValueError("Expected different nodes, but got one twice; remove the repetition")
+        edges = place[self.edges]
+        inside = (edges >= 0).all(1)
+        names = None if self.__dict__["_names"] is None else [self.names[i] for i in ids.tolist()]
+        positions = None if self.positions is None else self.positions[ids]
+        return Network(edges[inside], self.weights[inside], len(ids), names, positions)
+
+    @classmethod
+    def from_edges(
+        cls,
+        edges: Iterable[Sequence[Any]],
+        *,
+        nodes: int | None = None,
+        names: Sequence[str] | None = None,
+        positions: Any = None,
+    ) -> Network:
+        """From tuples (i, j) or (i, j, weight), whose nodes are numbers or names.
+
+        Args:
+            edges: tuples of one length.
+            nodes: how many, where nodes are numbers and some have no edge.
+            names: of all nodes; default where nodes are names: in the order of their first appearance.
+            positions: `(n, 2)` or more.
+
+        Raises:
+            ValueError: a name that is not in `names`, or tuples of another form.
+
+        >>> Network.from_edges([("Helsinki", "Turku", 0.5), ("Turku", "Oulu", 1.0)]).names
+        ('Helsinki', 'Turku', 'Oulu')
+        """
+        rows = [tuple(edge) for edge in edges]
+        lengths = {len(row) for row in rows}
+        if len(lengths) > 1 or not lengths <= {2, 3}:
+            raise ValueError(f"Expected edges (i, j), or all of them (i, j, weight), but got lengths {sorted(lengths)}")
+        ends: list[tuple[Hashable, Hashable]] = [(row[0], row[1]) for row in rows]
+        if any(isinstance(end, str) for pair in ends for end in pair):
+            known = tuple(dict.fromkeys(end for pair in ends for end in pair)) if names is None else tuple(names)
+            number = {name: i for i, name in enumerate(known)}
+            unknown = [end for pair in ends for end in pair if end not in number]
+            if unknown:
+                raise ValueError(f"Expected nodes among names=, but got {unknown[0]!r}")
+            pairs, names = [(number[i], number[j]) for i, j in ends], [str(name) for name in known]
+        else:
+            pairs = ends  # type: ignore[assignment]
+        weights = [row[2] for row in rows] if lengths == {3} else None
+        return cls(pairs or torch.empty(0, 2, dtype=torch.int64), weights, nodes, names, positions)
+
+    @classmethod
+    def from_matrix(cls, matrix: Any, names: Sequence[str] | None = None, positions: Any = None) -> Network:
+        """From a symmetric matrix of weights with a zero diagonal: a tensor (dense or sparse), array or SciPy matrix.
+
+        Raises:
+            ValueError: a matrix that is not square or not symmetric, or has a negative weight or a diagonal.
+        """
+        from scipy.sparse import coo_matrix
+
+        if isinstance(matrix, Tensor):
+            if matrix.layout != torch.strided:
+                sparse = matrix.to_sparse_coo().coalesce()
+                row, column = sparse.indices().cpu().numpy()
+                matrix = coo_matrix((sparse.values().cpu().double().numpy(), (row, column)), tuple(matrix.shape))
+            else:
+                matrix = matrix.cpu().double().numpy()
+        if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
+            raise ValueError(f"Expected a square matrix, but got shape {tuple(matrix.shape)}")
+        found = coo_matrix(matrix, dtype=np.float64)
+        found.sum_duplicates()
+        difference = found - found.T
+        if difference.nnz and not np.abs(difference.data).max() == 0:
+            raise ValueError("Expected a symmetric matrix, but got one that differs from its transpose; symmetrise it")
+        kept = (found.data != 0) & (found.row <= found.col)
+        pairs = np.stack((found.row[kept], found.col[kept]), 1).astype(np.int64)
+        return cls(torch.from_numpy(pairs), found.data[kept], matrix.shape[0], names, positions)
+
+    @classmethod
+    def from_networkx(cls, graph: networkx.Graph, weight: str = "weight", position: str = "pos") -> Network:
+        """From an undirected networkx graph; an edge without the attribute `weight` weighs one.
+
+        Names are the attribute `name` of the nodes, else the nodes themselves as text; positions are the attribute
+        `position`, where all nodes have it.
+
+        Raises:
+            ValueError: a directed graph or one with several edges between two nodes.
+        """
+        if graph.is_directed() or graph.is_multigraph():
+            raise ValueError(
+                f"Expected an undirected simple graph, but got {type(graph).__name__}; see to_undirected()"
+            )
+        number = {node: i for i, node in enumerate(graph)}
+        edges = [(number[i], number[j]) for i, j in graph.edges]
+        weights = [value for _, _, value in graph.edges(data=weight, default=1.0)]
+        names = [str(graph.nodes[node].get("name", node)) for node in graph]
+        places = [graph.nodes[node].get(position) for node in graph]
+        known = None if not places or any(place is None for place in places) else np.array(places, dtype=np.float64)
+        return cls(edges or torch.empty(0, 2, dtype=torch.int64), weights, len(number), names, known)
+
+    def to_networkx(self) -> networkx.Graph:
+        """As a networkx graph: nodes 0…n−1 with attributes `name` and, if known, `pos`; edges with `weight`."""
+        import networkx
+
+        graph = networkx.Graph()
+        graph.add_nodes_from((i, {"name": name}) for i, name in enumerate(self.names))
+        if self.positions is not None:
+            networkx.set_node_attributes(graph, dict(enumerate(self.positions.tolist())), "pos")
+        graph.add_weighted_edges_from(
+            (i, j, weight) for (i, j), weight in zip(self.edges.tolist(), self.weights.tolist())
+        )
+        return graph
+
+    @classmethod
+    def k_nearest(cls, points: Any, k: int, names: Sequence[str] | None = None) -> Network:
+        """An edge of weight one between two points when either is among the k nearest (Euclidean) of the other.
+
+        Args:
+            points: `(n, dimensions)`; two or three coordinates become the `positions`.
+            k: neighbours of each point, from 1 to n − 1. Which of equally far ones are taken is left open.
+            names: one per point.
+
+        Raises:
+            ValueError: points that are not finite or not a matrix, or k out of range.
+        """
+        from sklearn.neighbors import NearestNeighbors
+
+        places = torch.as_tensor(points).detach().cpu().to(torch.float64)
+        if places.ndim != 2 or not bool(places.isfinite().all()):
+            raise ValueError(
+                f"Expected finite points (n, dimensions), but got shape {tuple(places.shape)} or NaN or inf"
+            )
+        if not 1 <= k < len(places):
+            raise ValueError(f"Expected k from 1 to {len(places) - 1}, one less than the points, but got {k}")
+        found = NearestNeighbors(n_neighbors=k).fit(places.numpy()).kneighbors(return_distance=False)
+        ends = torch.from_numpy(found.astype(np.int64)).flatten()
+        starts = torch.arange(len(places)).repeat_interleave(k)
+        return cls(
+            torch.stack((starts, ends), 1),
+            nodes=len(places),
+            names=names,
+            positions=places if places.shape[1] in (2, 3) else None,
+        )
+
+    @classmethod
+    def star(cls, nodes: int) -> Network:
+        """Node 0 in the middle and an edge from it to each of the others: a server and its clients."""
+        check_count(nodes)
+        leaves = torch.arange(1, nodes)
+        return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)
+
+    @classmethod
+    def ring(cls, nodes: int) -> Network:
+        """Each node and the next one, the last and the first."""
+        check_count(nodes)
+        here = torch.arange(nodes if nodes > 1 else 0)
+        return cls(torch.stack((here, (here + 1) % nodes), 1), nodes=nodes)
+
+    @classmethod
+    def erdos_renyi(cls, nodes: int, p: float, key: Tensor) -> Network:
+        """Every pair of nodes has an edge with probability p, on its own.
+
+        Edges are found by skipping a geometric number of pairs each, so that the time is that of the edges (Batagelj
+        and Brandes, 2005, "Efficient generation of large random networks").
+        """
+        check_count(nodes)
+        check_probability("p", p)
+        return cls(independent_pairs(nodes, p, key), nodes=nodes)
+
+    @classmethod
+    def stochastic_blocks(
+        cls, sizes: Sequence[int], within: float | Sequence[float], between: float, key: Tensor
+    ) -> Network:
+        """Blocks of consecutive nodes, with edges likelier (or rarer) within them than between them.
+
+        Args:
+            sizes: nodes of each block.
+            within: the probability of an edge between two nodes of one block; one number or one per block.
+            between: the probability of an edge between nodes of two blocks.
+            key: of the draws.
+
+        Raises:
+            ValueError: a size below one, a probability outside [0, 1], or another number of them than of blocks.
+        """
+        counts = torch.as_tensor(sizes, dtype=torch.int64)
+        inside = torch.as_tensor(within, dtype=torch.float64).expand(counts.shape)
+        if counts.ndim != 1 or not len(counts) or int(counts.min()) < 1:
+            raise ValueError(f"Expected sizes of at least one node each, but got {sizes}")
+        for p in (float(inside.min()), float(inside.max())):
+            check_probability("within", p)
+        check_probability("between", between)
+        nodes = int(counts.sum())
+        block = torch.arange(len(counts)).repeat_interleave(counts)
+        across = independent_pairs(nodes, between, random.fold_in(key, 0))
+        across = across[block[across[:, 0]] != block[across[:, 1]]]
+        within_edges = within_blocks(counts, inside, random.fold_in(key, 1))
+        return cls(torch.cat((across, within_edges)), nodes=nodes)
+
+
+def _as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    index = torch.int32 if max(matrix.nnz, matrix.shape[0]) < 2**31 else torch.int64
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support", UserWarning)
+        return torch.sparse_csr_tensor(
+            torch.as_tensor(matrix.indptr, dtype=index, device=device),
+            torch.as_tensor(matrix.indices, dtype=index, device=device),
+            torch.as_tensor(matrix.data, dtype=dtype, device=device),
+            matrix.shape,
+            check_invariants=False,
+        )

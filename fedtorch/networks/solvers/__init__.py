@@ -1,0 +1,39 @@
+"""Solvers of GTV minimisation for linear models: one idea, one file; `problem.py` is the one to read first.
+
+Local, because between checks of optimality a node hears its neighbours only: `fedgd`, `fedrelax`, `chebyshev` (after
+its first rounds), `admm`, `primal_dual`. Reference, because every round needs sums over the network or the whole
+problem in one place: `conjugate_gradient`, `direct`, `proximal_averaging` (a server averages). Minibatches (FedSGD) and
+active sets need rows and keys: they are `ft.gtv` with `ft.gradient_descent(batch_size=…)` and a cohort.
+"""
+
+from fedtorch.networks.solvers.admm import admm
+from fedtorch.networks.solvers.chebyshev import chebyshev
+from fedtorch.networks.solvers.conjugate_gradient import conjugate_gradient
+from fedtorch.networks.solvers.direct import direct
+from fedtorch.networks.solvers.fedgd import fedgd, safe_rate
+from fedtorch.networks.solvers.fedrelax import fedrelax
+from fedtorch.networks.solvers.penalties import Penalty, equal, norm1, norm2, squared
+from fedtorch.networks.solvers.primal_dual import primal_dual
+from fedtorch.networks.solvers.problem import LinearProblem, linear_problem
+from fedtorch.networks.solvers.proximal_averaging import proximal_averaging
+from fedtorch.networks.solvers.solution import Solution
+
+__all__ = [
+    "LinearProblem",
+    "Penalty",
+    "Solution",
+    "admm",
+    "chebyshev",
+    "conjugate_gradient",
+    "direct",
+    "equal",
+    "fedgd",
+    "fedrelax",
+    "linear_problem",
+    "norm1",
+    "norm2",
+    "primal_dual",
+    "proximal_averaging",
+    "safe_rate",
+    "squared",
+]

@@ -1,0 +1,87 @@
+r"""FedGD: every node takes a gradient step on its loss and on what separates it from its neighbours.
+
+.. math:: w_i \leftarrow w_i + 2\eta\Big(b_i - Q_i w_i + \alpha \sum_j A_{ij} (w_j - w_i)\Big)
+
+Source: Jung, "Federated learning: from theory to practice", Algorithm 5.1 and equation (5.9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedtorch.networks.solvers.problem import LinearProblem
+from fedtorch.networks.solvers.solution import Progress, Solution, Watch, start_at
+
+__all__ = ["fedgd", "gradient_step", "safe_rate"]
+
+_CHECK_EVERY = 20  # rounds
+
+
+def fedgd(
+    problem: LinearProblem,
+    *,
+    rate: float | None = None,
+    rounds: int = 100_000,
+    tolerance: float = 1e-10,
+    start: Tensor | None = None,
+    watch: Watch | None = None,
+) -> Solution:
+    """FedGD (local): gradient descent by messages between neighbours. For teaching; `chebyshev` needs fewer rounds.
+
+    From a start of zero it converges to the solution of least norm, from another to the nearest one.
+
+    Args:
+        problem: squared penalty.
+        rate: learning rate η, below 1/λ_max(Q); default: `safe_rate`.
+        rounds: at most so many.
+        tolerance: of ‖b − Q w‖ / ‖b‖, which is checked every 20 rounds; 0 takes all rounds.
+        start: `(n, d)`; default: zeros.
+        watch: told (rounds, parameters) after each round, to read only; stops the solver by returning something true.
+
+    Raises:
+        ValueError: a rate that is not positive, or a start of the wrong shape.
+    """
+    rate = safe_rate(problem) if rate is None else rate
+    if not rate > 0:
+        raise ValueError(f"Expected a positive rate, but got {rate}")
+    progress = Progress(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    step = gradient_step(problem, rate)
+    w = start_at(problem, start)
+    new = torch.empty_like(w)
+    while True:
+        step(w, new)
+        stop = progress.tell(new)
+        if (stop or progress.due()) and progress.small((new - w).norm() / (2 * rate)):
+            stop = True
+        w, new = new, w
+        if stop:
+            return progress.solution(w, "local")
+
+
+def gradient_step(problem: LinearProblem, rate: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """(w, out) -> out: one round into a buffer, in three passes: own part, neighbours, Gram matrices."""
+    keep = (1 - 2 * rate * problem.alpha * problem.degrees)[:, None]
+    shift = 2 * rate * problem.cross
+    adjacency, gram = problem.adjacency, problem.gram
+
+    def step(w: Tensor, out: Tensor) -> Tensor:
+        torch.addcmul(shift, w, keep, out=out)
+        torch.addmm(out, adjacency, w, alpha=2 * rate * problem.alpha, out=out)
+        out.unsqueeze(2).baddbmm_(gram, w.unsqueeze(2), alpha=-2 * rate)
+        return out
+
+    return step
+
+
+def safe_rate(problem: LinearProblem) -> float:
+    """A learning rate at which FedGD converges, 0.95 / max_i (λ_max(Q_i) + 2αd_i).
+
+    Node by node, a sharper form of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i; for λ_max(Q_i) stands
+    its largest sum of absolute values in a row, which is not below it. Nodes agree on the maximum once.
+    """
+    largest = problem.gram.abs().sum(2).amax(1)
+    bound = float((largest + 2 * problem.alpha * problem.degrees).max())
+    return 0.95 / bound if bound > 0 else 1.0

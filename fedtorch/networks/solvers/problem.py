@@ -1,0 +1,182 @@
+r"""GTV minimisation of linear models: the problem that the solvers of this folder solve.
+
+.. math:: f(w) = \sum_i \frac1{m_i} \|y_i - X_i w_i\|^2 + \alpha \sum_{\{i,j\} \in E} A_{ij} \phi(w_i - w_j)
+
+Of the rows only Q_i = X_i'X_i / m_i, b_i = X_i'y_i / m_i and ‖y_i‖² / m_i are kept. For the squared norm φ the
+minimisers are the solutions of Q w = b, where
+
+.. math:: (Q w)_i = Q_i w_i + \alpha \Big(d_i w_i - \sum_j A_{ij} w_j\Big).
+
+Q may be singular: f does not change along w_i = v for all i of a connected component when X_i v = 0 for all of them.
+
+Source: Jung, "Federated learning: from theory to practice", equations (3.20) to (3.26), where q = −2b.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedtorch.data import FederatedData
+from fedtorch.networks.network import Network
+from fedtorch.networks.solvers.penalties import Penalty, squared
+
+__all__ = ["LinearProblem", "linear_problem"]
+
+_NOISE = 64  # units in the last place, times the order of a matrix: eigenvalues below are rounding
+
+
+@dataclass(frozen=True, eq=False)
+class LinearProblem:
+    """GTV minimisation of linear models; all fields on one device and of one dtype.
+
+    Attributes:
+        network: n nodes.
+        alpha: strength α of the coupling.
+        gram: `(n, d, d)` Q_i.
+        cross: `(n, d)` b_i.
+        response: `(n,)` ‖y_i‖² / m_i.
+    """
+
+    network: Network
+    alpha: float
+    gram: Tensor
+    cross: Tensor
+    response: Tensor
+
+    def __post_init__(self) -> None:
+        n, d = self.network.nodes, self.cross.shape[-1]
+        if self.gram.shape != (n, d, d) or self.cross.shape != (n, d) or self.response.shape != (n,):
+            raise ValueError(
+                f"Expected gram, cross and response of shapes {(n, d, d)}, {(n, d)} and {(n,)} for {n} nodes, but got "
+                f"{tuple(self.gram.shape)}, {tuple(self.cross.shape)} and {tuple(self.response.shape)}"
+            )
+        if not (self.alpha >= 0 and math.isfinite(self.alpha)):
+            raise ValueError(f"Expected alpha of at least 0 and finite, but got {self.alpha}")
+
+    @cached_property
+    def adjacency(self) -> Tensor:
+        """A as sparse CSR `(n, n)`."""
+        return self.network.adjacency(self.cross.dtype, self.cross.device)
+
+    @cached_property
+    def degrees(self) -> Tensor:
+        """d_i, `(n,)`."""
+        return self.network.degrees.to(self.cross)
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """The diagonal blocks of Q, Q_i + αd_i I, `(n, d, d)`."""
+        eye = torch.eye(self.cross.shape[1], dtype=self.cross.dtype, device=self.cross.device)
+        return torch.addcmul(self.gram, self.degrees[:, None, None], eye, value=self.alpha)
+
+    @property
+    def round_bytes(self) -> int:
+        """What a round of messages weighs: d numbers over every edge in both directions."""
+        return 2 * len(self.network.edges) * self.cross.shape[1] * self.cross.element_size()
+
+    def product(self, w: Tensor, out: Tensor | None = None) -> Tensor:
+        """Q w for `w` `(n, d)`, into `out` if given: one round of messages."""
+        out = torch.mul(w, self.alpha * self.degrees[:, None], out=out)
+        torch.addmm(out, self.adjacency, w, alpha=-self.alpha, out=out)
+        return out.unsqueeze(2).baddbmm_(self.gram, w.unsqueeze(2)).squeeze(2)
+
+    def optimality(self, w: Tensor) -> float:
+        """‖b − Q w‖ / ‖b‖, the gradient's size relative to that at zero; zero at a minimiser."""
+        return float((self.cross - self.product(w)).norm() / self.cross.norm().clamp(min=torch.finfo(w.dtype).tiny))
+
+    def objective(self, w: Tensor, penalty: Penalty = squared) -> float:
+        """f at `w` `(n, d)`."""
+        loss = self.response.sum() + (w * (torch.bmm(self.gram, w.unsqueeze(2)).squeeze(2) - 2 * self.cross)).sum()
+        ends = self.network.edges.to(w.device)
+        variation = penalty.value(w[ends[:, 0]] - w[ends[:, 1]])
+        return float(loss + self.alpha * (self.network.weights.to(w) * variation).sum())
+
+    def null_space(self) -> tuple[Tensor, Tensor]:
+        """Directions along which f does not change.
+
+        Returns:
+            components `(Z,)` and vectors `(Z, d)` of norm one: w_i = v for all nodes i of a component. Where α is zero
+            every node is a component of its own.
+        """
+        labels, count = self._components()
+        total = self.gram.new_zeros(count, *self.gram.shape[1:]).index_add_(0, labels, self.gram)
+        values, vectors = torch.linalg.eigh(total)
+        limit = _NOISE * values.shape[1] * torch.finfo(values.dtype).eps * values[:, -1:]
+        component, which = (values <= limit).nonzero().unbind(1)
+        return component, vectors.mT[component, which]
+
+    def minimum_norm(self, w: Tensor) -> Tensor:
+        """`w` without its part along which f does not change: a minimiser becomes the one of least norm."""
+        component, vectors = self.null_space()
+        if not len(component):
+            return w
+        labels, count = self._components()
+        size = torch.bincount(labels, minlength=count).to(w)
+        mean = w.new_zeros(count, w.shape[1]).index_add_(0, labels, w) / size[:, None]
+        excess = (mean[component] * vectors).sum(1, keepdim=True) * vectors
+        return w - w.new_zeros(count, w.shape[1]).index_add_(0, component, excess)[labels]
+
+    def _components(self) -> tuple[Tensor, int]:
+        if self.alpha == 0:
+            return torch.arange(self.network.nodes, device=self.cross.device), self.network.nodes
+        labels, count = self.network.components
+        return labels.to(self.cross.device), count
+
+
+def linear_problem(
+    data: FederatedData,
+    network: Network,
+    alpha: float,
+    *,
+    dtype: torch.dtype = torch.float64,
+    unlabelled: bool = False,
+) -> LinearProblem:
+    """The problem of data whose rows are (x `(d,)`, y `()`), without intercept.
+
+    Args:
+        data: a client per node, in the order of the network's nodes.
+        network: of these clients.
+        alpha: strength α of the coupling.
+        dtype: in which the problem is solved; the sums over rows are in float64.
+        unlabelled: whether nodes may have no rows; theirs is L_i = 0, and they follow their neighbours.
+
+    Raises:
+        ValueError: rows of other shapes, another number of clients than nodes, nodes without rows, a negative α.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
+        >>> problem = ft.networks.solvers.linear_problem(data, ft.Network.from_edges([(0, 1)]), alpha=0.5)
+        >>> ft.networks.solvers.direct(problem).parameters.round(decimals=4)  # ±1 / (1 + 2α)
+        tensor([[ 0.5000],
+                [-0.5000]], dtype=torch.float64)
+    """
+    if len(data) != network.nodes:
+        raise ValueError(
+            f"Expected a network of as many nodes as there are clients, {len(data)}, but got {network.nodes} nodes"
+        )
+    rows = data.rows
+    if not (isinstance(rows, tuple) and len(rows) == 2 and rows[0].ndim == 2 and rows[1].ndim == 1):
+        raise ValueError(f"Expected rows (x, y) of shapes (d,) and (), but got {data!r}")
+    empty = (data.counts == 0).nonzero()[:, 0]
+    if len(empty) and not unlabelled:
+        raise ValueError(
+            f"Expected every node to have rows, but node {data.names[int(empty[0])]!r} has none; pass unlabelled=True "
+            "if it is to follow its neighbours"
+        )
+    n, d, device = len(data), rows[0].shape[1], rows[0].device
+    gram = torch.zeros(n, d, d, dtype=torch.float64, device=device)
+    cross, response = gram.new_zeros(n, d), gram.new_zeros(n)
+    for ids, block in data.buckets():
+        x, y = (leaf.to(torch.float64) for leaf in block.batch)  # padded by zeros
+        m = block.count.clamp(min=1).to(torch.float64)
+        at = ids.to(device)
+        gram[at] = x.mT @ x / m[:, None, None]
+        cross[at] = (x * y[..., None]).sum(1) / m[:, None]
+        response[at] = y.square().sum(1) / m
+    return LinearProblem(network, float(alpha), gram.to(dtype), cross.to(dtype), response.to(dtype))

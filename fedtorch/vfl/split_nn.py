@@ -1,0 +1,173 @@
+"""Networks in stacks: one module, many sets of weights, one call.
+
+`Stacked` holds `B` copies of any module's parameters with `B` in front (folds × models × seeds) and evaluates them in
+one batched call; `mlp` is the plain network of the split-network literature, whose last layer has a name of its own.
+
+>>> import torch
+>>> from fedtorch import random
+>>> stack = Stacked(mlp(5, [8, 8], 2), random.fold_in(random.key(0), torch.arange(3)))
+>>> stack(torch.zeros(10, 5)).shape
+torch.Size([3, 10, 2])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from fedtorch import functional, random
+from fedtorch.module_randomness import Drawn
+
+__all__ = ["Stacked", "mlp"]
+
+
+def mlp(
+    width: int,
+    hidden: Sequence[int] = (8, 8),
+    outputs: int = 1,
+    *,
+    dropout: float = 0.0,
+    activation: Callable[[], nn.Module] = nn.ReLU,
+) -> nn.Sequential:
+    """Hidden layers, each followed by an activation and perhaps dropout, and a linear layer called `last`.
+
+    It maps rows `(..., n, width)` to `(..., n, outputs)`.
+
+    Args:
+        width: features of a row.
+        hidden: widths of the hidden layers; none for a linear model.
+        outputs: of the last layer.
+        dropout: probability with which a hidden unit is dropped in training.
+        activation: makes an activation.
+
+    Raises:
+        ValueError: a width that is not positive, or a probability outside [0, 1).
+    """
+    if min(width, outputs, *hidden) < 1 or not 0 <= dropout < 1:
+        raise ValueError(
+            f"Expected positive widths and dropout in [0, 1), but got {[width, *hidden, outputs]} and {dropout}"
+        )
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for i, (before, after) in enumerate(zip([width, *hidden], hidden)):
+        layers[f"linear{i}"], layers[f"activation{i}"] = _Linear(before, after), activation()
+        if dropout:
+            layers[f"dropout{i}"] = nn.Dropout(dropout)
+    layers["last"] = _Linear([width, *hidden][-1], outputs)
+    return nn.Sequential(layers)
+
+
+class _Linear(nn.Linear):
+    """A linear layer of rows `(..., n, width)` that computes with rows last, in half the time for narrow ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight @ x.mT + self.bias.unsqueeze(-1)).mT
+
+
+class Stacked(nn.Module):
+    """`B` copies of a module that differ in their weights.
+
+    Every copy is initialised anew by the `reset_parameters` of the module's layers, from its own key; parameters of
+    layers without one start as they are in `module`.
+
+    Args:
+        module: any module of rows `(n, ...)` to `(n, C)`.
+        keys: `(B,)` one key a copy.
+        row_dims: dimensions of one row: 1 for a table, 3 for images; tells whether rows come stacked.
+
+    Attributes:
+        names: of the module's parameters.
+        own: names of those that the stack holds: all but the released ones.
+        weights: the parameters in the order of `own`, `(B, ...)` each.
+
+    Raises:
+        ValueError: keys of another shape, or running statistics (BatchNorm), which are shared state.
+    """
+
+    def __init__(self, module: nn.Module, keys: Tensor, row_dims: int = 1) -> None:
+        super().__init__()
+        if keys.ndim != 1 or not len(keys):
+            raise ValueError(f"Expected keys (B,), but got shape {tuple(keys.shape)}; see fedtorch.random.fold_in")
+        for name, part in module.named_modules():
+            if getattr(part, "running_mean", None) is not None:
+                raise ValueError(f"Expected no running statistics, but got {name!r}; use GroupNorm or LayerNorm")
+        copies = [functional.parameters(_initialised(module, key)) for key in keys]
+        self.names, self.row_dims, self.size = list(copies[0]), row_dims, len(keys)
+        self.weights = nn.ParameterList([torch.stack([c[name] for c in copies]) for name in self.names])
+        self.own = list(self.names)
+        # In a list, so that the template's own parameters are not registered.
+        self._template = [copy.deepcopy(module).requires_grad_(False)]
+        self._swap = functional.Swap(self._template[0], self.names)
+        self._draws: bool | None = None  # whether the module draws random numbers, once that is known
+
+    def forward(
+        self,
+        x: Tensor,
+        replaced: Mapping[str, Tensor] | None = None,
+        keys: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Rows of all copies.
+
+        Args:
+            x: `(n, ...)` for all copies, or `(B, n, ...)`.
+            replaced: weights to use in place of the stack's own, `(B, ...)` each.
+            keys: makes the keys `(B,)` of dropout and other draws in training mode; asked only where there are any.
+
+        Returns:
+            `(B, n, C)`.
+
+        Raises:
+            ValueError: rows of another number of dimensions, or no key for a module that draws random numbers.
+        """
+        if x.ndim not in (self.row_dims + 1, self.row_dims + 2):
+            raise ValueError(
+                f"Expected rows of {self.row_dims} dimensions, but got shape {tuple(x.shape)}; see row_dims"
+            )
+        template = self._template[0]
+        if template.training != self.training:
+            template.train(self.training)
+        if any(buffer.device != x.device for buffer in template.buffers()):
+            template.to(x.device)
+            self._swap = functional.Swap(template, self.names)
+        own = dict(zip(self.own, self.weights))
+        weights = [(own if replaced is None or n not in replaced else replaced)[n] for n in self.names]
+        call = vmap(
+            self._one, in_dims=(0 if x.ndim == self.row_dims + 2 else None, *(0 for _ in weights)),
+            randomness="different",
+        )  # fmt: skip
+        if not self.training or self._draws is False:
+            return call(x, *weights)
+        drawn = Drawn(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
+        with drawn:
+            result = call(x, *weights)
+        self._draws = drawn.calls > 0
+        if self._draws and keys is None:
+            raise ValueError("Expected keys for a module that draws random numbers, but got None")
+        return result
+
+    def release(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Gives up weights, which `forward` expects as `replaced` from then on."""
+        own = dict(zip(self.own, self.weights))
+        self.own = [name for name in self.own if name not in names]
+        self.weights = nn.ParameterList([own[name] for name in self.own])
+        return {name: own[name].detach() for name in names}
+
+    def _one(self, x: Tensor, *weights: Tensor) -> Tensor:
+        with self._swap(weights):
+            return self._template[0](x)
+
+
+def _initialised(module: nn.Module, key: Tensor) -> nn.Module:
+    """A copy whose layers are initialised anew, without moving the global generator."""
+    result = copy.deepcopy(module)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(random.bits(key, 1)))
+        for part in result.modules():
+            reset = getattr(part, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    return result

@@ -1,0 +1,132 @@
+"""Averages among neighbours against the mean, and federations without a server against those with one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.closed_forms import distance, last, linear, linear_clients, same_bits, sgd
+
+import fedtorch as ft
+from fedtorch import random, tree
+from fedtorch.federation import coordinator
+from fedtorch.federation.algorithms.consensus import Averaging, consensus
+from fedtorch.models.gibbs import graphical, sparse
+
+K = 6
+SIZES = [12, 5, 9, 30, 7, 16]
+NETWORKS = {
+    "ring": ft.Network.ring(K),
+    "star": ft.Network.star(K),
+    "complete": ft.Network.from_edges([(i, j) for i in range(K) for j in range(i)]),
+    "path, weighted": ft.Network([(i, i + 1) for i in range(K - 1)], [1.0, 0.2, 3.0, 1.0, 0.5]),
+}
+networks = pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS.keys())
+
+
+def gibbs(sweeps: int = 2) -> ft.Algorithm:
+    return ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=sweeps, chains=2)
+
+
+@networks
+@pytest.mark.parametrize("reduction", [0.5, 1e-3, 1e-10])
+def test_averaging_keeps_its_promise(network: ft.Network, reduction: float) -> None:
+    """For every vector: the matrix of the map, less the mean, has at most this norm. Rounding: 1e-14 a step."""
+    average = Averaging(network, reduction)
+    matrix = average(torch.eye(K, dtype=torch.float64))
+    mean = torch.full((K, K), 1 / K, dtype=torch.float64)
+    left = float(torch.linalg.matrix_norm(matrix - mean, ord=2))
+    assert left <= reduction + 1e-14 * average.exchanges
+    if average.exchanges > 1:  # and no fewer exchanges would do, by the bound that is the best for an interval
+        low, high = network.extreme_eigenvalues
+        centre = (high + low) / max(high - low, 1e-6)
+        assert np.cosh((average.exchanges - 1) * np.arccosh(centre)) < 1.01 / reduction
+
+
+def test_it_takes_the_square_root_of_plain_averaging() -> None:
+    """On a long path: exchanges for a factor of 1e-6, beside those of x − 2/(λ₂ + λ_n) L x."""
+    network = ft.Network.from_edges([(i, i + 1) for i in range(49)])
+    low, high = network.extreme_eigenvalues
+    plain = np.log(1e-6) / np.log((high - low) / (high + low))
+    assert Averaging(network, 1e-6).exchanges < 2 * np.sqrt(plain) * np.sqrt(np.log(2e6))
+
+
+@networks
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_gibbs_sampling_without_a_server_is_that_with_one_to_the_bit(network: ft.Network, chunk: int | None) -> None:
+    """At every node, also where some do not answer, and after running sums were made anew."""
+    data = linear_clients(SIZES)
+    faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.3))
+    arguments: dict[str, Any] = {"rounds": 6, "seed": 4, "faults": faults}
+    served = last(ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), **arguments))
+    algorithm = ft.without_server(gibbs(), network)
+    found = last(ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), **arguments))
+    for node in range(K):
+        assert same_bits(tree.map(lambda leaf, node=node: leaf[node], found.server), served.server)
+    assert same_bits(found.clients.state_dict(), served.clients.state_dict())
+
+
+def test_running_sums_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "RECOUNT_EVERY", 2)
+    data, algorithm = linear_clients(SIZES), ft.without_server(gibbs(), NETWORKS["ring"])
+    served = last(ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), rounds=3))
+    found = last(ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=3))
+    assert same_bits(tree.map(lambda leaf: leaf[0], found.server), served.server)
+
+
+def test_a_markov_random_field_without_a_server() -> None:
+    data = linear_clients(SIZES).map(lambda rows: rows[0])
+    kernels = graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy())
+    served = ft.gibbs(*kernels, sweeps=2, chains=2)
+    results = [
+        last(ft.run(algorithm, ft.InProcess(data), graphical.start(3), rounds=3)).server.variables.theta
+        for algorithm in (served, ft.without_server(served, NETWORKS["path, weighted"]))
+    ]
+    assert all(torch.equal(copy, results[0]) for copy in results[1])
+
+
+@networks
+@pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD"])
+def test_deep_learning_without_a_server_to_a_tolerance(network: ft.Network, name: str) -> None:
+    """Messages and parameters are below 10 in norm, and a round passes an error on at most tenfold."""
+    made = {"FedAvg": lambda: ft.fedavg(sgd(0.05, steps=3)), "SCAFFOLD": lambda: ft.scaffold(sgd(0.05, steps=3))}[name]
+    data, tolerance = linear_clients(SIZES), 1e-9
+    served = last(ft.run(made(), ft.InProcess(data), rounds=4, cohort=4))
+    algorithm = ft.without_server(made(), network, tolerance)
+    found = last(ft.run(algorithm, ft.InProcess(data), rounds=4, cohort=4))
+    for node in range(K):
+        row = tree.map(lambda leaf, node=node: leaf[node], found.server)
+        assert distance(row, served.server) < 1000 * tolerance
+
+
+def test_traffic_goes_over_the_edges() -> None:
+    network = NETWORKS["star"]
+    exchange = consensus(network, 1e-3)
+    message, outbox = ft.Increment({"w": torch.zeros(K, 5, dtype=torch.float64)}), {"w": torch.zeros(K, 5)}
+    exchanges = Averaging(network, 1e-3).exchanges
+    assert exchange.traffic(outbox, message, slice(0, K)) == (exchanges * 2 * (K - 1) * 5 * 8, 0)
+    assert exchange.traffic(outbox, tree.take(message, slice(0, 1)), slice(0, 1)) == (exchanges * (K - 1) * 5 * 8, 0)
+
+
+def test_one_node() -> None:
+    algorithm = ft.without_server(gibbs(), ft.Network([], nodes=1))
+    data = ft.InProcess(linear_clients([9]))
+    found, served = (last(ft.run(made, data, torch.zeros(3), rounds=2)).server for made in (algorithm, gibbs()))
+    assert same_bits(tree.map(lambda leaf: leaf[0], found), served)
+
+
+def test_bad_input() -> None:
+    data = ft.InProcess(linear_clients(SIZES))
+    with pytest.raises(ValueError, match="Expected a connected network, but got one of 2 components"):
+        consensus(ft.Network.from_edges([(0, 1), (2, 3)]))
+    for reduction in (0.0, 1.0):
+        with pytest.raises(ValueError, match="Expected a reduction between 0 and 1"):
+            Averaging(NETWORKS["ring"], reduction)
+    with pytest.raises(ValueError, match=r"as many nodes as there are clients, 6, but got 3 nodes"):
+        next(ft.run(ft.without_server(gibbs(), ft.Network.ring(3)), data, torch.zeros(3)))
+    with pytest.raises(ValueError, match="Expected an algorithm whose messages add up"):
+        ft.without_server(ft.gtv(ft.least_squares(linear()), NETWORKS["ring"], 0.1), NETWORKS["ring"])
+    with pytest.raises(ValueError, match="Expected messages of whole numbers"):
+        next(ft.run(ft.without_server(ft.fedavg(sgd(0.1)), NETWORKS["ring"]), data))

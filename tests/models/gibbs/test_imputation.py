@@ -1,0 +1,198 @@
+"""EM against the closed form without gaps, the likelihood's gradient with gaps, and conditional draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import geweke
+from support.closed_forms import distance, last, same_bits
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch import random
+from fedtorch.models.gibbs import global_priors, imputation, logistic, sparse
+
+START = imputation.Normal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
+
+
+def clients(missing: float) -> list[tuple[Tensor, Tensor]]:
+    """Three sites; with gaps, the second has no first covariate at all."""
+    found = []
+    for k, n in enumerate((40, 25, 60)):
+        keys = random.fold_in(random.key(k), torch.arange(2))
+        z = random.normal(keys[0], (n, 4), torch.float64)
+        z = z @ torch.tensor([[1.0, 0.5, 0, 0.8], [0, 1, 0.6, 0], [0, 0, 1, -0.5], [0, 0, 0, 0.7]]).double() + 1.0
+        x, y = z[:, :3].clone(), z[:, 3]
+        x[random.uniform(keys[1], (n, 3), torch.float64) < missing] = torch.nan
+        if missing and k == 1:
+            x[:, 0] = torch.nan
+        found.append((x, y))
+    return found
+
+
+def fit(data: ft.data.FederatedData, rounds: int, chunk: int | None = None) -> imputation.Normal:
+    return last(ft.run(imputation.pooled_covariance(), ft.InProcess(data, chunk), START, rounds=rounds)).server
+
+
+def test_without_gaps_it_is_the_sample_covariance_at_once() -> None:
+    data = imputation.incomplete(clients(0.0))
+    found = fit(data, 1)
+    values = data.rows.values
+    assert distance(found.mean, values.mean(0)) < 1e-12
+    assert distance(found.covariance, values.T.cov(correction=0)) < 1e-12
+
+
+def test_with_gaps_the_gradient_of_the_observed_likelihood_vanishes() -> None:
+    data = imputation.incomplete(clients(0.2))
+    found = fit(data, 400)
+    mean, factor = found.mean.clone().requires_grad_(), torch.linalg.cholesky(found.covariance).requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for values, observed in zip(*data.rows):
+        part = (factor @ factor.T)[observed][:, observed]
+        normal = torch.distributions.MultivariateNormal(mean[observed], part)
+        total = total + normal.log_prob(values[observed])
+    gradients = torch.autograd.grad(total, (mean, factor))
+    assert float(gradients[0].abs().max()) < 1e-6 * len(data.rows.values)
+    assert float(gradients[1].tril().abs().max()) < 1e-6 * len(data.rows.values)
+
+
+def test_chunks_and_permuted_clients() -> None:
+    data = imputation.incomplete(clients(0.2))
+    found = fit(data, 5)
+    for other in (fit(data, 5, chunk=1), fit(data.select([2, 0, 1]), 5)):
+        assert distance(found, other) < 1e-12
+
+
+def test_draws_have_the_conditional_moments() -> None:
+    data = imputation.incomplete(clients(0.2))
+    found = fit(data, 100)
+    means = imputation.impute(data, found).rows[0]
+    draws = torch.stack([imputation.impute(data, found, random.key(s)).rows[0] for s in range(400)])
+    observed = data.rows.observed[:, :3]
+    assert torch.equal(draws[0][observed], data.rows.values[:, :3][observed])
+    error = draws.std(0)[~observed] / 400**0.5
+    assert bool(((draws.mean(0) - means)[~observed].abs() < 5 * error).all())
+    residual = found.covariance[0, 0] - found.covariance[0, 1:] @ torch.linalg.solve(
+        found.covariance[1:, 1:], found.covariance[1:, 0]
+    )
+    only_first = (~observed[:, 0]) & observed[:, 1:].all(1)
+    assert torch.allclose(draws.var(0)[only_first, 0], residual, rtol=5 * (2 / 400) ** 0.5)
+
+
+def test_a_row_of_gaps_is_refused() -> None:
+    with pytest.raises(ValueError, match="Expected something observed in every row"):
+        imputation.incomplete([(torch.full((1, 2), torch.nan), torch.full((1,), torch.nan))])
+
+
+@pytest.mark.parametrize(
+    "length", [pytest.param((20, 15), id="short"), pytest.param((100, 150), id="long", marks=pytest.mark.slow)]
+)
+def test_geweke_with_missing_covariates(length: tuple[int, int]) -> None:
+    """Rows of a normal distribution, some of whose entries are hidden once the response is drawn."""
+    normal = imputation.Normal(
+        torch.tensor([0.5, -0.3, 0.0]).double(),
+        torch.tensor([[1.0, 0.6, 0], [0.6, 1.5, 0], [0, 0, 1.0]], dtype=torch.float64),
+    )
+    factor = torch.linalg.cholesky(normal.covariance[:2, :2])
+    rows, ones = 5, lambda keys: torch.ones(len(keys), dtype=torch.float64)
+    seen = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0], [1, 0]]).bool()
+
+    def prior(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return random.normal(keys, (p,), torch.float64), {}
+
+    def simulate(setting: geweke.Setting, sites: Any, key: Tensor) -> ft.data.ClientData:
+        x = random.normal(random.fold_in(key, 0), (rows, 2), torch.float64) @ factor.mT + normal.mean[:2]
+        y = (x * sites.theta).sum(-1)
+        y = y + random.normal(random.fold_in(key, 1), (rows,), torch.float64) / sites.noise.sqrt()
+        observed = torch.cat([seen, torch.ones(rows, 1).bool()], 1).expand(len(x), -1, -1)
+        values = torch.where(observed, torch.cat([x, y[..., None]], -1), 0.0)
+        return local.prepare(ft.data.ClientData(imputation.Incomplete(values, observed), torch.full((len(x),), rows)))
+
+    setting = geweke.Setting(torch.zeros(rows, 2), 2, 2.0, geweke.horseshoe_scales, prior, ones)
+    local = imputation.imputing(sparse.regression(noise_shape=2.0), normal)
+    shared = sparse.hierarchy(global_priors.gaussian())
+    scores = geweke.run(local, shared, setting, lambda prior: {}, *length, simulate=simulate)
+    name, score, bound = geweke.worst(scores)
+    assert abs(score) < bound, (name, score, bound)
+
+
+def imputed(missing: float, chunk: int | None = None) -> Any:
+    data = imputation.incomplete(clients(missing))
+    local = imputation.imputing(sparse.regression(), fit(data, 20))
+    algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=2, chains=2)
+    return last(ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), rounds=4)).server
+
+
+def test_imputing_in_chunks_is_the_same_to_the_bit() -> None:
+    assert same_bits(imputed(0.3), imputed(0.3, 1))
+
+
+def test_without_gaps_imputing_is_the_regression() -> None:
+    """But for the keys: the posterior means of both, within their Monte Carlo errors."""
+    rows = [(x - 1.0, y - 1.0) for x, y in clients(0.0)]
+    gaps = imputation.incomplete(rows)
+    means = []
+    for local, data in (
+        (imputation.imputing(sparse.regression(), fit(gaps, 2)), gaps),
+        (sparse.regression(), ft.data.from_tensors(rows)),
+    ):
+        algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=3, chains=12)
+        sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(3), burn_in=15, keep=False).run(60)
+        means.append(sampler.moments["theta"].mean)
+    error = ((means[0].var(0) + means[1].var(0)) / 12).sqrt()
+    assert float(((means[0].mean(0) - means[1].mean(0)) / error).abs().max()) < 4
+
+
+def test_imputing_needs_responses() -> None:
+    x, y = torch.ones(3, 2), torch.tensor([0.0, torch.nan, 1.0])
+    data = imputation.incomplete([(x, y)])
+    local = imputation.imputing(sparse.regression(), imputation.Normal(torch.zeros(3), torch.eye(3)))
+    with pytest.raises(ValueError, match="Expected a response in every row"):
+        next(ft.run(ft.gibbs(local, sparse.hierarchy()), ft.InProcess(data), torch.zeros(2)))
+
+
+def test_imputing_wants_a_regression_through_the_origin() -> None:
+    normal = imputation.Normal(torch.zeros(3), torch.eye(3))
+    for kernel in (sparse.regression(intercept=True), logistic.logistic_regression()):
+        with pytest.raises(ValueError, match=r"Expected sparse\.regression\(\.\.\.\) without intercepts"):
+            imputation.imputing(kernel, normal)
+
+
+def test_gaps_are_filled_from_a_normal_of_single_precision() -> None:
+    gaps = imputation.incomplete(clients(0.3))
+    single = imputation.Normal(START.mean.float(), START.covariance.float())
+    for (x, y), (other_x, other_y) in zip(imputation.impute(gaps, single), imputation.impute(gaps, START)):
+        assert torch.equal(x, other_x)
+        assert torch.equal(y, other_y)
+
+
+def test_bad_rows_are_refused() -> None:
+    x, y = torch.ones(2, 1), torch.ones(2)
+    for sites, shapes in (([], r"\[\]"), ([(x, y[:, None])], r"\[\(\(2, 1\), \(2, 1\)\)\]")):
+        with pytest.raises(
+            ValueError, match=rf"Expected x \(n, p\) and y \(n,\) of every site, but got shapes {shapes}"
+        ):
+            imputation.incomplete(sites)
+    with pytest.raises(ValueError, match="Expected finite values, but got NaN or Inf in field 'values'"):
+        imputation.incomplete([(x / 0, y)])
+    complete, gaps = ft.data.from_tensors([(x, y)]), imputation.incomplete([(x, y)])
+    pair = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
+    gibbs = ft.gibbs(imputation.imputing(sparse.regression(), pair), sparse.hierarchy())
+    for use in (
+        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(complete), pair)),
+        lambda: next(ft.run(gibbs, ft.InProcess(complete), torch.zeros(1))),
+        lambda: imputation.impute(complete, pair),
+    ):
+        with pytest.raises(ValueError, match=r"Expected rows of imputation\.incomplete\(\.\.\.\), but got a tuple"):
+            use()
+    for use in (
+        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), START)),
+        lambda: imputation.impute(gaps, START),
+        lambda: imputation.imputing(sparse.regression(), START).prepare(gaps.stack([0])),
+    ):
+        with pytest.raises(
+            ValueError, match="Expected a normal distribution of 2 columns, the response last, but got one"
+        ):
+            use()

@@ -1,0 +1,54 @@
+"""Clusters that are there are found, and equal partitions have equal labels."""
+
+import math
+
+import pytest
+import torch
+from sklearn.metrics import adjusted_rand_score
+
+import fedtorch as ft
+from fedtorch.networks import clustering
+
+SIZES = [40, 25, 35]
+TRUTH = torch.arange(3).repeat_interleave(torch.tensor(SIZES))
+
+
+def test_k_means_finds_separate_groups():
+    noise = ft.random.normal(ft.random.key(0), (100, 2, 2), torch.float64)
+    parameters = noise + 10 * TRUTH[:, None, None]
+    assert torch.equal(clustering.k_means(parameters, 3, ft.random.key(1)), TRUTH)
+    order = ft.random.permutation(ft.random.key(2), 100)
+    moved = clustering.k_means(parameters[order], 3, ft.random.key(1))
+    assert adjusted_rand_score(moved, TRUTH[order]) == 1
+    assert moved[0] == 0
+
+
+@pytest.mark.parametrize("dense", [400, 0])
+def test_spectral_clustering_finds_blocks(dense, monkeypatch):
+    monkeypatch.setattr(clustering, "_DENSE", dense)
+    network = ft.Network.stochastic_blocks(SIZES, 0.6, 0.03, ft.random.key(0))
+    assert torch.equal(clustering.spectral(network, 3, ft.random.key(1)), TRUTH)
+
+
+def test_spectral_clustering_of_components_and_of_nodes_without_neighbours():
+    network = ft.Network([(0, 3), (1, 4), (4, 5), (1, 5)], nodes=6)
+    assert clustering.spectral(network, 3, ft.random.key(0)).tolist() == [0, 1, 2, 0, 1, 1]
+
+
+def test_tied_parameters_make_clusters_only_along_edges():
+    network = ft.Network.ring(6)
+    parameters = torch.tensor([1.0, 1.0, 5.0, 1.0, 5.0, 5.0 + 1e-9], dtype=torch.float64)[:, None]
+    assert clustering.tied(network, parameters).tolist() == [0, 0, 1, 2, 3, 3]
+    assert clustering.tied(network, parameters, tolerance=0.0).tolist() == [0, 0, 1, 2, 3, 4]
+    assert len(clustering.tied(network, parameters, tolerance=1.0).unique()) == 1
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="from 1 to 3 clusters"):
+        clustering.k_means(torch.eye(3), 4, ft.random.key(0))
+    with pytest.raises(ValueError, match="finite parameters"):
+        clustering.k_means(torch.eye(3) * math.nan, 2, ft.random.key(0))
+    with pytest.raises(ValueError, match="from 1 to 3 clusters"):
+        clustering.spectral(ft.Network.ring(3), 0, ft.random.key(0))
+    with pytest.raises(ValueError, match="parameters of 3 nodes"):
+        clustering.tied(ft.Network.ring(3), torch.zeros(4, 2))

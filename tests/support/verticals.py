@@ -1,0 +1,142 @@
+"""Small vertical problems in float64, and their closed forms."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from queue import Queue
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree, vfl, wire
+from fedtorch.tree import Tree
+from fedtorch.vfl import encoder, likelihoods
+from fedtorch.vfl.guide import draw_noise, initial
+from fedtorch.vfl.model import prepared
+from fedtorch.vfl.nodes import PartyNode, ServerNode
+
+WIDTHS = [2, 3, 1]
+SD = 0.8
+KEY, ROWS, DRAWS, STEPS = random.key(0), 12, 2, 3
+
+
+def draw(key: int, *shape: int) -> Tensor:
+    return random.normal(random.key(key), shape, torch.float64)
+
+
+def gaussian_data(widths: list[int] = WIDTHS, rows: int = 40, seed: int = 0) -> vfl.VerticalData:
+    """Independent features, and a response with noise of standard deviation `SD`."""
+    width = sum(widths)
+    x = draw(seed, rows, width)
+    y = 0.5 + x @ draw(seed + 100, width) + SD * draw(seed + 200, rows)
+    return vfl.VerticalData(x.split(widths, 1), y)
+
+
+def logistic_data(widths: list[int], rows: int, seed: int = 0) -> vfl.VerticalData:
+    """Independent features, and labels of a logistic model with standard normal coefficients."""
+    x = draw(seed, rows, sum(widths))
+    chance = (x @ draw(seed + 100, sum(widths))).sigmoid()
+    return vfl.VerticalData(x.split(widths, 1), random.bernoulli(random.key(seed + 300), chance, (rows,)).double())
+
+
+def counts_data(widths: list[int], rows: int, seed: int = 0) -> vfl.VerticalData:
+    """Counts with an offset."""
+    x = draw(seed, rows, sum(widths))
+    offset = 1 + 0.1 * draw(seed + 400, rows)
+    y = torch.poisson((x @ draw(seed + 100, sum(widths)) * 0.3 + offset).exp(), torch.Generator().manual_seed(seed))
+    return vfl.VerticalData(x.split(widths, 1), y, offset)
+
+
+def predictors(widths: list[int] = WIDTHS) -> list[vfl.Predictor]:
+    return [vfl.linear(width) for width in widths]
+
+
+def regression(data: vfl.VerticalData, variance: float) -> tuple[Tensor, Tensor, float]:
+    """Mean, covariance and log evidence of (intercept, β) with N(0, 1) priors and noise of this variance."""
+    ones = torch.ones(len(data.response), 1, dtype=torch.float64)
+    design = torch.cat([ones, *data.features], 1)
+    precision = design.T @ design / variance + torch.eye(design.shape[1], dtype=torch.float64)
+    covariance = torch.linalg.inv(precision)
+    marginal = variance * torch.eye(len(design), dtype=torch.float64) + design @ design.T
+    evidence = torch.distributions.MultivariateNormal(torch.zeros_like(data.response), marginal)
+    return covariance @ design.T @ data.response / variance, covariance, float(evidence.log_prob(data.response))
+
+
+MODELS = {"augmented": vfl.augmented, "power": vfl.power}
+GUIDES = {
+    "mean field": lambda: vfl.Guide.of(vfl.mean_field(), vfl.diagonal()),
+    "amortised": lambda: vfl.Guide.of(vfl.amortised(encoder.perceptron(4))),
+    "amortised, y seen": lambda: vfl.Guide.of(
+        vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)
+    ),
+    "sums": lambda: vfl.Guide.of(vfl.sums(encoder.perceptron(4))),
+    "noiseless": lambda: vfl.Guide.of(vfl.noiseless()),
+    "sums, joint": lambda: vfl.Guide.of(vfl.sums(encoder.linear(), skewed=False), joint=True),
+    "amortised, joint": lambda: vfl.Guide.of(vfl.amortised(encoder.linear()), joint=True),
+    "sums, low rank, joint": lambda: vfl.Guide.of(vfl.sums(encoder.linear()), vfl.low_rank(2), joint=True),
+}
+LIKELIHOODS = {
+    "gaussian": (likelihoods.gaussian, gaussian_data),
+    "bernoulli": (likelihoods.bernoulli, logistic_data),
+    "poisson": (likelihoods.poisson, counts_data),
+    "negative binomial": (likelihoods.negative_binomial, counts_data),
+}
+
+
+def some_parameters(
+    model: vfl.VerticalModel, guide: vfl.Guide, data: vfl.VerticalData, size: int = 2
+) -> vfl.Parameters:
+    """Parameters that are nowhere special."""
+    begin = initial(model, guide, prepared(model, data), size, random.key(0))
+    return tree.map(lambda leaf: leaf + 0.2 * draw(leaf.numel(), *leaf.shape), begin)
+
+
+def some_model(name: str, likelihood: str, widths: list[int] = WIDTHS) -> tuple[vfl.VerticalModel, vfl.VerticalData]:
+    make, data = LIKELIHOODS[likelihood]
+    return MODELS[name](make(), predictors(widths), torch.tensor([0.7, 1.3])), data(widths, 12)
+
+
+def nodes(
+    model: vfl.VerticalModel, guide: vfl.Guide, q: vfl.Parameters, data: vfl.VerticalData, shared: bool
+) -> tuple[ServerNode, list[PartyNode]]:
+    """All nodes, with the response at the parties too where it is `shared`."""
+    y = data.response if shared else None
+    return ServerNode(model, guide, q, prepared(model, data), shared), [
+        PartyNode(model, guide, q, j, x, y, data.weight, shared) for j, x in enumerate(data.features)
+    ]
+
+
+def gathered(guide: vfl.Guide, server: ServerNode, parties: list[PartyNode]) -> vfl.Parameters:
+    """All nodes' parameters in one place."""
+    joint = None
+    if guide.joint:
+        every = [node.rows for node in (server, *parties)]
+        widest = lambda name: every[-1][name].shape[-1] if every[-1][name].ndim > 2 else 0
+        pad = lambda rows, width: torch.nn.functional.pad(rows, (0, width - rows.shape[-1])) if width else rows
+        joint = {name: torch.cat([pad(rows[name], widest(name)) for rows in every], 1) for name in every[0]}
+    return tree.map(torch.detach, vfl.Parameters(joint, server.q, tuple(party.q for party in parties)))
+
+
+def below(q: vfl.Parameters) -> vfl.Parameters:
+    """Without what lies above the diagonal of a joint factor, which nobody uses."""
+    return (
+        q
+        if q.joint is None or "lower" not in q.joint
+        else q._replace(joint={**q.joint, "lower": q.joint["lower"].tril(-1)})
+    )
+
+
+def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = STEPS) -> list[vfl.Noise]:
+    return [
+        draw_noise(model, guide, random.fold_in(KEY, t).reshape(1), rows, DRAWS, torch.float64) for t in range(steps)
+    ]
+
+
+def queues(patience: float = 60) -> Callable[[int], tuple[Callable[[Tree, int], None], Callable[[Tree, int], Tree]]]:
+    """What gives every node in one process its `send` and `receive`, with encoded messages between them."""
+    waiting: defaultdict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
+    return lambda own: (
+        lambda message, to: waiting[own, to].put(wire.encode(message)),
+        lambda like, source: wire.decode(waiting[source, own].get(timeout=patience), like),
+    )
