@@ -18,7 +18,7 @@ from pathlib import Path
 
 from experiments import common
 
-NAMES = ("fedlin", "fedmgp", "gibbs", "grid", "gtv", "vfl", "vfl_split")
+NAMES = ("fedlin", "fedmgp", "gibbs", "gtv", "vfl", "vfl_split")
 RESULTS = Path(__file__).parent / "results"
 
 
