@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
@@ -179,7 +179,7 @@ def matrix_normal(
         >>> y = y + 0.5 * ft.random.normal(ft.random.key(1), (6, 5), torch.float64)
         >>> head = LinearHead(2, intercept=False, dtype=torch.float64)
         >>> algorithm = ft.matrix_normal(ft.least_squares(head, steps=20))
-        >>> *_, last = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
+        >>> last = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
         >>> last.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
         tensor(True)
     """
@@ -258,7 +258,7 @@ def matrix_normal(
         model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
         exchange=private_rows(),
         prepare=prepare,
-        local=local,
+        **solved_by(local, algorithm="matrix_normal"),
     )
 
 

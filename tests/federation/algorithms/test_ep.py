@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, last
+from support.closed_forms import ROUNDING, client_tensors, distance, last
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
@@ -104,7 +104,7 @@ def test_exact_for_a_conjugate_model_after_one_round_of_sites(chunk: int | None)
     levels = torch.arange(15.0, dtype=torch.float64).reshape(5, 3).sin()
     project, data = conjugate(levels)
     prior = MultivariateNormal(torch.ones(3, dtype=torch.float64), 2 * torch.eye(3, dtype=torch.float64))
-    found = posterior(last(ft.run(ft.ep(project, prior), ft.InProcess(data, chunk), rounds=2)).server)
+    found = posterior(ft.run(ft.ep(project, prior), ft.InProcess(data, chunk), rounds=2).last.server)
     count = torch.arange(1.0, 6.0, dtype=torch.float64)
     precision = 0.5 + count.sum()
     assert distance(found.mean, (0.5 + (count[:, None] * levels).sum(0)) / precision) < ROUNDING
@@ -120,7 +120,7 @@ def sum_of_sites(round: ft.Round, clients: int) -> Natural:
 def test_prior_and_sites_make_the_posterior_after_lost_messages(cohort: int | None) -> None:
     data, model = devices(20, 2), linear(2)
     lost = ft.lost_messages(before=0.2, after=0.3)
-    for round in ft.run(algorithm(model), ft.InProcess(data), rounds=40, cohort=cohort, faults=lost, seed=3):
+    for round in ft.Run(algorithm(model), ft.InProcess(data), cohort=cohort, faults=lost, seed=3).rounds(40):
         heard = round.server.total
         assert distance(heard.site, sum_of_sites(round, 20)) < ROUNDING
         whole = tree.add(round.server.prior, tree.add_scaled(heard.site, round.server.share, heard.waiting))
@@ -148,7 +148,7 @@ def test_sites_may_be_indefinite_and_are_not_clipped() -> None:
     sites = found.last.clients.table.read(slice(0, 50)).told.site
     assert int((~gaussian.is_proper(sites)).sum()) > 25
     outbox = algorithm(linear(2)).outbox(found.last.server)
-    assert all(bool(gaussian.is_proper(Natural(**found.last.clients.tensors(outbox, k)))) for k in range(50))
+    assert all(bool(gaussian.is_proper(Natural(**client_tensors(found.last.clients, outbox, k)))) for k in range(50))
 
 
 def test_splitting_a_device_of_a_model_without_device_effects_changes_nothing() -> None:
@@ -156,7 +156,7 @@ def test_splitting_a_device_of_a_model_without_device_effects_changes_nothing() 
     data, model = devices(4, 3), linear(3, random=[])
     (x, y), *others = list(data)
     halves = ft.data.from_tensors([(x[:7], y[:7]), (x[7:], y[7:]), *others])
-    whole, split = (posterior(last(ft.run(algorithm(model), ft.InProcess(d), rounds=3)).server) for d in (data, halves))
+    whole, split = (posterior(ft.run(algorithm(model), ft.InProcess(d), rounds=3).last.server) for d in (data, halves))
     assert distance(whole.mean, split.mean) < ROUNDING
     assert distance(whole.covariance_matrix, split.covariance_matrix) < ROUNDING
     x, y = data.pool()[0]
@@ -176,13 +176,13 @@ def test_permuted_clients_and_a_silent_one() -> None:
     data, model = devices(8, 2), linear(2)
     order = [5, 2, 7, 0, 1, 6, 4, 3]
     first, second = (
-        last(ft.run(algorithm(model), ft.InProcess(d), rounds=8)).server.posterior for d in (data, data.select(order))
+        ft.run(algorithm(model), ft.InProcess(d), rounds=8).last.server.posterior for d in (data, data.select(order))
     )
     assert distance(first, second) < 1000 * ROUNDING  # rounding, through eight rounds of a nonlinear map
     silent = ft.Faults(after=lambda key, ids: ids == 3)
-    without = last(ft.run(algorithm(model), ft.InProcess(data), rounds=8, faults=silent)).server.posterior
+    without = ft.run(algorithm(model), ft.InProcess(data), faults=silent, rounds=8).last.server.posterior
     others = data.select([0, 1, 2, 4, 5, 6, 7])
-    alone = last(ft.run(algorithm(model), ft.InProcess(others), rounds=8)).server.posterior
+    alone = ft.run(algorithm(model), ft.InProcess(others), rounds=8).last.server.posterior
     assert distance(without, alone) < 1000 * ROUNDING
 
 
@@ -206,9 +206,9 @@ def test_the_posterior_of_one_federation_is_the_prior_of_the_next() -> None:
     levels = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
     project, data = conjugate(levels)
     prior = MultivariateNormal(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
-    together = last(ft.run(ft.ep(project, prior), ft.InProcess(data), rounds=2)).server.posterior
-    one = last(ft.run(ft.ep(project, prior), ft.InProcess(data.select([0, 1])), rounds=2)).server.posterior
-    two = ft.run(ft.ep(project, prior), ft.InProcess(data.select([2, 3])), one._asdict(), rounds=2)
+    together = ft.run(ft.ep(project, prior), ft.InProcess(data), rounds=2).last.server.posterior
+    one = ft.run(ft.ep(project, prior), ft.InProcess(data.select([0, 1])), rounds=2).last.server.posterior
+    two = ft.Run(ft.ep(project, prior), ft.InProcess(data.select([2, 3])), one._asdict()).rounds(2)
     assert distance(last(two).server.posterior, together) < ROUNDING
 
 
@@ -371,12 +371,12 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="Expected one normal prior, but got a batch of"):
         ft.ep(project, prior.expand([2]))
     with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(2,\) and \(\)"):
-        next(ft.run(algorithm(linear(2)), ft.InProcess(devices(3, 1))))
+        ft.Run(algorithm(linear(2)), ft.InProcess(devices(3, 1))).step()
     with pytest.raises(ValueError, match="Expected a positive noise variance, but got 0"):
         linear(1, noise=0.0)
     exactly = linear(1, noise=lambda statistics: statistics.rows * 0.0)
     with pytest.raises(ValueError, match="Client '0': Expected positive noise variances, but noise= gave"):
-        next(ft.run(algorithm(exactly), ft.InProcess(devices(3, 1))))
+        ft.Run(algorithm(exactly), ft.InProcess(devices(3, 1))).step()
 
 
 def random_problem(seed: int, most: int) -> tuple[ft.data.FederatedData, float | None, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.closed_forms import distance
+from support.closed_forms import client_tensors, distance
 from torch import Tensor
 from torch.distributions import Bernoulli, MultivariateNormal, Poisson
 
@@ -121,7 +121,7 @@ def test_device_posteriors_are_mixtures_of_conditional_normals() -> None:
     posterior = devices(found.last, algorithm, model, data)
     outbox = algorithm.outbox(found.last.server)
     for k, (x, y) in enumerate(data):
-        cavity = gaussian.moments(gaussian.Natural(**found.last.clients.tensors(outbox, k)))
+        cavity = gaussian.moments(gaussian.Natural(**client_tensors(found.last.clients, outbox, k)))
         mean, covariance = cavity
         zeta = mean[1] + covariance[1, 1].sqrt() * torch.linspace(-8, 8, 2001, dtype=torch.float64)
         centre = mean[0] + covariance[0, 1] / covariance[1, 1] * (zeta - mean[1])

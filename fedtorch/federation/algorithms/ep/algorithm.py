@@ -17,7 +17,6 @@ from fedtorch.federation.algorithms.ep.start import (
     from_the_prior,
     jump,
     product,
-    where_training_starts,
 )
 from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, State, Told
 from fedtorch.federation.exchange import Mean
@@ -177,7 +176,8 @@ def ep(
         server=server,
         model=lambda inbox, state: _cavity(inbox, state)._asdict(),
         prepare=prepare,
-        local=where_training_starts(prior),
+        settings={"algorithm": "ep", "project": project, "prior": prior, "damping": damping},
+        start=prior.normal._asdict(),
         told=lambda state: state.told,
     )
 

@@ -27,9 +27,9 @@ from torch.distributions import MultivariateNormal
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, identity
 from fedtorch.federation.algorithms.ep.start import as_prior
-from fedtorch.federation.coordinator import run
 from fedtorch.federation.exchange import Sum
 from fedtorch.federation.population import Population
+from fedtorch.federation.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
@@ -121,9 +121,11 @@ def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepar
         model=lambda inbox, state: {},
         prepare=prepare,
     )
-    (done,) = run(algorithm, population, {}, rounds=1)
-    if len(done.ids) < len(population.data):
-        raise RuntimeError(f"Expected an answer of all {len(population.data)} clients, but got {len(done.ids)}; repeat")
+    done = Run(algorithm, population, {}).step()
+    if len(done.ids) < len(population.names):
+        raise RuntimeError(
+            f"Expected an answer of all {len(population.names)} clients, but got {len(done.ids)}; repeat"
+        )
     return done.server
 
 

@@ -16,8 +16,8 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.algorithms.ep.state import Server
-from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.population import Population
+from fedtorch.federation.run import Round, Run
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Natural
@@ -78,14 +78,14 @@ def fit(
             (relative) went on to shrink as they last did; the last changes must be below ten times as much.
         rounds: at most so many, the summed round included; without convergence a `RuntimeWarning` says so.
         patience: how many rounds in a row must be below the tolerance; with a cohort of M clients, some K / M.
-        **arguments: of `ft.run`: seed, cohort, faults, parameters, start.
+        **arguments: of `ft.Run`: seed, cohort, faults, parameters.
 
     Raises:
         RuntimeError: after the last round q is no density, or no cavity is, as with an improper prior and one client.
     """
     reports: list[RoundReport] = []
     still, damping, change, last = 0, math.nan, math.nan, None
-    for last in run(algorithm, population, rounds=rounds, **arguments):
+    for last in Run(algorithm, population, **arguments).rounds(rounds):
         server = last.server
         mean, sd = server.change.tolist()
         before, change = change, max(mean, sd) / damping
@@ -119,7 +119,7 @@ def fit(
             RuntimeWarning,
             stacklevel=2,
         )
-    _warn_of_clients(last, population.data.names)
+    _warn_of_clients(last, population.names)
     return Fit(posterior(last.server), still >= patience, tuple(reports), last)
 
 

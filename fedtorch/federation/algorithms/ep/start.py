@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import LocalSolver, identity
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import Projection, Start
 from fedtorch.tree import Tree
 
-__all__ = ["as_prior", "changes", "from_the_prior", "jump", "product", "where_training_starts"]
+__all__ = ["as_prior", "changes", "from_the_prior", "jump", "product"]
 
 
 def as_prior(prior: Prior | Natural | MultivariateNormal) -> Prior:
@@ -55,23 +54,6 @@ def from_the_prior(project: Projection) -> Start:
         return Natural((gaussian.unpack(own.precision) @ mean[:, None])[:, 0], own.precision)
 
     return Start(summary, estimate)
-
-
-def where_training_starts(prior: Prior) -> LocalSolver:
-    """The prior as the parameters that a run starts from; there is no solver of a client's own loss."""
-
-    def refuse(start: Any, state: Any, data: Any = None, quadratic: Any = None, key: Any = None) -> Any:
-        raise TypeError("Expected an algorithm that predicts with parameters; use the model's devices and predictive")
-
-    return LocalSolver(
-        solve=refuse,
-        parameters=prior.normal._asdict(),
-        init=lambda parameters: None,
-        predict=refuse,
-        tensors=lambda parameters, state: parameters,
-        prepare=identity,
-        module=None,
-    )
 
 
 def product(base: Natural, factors: Natural, prior: Prior) -> Natural:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Local, Quadratic
+from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
@@ -95,12 +95,15 @@ def fedmgp_average(
         solved = {name: values[name] for name in start}
         return Local(solved, new, torch.full_like(loss, steps * lr), {"loss": loss})
 
-    local = replace(
-        gp.local(),
+    local = LocalSolver(
         solve=solve,
         parameters={name: gp.values[name].clone() for name in everything},
         init=init,
+        predict=gp.predict,
         tensors=lambda parameters, state: {**parameters, **state["scales"]},
+        prepare=gp.check,
+        module=gp.module,
+        settings={"units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
     )
     algorithm = personal_layers(local, own_names, lr=server_lr, weight=weight)
     return replace(algorithm, exchange=star() if exchange is None else exchange)

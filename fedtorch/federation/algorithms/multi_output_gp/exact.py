@@ -112,7 +112,7 @@ def fedmgp(
         >>> noise = 0.1 * ft.random.normal(ft.random.key(0), (3, 40), torch.float64)
         >>> data = ft.data.from_tensors([(x, a * (6 * x[:, 0]).sin() + e) for a, e in zip((1.0, 2.0, -1.0), noise)])
         >>> algorithm = ft.fedmgp(ConvolvedGP(torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]))
-        >>> *_, last = ft.run(algorithm, ft.InProcess(data), rounds=20)
+        >>> last = ft.run(algorithm, ft.InProcess(data), rounds=20)
         >>> 20 < float(last.server.bound) < 110
         True
     """
@@ -205,7 +205,19 @@ def fedmgp(
         server=server,
         model=model,
         prepare=prepare,
-        local=gp.local(),
+        settings={
+            "algorithm": "fedmgp",
+            "steps": steps,
+            "lr": lr,
+            "server_lr": server_lr,
+            "batch_size": batch_size,
+            "site_batch_size": site_batch_size,
+            "damping": damping,
+            "exact_units": exact_units,
+        },
+        start=gp.start,
+        predict=gp.predict,
+        module=gp.module,
         told=lambda state: state.told,
     )
 

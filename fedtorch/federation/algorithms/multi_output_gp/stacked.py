@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedtorch import functional, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.algorithms.multi_output_gp.steps import in_parts
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
@@ -55,6 +54,7 @@ class StackedGP:
         self.shared, self.own = list(self.module.shared_names), list(self.module.unit_names)
         self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
+        self.start = {name: self.values[name].clone() for name in [*self.shared, *self.trained]}
 
     def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """`function()` with `values` in the places of the module's tensors."""
@@ -160,20 +160,3 @@ class StackedGP:
             raise BadClients(empty, "expected at least one row, but got none; leave such clients out with data.select")
         check_values(self.module, rows[0], *rows[2:])
         return data
-
-    def local(self) -> LocalSolver:
-        """The module for predictions; there is no separate local problem to solve."""
-
-        def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-            raise NotImplementedError("Expected ft.fedmgp to run the units; it has no local solver to use elsewhere")
-
-        names = [*self.shared, *self.trained]
-        return LocalSolver(
-            solve=solve,
-            parameters={name: self.values[name].clone() for name in names},
-            init=lambda parameters: None,
-            predict=self.predict,
-            tensors=lambda parameters, state: parameters,
-            prepare=self.check,
-            module=self.module,
-        )
