@@ -221,7 +221,7 @@ def test_bad_input() -> None:
         graphical.neighbourhoods().prepare(ft.data.ClientData(constant, counts))
     gap = y.clone()
     gap[0, 2, 2] = torch.nan
-    with pytest.raises(ft.BadClients, match=r"NaN or Inf; fill missing values by fedtorch\.models\.imputation"):
+    with pytest.raises(ft.BadClients, match=r"NaN or Inf; fill missing values by fedtorch\.models\.gibbs\.imputation"):
         prepare(ft.data.ClientData(gap, counts))
     single = ft.gibbs(graphical.neighbourhoods(), sparse.hierarchy())
     with pytest.raises(ValueError, match=r"but got a single one; use every_response\(hierarchy\)"):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
+from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
 from fedtorch.models.gibbs import global_priors, imputation, logistic, sparse
 
 START = imputation.Normal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
@@ -33,7 +34,7 @@ def clients(missing: float) -> list[tuple[Tensor, Tensor]]:
 
 
 def fit(data: ft.data.FederatedData, rounds: int, chunk: int | None = None) -> imputation.Normal:
-    return last(ft.run(imputation.pooled_covariance(), ft.InProcess(data, chunk), START, rounds=rounds)).server
+    return last(ft.run(pooled_covariance(), ft.InProcess(data, chunk), START, rounds=rounds)).server
 
 
 def test_without_gaps_it_is_the_sample_covariance_at_once() -> None:
@@ -181,14 +182,14 @@ def test_bad_rows_are_refused() -> None:
     pair = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
     gibbs = ft.gibbs(imputation.imputing(sparse.regression(), pair), sparse.hierarchy())
     for use in (
-        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(complete), pair)),
+        lambda: next(ft.run(pooled_covariance(), ft.InProcess(complete), pair)),
         lambda: next(ft.run(gibbs, ft.InProcess(complete), torch.zeros(1))),
         lambda: imputation.impute(complete, pair),
     ):
         with pytest.raises(ValueError, match=r"Expected rows of imputation\.incomplete\(\.\.\.\), but got a tuple"):
             use()
     for use in (
-        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), START)),
+        lambda: next(ft.run(pooled_covariance(), ft.InProcess(gaps), START)),
         lambda: imputation.impute(gaps, START),
         lambda: imputation.imputing(sparse.regression(), START).prepare(gaps.stack([0])),
     ):

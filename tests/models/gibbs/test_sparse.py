@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
+from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
 from fedtorch.models.gibbs import deviations, directed, global_priors, graphical, imputation, logistic, sparse, splines
 from fedtorch.models.gibbs.gaussian_conditional import least_norm
 
@@ -81,7 +82,7 @@ def test_missing_values_are_refused_with_the_way_out() -> None:
     x[3, 1] = torch.nan
     with pytest.raises(
         ValueError,
-        match=r"client '0', row 3; remove or impute such rows, see fedtorch\.models\.imputation",
+        match=r"client '0', row 3; remove or impute such rows, see fedtorch\.models\.gibbs\.imputation",
     ):
         ft.data.from_tensors([(x, y)])
     block = ft.data.ClientData((x[None], y[None]), torch.tensor([5]))
@@ -98,7 +99,7 @@ def test_imputed_covariates_keep_an_effect() -> None:
     rows[1][0][:, 0] = torch.nan
     gaps = imputation.incomplete(rows)
     start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
-    *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), start, rounds=60)
+    *_, final = ft.run(pooled_covariance(), ft.InProcess(gaps), start, rounds=60)
     found = sample(imputation.impute(gaps, final.server, random.key(1)))
     assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
 
