@@ -20,6 +20,7 @@ from fedtorch import exact, random
 from fedtorch.models.gibbs import interweaving, sparse
 from fedtorch.models.gibbs.gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
+from fedtorch.models.linear import SufficientStatistics
 
 LEVEL = 1e-3  # the probability that a right sampler fails one of its statistics
 
@@ -129,8 +130,9 @@ def regression_data(setting: Setting, sites: sparse.Site, key: Tensor) -> Design
     rss = (error - error @ inverse.mT @ x.mT).square().sum(-1)
     rows = (x.expand(count, n, p), draw_responses(setting, sites, key)) if p > 32 or n < p else (None, None)
     gram = (x.mT @ x).expand(count, p, p)
-    full = lambda number: torch.full((count,), number)
-    return Design(gram, estimate, rss, full(float(n)), full(n), *rows)
+    cross, full = (gram @ estimate[..., None])[..., 0], torch.full((count,), float(n), dtype=torch.float64)
+    statistics = SufficientStatistics(gram, cross, rss + (estimate * cross).sum(-1), full)
+    return Design(statistics, estimate, rss, full, *rows)
 
 
 def step(

@@ -219,7 +219,7 @@ def _pulls(
     none = tree.map(torch.zeros_like, known)
     given = [none if quadratic is None else quadratic for quadratic in quadratics]
     precision, shift = _joined([({name: q.precision_of(name) for name in tensors}, q.shift) for q in given])
-    return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]  # type: ignore[misc]
+    return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
 
 
 def optimizer_state(optimizer: Any, tensor: Tensor) -> dict[str, Tensor]:

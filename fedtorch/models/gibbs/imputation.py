@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.data import ClientData, FederatedData
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs.gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
+from fedtorch.models.rows import refuse
 
 __all__ = ["Incomplete", "Normal", "conditional", "impute", "imputing", "incomplete", "incomplete_rows"]
 
@@ -141,7 +142,7 @@ def _check_regression(regression: LocalKernel, covariates: int) -> None:
     """Refuses what is no linear regression through the origin, as its preparation of a client of one row shows."""
     nothing = torch.zeros(1, 1, covariates + 1, dtype=torch.float64)
     design = regression.prepare(ClientData((nothing[..., 1:], nothing[..., 0]), torch.ones(1, dtype=torch.int64)))
-    if not isinstance(design, Design) or not torch.equal(design.degrees, design.count.to(design.degrees)):
+    if not isinstance(design, Design) or not torch.equal(design.degrees, design.statistics.count):
         raise ValueError(
             "Expected sparse.regression(...) without intercepts, but got another kernel; centre the columns instead of "
             "intercept=True"
@@ -169,18 +170,13 @@ def _check_columns(normal: Normal, columns: int) -> None:
 
 
 def _gaps(data: Any, normal: Normal) -> _Gaps:
-    if isinstance(data, _Gaps):
-        return data
     values, seen = incomplete_rows(data.batch)
     _check_columns(normal, values.shape[-1])
     values = values.to(torch.float64)
-    missing = (~seen[..., -1] & data.mask).any(1)
-    if bool(missing.any()):
-        raise BadClients(
-            missing.nonzero()[:, 0],
-            "Expected a response in every row, but got rows without one, which say nothing of the effects; "
-            "leave them out",
-        )
+    refuse(
+        (~seen[..., -1] & data.mask).any(1),
+        "Expected a response in every row, but got rows without one, which say nothing of the effects; leave them out",
+    )
     return _Gaps(values[..., :-1], values[..., -1], seen[..., :-1], data.count)
 
 

@@ -51,11 +51,11 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
         noise: 1/σ², `(K, C)`.
     """
     clients, chains, p = place.shape
-    gram = columns(design.gram[:, None].expand(-1, chains, -1, -1))
+    gram = columns(design.statistics.gram[:, None].expand(-1, chains, -1, -1))
     gap = columns(design.estimate[:, None].expand(-1, chains, -1)) - columns(place)
     score = Fold(gram * gap.unsqueeze(1))()  # gram is symmetric
     score = score.movedim(-1, 0).reshape(clients, chains, p)
-    return Natural(score * noise[..., None], gaussian.pack(design.gram)[:, None] * noise[..., None])
+    return Natural(score * noise[..., None], gaussian.pack(design.statistics.gram)[:, None] * noise[..., None])
 
 
 def logistic(x: Tensor, residual: Tensor, weight: Tensor) -> Natural:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.data import BadClients
 from fedtorch.models.gibbs import interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, check_start
 from fedtorch.models.gibbs.polya_gamma import polya_gamma
+from fedtorch.models.rows import refuse, regression_rows
 from fedtorch.tree import Tree
 
 __all__ = ["LogisticSite", "logistic_regression"]
@@ -124,10 +124,6 @@ def _sweep_one(
 
 def prepare(data: Any) -> _Rows:
     """The rows with a column of ones, checked."""
-    if isinstance(data, _Rows):
-        return data
-    x, y = sparse.rows(data)
-    bad = ((y != 0) & (y != 1)).any(-1)
-    if bool(bad.any()):
-        raise BadClients(bad.nonzero()[:, 0], "Expected responses of 0 and 1, but got others; recode y")
+    x, y = regression_rows(data)
+    refuse(((y != 0) & (y != 1)).any(-1), "Expected responses of 0 and 1, but got others; recode y")
     return _Rows(torch.cat([torch.ones_like(x[..., :1]), x], -1), y - 0.5, data.count)

@@ -6,7 +6,7 @@ coefficients hang together; `of` joins any two.
 
 from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy, normal
-from fedtorch.models.hierarchical.linear_devices import adapted, expected_residual, linear, rows, statistics
+from fedtorch.models.hierarchical.linear_devices import adapted, expected_residual, linear
 
 __all__ = [
     "Hierarchy",
@@ -18,6 +18,4 @@ __all__ = [
     "linear",
     "normal",
     "of",
-    "rows",
-    "statistics",
 ]

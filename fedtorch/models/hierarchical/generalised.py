@@ -23,6 +23,7 @@ from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, derivatives
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import Rule, gauss_hermite, two_shells
+from fedtorch.models.rows import regression_rows
 
 __all__ = ["Rows", "generalised", "logistic", "poisson"]
 
@@ -93,10 +94,8 @@ def generalised(
         inner = gauss_hermite(features, 7) if features <= _PRODUCT else two_shells(features)
 
     def prepare(data: Any) -> Rows:
-        if isinstance(data, Rows):
-            return data
-        x, y, mask = hierarchical.rows(data, features)
-        return Rows(x, y, mask, (constant(y) * mask).sum(1), data.count)
+        x, y = regression_rows(data, features)
+        return Rows(x, y, data.mask, (constant(y) * data.mask).sum(1), data.count)
 
     def local(data: Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Local:
         root = torch.linalg.cholesky_ex(covariance).L

@@ -29,29 +29,17 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
-from fedtorch.data import BadClients
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, of
-from fedtorch.models.hierarchical.hierarchy import Hierarchy, normal
+from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
-from fedtorch.models.linear import Reduced, SufficientStatistics, reduced, residual_sum, sufficient_statistics
+from fedtorch.models.linear import Reduced, SufficientStatistics, block_statistics, reduced, residual_sum
 from fedtorch.models.quadrature import Rule
+from fedtorch.models.rows import refuse
 
-__all__ = [
-    "Hierarchy",
-    "Likelihood",
-    "Local",
-    "Model",
-    "adapted",
-    "expected_residual",
-    "linear",
-    "normal",
-    "of",
-    "rows",
-    "statistics",
-]
+__all__ = ["adapted", "expected_residual", "linear"]
 
 
 def linear(
@@ -81,19 +69,13 @@ def linear(
         return _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
 
     def prepare(data: Any) -> _Data:
-        if isinstance(data, _Data):
-            return data
-        found = statistics(data, hierarchy.mean.shape[0])
+        found = block_statistics(data, hierarchy.mean.shape[0])
         if isinstance(noise, Hyperprior):
             known = torch.ones_like(found.power)
         else:
             known = noise(found) if callable(noise) else torch.full_like(found.power, noise)
         bad = ~((known > 0) & known.isfinite())
-        if bool(bad.any()):
-            raise BadClients(
-                bad.nonzero()[:, 0],
-                f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below",
-            )
+        refuse(bad, f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below")
         return _Data(reduced(found), known.log())
 
     likelihood = Likelihood(
@@ -119,33 +101,9 @@ def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePos
     return model.devices(Moments(*tree.expand(moments, count)), model.prepare(data))
 
 
-def statistics(data: Any, features: int) -> SufficientStatistics:
-    """Sufficient statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`.
-
-    Raises:
-        ValueError: the rows have another shape.
-    """
-    return data if isinstance(data, SufficientStatistics) else sufficient_statistics(*rows(data, features))
-
-
 def expected_residual(data: SufficientStatistics, mean: Tensor, covariance: Tensor) -> Tensor:
     """E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`."""
     return residual_sum(data, mean) + (data.gram * covariance).sum((1, 2))
-
-
-def rows(data: Any, features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x `(K, N, d)`, y `(K, N)` and the mask `(K, N)` of a block, in float64, zero where there is no row.
-
-    Raises:
-        ValueError: the rows are not (x, y) of these shapes.
-    """
-    batch = data.batch
-    shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(batch)]
-    if shapes not in ([(features,), ()], [(features,), (1,)]):
-        raise ValueError(f"Expected rows (x, y) of shapes ({features},) and (), but got {shapes}")
-    x, y = (leaf.to(torch.float64) for leaf in tree.leaves(batch))
-    mask = data.mask
-    return x * mask[..., None], y.reshape(y.shape[:2]) * mask, mask
 
 
 class _Data(NamedTuple):

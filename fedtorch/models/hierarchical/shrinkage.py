@@ -29,7 +29,7 @@ from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.hierarchical.penalties import Penalty, elastic_net, fused_lasso, horseshoe, lasso, ridge
 from fedtorch.models.hierarchical.sites import LOG_SCALES
-from fedtorch.models.linear import SufficientStatistics
+from fedtorch.models.linear import SufficientStatistics, block_statistics
 from fedtorch.models.quadrature import Rule
 
 __all__ = ["Penalty", "elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
@@ -74,14 +74,11 @@ def penalised(
         assert log_noise is not None
         return _sparse(penalty, data, zeta, log_noise)
 
-    def prepare(data: object) -> SufficientStatistics:
-        return hierarchical.statistics(data, features)
-
     likelihood = Likelihood(
-        prepare,
+        lambda data: block_statistics(data, features),
         local,
         hierarchical.expected_residual,
-        lambda data: data.rows,
+        lambda data: data.count,
         lambda data: len(penalty.contrasts) * len(LOG_SCALES),
     )
     last = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
@@ -115,7 +112,7 @@ def _sparse(penalty: Penalty, data: SufficientStatistics, zeta: Tensor, log_nois
             break
     total = pull + shift @ contrasts
     log_evidence = (
-        -0.5 * data.rows[:, None] * (math.log(2 * math.pi) + log_noise)
+        -0.5 * data.count[:, None] * (math.log(2 * math.pi) + log_noise)
         - 0.5 * data.power[:, None] * precision
         + 0.5 * (total * mean).sum(-1)
         - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
