@@ -197,7 +197,7 @@ def test_normal_and_exponential(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("word", [0, MASK])
 def test_extreme_words_stay_finite(monkeypatch, dtype, word):
-    monkeypatch.setattr(random, "_words", lambda key, start, count: torch.full((*key.shape, count), word))
+    monkeypatch.setattr(generator, "_words", lambda key, start, count: torch.full((*key.shape, count), word))
     key = random.key(0)
     assert bool(random.normal(key, (4,), dtype).isfinite().all())
     exponential = random.exponential(key, (4,), dtype)
