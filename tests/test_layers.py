@@ -16,7 +16,18 @@ import fedtorch as ft
 
 ROOT = Path(ft.__file__).parent
 LAYERS = (
-    {"tree", "philox", "random", "exact", "functional", "linalg", "wire", "metrics", "module_randomness"},
+    {
+        "tree",
+        "philox",
+        "random",
+        "exact",
+        "functional",
+        "linalg",
+        "safetensors_header",
+        "wire",
+        "metrics",
+        "module_randomness",
+    },
     {"data", "models", "networks"},
     {"federation", "vfl"},
     {"trust"},
