@@ -15,20 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Field", "PayloadError", "Sender", "check_header", "in_order", "loads", "make_header", "read_header", "texts"]
-    "JSON",
-    "LENGTH",
-    "METADATA_LIMIT",
-    "Field",
-    "PayloadError",
-    "Sender",
-    "check_header",
-    "in_order",
-    "loads",
-    "make_header",
-    "read_header",
-    "texts",
-]
+__all__ = ["Field", "PayloadError", "Sender", "check_header", "loads", "make_header", "ordered", "read_header", "texts"]
 
 JSON = Any  # None, bool, int, float, str, list or dict of these
 
@@ -90,7 +77,7 @@ class Sender(NamedTuple):
         return PayloadError(f"payload{of_client}{in_round}{at}: expected {expected}, but got {got}")
 
 
-def in_order(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
+def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
     """The fields as they follow each other in a payload: wide elements first, so that all are aligned."""
     for name, dtype, _ in leaves:
         if name == "__metadata__":

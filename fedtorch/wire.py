@@ -41,9 +41,9 @@ from fedtorch.safetensors_header import (
     PayloadError,
     Sender,
     check_header,
-    in_order,
     loads,
     make_header,
+    ordered,
     read_header,
     texts,
 )
@@ -159,12 +159,12 @@ def row_size(tree: Tree) -> int:
 
 @lru_cache(maxsize=1024)
 def _size(leaves: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
-    fields = in_order(leaves)
+    fields = ordered(leaves)
     return len(make_header(fields)) + sum(field.nbytes for field in fields) if fields else 0
 
 
 def _fields(flat: Mapping[str, Tensor]) -> list[Field]:
-    return in_order([(name, leaf.dtype, leaf.shape) for name, leaf in flat.items()])
+    return ordered([(name, leaf.dtype, leaf.shape) for name, leaf in flat.items()])
 
 
 def _dumps(metadata: Mapping[str, JSON] | None) -> str | None:
