@@ -29,7 +29,7 @@ class Joint(NamedTuple):
     """Variables of all replicates: R replicates of M sites."""
 
     shared: sparse.Global  # (R, ...)
-    sites: sparse.Site  # (R · M, 1, ...)
+    sites: sparse.RegressionSite  # (R · M, 1, ...)
 
 
 def keys(purpose: int, count: int, step: int = 0) -> Tensor:
@@ -109,16 +109,16 @@ def draw_joint(setting: Setting, count: int, purpose: int) -> Joint:
     noise = random.gamma(random.fold_in(each, 2), setting.shape, (), torch.float64) / repeat(rate)
     local = repeat(theta) + z / (w * repeat(precision)).sqrt()
     place, *rest = (leaf[:, None] for leaf in (local, w, u, noise))
-    return Joint(shared, sparse.Site(place, place, *rest, interweaving.nothing(local)))
+    return Joint(shared, sparse.RegressionSite(place, place, *rest, interweaving.nothing(local)))
 
 
-def draw_responses(setting: Setting, sites: sparse.Site, key: Tensor) -> Tensor:
+def draw_responses(setting: Setting, sites: sparse.RegressionSite, key: Tensor) -> Tensor:
     """y `(R · M, n)` given the sites' variables."""
     mean = (setting.x * sites.theta).sum(-1)
     return mean + random.normal(key, (len(setting.x),), torch.float64) / sites.noise.sqrt()
 
 
-def regression_data(setting: Setting, sites: sparse.Site, key: Tensor) -> Design:
+def regression_data(setting: Setting, sites: sparse.RegressionSite, key: Tensor) -> Design:
     """Simulated data of all sites; computed from the residuals, so that huge coefficients cost no digits."""
     x, count = setting.x, len(sites.theta)
     n, p = x.shape

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random
+from fedtorch import linalg, random
 from fedtorch.models.linear import SufficientStatistics
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "data_space",
     "elimination",
     "factorisation",
+    "from_columns",
     "gaussian_conditional",
     "least_norm",
 ]
@@ -192,13 +193,12 @@ def factorisation(design: Design, centre: Tensor, keys: Tensor) -> Draw:
 
 
 def _cholesky(gram: Tensor, x: Tensor, residual: Tensor) -> Draw:
-    """L L' = A, δ = L'⁻¹ (L⁻¹ s X'r + z)."""
+    """One problem by a Cholesky factor of A."""
     right = x.mT @ residual
 
     def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         factor = torch.linalg.cholesky(gram * noise + prior.diag())
-        half = torch.linalg.solve_triangular(factor, (right * noise)[:, None], upper=False)
-        delta = torch.linalg.solve_triangular(factor.mT, half + z[:, None], upper=True)[:, 0]
+        delta = linalg.normal_draw(factor, right * noise, z)
         return delta, (residual - x @ delta).square().sum()
 
     return draw
@@ -237,3 +237,8 @@ def data_space(x: Tensor, residual: Tensor, key: Tensor) -> Draw:
 def columns(values: Tensor) -> Tensor:
     """`(K, C, ...)` as `(..., B)`, contiguous."""
     return values.flatten(0, 1).movedim(0, -1).contiguous()
+
+
+def from_columns(values: Tensor, clients: int, chains: int) -> Tensor:
+    """`(..., B)` as `(K, C, ...)`, the inverse of `columns`."""
+    return values.movedim(-1, 0).reshape(clients, chains, *values.shape[:-1])

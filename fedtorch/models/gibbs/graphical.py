@@ -113,7 +113,9 @@ def neighbourhoods(
     """
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
-    def sweep(heard: sparse.Heard, site: sparse.Site, data: Fields, keys: Tensor, sweeps: int) -> sparse.Site:
+    def sweep(
+        heard: sparse.Heard, site: sparse.RegressionSite, data: Fields, keys: Tensor, sweeps: int
+    ) -> sparse.RegressionSite:
         p = data.gram.shape[-1]
         if heard.theta.ndim != 4:
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import linalg, random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs.gaussian_conditional import Design
@@ -119,7 +119,9 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
     mean = normal.mean[:-1].to(torch.float64)
     precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
 
-    def sweep(heard: sparse.Heard, site: sparse.Site, data: _Gaps, keys: Tensor, sweeps: int) -> sparse.Site:
+    def sweep(
+        heard: sparse.Heard, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
+    ) -> sparse.RegressionSite:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)
         theta = heard.theta + (site.place - heard.centre)
@@ -191,9 +193,7 @@ def _draw(own: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Ten
     joint = precision + noise * theta[:, None] * theta
     system = joint * (open[:, :, None] * open[:, None, :]) + torch.diag_embed(1 - open)
     shift = precision @ mean + noise * y[some, None] * theta - known @ joint
-    factor = torch.linalg.cholesky(system)
-    half = torch.linalg.solve_triangular(factor, (shift * open)[..., None], upper=False)
-    drawn = torch.linalg.solve_triangular(factor.mT, half + z[some, :, None], upper=True)[..., 0]
+    drawn = linalg.normal_draw(torch.linalg.cholesky(system), shift * open, z[some])
     filled = x.clone()
     filled[some] = torch.where(seen[some], known, drawn)
     return filled

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import linalg, random, tree
 from fedtorch.models.gibbs import interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, check_start
@@ -109,8 +109,7 @@ def _sweep_one(
         weighted = omega[:, :, None] * x
         factor = torch.linalg.cholesky(x.mT @ weighted + torch.diag_embed(ridge))
         right = (y - omega * offset) @ x
-        half = torch.linalg.solve_triangular(factor, right[..., None], upper=False)
-        coefficients = torch.linalg.solve_triangular(factor.mT, half + normals[:, s, :, None], upper=True)[..., 0]
+        coefficients = linalg.normal_draw(factor, right, normals[:, s])
         energy = coefficients[:, 1:].square() * heard.precision / 2
         w, u = deviation.update(w, u, energy, tuple(part[:, s] for part in mixing))
     theta, place = heard.theta + coefficients[:, 1:], heard.centre + coefficients[:, 1:]

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedtorch import tree
+from fedtorch import linalg, tree
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
-from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, of
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.linear import Reduced, SufficientStatistics, block_statistics, reduced, residual_sum
@@ -64,7 +64,7 @@ def linear(
     if isinstance(noise, (int, float)) and not noise > 0:
         raise ValueError(f"Expected a positive noise variance, but got {noise}")
 
-    def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Local:
+    def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         known = data.log_noise[:, None].expand(mean.shape[:2])
         return _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
 
@@ -78,7 +78,7 @@ def linear(
         refuse(bad, f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below")
         return _Data(reduced(found), known.log())
 
-    likelihood = Likelihood(
+    likelihood = DeviceLikelihood(
         prepare,
         local,
         lambda data, mean, covariance: _residual(data.rows, mean, covariance),
@@ -119,7 +119,7 @@ def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
     return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
 
 
-def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor) -> Local:
+def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor) -> Conditional:
     """The linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows."""
     (clients, nodes, d), root = mean.shape, data.root
     variance = log_noise.exp()
@@ -138,8 +138,7 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
     )
 
     def derivatives(weights: Tensor) -> tuple[Tensor, Tensor]:
-        eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
-        inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+        inverse = linalg.inverse_factor(factor)
         every = (inverse * weights[..., None, None].sqrt()).reshape(clients, nodes * d, d)
         return (inverse.mT @ white)[..., 0] @ root.mT, root @ (every.mT @ every) @ root.mT
 
@@ -153,4 +152,4 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
         gain = whole.mT @ (whole @ (root[:, None] @ scaled[..., None]))
         return Moments(mean + gain[..., 0], whole.mT @ whole)
 
-    return Local(log_evidence, derivatives, moments)
+    return Conditional(log_evidence, derivatives, moments)

@@ -15,7 +15,7 @@ from fedtorch.federation.algorithms.ep import Fit, devices, fit
 from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import selected
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
-from fedtorch.models.hierarchical.shrinkage import Penalty
+from fedtorch.models.hierarchical.shrinkage import ShrinkagePrior
 from fedtorch.models.linear import block_statistics
 
 
@@ -28,7 +28,7 @@ def data(count: int, rows: int, coefficients: list[float], noise: float, seed: i
     return ft.data.from_tensors(clients)
 
 
-def infer(penalty: Penalty, rows: ft.data.FederatedData) -> tuple[Fit, hierarchical.Model, ft.Algorithm]:
+def infer(penalty: ShrinkagePrior, rows: ft.data.FederatedData) -> tuple[Fit, hierarchical.Model, ft.Algorithm]:
     model = shrinkage.penalised(penalty, penalties=hyperpriors.log_normal(0.0, 2.0))
     algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
     return fit(algorithm, ft.InProcess(rows)), model, algorithm
