@@ -10,13 +10,7 @@ import torch
 import fedtorch as ft
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import diagnostics
-from fedtorch.networks.bounds import (
-    chebyshev_rounds,
-    conjugate_gradient_rounds,
-    contraction,
-    gradient_rounds,
-    perturbed_gradient_bound,
-)
+from fedtorch.networks.bounds import contraction, perturbed_gradient_bound
 from fedtorch.networks.solvers import LinearProblem
 
 D, ROWS = 3, 6
@@ -172,16 +166,6 @@ def test_chebyshev_and_conjugate_gradients_arrive_in_the_expected_rounds():
         w, before, residual = w + step * direction, residual, residual - step * image
         direction = residual + (residual @ residual) / (before @ before) * direction
     assert (w - solution).norm() <= 1e-8 * solution.norm()
-
-
-def test_rounds_in_closed_form():
-    assert gradient_rounds(1.0, 1e-8) == chebyshev_rounds(1.0, 1e-8) == conjugate_gradient_rounds(1.0, 1e-8) == 1
-    assert gradient_rounds(3.0, 2.0**-20) == 20  # (κ − 1)/(κ + 1) = 1/2
-    for condition in (2.0, 100.0, 1e6):
-        rounds = chebyshev_rounds(condition, 1e-8)
-        shrink = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
-        error, before = (2 * shrink**k / (1 + shrink ** (2 * k)) for k in (rounds, rounds - 1))
-        assert error <= 1e-8 < before
 
 
 def test_lost_messages_move_the_iterates_no_further_than_the_bound():
