@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch.data import FederatedData
-from fedtorch.models.rows import regression_rows
+from fedtorch.models.rows import regression_fields, regression_rows
 
 __all__ = [
     "FeatureMap",
@@ -166,8 +166,9 @@ def block_statistics(data: Any, features: int | None = None) -> SufficientStatis
 def client_statistics(data: FederatedData) -> SufficientStatistics:
     """Sufficient statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block."""
     ids, blocks = zip(*data.buckets())
-    order = torch.cat(ids).argsort()
-    return tree.take(tree.concatenate([block_statistics(block) for block in blocks]), order)
+    found = [sufficient_statistics(*regression_fields(block.batch))._replace(count=block.count) for block in blocks]
+    joined = tree.take(tree.concatenate(found), torch.cat(ids).argsort())  # padding is zeros, and all are finite
+    return joined._replace(count=joined.count.to(torch.float64))
 
 
 def _times(matrix: Tensor, values: Tensor, vector: int) -> Tensor:

@@ -12,7 +12,7 @@ from fedtorch import tree
 from fedtorch.data import BadClients
 from fedtorch.tree import Tree
 
-__all__ = ["client_by_client", "refuse", "regression_rows", "variable_rows"]
+__all__ = ["client_by_client", "refuse", "regression_fields", "regression_rows", "variable_rows"]
 
 
 def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,14 @@ def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Ten
     Raises:
         ValueError: rows of another form; `BadClients`: NaN or Inf in them.
     """
-    leaves = tree.leaves(data.batch)
+    x, y = regression_fields(data.batch, features)
+    instead = ", or in every round by imputation.imputing"
+    return _checked(data, x, "x", instead), _checked(data, y, "y", instead)
+
+
+def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor, Tensor]:
+    """x `(K, N, d)` and y `(K, N)` of a block's batch as they are; errors as for `regression_rows`, but for NaN."""
+    leaves = tree.leaves(batch)
     shapes = [tuple(leaf.shape[2:]) for leaf in leaves]
     wanted = [len(shape) == 1 for shape in shapes[:1]] if features is None else [shapes[:1] == [(features,)]]
     if len(shapes) != 2 or not all(wanted) or shapes[1] not in ((), (1,)):
@@ -34,9 +41,7 @@ def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Ten
             f"Expected rows (x, y) of shapes ({known},) and (), but got {shapes}; pass "
             "ft.data.from_tensors([(x, y), …])"
         )
-    x, y = leaves
-    instead = ", or in every round by imputation.imputing"
-    return _checked(data, x, "x", instead), _checked(data, y.reshape(y.shape[:2]), "y", instead)
+    return leaves[0], leaves[1].reshape(leaves[1].shape[:2])
 
 
 def variable_rows(data: Any) -> Tensor:
@@ -83,4 +88,5 @@ def _checked(data: Any, values: Tensor, name: str, instead: str = "") -> Tensor:
         f"Expected finite {name}, but got NaN or Inf; fill missing values by "
         f"fedtorch.models.gibbs.imputation.impute{instead}",
     )
-    return torch.where(tree.along(data.mask, values), values, 0.0)
+    mask = data.mask
+    return values if bool(mask.all()) else torch.where(tree.along(mask, values), values, 0.0)

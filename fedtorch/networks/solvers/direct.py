@@ -31,7 +31,7 @@ def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
     from scipy.sparse.linalg import splu
 
     n, d = problem.cross.shape
-    system, right = problem.matrix().tocsc(), problem.cross.double().cpu().numpy().reshape(-1)
+    system, right = problem.matrix().T, problem.cross.double().cpu().numpy().reshape(-1)
     component, vectors = problem.null_space
     if len(component):
         labels = problem.components.labels

@@ -150,7 +150,7 @@ class LinearProblem:
         n, d = self.cross.shape
         own = self.gram.detach().double().cpu().numpy()
         blocks = bsr_matrix((own, range(n), range(n + 1)), shape=(n * d, n * d))
-        return (blocks.tocsr() + self.alpha * kron(self.network.scipy_laplacian, identity(d), format="csr")).tocsr()
+        return (blocks + self.alpha * kron(self.network.scipy_laplacian, identity(d))).tocsr()
 
 
 def linear_problem(
