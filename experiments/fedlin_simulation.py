@@ -27,7 +27,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from fedtorch.models import low_rank
-from fedtorch.models.linear import LinearHead, SufficientStatistics, ridge, sufficient_statistics
+from fedtorch.models.linear import LinearHead, SufficientStatistics, client_statistics, ridge
 from fedtorch.models.matrix_normal import exponential_average, posterior_mode
 
 STEPS, ROUNDS, RATE, ALPHA = 20, 30, 0.01, 0.1  # the paper's T, C, η₂, α
@@ -87,8 +87,7 @@ def related(devices: int, features: int, rows: int, seed: int) -> Problem:
 
 def statistics(problem: Problem) -> SufficientStatistics:
     """X'X, X'y, y'y and n of every device."""
-    block = problem.data.stack(range(len(problem.data)))
-    return sufficient_statistics(block.batch[0], block.batch[1], block.mask)
+    return client_statistics(problem.data)
 
 
 def head(problem: Problem) -> LinearHead:
@@ -111,8 +110,7 @@ def paper_average(problem: Problem, rounds: int) -> Tensor:
 
 def as_printed(problem: Problem, rounds: int) -> Tensor:
     """Algorithm 1 as printed, with mean gradients: both step sizes are η₂, and the shrinkage comes once a round."""
-    known = statistics(problem)
-    gram, cross = known.gram / known.rows[:, None, None], known.cross / known.rows[:, None]
+    gram, cross, _, _ = statistics(problem).per_row()
     theta = torch.zeros_like(problem.theta)
     omega = torch.eye(len(theta), dtype=torch.float64)
     for _ in range(rounds):

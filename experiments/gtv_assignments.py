@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common, gtv_fmi
 from fedtorch.data.datasets import weather
+from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import clustering, discrepancy, learning, solvers
 
 RIDGE, ROWS, RATES = 0.1, 100, (0.02, 0.05, 0.1)  # α, observations to train with, learning rates of the curves
@@ -99,9 +100,8 @@ def ridge_curves(seed: int, steps: int) -> dict[str, list[float]]:
 def two_node_problem(curvatures: Sequence[float], minima: Sequence[float], alpha: float) -> solvers.LinearProblem:
     """Two nodes, an edge of weight one, and local losses q (w − c)²."""
     q, c = (torch.tensor(values, dtype=torch.float64) for values in (curvatures, minima))
-    return solvers.LinearProblem(
-        ft.Network.from_edges([(0, 1)]), alpha, q[:, None, None], (q * c)[:, None], q * c.square()
-    )
+    statistics = SufficientStatistics(q[:, None, None], (q * c)[:, None], q * c.square(), torch.ones_like(q))
+    return solvers.LinearProblem(ft.Network.from_edges([(0, 1)]), alpha, statistics)
 
 
 def two_node_errors(problem: solvers.LinearProblem, iterations: int) -> list[float]:

@@ -213,19 +213,16 @@ def matrix_normal(
         )
 
     def prepare(data: Any) -> Prepared:
-        if isinstance(data, Prepared):
-            return data
         x, y = data.batch
         with torch.no_grad():
             statistics = sufficient_statistics(head.design(x), y, data.mask)
         fit = least_norm(statistics)
         residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
-        freedom = statistics.rows - fit.rank
+        freedom = statistics.count - fit.rank
         summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-        return Prepared(local.prepare(data), summary, statistics.rows)
+        return Prepared(local.prepare(data), summary, statistics.count)
 
-    def client(inbox: Outbox, state: Tree, data: Any, key: Tensor) -> Reply:
-        data = prepare(data)
+    def client(inbox: Outbox, state: Tree, data: Prepared, key: Tensor) -> Reply:
         unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
         quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(dtype) * inbox.shift})
         solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, key)

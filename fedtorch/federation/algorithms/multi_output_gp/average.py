@@ -14,7 +14,6 @@ from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
     adam,
-    along_rows,
     check_settings,
     in_parts,
     no_moments,
@@ -77,7 +76,7 @@ def fedmgp_average(
         fresh = gp.module.initial_units(y, mask, *extra)
         values = {**start, **state["scales"]}
         begun = state["started"]
-        own = {name: torch.where(along_rows(begun, values[name]), values[name], fresh[name]) for name in gp.own}
+        own = {name: torch.where(tree.along(begun, values[name]), values[name], fresh[name]) for name in gp.own}
         values = {**values, **own}
         moments, active = state["moments"], torch.ones_like(begun)
         loss = y.new_zeros(len(y))

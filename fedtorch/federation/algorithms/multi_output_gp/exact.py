@@ -14,7 +14,6 @@ from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, To
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
     Moments,
     adam,
-    along_rows,
     check_settings,
     in_parts,
     no_moments,
@@ -156,7 +155,7 @@ def fedmgp(
             return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
         fresh = gp.module.initial_units(y, mask, *extra)
-        own = tree.map(lambda old, new: torch.where(along_rows(state.started, old), old, new), state.own, fresh)
+        own = tree.map(lambda old, new: torch.where(tree.along(state.started, old), old, new), state.own, fresh)
         moments = state.moments
         for step in range(steps):
             gradient = gp.gradient(heard, own, gp.trained, *rows(batch_size, step))[1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
-__all__ = ["Moments", "adam", "along_rows", "check_settings", "in_parts", "no_moments", "some_rows"]
+__all__ = ["Moments", "adam", "check_settings", "in_parts", "no_moments", "some_rows"]
 
 _MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together
 _BETAS = 0.9, 0.99
@@ -88,13 +88,13 @@ def adam(
     one, two = (1 - torch.as_tensor(beta, dtype=torch.float64) ** steps for beta in _BETAS)
 
     def move(value: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        step = (m / along_rows(one, m)) / ((v / along_rows(two, v)).sqrt() + 1e-8)
+        step = (m / tree.along(one, m)) / ((v / tree.along(two, v)).sqrt() + 1e-8)
         return (value + lr * step).to(value.dtype)
 
     moved = tree.map(move, parameters, first, second)
     new = Moments(tree.map(lambda a, b: a.to(b.dtype), first, moments.first), second, steps)
     new = new._replace(second=tree.map(lambda a, b: a.to(b.dtype), second, moments.second))
-    keep = lambda new, old: torch.where(along_rows(active, old), new, old)
+    keep = lambda new, old: torch.where(tree.along(active, old), new, old)
     return tree.map(keep, moved, parameters), tree.map(keep, new, moments)
 
 
@@ -102,8 +102,3 @@ def no_moments(parameters: dict[str, Tensor]) -> Moments:
     """The moments of parameters that have taken no step."""
     zeros = tree.zeros_like(parameters)
     return Moments(zeros, tree.zeros_like(parameters), torch.zeros((), dtype=torch.float64))
-
-
-def along_rows(vector: Tensor, leaf: Tensor) -> Tensor:
-    """`(K,)` shaped to act on the rows of `leaf`."""
-    return vector.reshape(vector.shape + (1,) * (leaf.ndim - vector.ndim))
