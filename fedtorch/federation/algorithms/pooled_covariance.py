@@ -44,6 +44,7 @@ def pooled_covariance() -> Algorithm:
         tensor([2.1790], dtype=torch.float64)
     """
     return Algorithm(
+        settings={"algorithm": "pooled_covariance"},
         init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
         outbox=lambda server: server,
         client=_client,
