@@ -28,12 +28,11 @@ tried, and no others, was settled with results on test cells in view. So the fig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
@@ -123,23 +122,21 @@ def federated(data: ft.data.FederatedData, scale: float, rounds: int, own_kernel
     return models[0]
 
 
-def draw(x: Sequence[Tensor], y: Sequence[Tensor], cell: int, rounds: int, folder: Path) -> Path:
+def draw(x: Sequence[Tensor], y: Sequence[Tensor], cell: int, rounds: int) -> Figure:
     """Figure 4, a cell observed up to 30 %; and Figure 5, what units share: pseudo-targets, or latent processes."""
     inputs, outputs, at, lost = observed(x, y, cell, 0.3)
     grid, inducing = torch.linspace(0, 1, 200, dtype=fm.DTYPE), torch.linspace(0, 1, 50, dtype=fm.DTYPE)
     data, scale = fm.federated(inputs, outputs), fm.pooled_scale(outputs)
     unit, owning = federated(data, scale, rounds), federated(data, scale, rounds, deviations())
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    figure, axes = common.subplots(1, 3, figsize=(13, 3.8))
     shown = {
         "FedMGP": fm.predict(unit, grid),
         "own processes": fm.predict(owning, grid),
         "IndGP": fm.alone(inputs[0], outputs[0], grid),
     }
     for i, (name, found) in enumerate(shown.items()):
-        assert found.sd is not None
         axes[0].plot(CYCLES * grid, found.mean, color=f"C{i}", label=f"{name}, 95 %")
-        low, high = found.mean - LEVEL * found.sd, found.mean + LEVEL * found.sd
-        axes[0].fill_between(CYCLES * grid, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
+        fm.band(axes[0], CYCLES * grid, found, LEVEL, color=f"C{i}", alpha=0.2)
     axes[0].plot(CYCLES * grid, logarithmic(inputs, outputs, grid).mean, color="C4", label="FedPoly")
     axes[0].plot(CYCLES * inputs[0], outputs[0], ".", color="0.4", markersize=3, label="observed")
     axes[0].plot(CYCLES * at, lost, ".", color="C3", markersize=3, label="to come")
@@ -160,13 +157,12 @@ def draw(x: Sequence[Tensor], y: Sequence[Tensor], cell: int, rounds: int, folde
     for axis in axes:
         axis.set_xlabel("cycle")
         axis.legend(frameon=False, fontsize="small")
-        axis.spines[["top", "right"]].set_visible(False)
-    return common.save(figure, folder, "fedmgp_battery")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Scores five test cells at three fractions, prints them beside the published table and draws one."""
-    parser = common.arguments(__doc__ or "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--every", type=int, default=1, help="take only every so many cycles")
     options = parser.parse_args(argv)
     x, y = ([v[:: options.every] for v in part] for part in cells())
@@ -182,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for name, found in predictions(inputs, outputs, at, rounds).items():
                 errors.setdefault((name, number), []).append(float((found.mean - lost).square().mean()))
                 if found.sd is not None:
-                    within = ((found.mean - lost).abs() < LEVEL * found.sd).double().mean()
-                    inside.setdefault(name, []).append(float(within))
+                    inside.setdefault(name, []).append(fm.cover(found, lost, LEVEL))
                     widths.setdefault(name, []).append(2 * LEVEL * float(found.sd.mean()))
     columns = ["MSE × 1000, ours (published, other cells)", *(f"{fraction:.0%}" for fraction in fractions)]
     columns += ["95 % intervals cover", "their width"]
@@ -191,11 +186,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, figures in PUBLISHED.items():
         line = [name]
         for number, fraction in enumerate(fractions):
-            values = np.array(errors[name, number]) * 1e3
-            sd = float(values.std(ddof=1)) if len(values) > 1 else None
             published = None if figures is None else figures[number]
-            rows.append(common.Row(name, f"MSE × 1000 at {fraction:.0%}", float(values.mean()), sd, published))
-            line.append(f"{values.mean():.3f}" + ("" if sd is None else f" ± {sd:.3f}") + f" ({published or '–'})")
+            values = [1e3 * error for error in errors[name, number]]
+            rows.append(common.row(name, f"MSE × 1000 at {fraction:.0%}", values, published))
+            line.append(common.number(rows[-1].ours, rows[-1].sd) + f" ({published or '–'})")
         if name in inside:
             cover, width = float(np.mean(inside[name])), float(np.mean(widths[name]))
             rows.append(common.Row(name, "95 % intervals cover", cover))
@@ -203,9 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             line += [f"{100 * cover:.0f} %", f"{width:.3f}"]
         lines.append(line + [""] * (len(columns) - len(line)))
     common.show(f"{len(x)} cells, {count} test cells, {rounds} rounds", columns, lines)
-    common.write("fedmgp_battery", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(x, y, tests[0], rounds, options.out))
+    common.finish("fedmgp_battery", rows, options, lambda: {"fedmgp_battery": draw(x, y, tests[0], rounds)})
 
 
 if __name__ == "__main__":
