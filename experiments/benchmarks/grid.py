@@ -16,7 +16,7 @@ from torch import nn
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks.core import seconds
+from experiments.common import seconds
 from fedtorch.federation.evaluation import evaluate
 
 RATES = [0.01, 0.03, 0.1, 0.3]
