@@ -10,12 +10,9 @@ what comes later. *The authors'*: test rows are scaled by their own range, which
 settings are chosen on a random fifth, which lies among the training cycles and does not warn of what a polynomial does
 beyond them.
 
-What comes out. The paper's figures do not, with either preparation. Under the authors' separate training comes near
-its published errors; FedAvg's published errors are larger than ours, and the published order (Algorithm 1, Ditto,
-separate, FedAvg) is turned round on three sensors of four: the more is shared, the smaller the error. Honestly
-prepared, separate training and Algorithm 1 with α = 0.9 are best. What there is to predict, the wear of the last
-cycles, has hardly begun in the first 60 % of an engine's life, so that neither its own training rows nor the others'
-tell of it, and what is chosen on the last fifth of them need not be good beyond.
+The paper's figures do not come out, with either preparation (`results/fedlin_cmapss.md`). What there is to predict, the
+wear of the last cycles, has hardly begun in the first 60 % of an engine's life, so that neither its own training rows
+nor the others' tell of it, and what is chosen on the last fifth of them need not be good beyond.
 
 HM1's scale is in units of the sampling variance of a coefficient that an engine estimates alone. Of powers of time
 that variance is huge, so that scales near 1 share nothing.

@@ -8,11 +8,9 @@ error.
 
 Every school has few pupils for its 27 features and an intercept, some of which are constant within it.
 
-What comes out of ten splits. Borrowing strength shows: on the same split HM1 and HM2 explain some three points more
-than separate training and four more than the pooled model, many standard errors. HM1, HM2 and Ditto tie. The reason is
-in Ω: half of its trace is one direction in which all schools weigh nearly alike, and no other stands out, so that it is
-nearly aI + b11', under which every school is shrunk towards one common mean. That is what Ditto does. There is no finer
-structure between the schools to be learnt: HM1 with that one direction only ("rank 1") predicts as well as HM1.
+Why HM1, HM2 and Ditto tie (`results/fedlin_school.md`) can be seen in Ω: it is nearly aI + b11', under which every
+school is shrunk towards one common mean. That is what Ditto does. HM1 with that one direction only ("rank 1") tells
+whether there is finer structure between the schools to be learnt.
 """
 
 from __future__ import annotations

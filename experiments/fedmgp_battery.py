@@ -12,11 +12,11 @@ process it will have: the multi-output models share one scale, the pooled root m
 normal prior about the common start. Two processes do not fit every cell to the precision of a measurement; what they
 leave is not noise from cycle to cycle: taken for noise, it makes the intervals of FedMGP and CenMGP far too narrow.
 "FedMGP, own processes" gives each cell an independent process besides, whose deviations are smooth and grow with the
-square of the cycle; their size is shared, since a test cell has shown little of it. Its intervals cover what they say,
-and are wide: six of the 23 cells die early, and they are no measure of the others. Its mean is the worse one, for the
-shared processes then explain what is left beside the deviations and no longer the whole curve. ModularGP's modules
-stand for eight values each; its lengthscales fall below the distance of the pseudo-inputs where modules vouch for these
-values to the precision of the noise, and predictions between these fall to zero.
+square of the cycle; their size is shared, since a test cell has shown little of it. Its intervals are wide, for six of
+the 23 cells die early, and they are no measure of the others; its mean is the worse one, for the shared processes then
+explain what is left beside the deviations and no longer the whole curve. ModularGP's modules stand for eight values
+each; its lengthscales fall below the distance of the pseudo-inputs where modules vouch for these values to the
+precision of the noise, and predictions between these fall to zero. What came out is in `results/fedmgp_battery.md`.
 
 What was chosen, and on what: the width of the weights' prior after about a dozen trials on several cells, the last of
 them on cells 2, 9 and 14, which are no test cells; two of the test cells (0 and 5) had been seen before. The own

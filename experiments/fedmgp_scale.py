@@ -5,9 +5,8 @@ against their noisy outputs, averaged over units; the noise alone is 0.0100. Uni
 hyperparameter steps on 100 rows of them; what they say of the latent process comes from all rows. `--seeds` repeats the
 four published sizes; the 10 000 units and the time and memory of each size come from the first seed.
 
-At (20, 10) the published 0.0119 is not reached: FedMGP and CenMGP are at 0.0128 over eight seeds, with a standard error
-of 0.0002. A Gaussian process that knows each unit's amplitude, width and noise has 0.0115 there, so what is lost is
-what 20 points do not tell of them.
+At (20, 10) the published 0.0119 is not reached (`results/fedmgp_scale.md`). A Gaussian process that knows each unit's
+amplitude, width and noise would reach it, so what is lost is what 20 points do not tell of them.
 """
 
 from __future__ import annotations

@@ -7,10 +7,9 @@ of 100 rows, one of which lacks the first effect. It prints every effect beside 
 sites with more than 30 tumours (396 in all), each site's columns centred and scaled. It draws inclusion probabilities
 and the ten most probable arrows, and says which of them stand at an expected false discovery rate of 10 %.
 
-The chains do not agree here, so read its arrows as those of some modes: after 1000 rounds of 2 sweeps, R-hat of θ is
-2.3 at worst and 1.26 in the median, and the four chains' means of AXIN1 → DVL2 are 0.61, 0.03, 0.17 and 0.41.
-Directions of arrows are modes of their own; and with Laplace errors and a determinant the sites' likelihoods are not
-normal, so that θ cannot move with all θ_k as in the other models (`models/interweaving.py`).
+The chains do not agree there (`results/sparse_directed.md`), so read its arrows as those of some modes. Directions of
+arrows are modes of their own; and with Laplace errors and a determinant the sites' likelihoods are not normal, so that
+θ cannot move with all θ_k as in the other models (`models/gibbs/interweaving.py`).
 
 Published: Kidd et al. (2023), section 3.3, which prints no numbers: an arrow from AXIN1 to DVL1, and one from CTNNB1 to
 MMP7. The paper's extract (901 samples of 10 sites, its 16 genes not listed) is not public, and MMP7 is not in this one.

@@ -389,9 +389,12 @@ def test_workloads_find_the_same_again(name):
 
 
 def test_benchmarks_write_their_tables(tmp_path):
-    benchmarks.main(["fedlin", "--results", str(tmp_path), "--", "--smoke"])
+    (tmp_path / "fedlin.md").write_text("# Old\n\n## Notes\n\nWhy it is so.\n")
+    benchmarks.main(["fedlin", "--results", str(tmp_path), "--", "--smoke", "--part", "HM1"])
     text = (tmp_path / "fedlin.md").read_text()
-    assert "python -m experiments.benchmarks fedlin -- --smoke" in text
+    assert text.endswith(" |\n\n## Notes\n\nWhy it is so.\n")
+    assert "Old" not in text
+    assert "python -m experiments.benchmarks fedlin -- --smoke --part HM1" in text
     assert len(text.splitlines()) > 10
     with pytest.raises(SystemExit):
         benchmarks.main(["nothing"])

@@ -1,5 +1,7 @@
 """Runs benchmarks one after the other and writes each one's table to `experiments/benchmarks/results/<name>.md`.
 
+The notes below a table that was there are kept.
+
 `python -m experiments.benchmarks gtv fedlin` runs these two; what comes after `--` goes to each of them, as in
 `python -m experiments.benchmarks gtv -- --full`.
 """
@@ -55,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         before = os.getloadavg()[0]
         rows = measure(name, options)
         arguments.results.mkdir(parents=True, exist_ok=True)
-        text = markdown(name, rows, options, before)
-        (arguments.results / f"{name}.md").write_text(text)
+        file = arguments.results / f"{name}.md"
+        _, heading, notes = (file.read_text() if file.exists() else "").partition("\n## Notes\n")
+        file.write_text(markdown(name, rows, options, before) + heading + notes)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 Ratios are medians over repetitions in which both sides run one after the other in the same process, so that they hold
 when the machine's speed drifts.
 
-HM1 has two loops beside it. *Module*: a module, a loss and an optimiser for each device, as one writes it in PyTorch;
-the target, 50 times faster, is met. *Formula*: the gradient's bare formula, which nobody would train with but which is
-the leanest loop; the target is not met. So small a federation is bound by calls into torch: a round takes some 380
-of them (80 make the clients' keys, which full-batch steps do not draw from), the formula's loop more than 10 000.
+HM1 has two loops beside it. *Module*: a module, a loss and an optimiser for each device, as one writes it in PyTorch.
+*Formula*: the gradient's bare formula, which nobody would train with but which is the leanest loop.
 """
 
 from __future__ import annotations
