@@ -38,7 +38,7 @@ def problem(clients: int, seed: int) -> ft.data.FederatedData:
 
 def algorithms() -> dict[str, ft.Algorithm]:
     """The family by name, all from zero."""
-    local = common.linear_descent(FEATURES, steps=STEPS, lr=RATE)
+    local = ft.least_squares(common.linear_module(FEATURES), steps=STEPS, lr=RATE)
     return {
         "FedAvg": ft.fedavg(local),
         "FedProx": ft.fedprox(local, 1.0),

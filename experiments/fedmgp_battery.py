@@ -98,15 +98,21 @@ def logarithmic(x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor) -> fm.Pred
     return fm.Prediction(1 - found.mean.exp(), None)
 
 
-def predictions(x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor, rounds: int) -> dict[str, fm.Prediction]:
-    """The first cell's lost capacity at `at` `(N,)`, by method."""
+def trained(x: Sequence[Tensor], y: Sequence[Tensor], rounds: int) -> tuple[ConvolvedGP, ConvolvedGP]:
+    """FedMGP's model of the first cell, without and with a process of its own."""
+    data, scale = fm.federated(x, y), fm.pooled_scale(y)
+    return federated(data, scale, rounds), federated(data, scale, rounds, deviations())
+
+
+def predictions(
+    x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor, units: tuple[ConvolvedGP, ConvolvedGP]
+) -> dict[str, fm.Prediction]:
+    """The first cell's lost capacity at `at` `(N,)`, by method; `units` are its trained models."""
     inducing = torch.linspace(0, 1, 50, dtype=fm.DTYPE)
-    scale = fm.pooled_scale(y)
-    data = fm.federated(x, y)
-    modules, whole = (fm.model(inducing, 2, len(x), scale, WEIGHT_SD) for _ in range(2))
+    modules, whole = (fm.model(inducing, 2, len(x), fm.pooled_scale(y), WEIGHT_SD) for _ in range(2))
     return {
-        "FedMGP": fm.predict(federated(data, scale, rounds), at),
-        "FedMGP, own processes": fm.predict(federated(data, scale, rounds, deviations()), at),
+        "FedMGP": fm.predict(units[0], at),
+        "FedMGP, own processes": fm.predict(units[1], at),
         "FedPoly": logarithmic(x, y, at),
         "ModularGP": fm.modular(x, y, modules, 8, at),
         "IndGP": fm.alone(x[0], y[0], at),
@@ -122,12 +128,16 @@ def federated(data: ft.data.FederatedData, scale: float, rounds: int, own_kernel
     return models[0]
 
 
-def draw(x: Sequence[Tensor], y: Sequence[Tensor], cell: int, rounds: int) -> Figure:
+def draw(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    at: Tensor,
+    lost: Tensor,
+    units: tuple[ConvolvedGP, ConvolvedGP],
+) -> Figure:
     """Figure 4, a cell observed up to 30 %; and Figure 5, what units share: pseudo-targets, or latent processes."""
-    inputs, outputs, at, lost = observed(x, y, cell, 0.3)
     grid, inducing = torch.linspace(0, 1, 200, dtype=fm.DTYPE), torch.linspace(0, 1, 50, dtype=fm.DTYPE)
-    data, scale = fm.federated(inputs, outputs), fm.pooled_scale(outputs)
-    unit, owning = federated(data, scale, rounds), federated(data, scale, rounds, deviations())
+    unit, owning = units
     figure, axes = common.subplots(1, 3, figsize=(13, 3.8))
     shown = {
         "FedMGP": fm.predict(unit, grid),
@@ -171,11 +181,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         x, y = [a[::4] for a in x[:6]], [b[::4] for b in y[:6]]
     whole = [k for k in range(len(x)) if len(x[k]) == max(map(len, x)) and k not in TUNED_ON]
     tests = [whole[i] for i in ft.random.choice(ft.random.key(0), len(whole), count)]
-    rows, errors, inside, widths = [], {}, {}, {}
+    rows, errors, inside, widths, drawn = [], {}, {}, {}, []
     for number, fraction in enumerate(fractions):
         for cell in tests:
             inputs, outputs, at, lost = observed(x, y, cell, fraction)
-            for name, found in predictions(inputs, outputs, at, rounds).items():
+            units = trained(inputs, outputs, rounds)
+            drawn.append((inputs, outputs, at, lost, units))
+            for name, found in predictions(inputs, outputs, at, units).items():
                 errors.setdefault((name, number), []).append(float((found.mean - lost).square().mean()))
                 if found.sd is not None:
                     inside.setdefault(name, []).append(fm.cover(found, lost, LEVEL))
@@ -197,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             line += [f"{100 * cover:.0f} %", f"{width:.3f}"]
         lines.append(line + [""] * (len(columns) - len(line)))
     common.show(f"{len(x)} cells, {count} test cells, {rounds} rounds", columns, lines)
-    common.finish("fedmgp_battery", rows, options, lambda: {"fedmgp_battery": draw(x, y, tests[0], rounds)})
+    common.finish("fedmgp_battery", rows, options, lambda: {"fedmgp_battery": draw(*drawn[0])})
 
 
 if __name__ == "__main__":
