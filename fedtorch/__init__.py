@@ -29,7 +29,7 @@ from fedtorch.federation.comparison import compare, constant
 from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score
-from fedtorch.federation.exchange import Exchange, Increment, Mean, graph, private_rows, star
+from fedtorch.federation.exchange import Exchange, Mean, Sum, graph, private_rows, star
 from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
 from fedtorch.federation.history import History
 from fedtorch.federation.lightning import ClientSharding, Federation
@@ -62,7 +62,6 @@ __all__ = [
     "Grid",
     "History",
     "InProcess",
-    "Increment",
     "LinearHead",
     "Local",
     "LocalSolver",
@@ -75,6 +74,7 @@ __all__ = [
     "RoundProgressBar",
     "Sampler",
     "Score",
+    "Sum",
     "compare",
     "constant",
     "data",

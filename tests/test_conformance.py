@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.linear_model import LinearRegression
 from support.closed_forms import ROUNDING, copy_of, distance, linear, linear_clients, mean_squared_error, same_bits, sgd
-from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation import algorithms, coordinator, exchange
-from fedtorch.federation.exchange import Exchange, Increment, Mean, RowsOf, client_count
+from fedtorch.federation import coordinator, exchange
+from fedtorch.federation.exchange import Exchange, Mean, Sum, client_count, sum_over
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import sparse
@@ -71,15 +71,21 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
         ft.least_squares(LinearHead(3, dtype=torch.float64), steps=4), covariance=inverse_wishart(alpha=0.7)
     ),
     "gtv": lambda: ft.gtv(sgd(0.05, steps=2, batch_size=3), ft.Network.ring(K), {"weight": 0.5, "bias": 0.2}),
+    "gtv_regressors": lambda: ft.gtv_regressors(
+        LinearRegression, ft.Network.ring(K), 0.5, torch.eye(3, dtype=torch.float64)
+    ),
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
+    "without_server": lambda: ft.without_server(
+        ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2), ft.Network.ring(K)
+    ),
 }
-STARTS = {"gibbs": torch.full((3,), 0.5, dtype=torch.float64)}  # of algorithms without a local solver
+THETA = torch.full((3,), 0.5, dtype=torch.float64)
+STARTS = {"gibbs": THETA, "without_server": THETA, "gtv_regressors": {}}  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
-ROWS = {"matrix_normal"}  # algorithms whose server keeps a row `parameters` for every client, which hears it
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "graph": lambda: exchange.graph(ft.Network.ring(K)),
     "median": robust.median,
@@ -87,7 +93,7 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "star": exchange.star,
     "trimmed_mean": lambda: robust.trimmed_mean(0.2),
 }
-REFUSES_INCREMENTS = {"median", "trimmed_mean"}
+REFUSES_SUMS = {"median", "trimmed_mean"}
 
 
 def modules() -> Iterator[ModuleType]:
@@ -183,12 +189,24 @@ def test_everything_public_is_annotated() -> None:
     assert bare == {}
 
 
+def makers() -> dict[str, Any]:
+    """The functions of `fedtorch.federation.algorithms` that return an algorithm."""
+    found = {}
+    for module in modules():
+        if module.__name__.startswith("fedtorch.federation.algorithms."):
+            for name, value in vars(module).items():
+                made_here = inspect.isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+                if made_here and inspect.signature(value).return_annotation in (ft.Algorithm, "Algorithm"):
+                    found[name] = value
+    return found
+
+
 def test_every_algorithm_has_a_case() -> None:
-    assert sorted(algorithms.__all__) == sorted(ALGORITHMS)
+    assert sorted(makers()) == sorted(ALGORITHMS)
 
 
 def test_every_algorithm_is_shown_at_the_top() -> None:
-    assert [name for name in algorithms.__all__ if getattr(ft, name, None) is not getattr(algorithms, name)] == []
+    assert [name for name, value in makers().items() if getattr(ft, name, None) is not value] == []
 
 
 def test_every_exchange_has_a_case() -> None:
@@ -255,8 +273,8 @@ def test_a_block_of_no_clients(name: str) -> None:
         shapes = [[(path, leaf.shape[1:], leaf.dtype) for path, leaf in tree.items(part)] for part in (empty, full)]
         assert shapes[0] == shapes[1]
     partials = [
-        algorithm.exchange.gather(nobody[0], slice(0, 0)),
-        algorithm.exchange.gather(somebody[0], block[0]),
+        algorithm.exchange.gather(nobody.message, slice(0, 0)),
+        algorithm.exchange.gather(somebody.message, block[0]),
     ]
     alone = algorithm.exchange.finish(algorithm.exchange.merge(partials[1:]))
     assert distance(algorithm.exchange.finish(algorithm.exchange.merge(partials)), alone) < ROUNDING
@@ -284,11 +302,11 @@ def test_inputs_are_not_changed(name: str, chunk: int | None) -> None:
         before = copy_of(given)
         reply = algorithm.client(inbox, state, block[1], keys)
         algorithm.model(inbox, state)
-        told = copy_of(reply.message)
+        message = copy_of(reply.message)
         aggregate = algorithm.exchange.finish(algorithm.exchange.gather(reply.message, block[0]))
         algorithm.server(one.server, aggregate, random.key(1))
         assert same_bits(given, before)
-        assert same_bits(reply.message, told)
+        assert same_bits(reply.message, message)
     assert same_bits((parameters, clients.data.rows), watched)
 
 
@@ -316,69 +334,44 @@ def test_the_server_s_state_keeps_its_shape(name: str) -> None:
     assert all(other == first for other in others)
 
 
-def increments(message: Tree) -> Tree:
-    """The increments of a message or an aggregate, without its means."""
-    found: list[Increment] = []
-    tree.map(
-        lambda node: found.append(node) if isinstance(node, Increment) else None, message, is_leaf=(Mean, Increment)
-    )
-    return tuple(node.value for node in found)
-
-
 @every_algorithm
-def test_increments_add_up_to_what_was_sent(name: str) -> None:
-    """The sum of all aggregated increments is what the exchange makes of all clients' `sent`, whoever answers."""
+def test_the_total_is_that_of_everybody_whoever_answers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never asked, silent, lost, or gone after a round: the total is what the exchange makes of all clients' `told`."""
     algorithm = ALGORITHMS[name]()
-    total: list[Tree] = []
-
-    def server(state: Tree, aggregate: Tree, key: Tensor) -> Tree:
-        told = increments(aggregate)
-        if isinstance(aggregate, RowsOf):
-            told = tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), told)
-        total[:] = [tree.add(total[0], told) if total else told]
-        return algorithm.server(state, aggregate, key)
-
-    watching, clients = dataclasses.replace(algorithm, server=server), population(name, 3)
-    faults = ft.Faults(
-        before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
-        after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2),
-    )
-    begun = coordinator.begin(watching, clients, start(name, algorithm))
-    for round in ft.run(watching, clients, rounds=6, faults=faults, start=begun):
-        if not total or not tree.leaves(total[0]):
-            continue
-        states = round.clients.table.read(slice(0, len(clients.data)))
-        if name in ROWS:  # a client hears its own row of the server's sums, which are thus what it has sent
-            kept = (round.server.parameters - begun.server.parameters).sum(0, dtype=torch.float64)
-        else:
-            assert hasattr(states, "sent"), f"Expected the client state of {name} to have a field `sent`"
-            everybody = algorithm.exchange.gather(Increment(states.sent), slice(0, len(clients.data)))
-            kept = algorithm.exchange.finish(everybody)
-        told, kept = tree.leaves(total[0]), tree.leaves(kept)
-        assert len(told) == len(kept)
-        assert all(distance(one, two) < ROUNDING for one, two in zip(told, kept))
-
-
-@every_algorithm
-def test_running_sums_are_made_anew_from_what_was_sent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recount takes out what has crept into the server's running sums, in every population."""
-    algorithm = ALGORITHMS[name]()
-    messages = algorithm.sent is not None
-    assert messages == (algorithm.recount is not None)
-    if not messages:
-        pytest.skip(f"{name} keeps no running sums, or its server cannot have them made anew")
-    monkeypatch.setattr(coordinator, "RECOUNT_EVERY", 3)
+    if algorithm.told is None:
+        pytest.skip(f"{name} tells nothing for good")
+    everybody = slice(0, len(population(name).data))
     for wrap in (lambda population: population, ft.Redelivered):
-        exact = list(ft.run(algorithm, population(name, 3), start(name, algorithm), rounds=3))[-1]
-        begun = coordinator.begin(algorithm, wrap(population(name, 3)), start(name, algorithm))
-        *_, before = ft.run(algorithm, wrap(population(name, 3)), start=begun, rounds=2)
-        wrong = tree.map(lambda leaf: leaf + 1, before.server.heard)
-        spoiled = coordinator.Progress(2, before.server._replace(heard=wrong), before.clients)
-        after = next(ft.run(algorithm, wrap(population(name, 3)), start=spoiled))
-        pairs = zip(tree.leaves(after.server.heard), tree.leaves(after.clients.told().value))
-        assert all(distance(one, two) < ROUNDING for one, two in pairs)
-        told = zip(tree.leaves(exact.server.heard), tree.leaves(exact.clients.told().value))
-        assert all(distance(one, two) < ROUNDING for one, two in told)
+        clients = wrap(population(name, 3))
+        hears = ft.Faults(before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2) | (ids == 1))
+        arrives = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2))
+        begun = coordinator.begin(algorithm, clients, moved(start(name, algorithm), algorithm))
+        assert distance(begun.server.total, begun.clients.total()) < ROUNDING
+        for round in ft.run(algorithm, clients, rounds=4, faults=hears | arrives, start=begun):
+            states = round.clients.state_dict()
+            told = algorithm.told(tree.unflatten(states, begun_state(begun), "state")) if len(states["ids"]) else None
+            others = [k for k in range(everybody.stop) if k not in states["ids"].tolist()]
+            initial = tree.expand(begun_state(begun), len(others))
+            whole = algorithm.told(initial) if told is None else tree.concatenate([told, algorithm.told(initial)])
+            order = torch.cat([states["ids"], torch.tensor(others, dtype=torch.int64)]).argsort()
+            expected = sum_over(algorithm.exchange, tree.take(whole, order), everybody)
+            assert distance(round.server.total, expected) < ROUNDING
+            assert distance(round.clients.total(), expected) < ROUNDING
+        monkeypatch.setattr(coordinator, "TOTAL_ANEW", 5)
+        spoiled = round.server._replace(total=tree.map(lambda leaf: leaf + 1, round.server.total))
+        after = next(ft.run(algorithm, clients, start=coordinator.Progress(4, spoiled, round.clients)))
+        assert distance(after.server.total, after.clients.total()) < ROUNDING
+
+
+def moved(parameters: Tree, algorithm: ft.Algorithm) -> Tree:
+    """A start that is not zero."""
+    parameters = algorithm.local.parameters if parameters is None else parameters
+    return parameters if algorithm.local is None else tree.map(lambda leaf: leaf + 0.25, parameters)
+
+
+def begun_state(begun: coordinator.Progress) -> Tree:
+    clients = begun.clients
+    return (clients if hasattr(clients, "table") else clients.clients).table.initial
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
@@ -387,7 +380,7 @@ def test_every_exchange_aggregates_alike_in_any_blocks(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     value = {"w": torch.randn(K, 2, 3, generator=generator, dtype=torch.float64)}
     messages: Tree = (Mean(value, torch.rand(K, generator=generator) + 0.1),)
-    messages += () if name in REFUSES_INCREMENTS else (Increment(value),)
+    messages += () if name in REFUSES_SUMS else (Sum(value),)
     order = torch.randperm(K, generator=generator)
     ways: list[list[Any]] = [[slice(0, K)], [torch.tensor([int(k)]) for k in order], list(order.split([2, 0, 3, 1]))]
     results = []
@@ -401,7 +394,7 @@ def test_every_exchange_aggregates_alike_in_any_blocks(name: str) -> None:
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_every_exchange_counts_bytes_by_client(name: str) -> None:
     made = EXCHANGES[name]()
-    message, outbox = Increment({"w": torch.zeros(K, 3)}), {"w": torch.zeros(K, 5)}
+    message, outbox = Sum({"w": torch.zeros(K, 3)}), {"w": torch.zeros(K, 5)}
     one = made.traffic(outbox, tree.take(message, slice(0, 1)), slice(0, 1))
     assert made.traffic(outbox, message, slice(0, K)) == (K * one[0], K * one[1])
     assert made.traffic(outbox, tree.take(message, slice(0, 0)), torch.zeros(0, dtype=torch.int64)) == (0, 0)

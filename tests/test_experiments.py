@@ -33,7 +33,6 @@ from experiments import (
 from experiments.benchmarks import __main__ as benchmarks
 from experiments.benchmarks import against, core, fedlin, gibbs, gtv, vfl, vfl_split, workloads
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
-from experiments.benchmarks import grid as grid_benchmark
 
 
 def rows(path):
@@ -117,14 +116,6 @@ def test_sparse_network_of_proteins(tmp_path):
     assert found["proteins, without a server", "largest difference of a coefficient from the server's"] == 0
     for name in ("heat_map", "or", "and"):
         assert (tmp_path / f"sparse_network_{name}.png").stat().st_size > 10_000
-
-
-def test_grid_benchmark(tmp_path):
-    grid_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json")])
-    found = rows(tmp_path / "rows.json")
-    assert len(found) == 16
-    apart = [value for (_, metric), value in found.items() if metric == "largest difference of a score"]
-    assert max(apart) < 1e-4  # float32 over a few steps
 
 
 def test_fedlin_simulation(tmp_path):

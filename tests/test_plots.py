@@ -208,7 +208,7 @@ def tuned(**settings: list[Any]) -> ft.Grid:
 
 def test_heat_map_shows_every_mean_and_frames_the_best() -> None:
     grid = tuned(mu=[0.0, 1.0], lr=[0.01, 0.1, 1e200])
-    figure = grid.plot("squared error")
+    figure = ft.plots.heat_map(grid, "squared error")
     assert drawn(figure)
     axes, bar = figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == ("lr", "mu", "squared error, mean over clients")
@@ -241,8 +241,8 @@ def test_heat_map_of_three_hyperparameters_has_the_best_over_the_third() -> None
 
 
 def test_heat_map_where_everything_diverges() -> None:
-    assert drawn(tuned(mu=[0.0, 1.0], lr=[1e200, 1e250]).plot())
-    assert drawn(tuned(lr=[1e200, 1e250]).plot())
+    assert drawn(ft.plots.heat_map(tuned(mu=[0.0, 1.0], lr=[1e200, 1e250])))
+    assert drawn(ft.plots.heat_map(tuned(lr=[1e200, 1e250])))
 
 
 def test_device_correlation_shows_the_learnt_matrix_with_related_devices_together() -> None:

@@ -25,7 +25,7 @@ __all__ = ["Algorithm", "Local", "LocalSolver", "Quadratic", "Reply", "identity"
 class Reply(NamedTuple):
     """What `Algorithm.client` returns for `K` clients."""
 
-    message: Tree  # its nodes are Mean or Increment; sent to the exchange
+    message: Tree  # its nodes are Mean or Sum; None where nothing is fresh
     state: Tree  # (K, ...) never leaves the client
     info: dict[str, Tensor]  # (K,) each, diagnostics for the log; no algorithm reads them
 
@@ -100,10 +100,10 @@ class Algorithm:
         exchange: who hears whom, and how messages add up.
         prepare: data -> data, once per block.
         local: the local solver whose module makes the predictions, if there is one.
-        sent: state `(K, ...)` -> all that a client has told by increments, as a message of `Increment`s; for
-            algorithms that send some.
-        recount: (server state, aggregate of `sent` over all clients) -> server state whose running sums are that
-            aggregate: what rounding has added to them over many rounds is gone.
+        told: state `(K, ...)` -> what a client tells for good, `(K, ...)`: a control variate, a site, its model on a
+            graph. The server's state then has a field `total`, which `init` leaves None: what the exchange makes of
+            `told` over *all* clients, in float64, whoever answers; who has not been asked yet counts with the initial
+            state. Only changes travel, and the total is up to date when `server` is called.
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
@@ -114,5 +114,4 @@ class Algorithm:
     exchange: Exchange = field(default_factory=star)
     prepare: Callable[[Any], Any] = identity
     local: LocalSolver | None = None
-    sent: Callable[[Tree], Tree] | None = None
-    recount: Callable[[Tree, Tree], Tree] | None = None
+    told: Callable[[Tree], Tree] | None = None

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchange import sum_over
 from fedtorch.federation.faults import Faults, fates
 from fedtorch.federation.population import Clients, Population
 from fedtorch.federation.sampling import Cohort, check_ids, cohort_function
@@ -29,7 +30,7 @@ from fedtorch.tree import Tree
 
 __all__ = ["Progress", "Round", "begin", "run"]
 
-RECOUNT_EVERY = 100  # rounds, after which running sums are made anew from what the clients have told
+TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
 _KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
 
@@ -81,8 +82,18 @@ def begin(algorithm: Algorithm, population: Population, parameters: Tree = None)
         parameters = algorithm.local.parameters
     server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), len(population.data))
     clients = population.bind(algorithm, state)
+    if algorithm.told is not None:
+        server = server._replace(total=_first_total(algorithm, state, len(population.data)))
     first = tree.leaves(population.data.rows)[0]
     return Progress(0, tree.to(server, first.device), clients)
+
+
+def _first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
+    """The total while all clients are in their initial state."""
+    assert algorithm.told is not None
+    initial = algorithm.told(tree.expand(state, 1))
+    everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
+    return sum_over(algorithm.exchange, everybody, slice(0, clients))
 
 
 def run(
@@ -121,11 +132,15 @@ def run(
         hear, silent, before, late, after = fates(faults, keys.faults, asked, len(everybody))
         pending = clients.step(algorithm.outbox(server), hear, keys.client, silent)
         if pending.aggregate is not None:
-            server = algorithm.server(server, pending.aggregate, keys.server)
+            aggregate = pending.aggregate
+            if algorithm.told is not None:
+                server = server._replace(total=tree.add(server.total, aggregate.told.value))
+                aggregate = aggregate.fresh
+            server = algorithm.server(server, aggregate, keys.server)
             pending.commit()
         number += 1
-        if algorithm.recount is not None and number % RECOUNT_EVERY == 0:
-            server = algorithm.recount(server, clients.told())
+        if algorithm.told is not None and number % TOTAL_ANEW == 0:
+            server = server._replace(total=clients.total())
         yield Round(
             number,
             server,

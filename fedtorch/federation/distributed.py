@@ -86,17 +86,17 @@ class DistributedClients:
         partial, states, infos, up, down = self.local.gather(outbox, cohort, key, lost)
         if partial is None:
             block = self.local.empty_block()
-            partial = exchange.gather(self.local.reply(block, outbox, key)[0], block[0])
+            partial = exchange.gather(self.local.reply(block, outbox, key).message, block[0])
         ids, info = self._join_infos(*joined(infos))
         up, down = self._reduce(torch.tensor([up, down], dtype=torch.int64)).tolist()
         partial = self._add(partial) if exchange.additive else self._gather(partial)
         aggregate = exchange.finish(partial) if len(ids) else None
         return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(states))
 
-    def told(self) -> Tree:
-        """What all ranks' clients have told by increments; see `Clients.told`."""
+    def total(self) -> Tree:
+        """What all ranks' clients tell for good; see `Clients.total`."""
         exchange, partial = self.local.algorithm.exchange, self.local.told_here()
-        return exchange.finish(self._add(partial) if exchange.additive else self._gather(partial))
+        return exchange.finish(self._add(partial) if exchange.additive else self._gather(partial)).value
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
         """Evaluates this rank's clients and gathers everybody's results; see `Clients.evaluate`."""

@@ -1,8 +1,8 @@
 """Who hears whom, and how messages add up.
 
-Two kinds of message. A `Mean` is fresh each round: the exchange multiplies by the weights and sums, so weights travel
-inside and the aggregate is Σ w_k v_k / Σ w_k. An `Increment` telescopes: the exchange sums it, and an algorithm that
-sends increments keeps in its client state what it has `sent` so far, so that *server sum = Σ sent* at all times.
+Two kinds of message, both about this round and over those who answer. A `Mean` is multiplied by its weights and summed,
+so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is added up. What clients tell for good
+(`Algorithm.told`) travels beside them as the `Sum` of its changes, see `Sent`.
 
 A block's weighted sum is computed in the dtype of its values; sums of blocks and ranks are kept in float64, so that all
 of them agree up to that rounding.
@@ -25,15 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Exchange",
-    "Increment",
     "Mean",
     "Neighbourhood",
     "RowsOf",
+    "Sent",
+    "Sum",
     "client_count",
     "graph",
     "indices",
     "private_rows",
     "star",
+    "sum_over",
 ]
 
 _PUSH = 4  # a product over all edges takes as long as pushing along this part of them
@@ -46,10 +48,17 @@ class Mean(NamedTuple):
     weight: Tensor  # (K,) positive
 
 
-class Increment(NamedTuple):
-    """A message that is added to what its sender has told before."""
+class Sum(NamedTuple):
+    """A message that is added up."""
 
     value: Tree  # (K, ...)
+
+
+class Sent(NamedTuple):
+    """What clients of an algorithm with `told` send in a round."""
+
+    fresh: Tree  # the message of the `Reply`
+    told: Sum  # by how much what it tells for good has changed
 
 
 class RowsOf(NamedTuple):
@@ -86,6 +95,11 @@ def client_count(ids: Rows) -> int:
     return ids.stop - ids.start if isinstance(ids, slice) else len(ids)
 
 
+def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
+    """What `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
+    return exchange.finish(exchange.gather(Sum(value), ids)).value
+
+
 def indices(ids: Rows) -> Tensor:
     """`ids` as a tensor of indices."""
     return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
@@ -95,7 +109,7 @@ def star() -> Exchange:
     """A server in the middle: every client hears the outbox, and the server hears everybody's sum.
 
     The aggregate has the structure of the message, without the leading dimension and in float64: `Mean(value, weight)`
-    holds the weighted mean and the total weight, `Increment(value)` the sum.
+    holds the weighted mean and the total weight, `Sum(value)` the sum.
     """
     return Exchange(
         scatter=lambda outbox, ids: tree.expand(outbox, client_count(ids)),
@@ -129,7 +143,7 @@ def graph(network: Network) -> Exchange:
     r"""Neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
 
     The aggregate has the structure of the message, `(n, ...)` and in float64. Row i is what the neighbours of node i
-    have told: for an `Increment` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the mean with
+    have told: for a `Sum` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the mean with
     weights :math:`A_{ij} w_j`, and zeros with weight zero where nobody did. The outbox has a row per node, as the
     aggregate has; an inbox is a `Neighbourhood`.
 
@@ -158,19 +172,19 @@ def graph(network: Network) -> Exchange:
     )
 
 
-def _map_messages(function: Callable[[Mean | Increment], Tree], message: Tree) -> Tree:
-    def apply(node: Mean | Increment | Tensor) -> Tree:
+def _map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:
+    def apply(node: Mean | Sum | Tensor) -> Tree:
         if isinstance(node, Tensor):
-            raise TypeError("Expected the message's nodes to be Mean or Increment, but got a bare tensor; wrap it")
+            raise TypeError("Expected the message's nodes to be Mean or Sum, but got a bare tensor; wrap it")
         return function(node)
 
-    return tree.map(apply, message, is_leaf=(Mean, Increment))
+    return tree.map(apply, message, is_leaf=(Mean, Sum))
 
 
-def _sum(message: Mean | Increment) -> Mean | Increment:
+def _sum(message: Mean | Sum) -> Mean | Sum:
     """The partial aggregate of one block: Σ w v and Σ w, or Σ v."""
-    if isinstance(message, Increment):
-        return Increment(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
+    if isinstance(message, Sum):
+        return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
     weight = message.weight
     return Mean(tree.map(lambda v: _weighted_sum(weight, v), message.value), weight.sum(dtype=torch.float64))
 
@@ -181,8 +195,8 @@ def _weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
     return (weight.to(dtype) @ rows.to(dtype)).to(torch.float64).reshape(value.shape[1:])
 
 
-def _divide(partial: Mean | Increment) -> Mean | Increment:
-    if isinstance(partial, Increment):
+def _divide(partial: Mean | Sum) -> Mean | Sum:
+    if isinstance(partial, Sum):
         return partial
     total = float(partial.weight)
     if not total > 0:
@@ -201,9 +215,9 @@ def _hear(network: Network, partial: RowsOf) -> Tree:
     """What every node hears of the messages of some."""
     partial = _in_order(partial)
 
-    def hear(node: Mean | Increment) -> Mean | Increment:
-        if isinstance(node, Increment):
-            return Increment(_from_neighbours(network, partial.ids, node.value))
+    def hear(node: Mean | Sum) -> Mean | Sum:
+        if isinstance(node, Sum):
+            return Sum(_from_neighbours(network, partial.ids, node.value))
         weighted, weight = _from_neighbours(
             network, partial.ids, (tree.scale(tree.to(node.value, torch.float64), node.weight), node.weight)
         )

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.exchange import client_count, indices
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.exchange import Sent, Sum, client_count, indices
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
@@ -54,8 +54,8 @@ class Clients(Protocol):
         """`function(tensors each client predicts with, its data)` for the clients of `data`, `(K, ...)` in order."""
         ...
 
-    def told(self) -> Tree:
-        """The aggregate of `Algorithm.sent` over all clients that have committed."""
+    def total(self) -> Tree:
+        """What the exchange makes of `Algorithm.told` over all clients."""
         ...
 
     def tensors(self, outbox: Tree, client: int) -> Tree:
@@ -184,12 +184,15 @@ class LocalClients:
         ids, data = self._blocks[0]
         return ids[:0], tree.take(data, slice(0, 0))
 
-    def reply(self, block: Block, outbox: Tree, key: Tensor) -> tuple[Tree, Tree, dict[str, Tensor]]:
-        """Runs the clients of one block: (message, state, info)."""
+    def reply(self, block: Block, outbox: Tree, key: Tensor) -> Reply:
+        """Runs the clients of one block; the message is all that they send."""
         ids, data = block
-        inbox = self.algorithm.exchange.scatter(outbox, ids)
+        inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
         keys = random.fold_in(key, indices(ids)).to(self.device)
-        return self.algorithm.client(inbox, self.table.read(ids), data, keys)
+        reply, told = self.algorithm.client(inbox, state, data, keys), self.algorithm.told
+        if told is None:
+            return reply
+        return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told(reply.state), told(state)))))
 
     def gather(
         self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None
@@ -234,16 +237,20 @@ class LocalClients:
         ids, info = joined(infos)
         return Pending(aggregate, ids, info, up, down, lambda: self.commit(states))
 
-    def told(self) -> Tree:
-        """What all clients have told by increments; see `Clients.told`."""
-        return self.algorithm.exchange.finish(self.told_here())
+    def total(self) -> Tree:
+        """What all clients tell for good; see `Clients.total`."""
+        return self.algorithm.exchange.finish(self.told_here()).value
 
     def told_here(self) -> Tree:
-        """The partial aggregate of what the clients here have told."""
-        assert self.algorithm.sent is not None
-        exchange, touched = self.algorithm.exchange, self.table.touched()
-        parts = touched.split(max(1, int(_BLOCK_BYTES / max(2 * tree.nbytes(self.table.initial), 1))))
-        return exchange.merge([exchange.gather(self.algorithm.sent(self.table.read(ids)), ids) for ids in parts])
+        """The partial aggregate of what the clients here tell for good."""
+        assert self.algorithm.told is not None
+        exchange, here = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
+        asked = torch.isin(here, self.table.touched())
+        parts = here[asked].split(max(1, int(_BLOCK_BYTES / max(2 * tree.nbytes(self.table.initial), 1))))
+        partials = [exchange.gather(Sum(self.algorithm.told(self.table.read(ids))), ids) for ids in parts]
+        initial, others = self.algorithm.told(tree.expand(self.table.initial, 1)), here[~asked]
+        everywhere = tree.map(lambda leaf: leaf.expand(len(others), *leaf.shape[1:]), initial)
+        return exchange.merge([*partials, exchange.gather(Sum(everywhere), others)])
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
         """Applies `function` to stacked clients; see `Clients.evaluate`."""

@@ -1,4 +1,4 @@
-"""A progress bar over communication rounds."""
+"""Progress bars over communication rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,27 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm.auto import tqdm
 
-__all__ = ["RoundProgressBar"]
+__all__ = ["RoundProgressBar", "rounds_bar"]
+
+
+def rounds_bar(title: str, total: int | None, *, initial: int = 0, shown: bool = True) -> tqdm:
+    """A bar on the standard output, a context that closes it.
+
+    Args:
+        title: in front of it.
+        total: rounds in all; None if nobody knows.
+        initial: rounds that were done before.
+        shown: False shows nothing.
+    """
+    return tqdm(
+        total=total,
+        initial=initial,
+        desc=title,
+        unit="round",
+        disable=not shown,
+        file=sys.stdout,
+        dynamic_ncols=True,
+    )
 
 
 class RoundProgressBar(ProgressBar):
@@ -41,15 +61,8 @@ class RoundProgressBar(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Opens the bar at the round that training starts from."""
         last = trainer.max_epochs if trainer.max_epochs not in (None, -1) else trainer.max_steps
-        self._bar = tqdm(
-            total=last if last and last > 0 else None,
-            initial=trainer.current_epoch,
-            desc=self.title,
-            unit="round",
-            disable=not self._enabled,
-            file=sys.stdout,
-            dynamic_ncols=True,
-        )
+        total = last if last and last > 0 else None
+        self._bar = rounds_bar(self.title, total, initial=trainer.current_epoch, shown=self._enabled)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Moves on by one round."""

@@ -125,10 +125,10 @@ class RedeliveredClients:
         """Applies `function` to stacked clients; see `Clients.evaluate`."""
         return self.clients.evaluate(outbox, data, function)
 
-    def told(self) -> Tree:
-        """What all clients have told by increments, in a round of its own; see `Clients.told`."""
+    def total(self) -> Tree:
+        """What all clients tell for good, told anew in a round of its own; see `Clients.total`."""
         self.network.open(self.network.next_key())
-        return self.clients.told()
+        return self.clients.total()
 
     def tensors(self, outbox: Tree, client: int) -> Tree:
         """The tensors that one client predicts with."""

@@ -1,6 +1,6 @@
 r"""Edges that lose messages and deliver them late: what every edge remembers, so that nothing gets out of step.
 
-A sum of increments is right only if all of them arrive. Over an unreliable edge therefore travels the whole value that
+A sum of changes is right only if all of them arrive. Over an unreliable edge therefore travels the whole value that
 the sender has told so far, with a sequence number, and the edge remembers the last one that it has let through:
 
 - a lost message is made good by the sender's next one;
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.exchange import Increment, Mean, RowsOf, graph, private_rows
+from fedtorch.federation.exchange import Mean, RowsOf, graph, private_rows, sum_over
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -35,7 +35,7 @@ class Edges(NamedTuple):
     """Server state: the algorithm's own, and the memory of the edges. 2E directed edges, a window of T rounds."""
 
     algorithm: Tree
-    last: Tree  # (2E, ...) the value that came through last, float64
+    last: Tree  # (2E, ...) the value that came through last, at first the initial one, float64
     sequence: Tensor  # (2E,) its number, 0 before the first
     values: Tree  # (T, n, ...) what was sent in the last rounds, float64
     numbers: Tensor  # (T, n) the message's number, 0 for a node that sent nothing
@@ -51,14 +51,14 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
     `delay` rounds later, all equally likely. Time stands still in rounds in which nobody answers.
 
     Args:
-        algorithm: whose exchange is `graph(network)`, whose message is one `Increment`, and which has `sent`, as
-            `ft.gtv`.
+        algorithm: whose exchange is `graph(network)`, and whose clients tell all that they say for good (`told`), as
+            those of `ft.gtv`.
         network: of the algorithm.
         loss: the probability of a loss, below 1.
         delay: the longest delay in rounds.
 
     Raises:
-        ValueError: an impossible probability or delay, or an algorithm without increments over a graph.
+        ValueError: an impossible probability or delay, or an algorithm whose clients tell nothing for good.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -75,28 +75,28 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         raise ValueError(f"Expected a probability of loss of at least 0 and below 1, but got {loss}")
     if delay < 0:
         raise ValueError(f"Expected a delay of at least 0 rounds, but got {delay}")
-    told = algorithm.sent
+    told = algorithm.told
     if told is None:
-        raise ValueError("Expected an algorithm that sends increments, such as ft.gtv, but got one without `sent`")
+        raise ValueError("Expected an algorithm with `told`, such as ft.gtv, but got one whose messages are all fresh")
     window, over = delay + 1, graph(network)
 
     def init(parameters: Tree, clients: int) -> tuple[Edges, Tree]:
         server, state = algorithm.init(parameters, clients)
-        value = tree.to(told(tree.map(lambda leaf: leaf[None], state)).value, torch.float64)
+        value = tree.to(told(tree.expand(state, 1)), torch.float64)
         count, device = 2 * len(network.edges), tree.leaves(value)[0].device
-
-        def zeros(*shape: int) -> Tree:
-            return tree.map(lambda leaf: leaf.new_zeros(*shape, *leaf.shape[1:]), value)
+        total = sum_over(over, tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), value), slice(0, clients))
 
         def numbers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        memory = (zeros(count), numbers(count), zeros(window, clients), numbers(window, clients))
-        return Edges(server, *memory, numbers(window), numbers(), numbers(clients)), state
+        last = tree.map(lambda leaf: leaf.repeat(count, *[1] * (leaf.ndim - 1)), value)
+        sent = tree.map(lambda leaf: leaf.new_zeros(window, clients, *leaf.shape[1:]), value)
+        memory = (last, numbers(count), sent, numbers(window, clients))
+        return Edges(server._replace(total=total), *memory, numbers(window), numbers(), numbers(clients)), state
 
     def client(inbox: Tree, state: Tree, data: Any, key: Tensor) -> Reply:
         reply = algorithm.client(inbox, state, data, key)
-        whole = told(reply.state).value
+        whole = told(reply.state)
         first = tree.leaves(whole)[0]
         number = torch.ones(len(first), dtype=torch.int64, device=first.device)  # stands for the sequence number
         return reply._replace(message=Mean(whole, number))
@@ -104,8 +104,8 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
     def server(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
         state = _send(state, aggregate, key)
         arrived, state = _arrive(state, network, loss, delay)
-        inner = algorithm.server(state.algorithm, Increment(arrived), random.fold_in(key, _SERVER))
-        return state._replace(algorithm=inner)
+        inner = state.algorithm._replace(total=tree.add(state.algorithm.total, arrived))
+        return state._replace(algorithm=algorithm.server(inner, None, random.fold_in(key, _SERVER)))
 
     return dataclasses.replace(
         algorithm,
@@ -114,8 +114,7 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         client=client,
         server=server,
         exchange=private_rows()._replace(scatter=over.scatter, traffic=over.traffic),
-        sent=None,
-        recount=None,
+        told=None,
     )
 
 

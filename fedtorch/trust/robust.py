@@ -1,6 +1,6 @@
 r"""Exchanges that some wrong clients cannot move far: the median and the trimmed mean, coordinate by coordinate.
 
-They act on `Mean`s, whose weights count as so many copies of a client's value, and refuse `Increment`s: a sum that
+They act on `Mean`s, whose weights count as so many copies of a client's value, and refuse `Sum`s: a sum that
 telescopes cannot leave somebody out. Messages of all clients are kept until the round is finished, so partial
 aggregates merge by concatenation.
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchange import Exchange, Increment, Mean, star
+from fedtorch.federation.exchange import Exchange, Mean, Sum, star
 from fedtorch.tree import Rows, Tree
 
 __all__ = ["median", "trimmed_mean"]
@@ -28,7 +28,7 @@ def median() -> Exchange:
     Between two values that halve the weight it is their middle, so equal weights give the usual median.
 
     Raises:
-        TypeError: in a round with `Increment`s.
+        TypeError: in a round with `Sum`s.
     """
     return _robust("median", _median)
 
@@ -41,7 +41,7 @@ def trimmed_mean(fraction: float) -> Exchange:
 
     Raises:
         ValueError: a fraction out of range.
-        TypeError: in a round with `Increment`s.
+        TypeError: in a round with `Sum`s.
     """
     if not 0 <= fraction < 0.5:
         raise ValueError(f"Expected a fraction of at least 0 and below 0.5, but got {fraction}; use median() for more")
@@ -56,23 +56,23 @@ def trimmed_mean(fraction: float) -> Exchange:
 
 def _robust(name: str, average: Callable[[Tensor, Tensor], Tensor]) -> Exchange:
     def gather(messages: Tree, ids: Rows) -> Tree:
-        return tree.map(_means_only(name), messages, is_leaf=(Mean, Increment))
+        return tree.map(_means_only(name), messages, is_leaf=(Mean, Sum))
 
     def finish(partial: Tree) -> Tree:
-        return tree.map(lambda mean: _aggregate(mean, average), partial, is_leaf=(Mean, Increment))
+        return tree.map(lambda mean: _aggregate(mean, average), partial, is_leaf=(Mean, Sum))
 
     return star()._replace(gather=gather, merge=tree.concatenate, finish=finish, additive=False)
 
 
 def _means_only(name: str) -> Callable[[Tree], Mean]:
     def check(node: Tree) -> Mean:
-        if isinstance(node, Increment):
+        if isinstance(node, Sum):
             raise TypeError(
-                f"Expected messages that are Mean for {name}, but got an Increment, a sum that cannot leave clients "
+                f"Expected messages that are Mean for {name}, but got a Sum, a sum that cannot leave clients "
                 "out; use an algorithm whose messages are averaged, such as ft.fedavg, or ft.star()"
             )
         if not isinstance(node, Mean):
-            raise TypeError("Expected the message's nodes to be Mean or Increment, but got a bare tensor; wrap it")
+            raise TypeError("Expected the message's nodes to be Mean or Sum, but got a bare tensor; wrap it")
         return node
 
     return check

@@ -13,9 +13,9 @@ from torch import Tensor
 from fedtorch import tree, wire
 from fedtorch.federation.exchange import (
     Exchange,
-    Increment,
     Mean,
     RowsOf,
+    Sum,
     client_count,
     indices,
     private_rows,
@@ -42,7 +42,7 @@ def messages(dtype: torch.dtype = torch.float64) -> Told:
     weight = torch.randint(1, 50, (K,), generator=generator)
     return Told(
         Mean({"w": draw(2, 3), "scalar": draw(), "empty": draw(0)}, weight),
-        {"one": Increment({"v": draw(4)}), "two": Mean((draw(1),), draw().exp())},
+        {"one": Sum({"v": draw(4)}), "two": Mean((draw(1),), draw().exp())},
         None,
     )
 
@@ -89,14 +89,14 @@ def test_star_gives_weighted_means_and_sums() -> None:
         torch.testing.assert_close(mean.value[name], expected, rtol=0, atol=1e-14)  # rounding of 13 terms
     assert float(mean.weight) == int(message.change.weight.sum())
     torch.testing.assert_close(result.sums["one"].value["v"], message.sums["one"].value["v"].sum(0), rtol=0, atol=1e-14)
-    assert isinstance(result.sums["one"], Increment)
+    assert isinstance(result.sums["one"], Sum)
     assert result.nothing is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_star_sums_in_float64(dtype: torch.dtype) -> None:
     value = (torch.arange(K) % 3).to(dtype)
-    message = (Mean(value, torch.ones(K, dtype=torch.int32)), Increment(value))
+    message = (Mean(value, torch.ones(K, dtype=torch.int32)), Sum(value))
     mean, total = aggregate(star(), message, [slice(0, 5), slice(5, K)])
     assert mean.value.dtype == mean.weight.dtype == total.value.dtype == torch.float64
     assert float(total.value) == float(value.double().sum())
@@ -107,7 +107,7 @@ def test_increments_do_not_drift_in_float32() -> None:
     """A large value beside many small ones: a float32 sum over blocks would lose them all."""
     value = torch.tensor([2.0**25, *[1.0] * 64], dtype=torch.float32)
     blocks = [torch.tensor([k]) for k in range(65)]
-    assert float(aggregate(star(), Increment(value), blocks).value) == 2.0**25 + 64
+    assert float(aggregate(star(), Sum(value), blocks).value) == 2.0**25 + 64
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_no_total_weight_is_refused(weight: Tensor) -> None:
 
 @pytest.mark.parametrize("make", EXCHANGES.values(), ids=EXCHANGES)
 def test_bare_tensors_are_refused(make: Callable[[], Exchange]) -> None:
-    for message in (torch.ones(3), {"good": Increment(torch.ones(3)), "bad": torch.ones(3)}):
-        with pytest.raises(TypeError, match="Expected the message's nodes to be Mean or Increment"):
+    for message in (torch.ones(3), {"good": Sum(torch.ones(3)), "bad": torch.ones(3)}):
+        with pytest.raises(TypeError, match="Expected the message's nodes to be Mean or Sum"):
             make().gather(message, slice(0, 3))
 
 

@@ -45,34 +45,31 @@ every_fault = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 
 
 class State(NamedTuple):
-    sent: Tensor
+    told: Tensor
 
 
-class Told(NamedTuple):
-    change: ft.Increment
-    mean: ft.Mean
+class Server(NamedTuple):
+    mean: Tensor
+    total: Tensor | None = None
 
 
 def telling() -> ft.Algorithm:
-    """Clients draw new values every round and send the change; the server keeps the sum and the mean of a round."""
+    """Clients tell new values every round; the server keeps the sum of all clients' and the mean of a round."""
 
     def client(inbox: Tree, state: State, data: ClientData, key: Tensor) -> ft.Reply:
-        new = 0.3 * state.sent + random.normal(key, (3,), torch.float64) + 0.1 * inbox["sum"]
-        told = Told(ft.Increment(new - state.sent), ft.Mean(new, data.count))
-        return ft.Reply(told, State(new), {"loss": new.square().sum(1)})
+        new = 0.3 * state.told + random.normal(key, (3,), torch.float64) + 0.1 * inbox["sum"]
+        return ft.Reply(ft.Mean(new, data.count), State(new), {"loss": new.square().sum(1)})
 
     return ft.Algorithm(
         init=lambda parameters, clients: (
-            {"sum": torch.zeros(3, dtype=torch.float64), "mean": torch.zeros(3, dtype=torch.float64)},
+            Server(torch.zeros(3, dtype=torch.float64)),
             State(torch.zeros(3, dtype=torch.float64)),
         ),
-        outbox=lambda server: {"sum": server["sum"]},
+        outbox=lambda server: {"sum": server.total},
         client=client,
-        server=lambda server, aggregate, key: {
-            "sum": server["sum"] + aggregate.change.value,
-            "mean": aggregate.mean.value,
-        },
-        model=lambda inbox, state: state.sent,
+        server=lambda server, aggregate, key: server._replace(mean=aggregate.value),
+        model=lambda inbox, state: state.told,
+        told=lambda state: state.told,
     )
 
 
@@ -141,15 +138,15 @@ def test_the_log_accounts_for_everybody(fault: ft.Faults, cohort: int | None) ->
 @every_fault
 @pytest.mark.parametrize("chunk", [None, 2])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_increments_keep_their_invariant_and_the_silent_their_state(
+def test_totals_keep_their_invariant_and_the_silent_their_state(
     fault: ft.Faults, chunk: int | None, repeated: bool
 ) -> None:
     population = ft.InProcess(DATA, chunk)
     before = torch.zeros(K, 3, dtype=torch.float64)
     for round in rounds(ft.Redelivered(population) if repeated else population, faults=fault, count=12):
         clients = round.clients.clients if repeated else round.clients
-        sent = copy_of(clients.table.read(slice(0, K)).sent)
-        assert distance(round.server["sum"], sent.sum(0)) < ROUNDING
+        sent = copy_of(clients.table.read(slice(0, K)).told)
+        assert distance(round.server.total, sent.sum(0)) < ROUNDING
         moved = (sent != before).any(1).nonzero()[:, 0]
         assert torch.equal(moved, round.ids)
         before = sent
@@ -217,10 +214,9 @@ def test_messages_do_come_out_of_order() -> None:
     population, orders = ft.Redelivered(ft.InProcess(DATA), 0.0), []
     algorithm = telling()
     gather = algorithm.exchange.gather
-    watched = algorithm.exchange._replace(
-        gather=lambda messages, ids: orders.append(tuple(ids.tolist())) or gather(messages, ids)
-    )
+    watched = algorithm.exchange._replace(gather=lambda messages, ids: orders.append(ids) or gather(messages, ids))
     list(ft.run(dataclasses.replace(algorithm, exchange=watched), population, {}, rounds=60))
+    orders = [tuple(ids.tolist()) for ids in orders[1:]]  # the first is the total before the first round
     assert all(sorted(order) == list(range(K)) for order in orders)
     assert len(set(orders)) > 45  # of 720 orders, 60 draws show 57.6 on average
     first = torch.tensor(orders)[:, 0].bincount(minlength=K)

@@ -11,7 +11,7 @@ from support.gtv_problems import weighted_network
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.exchange import Exchange, Increment, Mean, graph
+from fedtorch.federation.exchange import Exchange, Mean, Sum, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -32,7 +32,7 @@ def messages(dtype: torch.dtype = torch.float64) -> Told:
         return torch.randn(N, *shape, generator=generator, dtype=torch.float64).to(dtype)
 
     weight = torch.randint(1, 9, (N,), generator=generator)
-    return Told(Mean({"v": draw(2)}, weight), Increment({"w": draw(2, 3), "scalar": draw(), "empty": draw(0)}))
+    return Told(Mean({"v": draw(2)}, weight), Sum({"w": draw(2, 3), "scalar": draw(), "empty": draw(0)}))
 
 
 def aggregate(exchange: Exchange, blocks: list[Any], message: Tree) -> Tree:
@@ -102,14 +102,14 @@ def test_full_participation_is_one_sparse_product(monkeypatch: pytest.MonkeyPatc
         return plain(self, other)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
-    aggregate(exchange, [slice(0, N)], Increment(value))
+    aggregate(exchange, [slice(0, N)], Sum(value))
     assert [product.data_ptr() for product in products] == [value.data_ptr()]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_sums_are_in_float64(dtype: torch.dtype) -> None:
     value = (torch.arange(N) % 3).to(dtype)
-    result = aggregate(graph(NETWORK), [slice(0, N)], Increment(value))
+    result = aggregate(graph(NETWORK), [slice(0, N)], Sum(value))
     assert result.value.dtype == torch.float64
     assert distance(result.value, DENSE @ value.double()) < ROUNDING
 
@@ -125,7 +125,7 @@ def test_traffic_is_every_message_over_every_edge_of_its_sender() -> None:
 
 def test_a_star_is_a_network_too() -> None:
     """The middle hears everybody, the others the middle."""
-    result = aggregate(graph(Network.star(N)), [slice(0, N)], Increment(torch.arange(N)))
+    result = aggregate(graph(Network.star(N)), [slice(0, N)], Sum(torch.arange(N)))
     assert result.value.tolist() == [N * (N - 1) / 2] + [0.0] * (N - 1)
 
 
@@ -137,5 +137,5 @@ def test_without_edges_nobody_hears_anything() -> None:
 
 
 def test_bare_tensors_are_refused() -> None:
-    with pytest.raises(TypeError, match="Expected the message's nodes to be Mean or Increment"):
+    with pytest.raises(TypeError, match="Expected the message's nodes to be Mean or Sum"):
         graph(NETWORK).gather(torch.ones(N), slice(0, N))

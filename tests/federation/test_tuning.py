@@ -1,4 +1,4 @@
-"""A grid gives for every setting what an ordinary run of that setting gives, stacked or not."""
+"""A grid gives for every setting what an ordinary run of that setting gives."""
 
 from __future__ import annotations
 
@@ -115,7 +115,6 @@ CASES: dict[str, tuple[Callable[..., ft.Algorithm], dict[str, list[Any]]]] = {
 def test_every_setting_is_an_ordinary_run(case: str, cohort: int | None) -> None:
     build, settings = CASES[case]
     result = searched(build, settings, cohort=cohort)
-    assert result.stacks == (len(result.settings),)
     assert_same(result, build, cohort=cohort)
 
 
@@ -124,43 +123,36 @@ def lightning(lr: float, gamma: float = 0.9, dropout: float = 0.2) -> ft.Algorit
 
 
 @pytest.mark.parametrize(
-    ("settings", "stacks"),
-    [({"lr": [0.05, 0.2], "gamma": [0.9, 0.3]}, (4,)), ({"lr": [0.05, 0.2], "dropout": [0.1, 0.3]}, (2, 2))],
+    "settings", [{"lr": [0.05, 0.2], "gamma": [0.9, 0.3]}, {"lr": [0.05, 0.2], "dropout": [0.1, 0.3]}]
 )
-def test_settings_of_a_lightning_module(settings: dict[str, list[float]], stacks: tuple[int, ...]) -> None:
-    """Optimiser and schedule are not part of what is stacked, dropout is."""
+def test_settings_of_a_lightning_module(settings: dict[str, list[float]]) -> None:
     data = classes([8, 8, 6])
     metric = ft.metrics.cross_entropy()
     arguments: dict[str, Any] = {"population": ft.InProcess(data), "validation": data, "metric": metric, "rounds": 2}
     result = searched(lightning, settings, **arguments)
-    assert result.stacks == stacks
     assert_same(result, lightning, 1e-5, **arguments)  # float32: eight steps of 1e-7 each, and a margin
 
 
 @pytest.mark.parametrize(
-    ("build", "settings", "stacks"),
+    ("build", "settings"),
     [
         (
             lambda delta: ft.fedavg(
                 descent(sgd(0.1), loss=lambda o, y: nn.functional.huber_loss(o[:, 0], y, delta=delta))
             ),
             {"delta": [0.1, 2.0]},
-            (1, 1),
         ),
-        (lambda size: ft.fedavg(descent(sgd(0.1), batch_size=size)), {"size": [2, 4]}, (1, 1)),
-        (lambda epochs: ft.fedavg(descent(sgd(0.1), epochs=epochs)), {"epochs": [1, 2]}, (1, 1)),
-        (lambda mu: ft.fedprox(ft.least_squares(linear()), mu), {"mu": [0.1, 1.0]}, (1, 1)),
+        (lambda size: ft.fedavg(descent(sgd(0.1), batch_size=size)), {"size": [2, 4]}),
+        (lambda epochs: ft.fedavg(descent(sgd(0.1), epochs=epochs)), {"epochs": [1, 2]}),
+        (lambda mu: ft.fedprox(ft.least_squares(linear()), mu), {"mu": [0.1, 1.0]}),
         (
             lambda algorithm: algorithm(descent(sgd(0.03))),
             {"algorithm": [ft.fedavg, ft.scaffold, ft.separate, lambda local: ft.ditto(local, 1.0)]},
-            (4,),
         ),
     ],
 )
-def test_what_is_stacked(build: Any, settings: Any, stacks: Any) -> None:
-    result = searched(build, settings)
-    assert result.stacks == stacks
-    assert_same(result, build)
+def test_settings_of_other_kinds(build: Any, settings: Any) -> None:
+    assert_same(searched(build, settings), build)
 
 
 def prox(lr: float, mu: float = 0.0) -> ft.Algorithm:
@@ -237,17 +229,16 @@ def test_modules_made_by_build_start_alike_and_the_global_generator_stays() -> N
         return ft.fedavg(local)
 
     before = torch.get_rng_state()
-    result = searched(build, {"lr": [0.01, 0.1]})
+    searched(build, {"lr": [0.01, 0.1]})
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(*starts)
-    assert result.stacks == (2,)
 
 
 def test_a_bar_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:
     searched(prox, {"lr": [0.01, 1e200]}, progress=True)
     shown = capsys.readouterr().out
     assert "2 settings: 100%" in shown
-    assert "4/4" in shown
+    assert "8/8" in shown
     assert "diverged=1" in shown
 
 

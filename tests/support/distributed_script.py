@@ -39,7 +39,7 @@ class Told(NamedTuple):
     """What a client of `remembers` tells the server."""
 
     total: ft.Mean
-    count: ft.Increment
+    count: ft.Sum
 
 
 def remembers() -> ft.Algorithm:
@@ -47,7 +47,7 @@ def remembers() -> ft.Algorithm:
 
     def client(inbox: Tensor, state: Tensor, data: ft.data.ClientData, key: Tensor) -> ft.Reply:
         total = torch.where(data.mask[..., None], data.batch[0], 0).sum(1)
-        told = Told(ft.Mean(total + inbox, data.count.double()), ft.Increment({"seen": data.count}))
+        told = Told(ft.Mean(total + inbox, data.count.double()), ft.Sum({"seen": data.count}))
         return ft.Reply(told, state + 1, {"inbox": inbox.sum(1)} if len(state) else {})
 
     def server(rows: Tensor, aggregate: Any, key: Tensor) -> Tensor:

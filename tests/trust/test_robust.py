@@ -10,7 +10,7 @@ from support.closed_forms import ROUNDING, distance, joined, last, linear_client
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.exchange import Exchange, Increment, Mean, star
+from fedtorch.federation.exchange import Exchange, Mean, Sum, star
 from fedtorch.trust.robust import median, trimmed_mean
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -69,8 +69,8 @@ def test_fedavg_with_a_median_withstands_a_wrong_client() -> None:
 
 
 def test_increments_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="Expected messages that are Mean for median, but got an Increment"):
-        median().gather(Increment({"w": VALUES}), slice(0, 9))
+    with pytest.raises(TypeError, match="Expected messages that are Mean for median, but got a Sum"):
+        median().gather(Sum({"w": VALUES}), slice(0, 9))
     with pytest.raises(TypeError, match="for trimmed_mean"):
         next(
             ft.run(

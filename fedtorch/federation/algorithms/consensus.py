@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.exchange import Exchange, Increment, Mean, graph
+from fedtorch.federation.exchange import Exchange, Mean, Sum, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -103,7 +103,7 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
     Args:
         network: connected, whose nodes are the clients, in their order.
         tolerance: what may be left of the deviations of the messages from their mean, of their norm over all nodes; or
-            None where messages are `Increment`s of whole numbers, as those of `ft.gibbs` are: then the sums are exact.
+            None where messages are `Sum`s of whole numbers, as those of `ft.gibbs` are: then the sums are exact.
 
     Raises:
         ValueError: the network is not connected, or the tolerance not between 0 and 1; or, when messages come, one of
@@ -127,9 +127,9 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
         parts = total.split([part.shape[1] for part in columns], 1)
         return tree.refill(values, [part.reshape(nodes, *leaf.shape[1:]) for part, leaf in zip(parts, leaves)])
 
-    def hear(ids: Tensor, node: Mean | Increment) -> Mean | Increment:
-        if isinstance(node, Increment):
-            return Increment(everywhere(ids, node.value))
+    def hear(ids: Tensor, node: Mean | Sum) -> Mean | Sum:
+        if isinstance(node, Sum):
+            return Sum(everywhere(ids, node.value))
         weighted, weight = everywhere(
             ids, (tree.scale(tree.to(node.value, torch.float64), node.weight.double()), node.weight)
         )
@@ -139,9 +139,7 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
         scatter=tree.take,
         gather=joined.gather,
         merge=joined.merge,
-        finish=lambda partial: tree.map(
-            lambda node: hear(partial.ids, node), partial.message, is_leaf=(Mean, Increment)
-        ),
+        finish=lambda partial: tree.map(lambda node: hear(partial.ids, node), partial.message, is_leaf=(Mean, Sum)),
         traffic=lambda outbox, messages, ids: (
             average.exchanges
             * int(neighbours[ids].sum())
@@ -184,7 +182,6 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
     """
     if not algorithm.exchange.additive:
         raise ValueError("Expected an algorithm whose messages add up, as over a star, but got another exchange")
-    recount = algorithm.recount
 
     def init(parameters: Tree, clients: int) -> tuple[Tree, Tree]:
         if clients != network.nodes:
@@ -206,7 +203,6 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
             lambda copy, sums: algorithm.server(copy, sums, key), server, aggregate
         ),
         exchange=consensus(network, tolerance),
-        recount=None if recount is None else lambda server, told: at_every_node(recount, server, told),
     )
 
 

@@ -23,7 +23,7 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Rep
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
-__all__ = ["fedavg", "fedprox", "rows_weight"]
+__all__ = ["Message", "fedavg", "fedprox", "rows_weight"]
 
 Weight = Callable[[Any], Tensor]  # data -> (K,)
 

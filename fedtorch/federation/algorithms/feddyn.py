@@ -29,10 +29,10 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
-from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_weight
+from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
-from fedtorch.federation.algorithms.scaffold import Controls, Message, Server, State, mean_control, no_controls
-from fedtorch.federation.exchange import Increment, Mean
+from fedtorch.federation.algorithms.scaffold import Controls, Server, State, mean_control, no_controls
+from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
 __all__ = ["feddyn"]
@@ -65,28 +65,24 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
     averaged = averaged_buffers(local)
 
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:
-        nothing = no_controls(parameters)
-        server = Server(parameters, tree.to(nothing, torch.float64), torch.tensor(clients))
-        return server, State(nothing, local.init(parameters))
+        return Server(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
 
     def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
         weights = weight(data).to(torch.float64)
-        gradient = tree.scale(state.sent.weighted, 1 / weights)
+        gradient = tree.scale(state.controls.weighted, 1 / weights)
         precision = torch.full_like(weights, alpha, dtype=tree.leaves(gradient)[0].dtype)
         quadratic = Quadratic(precision, tree.add_scaled(gradient, inbox, alpha))
         solved = local(inbox, state.solver, data, quadratic, key)
         change = tree.subtract(solved.parameters, inbox)
         renewed = tree.add_scaled(gradient, change, -alpha)
-        sent = Controls(tree.scale(renewed, weights), weights, torch.ones_like(weights))
-        message = Message(Mean(change, weight(data)), Increment(tree.subtract(sent, state.sent)))
-        return Reply(message, State(sent, solved.state), solved.info)
+        controls = Controls(tree.scale(renewed, weights), weights, torch.ones_like(weights))
+        return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
 
     def server(state: Server, aggregate: Message, key: Tensor) -> Server:
-        heard = tree.add(state.heard, aggregate.controls.value)
         mean = tree.add_scaled(state.parameters, aggregate.change.value)
-        moved = tree.add_scaled(mean, mean_control(heard, state.population), -1 / alpha)
+        moved = tree.add_scaled(mean, mean_control(state.total, state.population), -1 / alpha)
         parameters = {name: (mean if name in averaged else moved)[name] for name in mean}
-        return Server(parameters, heard, state.population)
+        return state._replace(parameters=parameters)
 
     return Algorithm(
         init=init,
@@ -96,6 +92,5 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         model=lambda inbox, state: local.tensors(inbox, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         local=local,
-        sent=lambda state: Increment(state.sent),
-        recount=lambda server, told: server._replace(heard=told.value),
+        told=lambda state: state.controls,
     )

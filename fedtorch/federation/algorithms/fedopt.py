@@ -13,24 +13,18 @@ Adagrad has no momentum, which is the paper's β₁ = 0.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.fedavg import Message, Weight, fedavg, rows_weight
-from fedtorch.federation.local_solvers.optimisers import (
-    MakeOptimizer,
-    load_state,
-    numbers,
-    rebind,
-    state_of,
-    zero_step,
-)
+from fedtorch.optimisers import MakeOptimizer, State, TreeOptimizer
 from fedtorch.tree import Tree
 
 __all__ = ["Yogi", "averaged_buffers", "fedadagrad", "fedadam", "fedopt", "fedyogi"]
@@ -40,7 +34,7 @@ class Server(NamedTuple):
     """What the server keeps."""
 
     parameters: Tree
-    optimizer: dict[str, dict[str, Tensor]]  # by parameter, then by the optimiser's own names
+    optimizer: State
     steps: Tensor  # () taken so far
 
 
@@ -70,25 +64,28 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
     """
     averaged = averaged_buffers(local)
     plain = fedavg(local, mu=mu, weight=weight)
-    steps = _ServerSteps(optimizer, {n: p for n, p in local.parameters.items() if n not in averaged})
-
-    def init(parameters: Tree, clients: int) -> tuple[Server, Tree]:
-        return Server(parameters, steps.init(parameters), torch.tensor(0)), plain.init(parameters, clients)[1]
-
-    def server(state: Server, aggregate: Message, key: Tensor) -> Server:
-        moved, kept = steps(state, aggregate.change.value)
-        mean = tree.add_scaled(state.parameters, aggregate.change.value)
-        return Server({**mean, **moved}, kept, state.steps + 1)
-
+    trained = {name: leaf for name, leaf in local.parameters.items() if name not in averaged}
+    steps = TreeOptimizer.made(optimizer, trained)
+    steps.init(trained)  # refuses at construction what cannot be saved
     return Algorithm(
-        init=init,
+        init=functools.partial(_init, steps, plain),
         outbox=lambda server: server.parameters,
         client=plain.client,
-        server=server,
+        server=functools.partial(_server, steps),
         model=plain.model,
         prepare=plain.prepare,
         local=local,
     )
+
+
+def _init(steps: TreeOptimizer, plain: Algorithm, parameters: Tree, clients: int) -> tuple[Server, Tree]:
+    return Server(parameters, steps.init(parameters), torch.tensor(0)), plain.init(parameters, clients)[1]
+
+
+def _server(steps: TreeOptimizer, state: Server, aggregate: Message, key: Tensor) -> Server:
+    mean = tree.add_scaled(state.parameters, aggregate.change.value)
+    moved, kept = steps.step(state.parameters, tree.scale(aggregate.change.value, -1.0), state.optimizer)
+    return Server({**mean, **moved}, kept, state.steps + 1)
 
 
 def fedadam(
@@ -202,49 +199,3 @@ class Yogi(Optimizer):
 def averaged_buffers(local: LocalSolver) -> set[str]:
     """The names of buffers that `local` treats as parameters: they are averaged, and have no gradient."""
     return {name for name, _ in local.module.named_buffers() if name in local.parameters}
-
-
-class _ServerSteps:
-    """An optimiser as a function of its state, which is a tree of tensors.
-
-    Args:
-        make: of the optimiser.
-        parameters: that it trains.
-    """
-
-    def __init__(self, make: MakeOptimizer, parameters: dict[str, Tensor]) -> None:
-        own = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
-        names = {id(parameter): name for name, parameter in own.items()}
-        self.original = make(own.values())
-        if not isinstance(self.original, Optimizer):
-            raise TypeError(f"Expected optimizer= to make a torch.optim.Optimizer, but got {type(self.original)}")
-        self.names = [[names[id(p)] for p in group["params"]] for group in self.original.param_groups]
-        self.trained = [name for group in self.names for name in group]
-        self.numbers: dict[str, type] = {}  # parts of the state that are numbers
-        self.init(parameters)  # refuses at construction what cannot be saved
-
-    def init(self, parameters: Tree) -> dict[str, dict[str, Tensor]]:
-        """The state before the first step, all zeros, in the structure of the state after it."""
-        tensors = self._start(parameters)
-        optimizer = zero_step(self.original, self._grouped(tensors), "and then it cannot be saved")
-        self.numbers = numbers(optimizer)
-        return {name: tree.zeros_like(state_of(optimizer, tensor)) for name, tensor in tensors.items()}
-
-    def __call__(self, state: Server, change: Tree) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-        """The parameters after a step with the gradient −change, and the optimiser's state."""
-        tensors = self._start(state.parameters)
-        optimizer = rebind(self.original, self._grouped(tensors))
-        if int(state.steps) > 0:
-            for name, saved in state.optimizer.items():
-                load_state(optimizer, tensors[name], saved, self.numbers)
-        for name, tensor in tensors.items():
-            tensor.grad = change[name].to(tensor.device, tensor.dtype).neg()
-        optimizer.step()
-        kept = {name: state_of(optimizer, tensor) for name, tensor in tensors.items()}
-        return {name: tensor.detach() for name, tensor in tensors.items()}, kept
-
-    def _start(self, parameters: Tree) -> dict[str, Tensor]:
-        return {name: parameters[name].detach().clone().requires_grad_() for name in self.trained}
-
-    def _grouped(self, tensors: dict[str, Tensor]) -> list[list[Tensor]]:
-        return [[tensors[name] for name in group] for group in self.names]

@@ -8,9 +8,9 @@ the clients are independent given the global variables, so client k makes L swee
 global ones held fixed, and then the server samples the global ones given sums over the clients. Any number of sweeps
 leaves the posterior invariant.
 
-The server hears sums only, never a client's own numbers where the sums are made securely. A client tells the change of
-its part of the sums (`Increment`), so one that is silent stays in the model with the variables it last told of, as a
-Gibbs sampler that leaves out a block does; one that has never been heard is not in the model. The sums are made in the
+The server hears sums only, never a client's own numbers where the sums are made securely. A client tells its part
+of the sums for good, so one that is silent stays in the model with the variables it last told of, as a Gibbs sampler
+that leaves out a block does; one that has never been heard is not in the model. The sums are made in the
 fixed point of `fedtorch.exact`: they are the same bits for every population, chunking and order of the clients, also
 after any number of rounds, for up to 2¹⁸ clients if a sum has four terms each as those of the regressions do: limbs of
 changes of so many are below 2⁵³.
@@ -28,7 +28,6 @@ from torch import Tensor
 
 from fedtorch import exact, random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.exchange import Increment
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
 
@@ -39,14 +38,14 @@ class State(NamedTuple):
     """A client's own; leaves `(K, C, ...)`."""
 
     variables: Tree
-    sent: dict[str, Tensor]  # its part of the sums as last told, in limbs
+    told: dict[str, Tensor]  # its part of the sums, in limbs; zeros before its first sweep
 
 
 class Server(NamedTuple):
     """What the server keeps; leaves `(C, ...)`."""
 
     variables: Tree
-    heard: dict[str, Tensor]  # the sum of all `sent`, in limbs
+    total: Tree = None  # {name: tensor}, the sum of all `told`, in limbs
 
 
 def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains: int = 4) -> Algorithm:
@@ -85,19 +84,17 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         start = _check_start(parameters, chains)
         variables = local.init(start)
         nothing = tree.zeros_like(_in_limbs(local.report(variables)))
-        return Server(shared.init(start), nothing), State(variables, nothing)
+        return Server(shared.init(start)), State(variables, nothing)
 
     def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
         keys = random.fold_in(key[:, None], numbers.to(key.device))
         variables = local.sweep(inbox, state.variables, data, keys, sweeps)
-        sent = _in_limbs(local.report(variables))
-        return Reply(Increment(tree.subtract(sent, state.sent)), State(variables, sent), {})
+        return Reply(None, State(variables, _in_limbs(local.report(variables))), {})
 
-    def server(state: Server, aggregate: Increment, key: Tensor) -> Server:
-        heard = tree.add(state.heard, aggregate.value)
+    def server(state: Server, aggregate: None, key: Tensor) -> Server:
         device = next(iter(tree.leaves(state)), key).device
         keys = random.fold_in(key, numbers.to(key.device)).to(device)
-        return Server(shared.update(state.variables, heard, keys), heard)
+        return state._replace(variables=shared.update(state.variables, state.total, keys))
 
     return Algorithm(
         init=init,
@@ -106,8 +103,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         server=server,
         model=lambda inbox, state: state.variables,
         prepare=local.prepare,
-        sent=lambda state: Increment(state.sent),
-        recount=lambda server, told: server._replace(heard=told.value),
+        told=lambda state: state.told,
     )
 
 

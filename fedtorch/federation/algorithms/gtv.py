@@ -16,8 +16,7 @@ solver makes a method of it:
 Corrected in print: (5.20) and (5.21) minimise L_i + (α/2) Σ_j A_ij ‖w_i − w_j‖² over w_i. That is block-coordinate
 minimisation of GTVMin with α/2, because the sum over nodes counts every edge twice; the factor here is α.
 
-Node i tells its neighbours the increments of w_i − w⁰, w⁰ being the start that all nodes have in common, so that one
-who has not answered yet counts with what it has, w⁰.
+Node i tells its neighbours w_i, and one that has not answered yet counts with the start that all nodes have in common.
 
 Source: Jung, "Federated learning: from theory to practice", chapters 3, 5, 6 (equation 6.5) and 8.
 """
@@ -28,13 +27,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
-from fedtorch.federation.exchange import Increment, Neighbourhood, graph
+from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -45,15 +43,13 @@ class State(NamedTuple):
     """A node's own; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]  # w_i
-    sent: dict[str, Tensor]  # w_i − w⁰ as the neighbours know it, of the coupled parameters
     solver: Tree
 
 
 class Server(NamedTuple):
     """What the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory."""
 
-    heard: dict[str, Tensor]  # Σ_j A_ij (w_j − w⁰), float64
-    start: dict[str, Tensor]  # w⁰, views of one
+    total: Tree = None  # {name: Σ_j A_ij w_j} of the coupled parameters, float64
 
 
 def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]) -> Algorithm:
@@ -66,7 +62,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
             `{"body.*": 1.0, "head.bias": 0.1}`, for penalties on parts of the parameters (6.5). Strengths of patterns
             that match one name add up; parameters that match none are personal and never sent.
 
-    Shapes: server state and outbox are `Server`, client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`, the outbox its total; client state is `State`, `(K, ...)`.
 
     Raises:
         ValueError: α is negative or not finite; a pattern matches no parameter; buffers are treated as parameters; or,
@@ -89,29 +85,23 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
             raise ValueError(
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
             )
-        coupled = {name: parameters[name] for name in strengths}
-        heard = {name: leaf.new_zeros(clients, *leaf.shape, dtype=torch.float64) for name, leaf in coupled.items()}
-        state = State(parameters, tree.zeros_like(coupled), local.init(parameters))
-        return Server(heard, tree.expand(coupled, clients)), state
+        return Server(), State(parameters, local.init(parameters))
 
     def client(inbox: Neighbourhood, state: State, data: Any, key: Tensor) -> Reply:
         quadratic = _coupling(inbox, state.parameters, strengths)
         solved = local(state.parameters, state.solver, data, quadratic, key)
-        told = {name: solved.parameters[name] - start for name, start in inbox.heard.start.items()}
-        message = Increment(tree.subtract(told, state.sent))
-        return Reply(message, State(solved.parameters, told, solved.state), solved.info)
+        return Reply(None, State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(
         init=init,
-        outbox=lambda server: server,
+        outbox=lambda server: server.total,
         client=client,
-        server=lambda server, aggregate, key: server._replace(heard=tree.add(server.heard, aggregate.value)),
+        server=lambda server, aggregate, key: server,
         model=lambda inbox, state: local.tensors(state.parameters, state.solver),
         exchange=graph(network),
         prepare=local.prepare,
         local=local,
-        sent=lambda state: Increment(state.sent),
-        recount=lambda server, told: server._replace(heard=told.value),
+        told=lambda state: {name: state.parameters[name] for name in strengths},
     )
 
 
@@ -120,8 +110,7 @@ def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, fl
     degree = inbox.degree
     shift = tree.zeros_like({name: leaf for name, leaf in parameters.items() if name not in strengths})
     for name, alpha in strengths.items():
-        neighbours = tree.add_scaled(inbox.heard.heard[name], inbox.heard.start[name], degree)
-        shift[name] = (2 * alpha * neighbours).to(parameters[name].dtype)
+        shift[name] = (2 * alpha * inbox.heard[name]).to(parameters[name].dtype)
     ordered = {name: shift[name] for name in parameters}
     if len(strengths) == len(parameters) and len(set(strengths.values())) == 1:
         return Quadratic(2 * next(iter(strengths.values())) * degree, ordered)

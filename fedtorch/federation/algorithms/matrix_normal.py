@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
-from fedtorch.federation.exchange import Increment, Mean, RowsOf, private_rows
+from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
@@ -66,7 +66,7 @@ class Told(NamedTuple):
 class Message(NamedTuple):
     """What a device tells the server."""
 
-    parameters: Increment  # of θ_k
+    parameters: Sum  # of θ_k
     told: Mean  # of `Told`
 
 
@@ -230,7 +230,7 @@ def matrix_normal(
         quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(dtype) * inbox.shift})
         solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, key)
         told = Told(data.summary, solved.steps * unit)
-        change = Increment(solved.parameters["coefficients"] - inbox.parameters)
+        change = Sum(solved.parameters["coefficients"] - inbox.parameters)
         return Reply(Message(change, Mean(told, torch.ones_like(unit))), solved.state, solved.info)
 
     def server(state: Server, aggregate: RowsOf, key: Tensor) -> Server:

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.exchange import Increment, Neighbourhood, graph
+from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -58,13 +58,13 @@ class Told(NamedTuple):
 class State(NamedTuple):
     """A node's own; leaves `(K, ...)`."""
 
-    sent: Told
+    told: Told
 
 
 class Server(NamedTuple):
     """What the nodes have heard, `(n, ...)`; row i is node i's memory."""
 
-    heard: Told
+    total: Tree = None  # `Told`, Σ_j A_ij of what the neighbours tell
 
 
 class Outbox(NamedTuple):
@@ -112,31 +112,28 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
             raise ValueError(
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
             )
-        nothing = Told(torch.zeros(shared.shape[:2], dtype=torch.float64), torch.zeros(clients).double())
-        return Server(nothing), State(tree.map(lambda leaf: leaf[0], nothing))
+        return Server(), State(Told(torch.zeros(shared.shape[1], dtype=torch.float64), torch.zeros(()).double()))
 
     def client(inbox: Neighbourhood, state: State, data: ClientData, key: Tensor) -> Reply:
         heard: Told = inbox.heard.heard
         seen = inbox.heard.inputs.numpy()
-        predictions, losses = torch.zeros_like(state.sent.predictions), torch.zeros_like(state.sent.weight)
+        predictions, losses = torch.zeros_like(state.told.predictions), torch.zeros_like(state.told.weight)
         for k, count in enumerate(data.count.tolist()):
             x, y = (leaf[k, :count].cpu().numpy() for leaf in data.batch)
             model = _fit(make, x, y, heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
             predictions[k] = torch.as_tensor(model.predict(seen[k]))
             losses[k] = float(np.square(y - model.predict(x)).mean())
-        sent = Told(predictions, torch.ones_like(losses))
-        return Reply(Increment(tree.subtract(sent, state.sent)), State(sent), {"loss": losses})
+        return Reply(None, State(Told(predictions, torch.ones_like(losses))), {"loss": losses})
 
     return Algorithm(
         init=init,
-        outbox=lambda server: Outbox(server.heard, shared),
+        outbox=lambda server: Outbox(server.total, shared),
         client=client,
-        server=lambda server, aggregate, key: Server(tree.add(server.heard, aggregate.value)),
-        model=lambda inbox, state: {"predictions": state.sent.predictions},
+        server=lambda server, aggregate, key: server,
+        model=lambda inbox, state: {"predictions": state.told.predictions},
         exchange=graph(network),
         prepare=lambda data: _checked(data, inputs.shape[-1]),
-        sent=lambda state: Increment(state.sent),
-        recount=lambda server, told: Server(told.value),
+        told=lambda state: state.told,
     )
 
 
@@ -144,7 +141,7 @@ def fitted(
     make: Callable[[], Regressor], data: FederatedData, server: Server, alpha: float, inputs: Tensor
 ) -> list[Regressor]:
     """A regressor per node, fitted to its rows and to what it has heard; see `gtv_regressors` for the arguments."""
-    seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.heard
+    seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.total
     return [
         _fit(make, x.cpu().numpy(), y.cpu().numpy(), heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
         for k, (x, y) in enumerate(data)

@@ -31,11 +31,11 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
-from fedtorch.federation.algorithms.fedavg import Weight, check_settings, checked_weight, rows_weight
-from fedtorch.federation.exchange import Increment, Mean
+from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
+from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
-__all__ = ["Controls", "Message", "Server", "State", "mean_control", "no_controls", "scaffold"]
+__all__ = ["Controls", "Server", "State", "mean_control", "no_controls", "scaffold"]
 
 
 class Controls(NamedTuple):
@@ -46,17 +46,10 @@ class Controls(NamedTuple):
     clients: Tensor  # how many
 
 
-class Message(NamedTuple):
-    """What a client tells the server."""
-
-    change: Mean  # of the parameters
-    controls: Increment  # of the client's `Controls`
-
-
 class State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
-    sent: Controls  # all that it has told of its control
+    controls: Controls  # its own, as it tells them
     solver: Tree
 
 
@@ -64,8 +57,8 @@ class Server(NamedTuple):
     """What the server keeps."""
 
     parameters: Tree  # θ
-    heard: Controls  # the sum of all `sent`, float64
     population: Tensor  # () number of clients N
+    total: Tree = None  # `Controls` of all clients, float64
 
 
 class Outbox(NamedTuple):
@@ -105,28 +98,24 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
     check_settings(0.0, lr)
 
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:
-        nothing = no_controls(parameters)
-        server = Server(parameters, tree.to(nothing, torch.float64), torch.tensor(clients))
-        return server, State(nothing, local.init(parameters))
+        return Server(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
 
     def outbox(server: Server) -> Outbox:
-        control = mean_control(server.heard, server.population)
+        control = mean_control(server.total, server.population)
         return Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, server.parameters))
 
     def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
         weights = weight(data).to(torch.float64)
-        correction = tree.subtract(tree.scale(state.sent.weighted, 1 / weights), inbox.control)
+        correction = tree.subtract(tree.scale(state.controls.weighted, 1 / weights), inbox.control)
         precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
         solved = local(inbox.parameters, state.solver, data, Quadratic(precision, correction), key)
         change = tree.subtract(solved.parameters, inbox.parameters)
         control = tree.add_scaled(correction, change, -1 / _checked(solved.steps))
-        sent = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
-        message = Message(Mean(change, weight(data)), Increment(tree.subtract(sent, state.sent)))
-        return Reply(message, State(sent, solved.state), solved.info)
+        controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
+        return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
 
     def server(state: Server, aggregate: Message, key: Tensor) -> Server:
-        parameters = tree.add_scaled(state.parameters, aggregate.change.value, lr)
-        return Server(parameters, tree.add(state.heard, aggregate.controls.value), state.population)
+        return state._replace(parameters=tree.add_scaled(state.parameters, aggregate.change.value, lr))
 
     return Algorithm(
         init=init,
@@ -136,8 +125,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         local=local,
-        sent=lambda state: Increment(state.sent),
-        recount=lambda server, told: server._replace(heard=told.value),
+        told=lambda state: state.controls,
     )
 
 
@@ -147,10 +135,10 @@ def no_controls(parameters: Tree) -> Controls:
     return Controls(tree.zeros_like(parameters), nothing, nothing)
 
 
-def mean_control(heard: Controls, population: Tensor) -> Tree:
+def mean_control(total: Controls, population: Tensor) -> Tree:
     """Σ w_k c_k / Σ w_k, where Σ w_k is the number of clients times the mean weight of those that have been heard."""
-    total = population * heard.weight / heard.clients.clamp(min=1)
-    return tree.scale(heard.weighted, torch.where(total > 0, 1 / total, 0.0))
+    weight = population * total.weight / total.clients.clamp(min=1)
+    return tree.scale(total.weighted, torch.where(weight > 0, 1 / weight, 0.0))
 
 
 def _checked(steps: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ class Batches:
         epochs: passes over the data, or None.
         steps: number of batches if `epochs` is None.
         key: `(K,)` the clients' keys.
-        copies: how often each batch is wanted: one after the other, as batches of `copies` · K clients.
     """
 
     def __init__(
@@ -60,16 +59,15 @@ class Batches:
         epochs: int | None,
         steps: int | None,
         key: Tensor,
-        copies: int = 1,
     ) -> None:
-        self._rows, self._count, self._copies = rows, count, copies
+        self._rows, self._count = rows, count
         self._size = int(count.max()) if batch_size is None else batch_size
         self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
         self.total = self.per_epoch * epochs if epochs is not None else torch.full_like(count, steps or 0)
         self._full = batch_size is None
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
-        self._client = torch.arange(len(count), device=self._device).repeat(copies)[:, None]
+        self._client = torch.arange(len(count), device=self._device)[:, None]
         self._everything: Batch | None = None
         if not self._full:
             self._permutations = random.fold_in(key, PERMUTATIONS)
@@ -91,22 +89,19 @@ class Batches:
         # Padding repeats a row of the batch: the gradient of a loss that is infinite on a row of zeros would be NaN.
         columns = (start + torch.arange(width)).minimum((start[:, 0] + size - 1)[:, None])
         drawn = (epoch - self._first).clamp(0, self._ahead - 1)[:, None] * self._width
-        chosen = self._order.gather(1, (columns + drawn).to(self._device)).repeat(self._copies, 1)
+        chosen = self._order.gather(1, (columns + drawn).to(self._device))
         rows = tree.map(lambda leaf: leaf[self._client, chosen], self._rows)
-        return Batch(rows, torch.where(active, size, width).repeat(self._copies), active.repeat(self._copies))
+        return Batch(rows, torch.where(active, size, width), active)
 
     def _all_rows(self) -> Batch:
         if self._everything is None:
             width, rows = self._size, self._rows
             if not bool((self._count == width).all()):
                 columns = torch.arange(width).minimum(self._count[:, None] - 1).to(self._device)
-                columns = columns.repeat(self._copies, 1)
                 rows = tree.map(lambda leaf: leaf[self._client, columns], rows)
             else:
                 rows = tree.map(lambda leaf: leaf[:, :width], rows)
-                rows = rows if self._copies == 1 else tree.concatenate([rows] * self._copies)
-            count = self._count.repeat(self._copies)
-            self._everything = Batch(rows, count, torch.ones_like(count, dtype=torch.bool))
+            self._everything = Batch(rows, self._count, torch.ones_like(self._count, dtype=torch.bool))
         return self._everything
 
     def _shuffle(self, epoch: Tensor, active: Tensor) -> None:

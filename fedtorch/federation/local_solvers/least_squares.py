@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.federation.local_solvers.stack import LocalState
+from fedtorch.federation.local_solvers.state import LocalState
 from fedtorch.models.linear import LinearHead
 from fedtorch.tree import Tree
 

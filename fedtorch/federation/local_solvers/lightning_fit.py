@@ -33,7 +33,7 @@ from fedtorch import functional, random, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.federation.local_solvers.stack import LocalState
+from fedtorch.federation.local_solvers.state import LocalState, divided_buffers
 from fedtorch.tree import Tree
 
 __all__ = ["lightning_fit"]
@@ -97,7 +97,7 @@ def lightning_fit(
         >>> sorted(local.parameters)
         ['linear.bias', 'linear.weight']
     """
-    _check(module, batch_size, reset, buffers, trainer_arguments)
+    _check(module, batch_size, reset, trainer_arguments)
     fit = _Fit(module, batch_size, buffers, shuffle, trainer_arguments)
     return LocalSolver(
         solve=fit.solve,
@@ -110,7 +110,7 @@ def lightning_fit(
     )
 
 
-def _check(module: Any, batch_size: int | None, reset: str, buffers: str, arguments: dict[str, Any]) -> None:
+def _check(module: Any, batch_size: int | None, reset: str, arguments: dict[str, Any]) -> None:
     if not isinstance(module, L.LightningModule):
         raise TypeError(
             f"Expected a LightningModule, but got {type(module).__name__}; use ft.gradient_descent with "
@@ -127,8 +127,6 @@ def _check(module: Any, batch_size: int | None, reset: str, buffers: str, argume
         )
     if reset != "round":
         raise ValueError(f"Expected reset='round', but got {reset!r}")
-    if buffers not in ("refuse", "local", "average"):
-        raise ValueError(f"Expected buffers='refuse', 'local' or 'average', but got {buffers!r}")
     unknown = sorted(set(arguments) - set(inspect.signature(L.Trainer).parameters))
     if unknown:
         raise TypeError(f"Expected arguments of lightning.Trainer, but got {', '.join(unknown)}")
@@ -158,9 +156,7 @@ class _Fit:
     ) -> None:
         self.module = copy.deepcopy(module)
         self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
-        every = {} if buffers == "refuse" else functional.buffers(self.module)
-        averaged = {n: b for n, b in every.items() if buffers == "average" and b.is_floating_point()}
-        self.buffers = {n: b for n, b in every.items() if n not in averaged}  # the client's own
+        averaged, self.buffers = divided_buffers(self.module, buffers)
         self.trained = list(functional.parameters(self.module))
         self.parameters = {**functional.parameters(self.module), **averaged}
 

@@ -21,7 +21,7 @@ from torch.func import vmap
 from fedtorch import tree
 from fedtorch.tree import Tree
 
-__all__ = ["BatchIndex", "Objective", "TrainerStandIn", "training_copy"]
+__all__ = ["Objective", "TrainerStandIn", "training_copy"]
 
 Loss = Callable[[Any, Any], Tensor]  # (output, target) -> the mean loss of a batch
 
@@ -108,27 +108,6 @@ class _InertCollection(_InertMetric):
 
     def __getitem__(self, name: str) -> Any:
         return _InertMetric()
-
-
-class BatchIndex(int):
-    """A batch index that notices whether it is used."""
-
-    used = False
-
-
-def _noticing(name: str) -> Any:
-    plain = getattr(int, name)
-
-    def method(self: BatchIndex, *args: Any) -> Any:
-        self.used = True
-        return plain(self, *args)
-
-    return method
-
-
-for _name in [name for name in vars(int) if name.startswith("__")]:
-    if _name not in ("__doc__", "__getattribute__", "__getnewargs__", "__new__", "__sizeof__"):
-        setattr(BatchIndex, _name, _noticing(_name))
 
 
 def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:

@@ -69,7 +69,7 @@ def test_gibbs_sampling_without_a_server_is_that_with_one_to_the_bit(network: ft
 
 
 def test_running_sums_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "RECOUNT_EVERY", 2)
+    monkeypatch.setattr(coordinator, "TOTAL_ANEW", 2)
     data, algorithm = linear_clients(SIZES), ft.without_server(gibbs(), NETWORKS["ring"])
     served = last(ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), rounds=3))
     found = last(ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=3))
@@ -104,7 +104,7 @@ def test_deep_learning_without_a_server_to_a_tolerance(network: ft.Network, name
 def test_traffic_goes_over_the_edges() -> None:
     network = NETWORKS["star"]
     exchange = consensus(network, 1e-3)
-    message, outbox = ft.Increment({"w": torch.zeros(K, 5, dtype=torch.float64)}), {"w": torch.zeros(K, 5)}
+    message, outbox = ft.Sum({"w": torch.zeros(K, 5, dtype=torch.float64)}), {"w": torch.zeros(K, 5)}
     exchanges = Averaging(network, 1e-3).exchanges
     assert exchange.traffic(outbox, message, slice(0, K)) == (exchanges * 2 * (K - 1) * 5 * 8, 0)
     assert exchange.traffic(outbox, tree.take(message, slice(0, 1)), slice(0, 1)) == (exchanges * (K - 1) * 5 * 8, 0)

@@ -112,7 +112,7 @@ def test_exact_for_a_conjugate_model_after_one_round_of_sites(chunk: int | None)
 
 
 def sum_of_sites(round: ft.Round, clients: int) -> Natural:
-    sent = round.clients.table.read(slice(0, clients)).sent
+    sent = round.clients.table.read(slice(0, clients)).told
     return tree.map(lambda leaf: leaf.sum(0), sent.site)
 
 
@@ -121,7 +121,7 @@ def test_prior_and_sites_make_the_posterior_after_lost_messages(cohort: int | No
     data, model = devices(20, 2), linear(2)
     lost = ft.lost_messages(before=0.2, after=0.3)
     for round in ft.run(algorithm(model), ft.InProcess(data), rounds=40, cohort=cohort, faults=lost, seed=3):
-        heard = round.server.heard
+        heard = round.server.total
         assert distance(heard.site, sum_of_sites(round, 20)) < ROUNDING
         whole = tree.add(round.server.prior, tree.add_scaled(heard.site, round.server.share, heard.waiting))
         assert distance(whole, round.server.posterior) < ROUNDING
@@ -140,12 +140,12 @@ def test_two_thousand_clients_do_not_lose_symmetry() -> None:
     assert found.converged
     assert torch.equal(precision, precision.mT)
     assert float(torch.linalg.eigvalsh(precision).min()) > 0
-    assert distance(found.last.server.heard.site, sum_of_sites(found.last, 2000)) < 100 * ROUNDING  # 2000 summands
+    assert distance(found.last.server.total.site, sum_of_sites(found.last, 2000)) < 100 * ROUNDING  # 2000 summands
 
 
 def test_sites_may_be_indefinite_and_are_not_clipped() -> None:
     found = fit(algorithm(linear(2)), ft.InProcess(devices(50, 2)))
-    sites = found.last.clients.table.read(slice(0, 50)).sent.site
+    sites = found.last.clients.table.read(slice(0, 50)).told.site
     assert int((~gaussian.is_proper(sites)).sum()) > 25
     outbox = algorithm(linear(2)).outbox(found.last.server)
     assert all(bool(gaussian.is_proper(Natural(**found.last.clients.tensors(outbox, k)))) for k in range(50))

@@ -48,7 +48,7 @@ def test_algorithm_1_of_the_paper(cohort: int | None, chunk: int | None) -> None
         h = h - alpha / K * sum(solved[k] - theta for k in ids)
         theta = sum(solved[k] for k in ids) / len(ids) - h / alpha
         assert distance(joined(round.server.parameters), theta) < 10 * ROUNDING
-    sent = round.clients.table.read(slice(0, K)).sent.weighted
+    sent = round.clients.table.read(slice(0, K)).controls.weighted
     assert distance(joined(sent), torch.stack(own)) < 10 * ROUNDING
 
 
@@ -56,7 +56,7 @@ def test_the_kept_gradients_are_those_of_the_local_solutions() -> None:
     data, alpha = linear_clients(SIZES), 0.8
     algorithm = ft.feddyn(ft.least_squares(linear()), alpha)
     round = next(ft.run(algorithm, ft.InProcess(data)))
-    own = joined(tree.scale(round.clients.table.read(slice(0, K)).sent.weighted, 1 / COUNTS))
+    own = joined(tree.scale(round.clients.table.read(slice(0, K)).controls.weighted, 1 / COUNTS))
     theta = joined(algorithm.local.parameters)
     for k, (x, y) in enumerate(data):
         matrix, vector = moments(x, y)
@@ -114,8 +114,8 @@ def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
     start = tree.map(lambda leaf: leaf + 3, algorithm.local.parameters)
     for round in ft.run(algorithm, ft.InProcess(data), start, rounds=20, cohort=4, faults=lost):
-        sent = round.clients.table.read(slice(0, K)).sent
-        assert distance(round.server.heard, tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), sent)) < ROUNDING
+        sent = round.clients.table.read(slice(0, K)).controls
+        assert distance(round.server.total, tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), sent)) < ROUNDING
 
 
 def test_a_client_that_never_answers_is_not_in_the_optimum() -> None:

@@ -146,7 +146,7 @@ def test_a_client_that_never_answers_is_not_in_the_model() -> None:
     found = last(ft.run(sparse_algorithm(), ft.InProcess(data), START, rounds=5, faults=silent))
     others = last(ft.run(sparse_algorithm(), ft.InProcess(data.select(range(K - 1))), START, rounds=5))
     assert same_bits(found.server, others.server)
-    assert bool((exact.value(found.server.heard["clients"]) == K - 1).all())
+    assert bool((exact.value(found.server.total["clients"]) == K - 1).all())
 
 
 def test_clients_that_answer_now_and_then_do_not_bias_the_posterior() -> None:
@@ -161,8 +161,8 @@ def test_the_server_keeps_the_sum_of_what_was_sent_exactly() -> None:
     data = linear_clients(SIZES)
     faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
     for round in ft.run(sparse_algorithm(), ft.InProcess(data), torch.full((3,), 2.0), rounds=30, faults=faults):
-        sent = round.clients.table.read(slice(0, K)).sent
-        assert same_bits(round.server.heard, tree.map(lambda leaf: leaf.sum(0), sent))
+        sent = round.clients.table.read(slice(0, K)).told
+        assert same_bits(round.server.total, tree.map(lambda leaf: leaf.sum(0), sent))
 
 
 def check_drift(rounds: int) -> None:
@@ -175,7 +175,7 @@ def check_drift(rounds: int) -> None:
         if round.number % 50 and round.number < rounds - 100:
             continue
         site = round.clients.table.read(slice(0, 2)).variables
-        centre, heard = round.server.variables.centre, round.server.heard
+        centre, heard = round.server.variables.centre, round.server.total
         sums = exact.about(heard["precision"], heard["first"], heard["second"], centre)
         fresh = [(site.precision * (site.place - centre) ** power).sum(0) for power in range(3)]
         scale = [(site.precision * (site.place - centre).abs() ** power).sum(0) for power in range(3)]
@@ -220,7 +220,7 @@ def test_a_run_starts_where_it_is_told() -> None:
     data, start = linear_clients(SIZES), torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])
     begun = coordinator.begin(sparse_algorithm(), ft.InProcess(data), start)
     assert torch.equal(begun.server.variables.theta, start.double())
-    assert distance(begun.server.heard, tree.zeros_like(begun.server.heard)) == 0
+    assert distance(begun.server.total, tree.zeros_like(begun.server.total)) == 0
 
 
 @pytest.mark.parametrize(

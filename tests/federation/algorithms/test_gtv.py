@@ -23,6 +23,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation import coordinator
+from fedtorch.federation.exchange import Sent
 from fedtorch.federation.unreliable_edges import unreliable_edges
 from fedtorch.networks import solvers
 
@@ -101,8 +102,8 @@ def test_several_local_steps_have_the_same_fixed_point() -> None:
 def test_a_network_keeps_its_sums_whoever_answers() -> None:
     algorithm, lost = relax(), ft.lost_messages(before=0.2, after=0.3)
     for done in ft.run(algorithm, ft.InProcess(BARE), rounds=12, cohort=5, faults=lost):
-        sent = done.clients.table.read(slice(0, N)).sent["weight"]
-        assert distance(done.server.heard["weight"][:, 0], NETWORK.adjacency().to_dense() @ sent[:, 0]) < ROUNDING
+        told = done.clients.table.read(slice(0, N)).parameters["weight"]
+        assert distance(done.server.total["weight"][:, 0], NETWORK.adjacency().to_dense() @ told[:, 0]) < ROUNDING
 
 
 @pytest.mark.parametrize("faults", [ft.dropouts(0.4), ft.lost_messages(after=0.4)], ids=["failures", "lost"])
@@ -174,7 +175,7 @@ def test_deep_networks_couple_in_part_and_personal_parts_are_never_sent() -> Non
     """At rest the objective, written out over all nodes, has no gradient."""
     data, strengths = linear_clients(SIZES), {"body.*": 0.5, "head.bias": 0.1}
     algorithm = ft.gtv(sgd(0.1, Deep(), steps=1), NETWORK, strengths)
-    assert sorted(coordinator.begin(algorithm, ft.InProcess(data)).server.heard) == [
+    assert sorted(coordinator.begin(algorithm, ft.InProcess(data)).server.total) == [
         "body.bias",
         "body.weight",
         "head.bias",
@@ -202,7 +203,7 @@ def test_deep_networks_couple_in_part_and_personal_parts_are_never_sent() -> Non
 
 def test_traffic_is_counted_over_edges() -> None:
     algorithm = ft.gtv(ft.least_squares(linear()), NETWORK, {"weight": 1.0})
-    message = ft.wire.size(ft.Increment({"weight": torch.zeros(1, 3, dtype=torch.float64)}))
+    message = ft.wire.size(Sent(None, ft.Sum({"weight": torch.zeros(1, 3, dtype=torch.float64)})))
     done = next(ft.run(algorithm, ft.InProcess(linear_clients(SIZES))))
     assert (done.bytes_up, done.bytes_down) == (2 * len(NETWORK.edges) * message, 0)
     done = next(ft.run(algorithm, ft.InProcess(linear_clients(SIZES)), cohort=lambda key: torch.tensor([1, 4])))
@@ -228,10 +229,10 @@ def test_a_sum_is_always_that_of_the_last_values_heard() -> None:
         edges = done.server
         heard = torch.zeros(N, 3, dtype=torch.float64)
         heard.index_add_(0, receiver, weight[:, None] * edges.last["weight"][:, 0])
-        assert distance(edges.algorithm.heard["weight"][:, 0], heard) < ROUNDING
+        assert distance(edges.algorithm.total["weight"][:, 0], heard) < ROUNDING
         assert bool((edges.sequence >= numbers).all())
         numbers = edges.sequence
-        sent = done.clients.table.read(slice(0, N)).sent["weight"][:, 0]
+        sent = done.clients.table.read(slice(0, N)).parameters["weight"][:, 0]
         out_of_step |= distance(heard, NETWORK.adjacency().to_dense() @ sent) > 1e-3
     assert out_of_step  # messages were really lost and late
 
@@ -304,7 +305,7 @@ def test_what_does_not_fit_is_refused() -> None:
         unreliable_edges(relax(), NETWORK, loss=1.0)
     with pytest.raises(ValueError, match="Expected a delay of at least 0 rounds, but got -1"):
         unreliable_edges(relax(), NETWORK, delay=-1)
-    with pytest.raises(ValueError, match="Expected an algorithm that sends increments"):
+    with pytest.raises(ValueError, match="Expected an algorithm with `told`"):
         unreliable_edges(ft.fedavg(ft.least_squares(bare())), NETWORK)
 
 

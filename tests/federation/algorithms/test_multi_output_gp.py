@@ -319,10 +319,10 @@ def test_what_leaves_a_unit(rows: int) -> None:
     final = last(ft.run(algorithm, ft.InProcess(data), rounds=1))
     unit = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), 0))
     x, y = data[0]
-    sent = tree.map(lambda leaf: leaf[0], final.clients.table.read(slice(0, 1)).sent)
+    sent = tree.map(lambda leaf: leaf[0], final.clients.table.read(slice(0, 1)).told)
     error = float((attack(sent, unit, x) - y).abs().max())
     assert (error < 1e-5) == (rows <= 7)  # the singular values of five rows span 1e5
-    assert float((attack(final.server.heard, unit, x) - y).abs().max()) > 0.05
+    assert float((attack(final.server.total, unit, x) - y).abs().max()) > 0.05
 
 
 def test_units_whose_message_tells_their_outputs_are_warned_of() -> None:

@@ -61,7 +61,7 @@ def test_neighbours_draw_trees_together() -> None:
     def spread(alpha: float) -> float:
         algorithm = gtv_regressors(trees, NETWORK, alpha, INPUTS)
         found = last(ft.run(algorithm, ft.InProcess(DATA), {}, rounds=15))
-        predictions = found.clients.table.read(slice(0, N)).sent.predictions
+        predictions = found.clients.table.read(slice(0, N)).told.predictions
         return float((predictions - predictions.mean(0)).square().mean())
 
     assert spread(10.0) < spread(0.5) / 2 < spread(0.0) / 4
@@ -74,8 +74,8 @@ def test_sums_are_kept_and_lost_messages_leave_no_trace() -> None:
     for done in ft.run(algorithm, ft.InProcess(DATA), {}, rounds=6, faults=faults):
         states = copy_of(done.clients.table.read(slice(0, N)))
         dense = NETWORK.adjacency().to_dense()
-        assert distance(done.server.heard.predictions, dense @ states.sent.predictions) < ROUNDING
-        assert distance(done.server.heard.weight, dense @ states.sent.weight) < ROUNDING
+        assert distance(done.server.total.predictions, dense @ states.told.predictions) < ROUNDING
+        assert distance(done.server.total.weight, dense @ states.told.weight) < ROUNDING
         silent = torch.tensor([k for k in range(N) if k not in done.ids.tolist()], dtype=torch.int64)
         if before is not None:
             assert same_bits(ft.tree.take(before, silent), ft.tree.take(states, silent))
@@ -86,7 +86,7 @@ def test_the_first_fit_is_alone() -> None:
     algorithm = gtv_regressors(lines, NETWORK, ALPHA, INPUTS)
     found = next(ft.run(algorithm, ft.InProcess(DATA), {}))
     own = torch.stack([INPUTS @ torch.linalg.lstsq(x, y).solution for x, y in DATA])
-    assert distance(found.clients.table.read(slice(0, N)).sent.predictions, own) < 1e-10  # two solvers
+    assert distance(found.clients.table.read(slice(0, N)).told.predictions, own) < 1e-10  # two solvers
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -49,7 +49,7 @@ def pooled_optimum(data: ft.data.FederatedData, weights: Tensor) -> Tensor:
 
 
 def sum_of_sent(round: ft.Round, clients: int) -> Tree:
-    sent = round.clients.table.read(slice(0, clients)).sent
+    sent = round.clients.table.read(slice(0, clients)).controls
     return tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), sent)
 
 
@@ -104,7 +104,7 @@ def test_controls_are_the_gradients_after_one_step() -> None:
     data, solver = linear_clients(SIZES), sgd(0.1)
     algorithm = ft.scaffold(solver)
     round = next(ft.run(algorithm, ft.InProcess(data)))
-    sent = round.clients.table.read(slice(0, K)).sent
+    sent = round.clients.table.read(slice(0, K)).controls
     expected = [gradient(solver.parameters, x, y) for x, y in data]
     assert distance(tree.scale(sent.weighted, 1 / COUNTS), tree.stack(expected)) < 10 * ROUNDING  # divided by 0.1
     mean = tree.map(lambda *each: sum(p * g for p, g in zip(COUNTS / COUNTS.sum(), each)), *expected)
@@ -118,7 +118,7 @@ def test_controls_are_gradients_to_first_order_in_the_rate() -> None:
 
     def gap(rate: float) -> Tensor:
         round = next(ft.run(ft.scaffold(sgd(rate, steps=4)), ft.InProcess(data)))
-        sent = tree.scale(round.clients.table.read(slice(0, K)).sent.weighted, 1 / COUNTS)
+        sent = tree.scale(round.clients.table.read(slice(0, K)).controls.weighted, 1 / COUNTS)
         exact = tree.stack([gradient(sgd(rate).parameters, x, y) for x, y in data])
         return torch.cat([leaf.flatten() for leaf in tree.leaves(tree.subtract(sent, exact))]).norm()
 
@@ -138,8 +138,8 @@ def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
     start = tree.map(lambda leaf: leaf + 3, algorithm.local.parameters)
     for round in ft.run(algorithm, ft.InProcess(data), start, rounds=20, cohort=4, faults=lost):
-        assert distance(round.server.heard, sum_of_sent(round, K)) < ROUNDING
-    assert distance(round.server.heard.weight, COUNTS.sum()) == 0  # everybody was heard
+        assert distance(round.server.total, sum_of_sent(round, K)) < ROUNDING
+    assert distance(round.server.total.weight, COUNTS.sum()) == 0  # everybody was heard
 
 
 def test_a_client_that_never_answers_is_not_in_the_optimum() -> None:

@@ -10,7 +10,7 @@ import torchmetrics
 from torch import nn
 
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
-from fedtorch.federation.local_solvers.objective import BatchIndex, Objective, TrainerStandIn, training_copy
+from fedtorch.federation.local_solvers.objective import Objective, TrainerStandIn, training_copy
 
 X = torch.arange(12.0).reshape(4, 3)
 Y = torch.tensor([0, 1, 1, 0])
@@ -215,11 +215,3 @@ def test_losses_belong_to_plain_modules():
         gradient_descent(nn.Linear(3, 2), epochs=1)
     with pytest.raises(TypeError, match="Expected loss=None for a LightningModule"):
         gradient_descent(lit(), epochs=1, loss=F.cross_entropy)
-
-
-@pytest.mark.parametrize("use", [lambda i: i % 2, lambda i: i == 0, bool, lambda i: i + 1, lambda i: f"{i}", float])
-def test_a_batch_index_notices_its_use(use):
-    index = BatchIndex(3)
-    assert not index.used
-    assert use(index) == use(3)
-    assert index.used

@@ -29,7 +29,7 @@ def told(rounds: int = 4) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
 def test_the_sums_are_the_likelihood_of_a_move() -> None:
     """Q and Q times the mean, from the rows of all sites in one place, also when some have not answered lately."""
     round, rows = told()
-    shared, heard = round.server.variables, round.server.heard
+    shared, heard = round.server.variables, round.server.total
     score, information = exact.value(heard["score"]), unpack(exact.value(heard["information"]))
     found = score + (information @ shared.centre[..., None])[..., 0]
     sites = round.clients.table.read(slice(0, len(SIZES))).variables
@@ -79,7 +79,7 @@ def test_sites_that_are_silent_move_with_the_others() -> None:
     assert float(moved.abs().min()) > 0
     lag = (sites.theta - sites.place - moved).abs().amax((1, 2))
     assert float(lag.max()) > 1e-3  # of one that was silent, or that moved after it answered
-    heard = round.server.heard
+    heard = round.server.total
     _, first, second = exact.about(heard["precision"], heard["first"], heard["second"], shared.centre)
     deviation = sites.place - shared.centre
     assert distance(first, (sites.precision * deviation).sum(0)) < 1e-11

@@ -20,7 +20,7 @@ from fedtorch.federation.algorithms.ep.start import (
     where_training_starts,
 )
 from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, State, Told
-from fedtorch.federation.exchange import Increment, Mean
+from fedtorch.federation.exchange import Mean
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior, renewed
@@ -87,7 +87,7 @@ def ep(
         told = Told(nothing, summary_like(), zero)
         start = product(own.normal, own.sites, own)
         server = Server(
-            own.normal, own.sites, told, nothing, start, start, torch.tensor(0), minus, torch.tensor(False),
+            own.normal, own.sites, nothing, start, start, torch.tensor(0), minus, torch.tensor(False),
             torch.tensor(most, dtype=torch.float64), torch.full((2,), torch.inf, dtype=torch.float64), zero + torch.inf,
             torch.tensor(0), zero, torch.tensor(clients),
         )  # fmt: skip
@@ -98,17 +98,17 @@ def ep(
         return begin.summary(None, prior)
 
     def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
-        none = torch.zeros_like(state.sent.waiting)
+        none = torch.zeros_like(state.told.waiting)
         if bool((inbox.version == 0).all()) and len(none):
             here = prior.replaced(tree.to(prior.normal, none.device))
-            told = state.sent._replace(summary=begin.summary(data, here), waiting=none + 1)
+            told = state.told._replace(summary=begin.summary(data, here), waiting=none + 1)
             return _reply(told, state, State(told, *state[1:]), none, none)
-        site = _where(state.sent.waiting > 0, inbox.share, state.sent.site)
+        site = _where(state.told.waiting > 0, inbox.share, state.told.site)
         good = _where(inbox.good >= state.stepped, state.before, state.good)
         good = _where(state.stepped < 0, site, good)
         if bool(inbox.back.any()):
-            new = _where(state.stepped >= 0, tree.scale(tree.add(site, good), 0.5), state.sent.site)
-            told = state.sent._replace(site=new)
+            new = _where(state.stepped >= 0, tree.scale(tree.add(site, good), 0.5), state.told.site)
+            told = state.told._replace(site=new)
             return _reply(told, state, State(told, state.before, state.good, state.stepped), none, none)
         cavity = tree.subtract(inbox.posterior, site)
         proper = gaussian.is_proper(cavity)
@@ -116,16 +116,16 @@ def ep(
         done = proper & target.shift.isfinite().all(-1) & target.precision.isfinite().all(-1)
         step = tree.scale(tree.subtract(target, site), inbox.damping)
         told = Told(
-            _where(done, tree.add(site, step), state.sent.site),
-            state.sent.summary,
-            torch.where(done, none, state.sent.waiting),
+            _where(done, tree.add(site, step), state.told.site),
+            state.told.summary,
+            torch.where(done, none, state.told.waiting),
         )
         stepped = torch.where(done, inbox.version, state.stepped)
         new = State(told, _where(done, site, state.before), _where(done, good, state.good), stepped)
         return _reply(told, state, new, (~proper).to(none.dtype), (proper & ~done).to(none.dtype))
 
     def server(state: Server, aggregate: Message, key: Tensor) -> Server:
-        heard = tree.add(state.heard, aggregate.told.value)
+        heard: Told = state.total
         improper = aggregate.improper.value
         own = prior.replaced(state.prior)
         first = int(state.version) == 0
@@ -153,7 +153,6 @@ def ep(
         return Server(
             state.prior,
             factors,
-            heard,
             share,
             posterior,
             state.trusted if back else posterior,
@@ -166,6 +165,7 @@ def ep(
             state.retreats + int(for_a_cavity),
             improper,
             state.population,
+            heard,
         )
 
     return Algorithm(
@@ -178,19 +178,18 @@ def ep(
         model=lambda inbox, state: _cavity(inbox, state)._asdict(),
         prepare=prepare,
         local=where_training_starts(prior),
-        sent=lambda state: Increment(state.sent),
-        recount=lambda server, told: server._replace(heard=told.value),
+        told=lambda state: state.told,
     )
 
 
 def _cavity(inbox: Outbox, state: State) -> Natural:
-    return tree.subtract(inbox.posterior, _where(state.sent.waiting > 0, inbox.share, state.sent.site))
+    return tree.subtract(inbox.posterior, _where(state.told.waiting > 0, inbox.share, state.told.site))
 
 
 def _reply(told: Told, before: State, after: State, improper: Tensor, failed: Tensor) -> Reply:
-    change = tree.subtract(told, before.sent)
-    info = {"improper": improper, "failed": failed, "moved": change.site.precision.abs().amax(-1)}
-    return Reply(Message(Increment(change), Mean(improper, torch.ones_like(improper))), after, info)
+    change = told.site.precision - before.told.site.precision
+    info = {"improper": improper, "failed": failed, "moved": change.abs().amax(-1)}
+    return Reply(Message(Mean(improper, torch.ones_like(improper))), after, info)
 
 
 def _projected(project: Projection, cavity: Natural, data: Any, key: Tensor) -> Natural:

@@ -28,7 +28,7 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, identity
 from fedtorch.federation.algorithms.ep.start import as_prior
 from fedtorch.federation.coordinator import run
-from fedtorch.federation.exchange import Increment
+from fedtorch.federation.exchange import Sum
 from fedtorch.federation.population import Population
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
@@ -111,7 +111,7 @@ def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepar
     nothing = torch.zeros(len(nodes), dtype=nodes.dtype, device=nodes.device)
 
     def client(inbox: Tensor, state: Tree, data: Any, key: Tensor) -> Reply:
-        return Reply(Increment(log_factor(inbox, data)), state, {})
+        return Reply(Sum(log_factor(inbox, data)), state, {})
 
     algorithm = Algorithm(
         init=lambda parameters, clients: (nothing, ()),

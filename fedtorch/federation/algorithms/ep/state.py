@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedtorch.federation.exchange import Increment, Mean
+from fedtorch.federation.exchange import Mean
 from fedtorch.models.gaussian import Natural
 from fedtorch.tree import Tree
 
@@ -24,7 +24,7 @@ class Told(NamedTuple):
 class State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
-    sent: Told
+    told: Told
     before: Natural  # its site before its last step
     good: Natural  # its site in the last round known to be good
     stepped: Tensor  # version of q that its last step started from
@@ -35,7 +35,6 @@ class Server(NamedTuple):
 
     prior: Natural  # the normal part of p(φ)
     factors: Natural  # sites of the other part, (F,) each
-    heard: Told  # the sum of all `sent`, float64
     share: Natural  # of the first estimate, of each client that waits
     posterior: Natural  # q(φ)
     trusted: Natural  # the last q that clients need not go back from
@@ -48,6 +47,7 @@ class Server(NamedTuple):
     retreats: Tensor  # rounds gone back for the sake of a cavity
     improper: Tensor  # the share of clients whose cavity was no density
     population: Tensor  # number of clients
+    total: Tree = None  # `Told`, the sum over all clients, float64
 
 
 class Outbox(NamedTuple):
@@ -62,7 +62,6 @@ class Outbox(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a client tells the server."""
+    """What a client tells the server of the round."""
 
-    told: Increment
     improper: Mean  # 1 if its cavity is no density

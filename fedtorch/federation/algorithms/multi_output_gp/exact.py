@@ -20,7 +20,7 @@ from fedtorch.federation.algorithms.multi_output_gp.steps import (
     no_moments,
     some_rows,
 )
-from fedtorch.federation.exchange import Increment, Mean
+from fedtorch.federation.exchange import Mean
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
@@ -31,9 +31,8 @@ __all__ = ["fedmgp"]
 
 
 class Message(NamedTuple):
-    """What a unit tells the server."""
+    """What a unit tells the server of the round."""
 
-    site: Increment  # of its `Told`
     gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
 
 
@@ -42,7 +41,7 @@ class State(NamedTuple):
 
     own: dict[str, Tensor]  # its hyperparameters and scale
     moments: Moments
-    sent: Told
+    told: Told
     started: Tensor  # bool: whether `own` comes from its own data
 
 
@@ -51,11 +50,12 @@ class Server(NamedTuple):
 
     shared: dict[str, Tensor]  # θ
     told_at: dict[str, Tensor]  # θ at which the units last told their sites
-    heard: Told  # the sum of all `sent`, float64
+    units: Tensor  # () that had told what the posterior is made of
     mean: Tensor  # (P,) of q(t), g = basis · t
     root: Tensor  # (P (P + 1) / 2,) lower root of its covariance
     moments: Moments
     bound: Tensor  # () of the marginal likelihood, exact for Gaussian noise when all have answered
+    total: Tree = None  # `Told`, the sum over all units, float64
 
 
 class Outbox(NamedTuple):
@@ -133,7 +133,7 @@ def fedmgp(
         server = Server(
             shared,
             shared,
-            tree.to(nothing, torch.float64),
+            zero,
             torch.zeros_like(like, dtype=torch.float64),
             pack(torch.eye(size, dtype=torch.float64)),
             no_moments(shared),
@@ -143,9 +143,7 @@ def fedmgp(
 
     def outbox(server: Server) -> Outbox:
         like = gp.values["posterior_mean"].dtype
-        return Outbox(
-            server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.heard.units.to(like)
-        )
+        return Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
 
     def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
         x, y, *extra = data.batch
@@ -166,22 +164,21 @@ def fedmgp(
             own = {**own, **trained}
         part, gradient = gp.gradient({**own, **posterior}, every, gp.shared, *rows(batch_size, steps))
         new = gp.site({**heard, **own}, *rows(site_batch_size, steps + 1))
-        share = torch.where(state.sent.units > 0, damping, 1.0).to(y.dtype)
-        sent = tree.add(tree.scale(state.sent, 1 - share), tree.scale(new, share))
-        message = Message(Increment(tree.subtract(sent, state.sent)), Mean(gradient, torch.ones_like(data.count)))
+        share = torch.where(state.told.units > 0, damping, 1.0).to(y.dtype)
+        told = tree.add(tree.scale(state.told, 1 - share), tree.scale(new, share))
+        message = Message(Mean(gradient, torch.ones_like(data.count)))
         loss = -part / data.count.clamp(min=1)
-        return Reply(message, State(own, moments, sent, torch.ones_like(state.started)), {"loss": loss})
+        return Reply(message, State(own, moments, told, torch.ones_like(state.started)), {"loss": loss})
 
     def server(state: Server, aggregate: Message, key: Tensor) -> Server:
-        heard = tree.add(state.heard, aggregate.site.value)
-        mean, root, bound = gp.combine(heard)
+        mean, root, bound = gp.combine(state.total)
         shared, moments = state.shared, state.moments
-        if float(state.heard.units) > 0 and server_lr > 0 and shared:
-            gradient = tree.scale(aggregate.gradient.value, float(state.heard.units))
+        if float(state.units) > 0 and server_lr > 0 and shared:
+            gradient = tree.scale(aggregate.gradient.value, float(state.units))
             gradient = tree.add(gradient, gp.shared_gradient(shared, state.mean, unpack(state.root).tril()))
             shared, moments = adam(shared, gradient, moments, server_lr, torch.tensor(True))
             mean, root = gp.carry(mean, root, state.shared, shared)
-        return Server(shared, state.shared, heard, mean, pack(root), moments, bound)
+        return Server(shared, state.shared, state.total.units, mean, pack(root), moments, bound, state.total)
 
     def model(inbox: Outbox, state: State) -> dict[str, Tensor]:
         once = _once(inbox)
@@ -209,8 +206,7 @@ def fedmgp(
         model=model,
         prepare=prepare,
         local=gp.local(),
-        sent=lambda state: Increment(state.sent),
-        recount=lambda server, told: server._replace(heard=told.value),
+        told=lambda state: state.told,
     )
 
 

@@ -6,8 +6,7 @@ position (step or epoch) to the optimiser's hyperparameters, so clients at one p
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Configured", "Schedule", "configure", "load_state", "numbers", "probe", "rebind", "state_of", "zero_step"]
+from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, copied, options, rebind
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+__all__ = ["Configured", "Schedule", "check_independent", "configure"]
 
 
 class Schedule:
@@ -64,22 +63,13 @@ class Schedule:
             self._changing.update(name for name in first if first[name] != last[name])
 
     def _snapshot(self) -> list[dict[str, Any]]:
-        return [{name: _copied(group[name]) for name in _options(group)} for group in self._optimizer.param_groups]
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value  # schedulers fill a tensor of a learning rate
+        return [{n: copied(value) for n, value in options(group).items()} for group in self._optimizer.param_groups]
 
 
 class Configured(NamedTuple):
-    """An optimiser with its schedule, and the names of the parameters in each group."""
+    """An optimiser of stacked parameters with its schedule."""
 
-    optimizer: Optimizer
-    names: list[list[str]]
+    optimizer: TreeOptimizer
     schedule: Schedule
 
 
@@ -122,7 +112,10 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
     if len(settings) > 1:
         raise TypeError(f"Expected schedulers of one interval and frequency, but got {sorted(settings)}")
     interval, frequency = settings.pop() if settings else ("epoch", 1)
-    return Configured(optimizer, groups, Schedule(optimizer, [s["scheduler"] for s in schedulers], interval, frequency))
+    return Configured(
+        TreeOptimizer(optimizer, groups, stacked=True, advice="use reset='round'"),
+        Schedule(optimizer, [s["scheduler"] for s in schedulers], interval, frequency),
+    )
 
 
 def _check_scheduler(setting: Mapping[str, Any]) -> None:
@@ -156,104 +149,20 @@ def _scheduler(setting: Any) -> dict[str, Any]:
     return {"interval": "epoch", "frequency": 1, **setting}
 
 
-def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
-    """The same optimiser with the same hyperparameters on other tensors, in the state of its construction.
-
-    Raises:
-        TypeError: the constructor gives a parameter a state that is not one number everywhere.
-    """
-    clone = object.__new__(type(optimizer))
-    clone.__dict__.update(vars(optimizer))
-    clone.__dict__.pop("step", None)  # schedulers wrap it and bind it to the original
-    clone.state = defaultdict(dict)
-    clone.param_groups = []
-    for group, tensors in zip(optimizer.param_groups, groups):
-        clone.param_groups.append({"params": tensors, **{k: _copied(v) for k, v in _options(group).items()}})
-        if _may_fuse(clone.param_groups[-1]):
-            clone.param_groups[-1]["fused"] = True
-        initial: dict[str, Any] = next((optimizer.state[p] for p in group["params"] if p in optimizer.state), {})
-        for tensor in tensors if initial else ():
-            clone.state[tensor] = {name: _fill(value, tensor, name, clone) for name, value in initial.items()}
-    return clone
-
-
-def _may_fuse(group: dict[str, Any]) -> bool:
-    """Whether an optimiser with two moments can do with one pass over memory, and the user has not decided about it.
-
-    Fused optimisers read memory in order, whatever the strides: parameters, and later their gradients, are contiguous.
-    """
-    undecided = group.get("fused", False) is None and group.get("foreach") is None
-    plain = not group.get("differentiable") and not group.get("capturable")
-    return "betas" in group and undecided and plain and all(p.is_contiguous() for p in group["params"])
-
-
-def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
-    """A constructor's state (Adagrad's sums) for a tensor of another shape."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
-        return _copied(value)
-    if bool((value != value.flatten()[0]).any()):
-        raise TypeError(
-            f"{type(optimizer).__name__} starts with a state {name!r} that differs between elements; use "
-            "ft.lightning_fit or another optimiser"
-        )
-    return value.flatten()[0].to(tensor.device, tensor.dtype).expand(tensor.shape).clone()
-
-
-def zero_step(original: Optimizer, groups: list[list[Tensor]], advice: str) -> Optimizer:
-    """`original` on other tensors after one step with gradients of zero, which shows the state that it keeps.
-
-    Raises:
-        TypeError: it needs a closure, or its step changes its settings, which are not saved; then `advice` follows.
-    """
-    name, optimizer = type(original).__name__, rebind(original, groups)
-    before = [_options(group) for group in optimizer.param_groups]
-    for tensor in (tensor for group in groups for tensor in group):
-        tensor.grad = torch.zeros_like(tensor)
-    try:
-        optimizer.step()
-    except TypeError as error:
-        raise TypeError(f"Expected an optimiser that needs no closure, but got {name} ({error})") from error
-    if [_options(group) for group in optimizer.param_groups] != before:
-        raise TypeError(f"{name} keeps its state outside of the parameters; {advice}")
-    return optimizer
-
-
-def numbers(optimizer: Optimizer) -> dict[str, type]:
-    """The parts of an optimiser's state that are one number for a whole parameter, and what holds it."""
-    parts = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
-    return {part: type(value) for part, value in parts if not isinstance(value, Tensor) or value.ndim == 0}
-
-
-def state_of(optimizer: Optimizer, tensor: Tensor) -> dict[str, Tensor]:
-    """The optimiser's state of one parameter as tensors, by the optimiser's own names."""
-    return {
-        part: value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        for part, value in optimizer.state.get(tensor, {}).items()
-        if value is not None
-    }
-
-
-def load_state(optimizer: Optimizer, tensor: Tensor, saved: Mapping[str, Tensor], kinds: Mapping[str, Any]) -> None:
-    """Puts a copy of what `state_of` gave back; `kinds` is from `numbers`."""
-    for part, value in saved.items():
-        kind = kinds.get(part, Tensor)
-        optimizer.state[tensor][part] = value.clone() if issubclass(kind, Tensor) else kind(value)
-
-
-def probe(configured: Configured) -> None:
+def check_independent(optimizer: TreeOptimizer) -> None:
     """Checks that two stacked rows are trained as two separate runs.
 
     Raises:
         TypeError: they are not (Adafactor, Muon, LBFGS), because the optimiser looks across rows, or it does not train
             the tensors in its `param_groups` (optimisers that wrap another one).
     """
-    optimizer = configured.optimizer
-    name = type(optimizer).__name__
+    original, groups = optimizer.original, optimizer.names
+    name = type(original).__name__
     advice = f"{name} does not treat the rows of a stack independently; use ft.lightning_fit or another optimiser"
     start = torch.linspace(-1, 1, 2 * 4 * 3, dtype=torch.float64).reshape(2, 4, 3)
     try:
-        together = _four_steps(optimizer, [start for _ in configured.names], slice(None))
-        alone = [_four_steps(optimizer, [start[k] for _ in configured.names], k) for k in range(2)]
+        together = _four_steps(original, [start for _ in groups], slice(None))
+        alone = [_four_steps(original, [start[k] for _ in groups], k) for k in range(2)]
     except Exception as error:  # whatever an optimiser objects to
         raise TypeError(f"{advice} ({error})") from error
     for group, stacked in enumerate(together):

@@ -9,8 +9,9 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, StepLR
 
+from fedtorch.federation.local_solvers.configured import check_independent, configure
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
-from fedtorch.federation.local_solvers.optimisers import configure, probe, rebind
+from fedtorch.optimisers import rebind
 
 
 def made(make):
@@ -40,7 +41,7 @@ INDEPENDENT = {
 
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_elementwise_optimisers_are_accepted(name):
-    probe(made(INDEPENDENT[name]))
+    check_independent(made(INDEPENDENT[name]).optimizer)
 
 
 class Wrapping(SGD):
@@ -82,7 +83,7 @@ def test_optimisers_that_look_across_rows_are_refused_by_name(name):
 
 def test_optimisers_that_wrap_another_are_refused():
     with pytest.raises(TypeError, match="Wrapping does not train the tensors in its param_groups"):
-        probe(made(Wrapping))
+        check_independent(made(Wrapping).optimizer)
 
 
 class Counting(SGD):
@@ -148,34 +149,8 @@ def test_a_plain_module_needs_an_optimizer():
 
 def test_optimizer_replaces_that_of_a_lightning_module():
     found = configure(lit(lambda lit: SGD(lit.parameters(), lr=0.1)), lambda p: Adam(p, lr=0.5))
-    assert isinstance(found.optimizer, Adam)
-    assert found.names == [["net.weight", "net.bias"]]
-
-
-def test_rebinding_keeps_options_and_shares_nothing():
-    net = nn.Linear(3, 2)
-    rate = torch.tensor(0.3)
-    optimizer = Adam([{"params": [net.bias], "lr": rate}, {"params": [net.weight]}], lr=0.1, foreach=False)
-    StepLR(optimizer, 1)
-    tensors = [torch.zeros(5, 2), torch.ones(5, 2, 3)]
-    clone = rebind(optimizer, [[tensors[0]], [tensors[1]]])
-    assert clone.param_groups[0]["params"][0] is tensors[0]
-    assert [float(group["lr"]) for group in clone.param_groups] == [pytest.approx(0.3), 0.1]
-    clone.param_groups[0]["lr"].fill_(9.0)
-    assert float(rate) == pytest.approx(0.3)
-    for tensor in tensors:
-        tensor.grad = torch.ones_like(tensor)
-    clone.step()
-    assert len(clone.state) == 2
-    assert len(optimizer.state) == 0
-
-
-def test_states_of_the_constructor_that_differ_between_elements_are_refused():
-    net = nn.Linear(3, 2, bias=False)
-    optimizer = torch.optim.Adagrad(net.parameters())
-    optimizer.state[net.weight]["sum"][0] = 5.0
-    with pytest.raises(TypeError, match="Adagrad starts with a state 'sum' that differs between elements"):
-        rebind(optimizer, [[torch.zeros(4, 2, 3)]])
+    assert isinstance(found.optimizer.original, Adam)
+    assert found.optimizer.names == [["net.weight", "net.bias"]]
 
 
 SCHEDULES = {
@@ -208,11 +183,11 @@ def test_a_schedule_by_position_is_the_schedule_step_by_step(name, interval, fre
         if ends if interval == "epoch" else (within + 1) % frequency == 0:
             for scheduler in schedulers:
                 scheduler.step()
-    target = rebind(configured.optimizer, [[torch.zeros(2)]])
+    target = rebind(configured.optimizer.original, [[torch.zeros(2)]])
     for position in [*range(17), 4, 0, 16]:
         schedule.apply(target, position, per_epoch)
         group = target.param_groups[0]
-        again = rebind(configured.optimizer, [[torch.zeros(2)]])  # of an optimiser that has been stepped on
+        again = rebind(configured.optimizer.original, [[torch.zeros(2)]])  # of an optimiser that has been stepped on
         schedule.apply(again, position, per_epoch)
         assert again.param_groups[0]["lr"] == group["lr"]
         assert (group["lr"], group["momentum"]) == pytest.approx(expected[position], rel=1e-12)

@@ -1,0 +1,288 @@
+"""What `gradient_descent` does with a block of clients: who can share steps, and the steps themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional, random, tree
+from fedtorch.data import BadClients
+from fedtorch.federation.algorithm import Local, Quadratic
+from fedtorch.federation.local_solvers.batches import MODULE, Batches
+from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
+from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
+from fedtorch.federation.local_solvers.probe import is_ragged, probe
+from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
+from fedtorch.federation.local_solvers.state import LocalState, divided_buffers
+from fedtorch.optimisers import MakeOptimizer, State
+from fedtorch.tree import Tree
+
+__all__ = ["Descent"]
+
+_SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
+
+
+class Descent:
+    """The settings of `gradient_descent`, and what has been found out about the module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        epochs: int | None,
+        steps: int | None,
+        batch_size: int | None,
+        loss: Loss | None,
+        make: MakeOptimizer | None,
+        reset: str,
+        buffers: str,
+        batched: bool,
+        compile: bool,
+        project: Callable[[Tree], Tree] | None,
+        ignore_hooks: Sequence[str],
+    ) -> None:
+        self.module = copy.deepcopy(module)
+        trained = training_copy(module, ignore_hooks)
+        self.objective = Objective(trained, loss)
+        self.epochs, self.steps, self.batch_size = epochs, steps, batch_size
+        self.make, self.keep, self.project = make, reset == "never", project
+        self.one_epoch = epochs == 1 and not self.keep  # every step is in the schedule's first epoch
+        own = functional.parameters(trained)
+        if not own:
+            raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
+        self.trained = list(own)
+        self.averaged, self.buffers = divided_buffers(trained, buffers)
+        self.parameters = {**own, **self.averaged}
+        self.loss = StackedLoss(self.objective, self.trained, [*self.averaged, *self.buffers], batched, compile)
+        self._configurations: dict[int | None, Configured] = {}
+        self.objective.trainer.answers.update(max_epochs=-1 if epochs is None else epochs)
+        configured = self.configured(_SOME_STEPS)
+        check_independent(configured.optimizer)
+        self.untrained = self._untrained(configured) if self.keep else {}
+
+    def _untrained(self, configured: Configured) -> State:
+        """The optimiser's state of one client before its first round, if it is kept between rounds."""
+        if "estimated_stepping_batches" in self.objective.trainer.asked:
+            raise TypeError(
+                "Expected configure_optimizers not to ask for trainer.estimated_stepping_batches with reset='never', "
+                "because the number of rounds is not known; use reset='round' or name a number of steps"
+            )
+        return tree.map(lambda leaf: leaf[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
+
+    def init(self, parameters: Tree) -> LocalState:
+        """One client's state before its first round."""
+        return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
+
+    def prepare(self, data: Any) -> Any:
+        """Looks at a block to find out what the module can do; the data stay as they are.
+
+        Raises:
+            BadClients: some have no rows.
+        """
+        empty = (data.count == 0).nonzero()[:, 0]
+        if len(empty):
+            raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
+        self._learn(data)
+        return data
+
+    def _learn(self, data: Any) -> None:
+        """Finds out what the module can do, as far as this block tells and it is not known."""
+        separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
+        if len(data.count) and not (self.loss.probed and separable):
+            self.move(data.count.device)
+            probe(self.loss, data, {**self.parameters, **self.buffers})
+
+    def configured(self, total: int) -> Configured:
+        """The optimiser and schedule; a new one per number of steps only if the module asks for that number."""
+        trainer = self.objective.trainer
+        trainer.answers["estimated_stepping_batches"] = total
+        by_total = "estimated_stepping_batches" in trainer.asked
+        if (total if by_total else None) not in self._configurations:
+            found = configure(self.objective.module, self.make)
+            by_total = "estimated_stepping_batches" in trainer.asked
+            self._configurations[total if by_total else None] = found
+        return self._configurations[total if by_total else None]
+
+    def move(self, device: torch.device) -> None:
+        """Takes the module to the device of the data."""
+        if next(self.objective.parameters()).device != device:
+            self.objective.to(device)
+
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+        """Trains the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
+        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
+            self._learn(data)
+        count = data.count.to("cpu")
+        if len(count) == 0:
+            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
+        groups = self._groups(state, count)
+        if len(groups) == 1:
+            return Stack(self, start, state, data.batch, count, quadratic, key).run()
+        done = []
+        for rows in groups:
+            some = (start, state, data.batch, quadratic, key)
+            first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
+            done.append(Stack(self, first, old, batch, count[rows], pull, keys).run())
+        back = torch.cat(groups).argsort().to(key.device)
+        return tree.take(tree.concatenate(_same_info(done)), back)
+
+    def _groups(self, state: LocalState, count: Tensor) -> list[Tensor]:
+        """Rows of the block that can share steps exactly."""
+        asked = self.objective.trainer.asked
+        traits = []
+        if self.loss.batched and not self.loss.separable:
+            traits.append(count)
+        by_epoch = "current_epoch" in asked or self.configured(_SOME_STEPS).schedule.by_epoch
+        if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch):
+            traits.append(torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size))
+        if state.steps is not None:
+            traits.append(state.steps.to("cpu"))
+        if not traits:
+            return [torch.arange(len(count))]
+        _, group = torch.stack(traits, 1).unique(dim=0, return_inverse=True)
+        return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
+
+
+class Stack:
+    """One group of clients, which differ in their rows and in their number of steps only."""
+
+    def __init__(
+        self,
+        descent: Descent,
+        start: Tree,
+        state: LocalState,
+        rows: Tree,
+        count: Tensor,
+        quadratic: Quadratic | None,
+        key: Tensor,
+    ) -> None:
+        descent.move(key.device)
+        self.descent, self.state = descent, state
+        self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
+        drawn = descent.loss.random or not descent.loss.batched
+        self.key = random.fold_in(key, MODULE) if drawn else key
+        own = tree.map(_contiguous, {**{n: start[n] for n in descent.parameters}, **state.buffers})
+        self.tensors = {name: own.pop(name) for name in descent.trained}
+        self.buffers = own
+        self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
+        configured = descent.configured(int(self.batches.total[0]))
+        self.schedule, self.state_of = configured.schedule, configured.optimizer.state
+        self.position = 0 if state.steps is None else int(state.steps[0])
+        self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if self.position else None)
+
+    def run(self) -> Local:
+        """Takes all steps."""
+        total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
+        longest, loss = int(total.max()), self.descent.loss
+        same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
+        answers = self.descent.objective.trainer.answers
+        rates, seen = [0.0], _Seen(total)
+        finished: Tree = None
+        for t in range(longest):
+            position = self.position + t
+            self.schedule.apply(self.optimizer, position, per_epoch)
+            rates.append(float(self.optimizer.param_groups[0]["lr"]))
+            answers["global_step"] = position
+            answers["current_epoch"] = position // per_epoch if same_epochs else None
+            losses, logs, self.buffers, gradients = loss.gradients(
+                self.tensors, self.buffers, self.batches[t], t, self.key
+            )
+            self._descend(gradients)
+            seen.add(t, {**logs, "loss": losses})
+            ends = total == t + 1
+            if t + 1 < longest and bool(ends.any()):
+                finished = _keep_rows(finished, self._now(), ends)
+        finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
+        tensors, kept = finished
+        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.means())
+
+    def _descend(self, gradients: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            for i, (tensor, gradient) in enumerate(zip(self.tensors.values(), gradients)):
+                if self.pulls is not None:
+                    precision, shift = self.pulls[i]
+                    pull = precision * tensor - shift
+                    gradient = pull if gradient is None else gradient + pull
+                if gradient is None or gradient.is_contiguous():
+                    tensor.grad = gradient
+                elif tensor.grad is None:  # fused optimisers read memory in order, whatever the strides
+                    tensor.grad = gradient.contiguous()
+                else:
+                    tensor.grad.copy_(gradient)
+            self.optimizer.step()
+            if self.descent.project is not None:
+                for name, value in self.descent.project(dict(self.tensors)).items():
+                    self.tensors[name].copy_(value)
+
+    def _now(self) -> tuple[dict[str, Tensor], State]:
+        """(tensors and buffers, the optimiser's state if it is kept) after the steps so far."""
+        kept = self.state_of(self.optimizer, self.tensors, self.state.optimizer) if self.descent.keep else {}
+        return {**self.tensors, **self.buffers}, kept
+
+    def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
+        descent, steps, total = self.descent, self.state.steps, self.batches.total
+        return Local(
+            {name: tensors[name] for name in descent.parameters},
+            LocalState(
+                kept,
+                {name: tensors[name] for name in descent.buffers},
+                None if steps is None else steps + total.to(steps.device),
+            ),
+            rates[total].to(self.key.device),
+            info,
+        )
+
+
+class _Seen:
+    """Values of all clients in each step, of which each client's own steps count; added up at the end."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self.values: dict[str, list[tuple[int, Tensor]]] = {}
+
+    def add(self, step: int, values: dict[str, Tensor]) -> None:
+        """Takes in one step."""
+        for name, value in values.items():
+            self.values.setdefault(name, []).append((step, value.detach()))
+
+    def means(self) -> dict[str, Tensor]:
+        """`(K,)` each; NaN for what a client has not told."""
+        means = {}
+        for name, seen in self.values.items():
+            values = torch.stack([value for _, value in seen])
+            active = torch.tensor([step for step, _ in seen])[:, None] < self.total
+            active = active.to(values.device)
+            means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
+        return means
+
+
+def _contiguous(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
+    """λ and h of each parameter, in its dtype."""
+    precision, shift = {name: quadratic.precision_of(name) for name in tensors}, quadratic.shift
+    return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
+
+
+def _same_info(parts: Sequence[Local]) -> list[Local]:
+    """The solutions of groups of clients, NaN for what only others have told."""
+    names = dict.fromkeys(name for local in parts for name in local.info)
+    return [local._replace(info={n: local.info.get(n, local.steps * torch.nan) for n in names}) for local in parts]
+
+
+def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:
+    """`kept` with `rows` `(K,)` bool replaced by what they are now; a copy of `now` the first time."""
+    if kept is None:
+        return tree.map(torch.clone, now)
+
+    def replace(old: Tensor, new: Tensor) -> Tensor:
+        at = rows.to(old.device)
+        old[at] = new[at]
+        return old
+
+    return tree.map(replace, kept, now)

@@ -1,0 +1,208 @@
+"""Any `torch.optim.Optimizer` as a function of trees: what it keeps is a tree of tensors, as everything that is sent
+or saved is.
+
+>>> import torch
+>>> from fedtorch.optimisers import TreeOptimizer
+>>> parameters = {"x": torch.tensor([4.0, -2.0])}
+>>> momentum = TreeOptimizer.made(lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), parameters)
+>>> state = momentum.init(parameters)
+>>> for _ in range(2):
+...     parameters, state = momentum.step(parameters, gradients=parameters, state=state)
+>>> parameters["x"], state["x"]["momentum_buffer"]
+(tensor([-0.8000,  0.4000]), tensor([ 5.6000, -2.8000]))
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fedtorch import tree
+
+__all__ = ["MakeOptimizer", "State", "TreeOptimizer", "copied", "options", "rebind"]
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+State = dict[str, dict[str, Tensor]]  # by parameter, then by the optimiser's own names
+
+
+class TreeOptimizer:
+    """An optimiser whose state is a tree: by parameter, then by the optimiser's own names, such as "exp_avg".
+
+    A parameter's state is zero everywhere until its first gradient.
+
+    Args:
+        original: has the hyperparameters, in its groups; its own parameters stay as they are.
+        names: of the parameters of each group.
+        stacked: the parameters are stacks `(K, ...)`. What the optimiser keeps once for a whole parameter, such as a
+            number of steps, then is a row `(K,)` of equal values in the state.
+        advice: what to do with an optimiser whose state is no tree; ends the error that says so.
+    """
+
+    def __init__(
+        self,
+        original: Optimizer,
+        names: list[list[str]],
+        *,
+        stacked: bool = False,
+        advice: str = "and then it cannot be saved",
+    ) -> None:
+        self.original, self.names, self.stacked, self.advice = original, names, stacked, advice
+        self._numbers: dict[str, Any] | None = None  # parts that are one number, and its type; None: not looked
+
+    @classmethod
+    def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
+        """The optimiser that `make` gives for parameters of these names and shapes.
+
+        Raises:
+            TypeError: `make` returns something else.
+        """
+        own = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
+        names = {id(parameter): name for name, parameter in own.items()}
+        original = make(own.values())
+        if not isinstance(original, Optimizer):
+            raise TypeError(f"Expected optimizer= to make a torch.optim.Optimizer, but got {type(original)}")
+        return cls(original, [[names[id(p)] for p in group["params"]] for group in original.param_groups])
+
+    def init(self, parameters: Mapping[str, Tensor]) -> State:
+        """The state before the first step, zeros in the structure of the state after it.
+
+        Raises:
+            TypeError: the optimiser needs a closure, or keeps something outside of its parameters' states.
+        """
+        tensors = self._copies(parameters)
+        optimizer = self._zero_step(tensors)
+        parts = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
+        self._numbers = {n: type(value) for n, value in parts if not isinstance(value, Tensor) or value.ndim == 0}
+        return tree.zeros_like(self.state(optimizer, tensors))
+
+    def step(
+        self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], state: State
+    ) -> tuple[dict[str, Tensor], State]:
+        """(parameters, state) after a step; those without a gradient stay, and nothing is changed in place."""
+        tensors = self._copies(parameters)
+        optimizer = self.bind(tensors, state)
+        for name, tensor in tensors.items():
+            gradient = gradients[name]
+            if gradient is not None:  # fused optimisers read memory in order, whatever the strides
+                tensor.grad = gradient.detach().to(tensor.device, tensor.dtype).contiguous()
+        optimizer.step()
+        return tensors, self.state(optimizer, tensors, state)
+
+    def bind(self, tensors: Mapping[str, Tensor], state: State | None = None) -> Optimizer:
+        """An optimiser that steps `tensors` in place by their `grad`, in a state that is copied; None begins anew."""
+        optimizer = rebind(self.original, [[tensors[name] for name in group] for group in self.names])
+        if state and self._numbers is None:
+            self.init(tensors)
+        for name, saved in (state or {}).items():
+            if any(bool(value.any()) for value in saved.values()):
+                optimizer.state[tensors[name]].update(
+                    {part: self._loaded(part, value) for part, value in saved.items()}
+                )
+        return optimizer
+
+    def state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], before: State | None = None) -> State:
+        """What a bound optimiser keeps, not copied; `before` of what it has not given a gradient yet.
+
+        Raises:
+            TypeError: it keeps something of stacked parameters that has no row per client.
+        """
+        old = before or {}
+        return {name: {**old.get(name, {}), **self._parts(optimizer, tensor)} for name, tensor in tensors.items()}
+
+    def _parts(self, optimizer: Optimizer, tensor: Tensor) -> dict[str, Tensor]:
+        parts = {}
+        for name, value in optimizer.state.get(tensor, {}).items():
+            if value is None:
+                continue
+            value = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            if self.stacked and value.ndim == 0:
+                value = value.to(tensor.device).expand(len(tensor)).clone()
+            elif self.stacked and len(value) != len(tensor):
+                raise TypeError(
+                    f"Expected {type(optimizer).__name__}'s state {name!r} to have a row per client, but got shape "
+                    f"{tuple(value.shape)} for {len(tensor)} clients; {self.advice}"
+                )
+            parts[name] = value
+        return parts
+
+    def _loaded(self, part: str, value: Tensor) -> Any:
+        kind = (self._numbers or {}).get(part)
+        if kind is None:
+            return value.clone()
+        number = value[0] if self.stacked else value
+        return number.clone() if issubclass(kind, Tensor) else kind(number)
+
+    def _copies(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: parameters[name].detach().clone() for group in self.names for name in group}
+
+    def _zero_step(self, tensors: dict[str, Tensor]) -> Optimizer:
+        """A bound optimiser after a step with gradients of zero, which shows the state that it keeps."""
+        name, optimizer = type(self.original).__name__, self.bind(tensors)
+        before = [options(group) for group in optimizer.param_groups]
+        for tensor in tensors.values():
+            tensor.grad = torch.zeros_like(tensor)
+        try:
+            optimizer.step()
+        except TypeError as error:
+            raise TypeError(f"Expected an optimiser that needs no closure, but got {name} ({error})") from error
+        if [options(group) for group in optimizer.param_groups] != before:
+            raise TypeError(f"{name} keeps its state outside of the parameters; {self.advice}")
+        return optimizer
+
+
+def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
+    """The same optimiser with the same hyperparameters on other tensors, in the state of its construction.
+
+    Raises:
+        TypeError: the constructor gives a parameter a state that is not one number everywhere.
+    """
+    clone = object.__new__(type(optimizer))
+    clone.__dict__.update(vars(optimizer))
+    clone.__dict__.pop("step", None)  # schedulers wrap it and bind it to the original
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    for group, tensors in zip(optimizer.param_groups, groups):
+        clone.param_groups.append({"params": tensors, **{k: copied(v) for k, v in options(group).items()}})
+        if _may_fuse(clone.param_groups[-1]):
+            clone.param_groups[-1]["fused"] = True
+        initial: dict[str, Any] = next((optimizer.state[p] for p in group["params"] if p in optimizer.state), {})
+        for tensor in tensors if initial else ():
+            clone.state[tensor] = {name: _fill(value, tensor, name, clone) for name, value in initial.items()}
+    return clone
+
+
+def options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a parameter group."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def copied(value: Any) -> Any:
+    """A hyperparameter of its own; schedulers fill a tensor of a learning rate."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _may_fuse(group: dict[str, Any]) -> bool:
+    """Whether an optimiser with two moments can do with one pass over memory, and the user has not decided about it.
+
+    Fused optimisers read memory in order, whatever the strides: parameters, and later their gradients, are contiguous.
+    """
+    undecided = group.get("fused", False) is None and group.get("foreach") is None
+    plain = not group.get("differentiable") and not group.get("capturable")
+    return "betas" in group and undecided and plain and all(p.is_contiguous() for p in group["params"])
+
+
+def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
+    """A constructor's state (Adagrad's sums) for a tensor of another shape."""
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return copied(value)
+    if bool((value != value.flatten()[0]).any()):
+        raise TypeError(
+            f"{type(optimizer).__name__} starts with a state {name!r} that differs between elements; use "
+            "ft.lightning_fit or another optimiser"
+        )
+    return value.flatten()[0].to(tensor.device, tensor.dtype).expand(tensor.shape).clone()
