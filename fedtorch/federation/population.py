@@ -28,6 +28,7 @@ SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth di
 _MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
 _MERGE_EVERY = 32  # partial aggregates that are held before they are merged
 
+_NOBODY = torch.zeros(0, dtype=torch.int64)
 Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
 
 
@@ -40,7 +41,7 @@ class Pending(NamedTuple):
     bytes_up: int  # of all messages sent, also those that were lost
     bytes_down: int
     commit: Callable[[], None]  # keeps the new states of the clients that answered
-    repeated: Tensor | None = None  # the clients whose message came more than once and was taken once
+    repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
 
 
 class Clients(Protocol):
