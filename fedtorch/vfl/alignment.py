@@ -18,8 +18,8 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
   no such protocol can prevent it. Secrets come from the operating system, are new in each alignment and are not
   reproducible; the result does not depend on them. Hashing takes a time that depends on the identifier.
 
-The leader is the party with the labels, usually. Messages are `fedtorch.wire` bytes: `run_leader` and `run_member` take
-any `send` and `receive`, and `intersect` runs all of it in one process.
+The leader is the party with the labels, usually. `leading` and `following` are the halves of the protocol for any
+driver of `fedtorch.vfl.protocol`, and `intersect` runs all of it in one process.
 
 References: Huberman, Franklin, Hogg, "Enhancing privacy and trust in electronic communities", EC 1999; Meadows, "A more
 efficient cryptographic matchmaking protocol", S&P 1986.
@@ -29,16 +29,16 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
-from fedtorch import wire
+from fedtorch.vfl.protocol import Half, Receive, Send, together
 
-__all__ = ["Intersection", "Leader", "Member", "Points", "Positions", "intersect", "run_leader", "run_member"]
+__all__ = ["Intersection", "Leader", "Member", "Points", "Positions", "following", "intersect", "leading"]
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
 _CURVE = ec.SECP256R1()
@@ -55,6 +55,10 @@ class Positions(NamedTuple):
     """To a member: which of its points are used, in the common order."""
 
     rows: Tensor  # (m,) int64, −1 for a row that the member lacks
+
+
+_POINTS = Points(torch.empty(0, _BYTES, dtype=torch.uint8))
+_POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
 
 
 class Intersection(NamedTuple):
@@ -172,50 +176,35 @@ class Leader(_Holder):
         return own, {name: Positions(torch.tensor(places)[own]) for name, places in self._places.items()}
 
 
-Send = Callable[[bytes, str], None]
-Receive = Callable[[str], bytes]
-
-
-def run_member(member: Member, leader: str, send: Send, receive: Receive) -> Tensor:
-    """A member's side; returns its rows in the common order.
+def following(member: Member, leader: str) -> Half:
+    """A member's half; returns its rows in the common order.
 
     Args:
         member: the member.
-        leader: whom `send` and `receive` reach.
-        send: takes a payload and the receiver's name.
-        receive: takes the sender's name.
-
-    Raises:
-        fedtorch.wire.PayloadError: a payload that is not what was expected.
+        leader: the name of the party that compares.
     """
-    send(_encode(member.own_points()), leader)
-    send(_encode(member.blind(_decode_points(receive(leader), leader))), leader)
-    payload = receive(leader)
-    count = _count(payload, leader)
-    return member.finish(wire.decode(payload, Positions(torch.empty(count, dtype=torch.int64)), client=leader))
+    yield Send(leader, member.own_points(), rows=True)
+    yield Send(leader, member.blind((yield Receive(leader, _POINTS, rows=True))), rows=True)
+    return member.finish((yield Receive(leader, _POSITIONS, rows=True)))
 
 
-def run_leader(
-    leader: Leader, members: Sequence[str], send: Send, receive: Receive, required: Iterable[str] | None = None
-) -> Tensor:
-    """The leader's side; returns its own rows in the common order.
+def leading(leader: Leader, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
+    """The leader's half; returns its own rows in the common order.
 
     Args:
         leader: the leader.
         members: their names.
-        send: takes a payload and the receiver's name.
-        receive: takes the sender's name.
         required: members without which a row is left out; all by default.
     """
-    own = _encode(leader.own_points())
+    own = leader.own_points()
     for name in members:
-        send(own, name)
+        yield Send(name, own, rows=True)
     for name in members:
-        theirs = _decode_points(receive(name), name)
-        leader.compare(name, theirs, _decode_points(receive(name), name))
+        theirs = yield Receive(name, _POINTS, rows=True)
+        leader.compare(name, theirs, (yield Receive(name, _POINTS, rows=True)))
     rows, positions = leader.finish(members if required is None else required)
     for name in members:
-        send(wire.encode(positions[name], {"rows": len(rows)}), name)
+        yield Send(name, positions[name], rows=True)
     return rows
 
 
@@ -238,24 +227,11 @@ def intersect(
     """
     if leader not in identifiers:
         raise ValueError(f"Expected a leader among {list(identifiers)}, but got {leader!r}")
-    head = Leader(identifiers[leader], leader)
-    members = {name: Member(own, name) for name, own in identifiers.items() if name != leader}
-    sent: list[int] = []
-
-    def passed(message: Points | Positions) -> None:
-        sent.append(len(_encode(message)))
-
-    asked = head.own_points()
-    for name, member in members.items():
-        theirs, returned = member.own_points(), member.blind(asked)
-        for message in (asked, theirs, returned):
-            passed(message)
-        head.compare(name, theirs, returned)
-    rows, positions = head.finish(members if required is None else required)
-    found = {name: member.finish(positions[name]) for name, member in members.items()} | {leader: rows}
-    for heard in positions.values():
-        passed(heard)
-    return Intersection(tuple(found[name] for name in identifiers), sum(sent))
+    members = [name for name in identifiers if name != leader]
+    halves = {leader: leading(Leader(identifiers[leader], leader), members, required)}
+    halves |= {name: following(Member(identifiers[name], name), leader) for name in members}
+    found, traffic = together(halves)
+    return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
 
 
 def check_identifiers(identifiers: Sequence[str], name: str) -> None:
@@ -300,20 +276,3 @@ def _decode(x: bytes, name: str) -> ec.EllipticCurvePublicKey:
 def _stack(points: Iterable[bytes]) -> Tensor:
     joined = b"".join(points)
     return torch.tensor(list(joined), dtype=torch.uint8).reshape(-1, _BYTES)
-
-
-def _encode(message: Points | Positions) -> bytes:
-    return wire.encode(message, {"rows": len(message[0])})
-
-
-def _decode_points(payload: bytes, sender: str) -> Points:
-    like = Points(torch.empty(_count(payload, sender), _BYTES, dtype=torch.uint8))
-    return wire.decode(payload, like, client=sender)
-
-
-def _count(payload: bytes, sender: str) -> int:
-    """The rows that a payload says it has; `decode` compares them with the bytes that are there."""
-    rows = wire.metadata(payload, client=sender).get("rows")
-    if not isinstance(rows, int) or not 0 <= rows <= len(payload):
-        raise wire.PayloadError(f"payload of client {sender!r}: expected a number of rows, but got {rows!r}")
-    return rows
