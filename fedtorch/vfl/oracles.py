@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
-from fedtorch.vfl.model import VerticalData, VerticalModel, prepared
+from fedtorch.vfl.data import VerticalData
+from fedtorch.vfl.model import VerticalModel, prepared
 
 __all__ = ["Draws", "log_joint", "nuts", "nuts_posterior"]
 
@@ -48,12 +49,9 @@ def log_joint(
 
     def log_density(coordinates: Tensor) -> Tensor:
         gamma, *thetas = coordinates.reshape(1, 1, -1).split(model.sizes, -1)
-        intercept, shared = model.split_shared(gamma)
         pairs = zip(model.predictors, thetas, batch.features)
         etas = [predictor.forward(theta, x) for predictor, theta, x in pairs]
-        centre = sum(etas[1:], etas[0])
-        centre = centre if intercept is None else centre + intercept
-        centre = centre if batch.offset is None else centre + batch.offset
+        centre, shared = model.centre(gamma, model.cut(etas), batch.offset)
         if collapsed:
             rows = collapsed_log_likelihood(model, batch.y, centre, shared, points, adaptive=adaptive)
         else:

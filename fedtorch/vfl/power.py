@@ -31,16 +31,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fedtorch.vfl.likelihoods import Likelihood
+from fedtorch.vfl.likelihoods import ResponseLikelihood
 from fedtorch.vfl.model import VerticalModel, checked_model
-from fedtorch.vfl.predictors import Predictor, Prior
+from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
 
 __all__ = ["power"]
 
 
 def power(
-    likelihood: Likelihood,
-    predictors: Sequence[Predictor],
+    likelihood: ResponseLikelihood,
+    predictors: Sequence[Predictor | NetworkPredictor],
     rho: float | Tensor,
     *,
     intercept: bool = True,
@@ -51,7 +51,7 @@ def power(
 
     Args:
         likelihood: of the response; from `fedtorch.vfl.likelihoods`, or your own.
-        predictors: one per party, from `fedtorch.vfl.linear` and `multilevel`, or your own.
+        predictors: one per party, from `fedtorch.vfl.linear`, `multilevel` and `NetworkPredictor`, or your own.
         rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
         intercept: whether the server has one.
         shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
-from fedtorch.vfl.model import Batch, VerticalData, VerticalModel, prepared
-from fedtorch.vfl.sfvi import Fit, centred
+from fedtorch.vfl.data import VerticalData
+from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.sfvi import VariationalFit
 
 __all__ = ["log_score", "lost_score", "noise_variance", "predictor", "spread"]
 
@@ -40,12 +41,12 @@ def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData
     return _predictor(model, thetas, prepared(model, data))
 
 
-def _predictor(model: VerticalModel, thetas: Sequence[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
+def _predictor(model: VerticalModel, thetas: Sequence[Tensor], batch: VerticalData) -> tuple[Tensor, Tensor]:
     """`predictor` of prepared rows."""
-    return centred(model, thetas[0], torch.stack(_etas(model, thetas, batch)).sum(0), batch)
+    return model.centre(thetas[0], torch.stack(_etas(model, thetas, batch)).sum(0), batch.offset)
 
 
-def _etas(model: VerticalModel, thetas: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+def _etas(model: VerticalModel, thetas: Sequence[Tensor], batch: VerticalData) -> list[Tensor]:
     """g_j of every party, `(B, M, C, n)` each."""
     return [p.forward(theta, x) for p, theta, x in zip(model.predictors, thetas[1:], batch.features)]
 
@@ -101,12 +102,12 @@ def lost_score(
     """
     batch = prepared(model, data)
     etas = torch.stack(_etas(model, thetas, batch))
-    whole, shared = centred(model, thetas[0], etas.sum(0), batch)
+    whole, shared = model.centre(thetas[0], etas.sum(0), batch.offset)
     without = [_scored(model, batch.y, whole - eta + eta.mean(-1, True), shared, noise, points) for eta in etas]
     return _scored(model, batch.y, whole, shared, noise, points).unsqueeze(1) - torch.stack(without, 1)
 
 
-def spread(fit: Fit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
+def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
     """How much each party moves the predictor: posterior mean of the standard deviation of g_j over rows, `(B, J)`.
 
     A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
