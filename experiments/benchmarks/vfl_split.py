@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from fedtorch.vfl.split.network import adam
 
 from experiments import common, vfl_heart_models
 from fedtorch import data as ft_data
 from fedtorch import random, vfl
 from fedtorch.vfl import likelihoods
+from fedtorch.vfl.split import adam
 from fedtorch.vfl.split_nn import mlp
 
 STEPS = 50_000

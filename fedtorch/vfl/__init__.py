@@ -2,7 +2,7 @@
 
 Parties (`Party`) align their rows (`align`), privately.
 
-A model (`augmented`, `power`) is approximated by a guide (`Guide.of(sums())`) and fitted by `sfvi` in one graph. A
+A model (`augmented`, `power`) is approximated by a guide (`Guide(sums())`) and fitted by `sfvi` in one graph. A
 split network (`SplitNetwork`) is such a model with networks as predictors, and is trained by a Lightning `Trainer`.
 Among parties, both are trained by the same halves of a protocol (`iteration`), in one process or over ranks (`ranks`).
 """

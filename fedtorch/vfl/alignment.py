@@ -38,7 +38,7 @@ from torch import Tensor
 
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 
-__all__ = ["Intersection", "Leader", "Member", "Points", "Positions", "following", "intersect", "leading"]
+__all__ = ["Holder", "Intersection", "Points", "Positions", "check_identifiers", "following", "intersect", "leading"]
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
 _CURVE = ec.SECP256R1()
@@ -68,8 +68,16 @@ class Intersection(NamedTuple):
     bytes: int  # that were sent
 
 
-class _Holder:
-    """Identifiers, a secret, and the order in which they are sent."""
+class Holder:
+    """Identifiers, a secret, and the order in which they are sent.
+
+    Args:
+        identifiers: one per row.
+        name: for error messages.
+
+    Raises:
+        ValueError: an identifier that comes twice.
+    """
 
     def __init__(self, identifiers: Sequence[str], name: str) -> None:
         check_identifiers(identifiers, name)
@@ -90,23 +98,26 @@ class _Holder:
         """
         return Points(_stack(self._times(_decode(bytes(x.tolist()), self.name)) for x in points.x))
 
-    def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
-        return self._secret.exchange(ec.ECDH(), point)
+    def places(self, member: str, theirs: Points, returned: Points) -> Tensor:
+        """Where each own row is in a member's list, −1 where it is not, `(n,)`; what the leader finds out.
 
+        Args:
+            member: its name.
+            theirs: what it sent of its own.
+            returned: one's own points as it sent them back.
 
-class Member(_Holder):
-    """A party that is told which of its rows are common.
+        Raises:
+            ValueError: another number of points than were sent, or points that are not on the curve.
+        """
+        if len(returned.x) != len(self.order):
+            raise ValueError(f"Expected {len(self.order)} points back from {member!r}, but got {len(returned.x)}")
+        known = {bytes(x.tolist()): i for i, x in enumerate(self.blind(theirs).x)}
+        found = torch.empty(len(self.order), dtype=torch.int64)
+        found[self.order] = torch.tensor([known.get(bytes(x.tolist()), -1) for x in returned.x], dtype=torch.int64)
+        return found
 
-    Args:
-        identifiers: one per row.
-        name: for error messages.
-
-    Raises:
-        ValueError: an identifier that comes twice.
-    """
-
-    def finish(self, positions: Positions) -> Tensor:
-        """Own rows in the common order, −1 where there is none, `(m,)`.
+    def rows(self, positions: Positions) -> Tensor:
+        """Own rows in the common order, −1 where there is none, `(m,)`; what a member finds out.
 
         Raises:
             ValueError: a position out of range, or one twice.
@@ -119,64 +130,11 @@ class Member(_Holder):
             )
         return torch.where(rows < 0, rows, torch.tensor([*self.order, -1])[rows])
 
-
-class Leader(_Holder):
-    """The party that compares; usually the one with the labels.
-
-    Args:
-        identifiers: one per row.
-        name: for error messages.
-
-    Raises:
-        ValueError: an identifier that comes twice.
-    """
-
-    def __init__(self, identifiers: Sequence[str], name: str = "leader") -> None:
-        super().__init__(identifiers, name)
-        self._places: dict[str, list[int]] = {}  # of each own row in a member's list
-
-    def compare(self, member: str, theirs: Points, returned: Points) -> None:
-        """Finds a member's rows among one's own.
-
-        Args:
-            member: its name.
-            theirs: what it sent of its own.
-            returned: one's own points as it sent them back.
-
-        Raises:
-            ValueError: another number of points than were sent, or points that are not on the curve.
-        """
-        if len(returned.x) != len(self.order):
-            raise ValueError(f"Expected {len(self.order)} points back from {member!r}, but got {len(returned.x)}")
-        places = {bytes(x.tolist()): i for i, x in enumerate(self.blind(theirs).x)}
-        found = [-1] * len(self.order)
-        for row, x in zip(self.order, returned.x):
-            found[row] = places.get(bytes(x.tolist()), -1)
-        self._places[member] = found
-
-    def finish(self, required: Iterable[str]) -> tuple[Tensor, dict[str, Positions]]:
-        """(own rows in the common order, what each member hears).
-
-        Args:
-            required: members without which a row is left out; others may lack it.
-
-        Raises:
-            ValueError: a member that was never heard of, or no row that all required ones have.
-        """
-        needed = list(required)
-        for name in needed:
-            if name not in self._places:
-                raise ValueError(f"Expected required members among {sorted(self._places)}, but got {name!r}")
-        rows = [r for r in range(len(self.order)) if all(self._places[name][r] >= 0 for name in needed)]
-        if not rows:
-            raise ValueError(
-                f"Expected rows that {self.name!r} and {needed} share, but got none; are identifiers alike?"
-            )
-        own = torch.tensor(rows)
-        return own, {name: Positions(torch.tensor(places)[own]) for name, places in self._places.items()}
+    def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
+        return self._secret.exchange(ec.ECDH(), point)
 
 
-def following(member: Member, leader: str) -> Half:
+def following(member: Holder, leader: str) -> Half:
     """A member's half; returns its rows in the common order.
 
     Args:
@@ -185,27 +143,39 @@ def following(member: Member, leader: str) -> Half:
     """
     yield Send(leader, member.own_points(), rows=True)
     yield Send(leader, member.blind((yield Receive(leader, _POINTS, rows=True))), rows=True)
-    return member.finish((yield Receive(leader, _POSITIONS, rows=True)))
+    return member.rows((yield Receive(leader, _POSITIONS, rows=True)))
 
 
-def leading(leader: Leader, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
-    """The leader's half; returns its own rows in the common order.
+def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
+    """The leader's half; returns its own rows in the common order. It usually is the party with the labels.
 
     Args:
         leader: the leader.
         members: their names.
         required: members without which a row is left out; all by default.
+
+    Raises:
+        ValueError: an unknown required member, or no row that all required ones have.
     """
+    needed = list(members if required is None else required)
+    for name in needed:
+        if name not in members:
+            raise ValueError(f"Expected required members among {sorted(members)}, but got {name!r}")
     own = leader.own_points()
     for name in members:
         yield Send(name, own, rows=True)
+    places = {}
     for name in members:
         theirs = yield Receive(name, _POINTS, rows=True)
-        leader.compare(name, theirs, (yield Receive(name, _POINTS, rows=True)))
-    rows, positions = leader.finish(members if required is None else required)
+        places[name] = leader.places(name, theirs, (yield Receive(name, _POINTS, rows=True)))
+    here = torch.ones(len(leader.order), dtype=torch.bool)
+    for name in needed:
+        here &= places[name] >= 0
+    if not bool(here.any()):
+        raise ValueError(f"Expected rows that {leader.name!r} and {needed} share, but got none; are identifiers alike?")
     for name in members:
-        yield Send(name, positions[name], rows=True)
-    return rows
+        yield Send(name, Positions(places[name][here]), rows=True)
+    return here.nonzero()[:, 0]
 
 
 def intersect(
@@ -228,8 +198,8 @@ def intersect(
     if leader not in identifiers:
         raise ValueError(f"Expected a leader among {list(identifiers)}, but got {leader!r}")
     members = [name for name in identifiers if name != leader]
-    halves = {leader: leading(Leader(identifiers[leader], leader), members, required)}
-    halves |= {name: following(Member(identifiers[name], name), leader) for name in members}
+    halves = {leader: leading(Holder(identifiers[leader], leader), members, required)}
+    halves |= {name: following(Holder(identifiers[name], name), leader) for name in members}
     found, traffic = together(halves)
     return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from fedtorch.vfl.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model import VerticalModel, checked_model
-from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
+from fedtorch.vfl.model import VerticalModel
+from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior, normal_prior
 
 __all__ = ["attenuation", "augmented"]
 
@@ -49,7 +50,12 @@ def augmented(
     >>> augmented(likelihoods.bernoulli(), [linear(5), linear(6)], rho=1.0).sizes
     [1, 5, 6]
     """
-    return checked_model(likelihood, predictors, rho, power=False, intercept=intercept, shared_prior=shared_prior)
+    noise = torch.as_tensor(rho, dtype=torch.float64).reshape(-1)
+    if not predictors:
+        raise ValueError("Expected at least one party's predictor, but got none")
+    if not bool(((noise > 0) & noise.isfinite()).all()):
+        raise ValueError(f"Expected positive rho, but got {noise.tolist()}; towards 0 the model becomes the exact one")
+    return VerticalModel(likelihood, tuple(predictors), noise, False, intercept, shared_prior or normal_prior())
 
 
 def attenuation(variance: float | Tensor) -> float | Tensor:

@@ -80,6 +80,16 @@ class VerticalData(NamedTuple):
         weight = here if self.weight is None else self.weight * here
         return mine._replace(weight=weight, present=present, weight_total=self.total)
 
+    def known_to_parties(self, response: bool) -> list[VerticalData]:
+        """What each party may know, with the response or NaN instead of it."""
+        told = self.response if response else torch.full_like(self.response, torch.nan, dtype=torch.float32)
+        split = [None] * len(self.features) if self.present is None else list(self.present.split(1, 1))
+        return [VerticalData((x,), told, None, self.weight, own) for x, own in zip(self.features, split)]
+
+    def known_to_server(self) -> VerticalData:
+        """What the server may know: everything but the features."""
+        return self._replace(features=(), present=None)
+
 
 def check_known(data: VerticalData) -> None:
     """Raises `ValueError` unless what is known of the rows fits them and is finite, and weights are from 0 on."""

@@ -9,7 +9,7 @@ correlations between parties' parameters need no exchange of parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ _ENCODER = 2  # purpose of a node's key
 
 @dataclass(frozen=True)
 class Guide:
-    """Which family approximates the posterior.
+    """Which family approximates the posterior; by default amortised encoders and a full covariance for each party.
 
     Attributes:
         auxiliary: of z given θ.
@@ -37,32 +37,21 @@ class Guide:
             the gradient vanishes where q is exact; otherwise the gradient of the entropy in closed form.
         sd: standard deviation of q(θ) at the start.
         shared: of γ, where it is another than `theta`.
+
+    Raises:
+        ValueError: `sd` is not positive.
     """
 
-    auxiliary: Auxiliary
-    theta: GaussianFamily
-    joint: bool = False
-    sticking: bool = True
-    sd: float = 0.1
-    shared: GaussianFamily | None = None
+    auxiliary: Auxiliary = field(default_factory=amortised)
+    theta: GaussianFamily = field(default_factory=full_covariance)
+    joint: bool = field(default=False, kw_only=True)
+    sticking: bool = field(default=True, kw_only=True)
+    sd: float = field(default=0.1, kw_only=True)
+    shared: GaussianFamily | None = field(default=None, kw_only=True)
 
-    @staticmethod
-    def of(
-        auxiliary: Auxiliary | None = None,
-        theta: GaussianFamily | None = None,
-        *,
-        joint: bool = False,
-        sticking: bool = True,
-        sd: float = 0.1,
-    ) -> Guide:
-        """A guide; by default amortised encoders and a full covariance for each party.
-
-        Raises:
-            ValueError: `sd` is not positive.
-        """
-        if not sd > 0:
-            raise ValueError(f"Expected a positive standard deviation at the start, but got {sd}")
-        return Guide(auxiliary or amortised(), theta or full_covariance(), joint, sticking, sd)
+    def __post_init__(self) -> None:
+        if not self.sd > 0:
+            raise ValueError(f"Expected a positive standard deviation at the start, but got {self.sd}")
 
     def family(self, index: int) -> GaussianFamily:
         """That of node `index`: the server is 0, the parties 1 to J."""
@@ -132,15 +121,21 @@ def draw_theta(
         theta = guide.theta.draw(q, torch.cat([own, *noise[1:], surplus], -1))
         return list(theta.split(model.sizes, -1)), guide.theta.log_density(fixed(guide, q), theta)
     nodes = [node["theta"] for node in (parameters.server, *parameters.parties)]
-    families = [guide.family(j) for j in range(len(nodes))]
     thetas = [draw_own(model, guide, j, q, e) for j, (q, e) in enumerate(zip(nodes, noise))]
-    densities = [f.log_density(fixed(guide, q), theta) for f, q, theta in zip(families, nodes, thetas)]
-    return thetas, model.masked(torch.stack(densities).sum(0), 0.0)
+    densities = [
+        guide.family(j).log_density(fixed(guide, q), theta)
+        for j, (q, theta) in enumerate(zip(nodes, thetas))
+        if model.sizes[j]
+    ]
+    return thetas, model.masked(torch.stack(densities).sum(0), 0.0) if densities else thetas[0].new_zeros(1, 1)
 
 
 def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor], noise: Tensor) -> Tensor:
     """Draws of node `index` alone, `(B, M, d)`: of q, or of its mean in elements without priors."""
-    return model.masked(guide.family(index).draw(q, noise), q["mean"].unsqueeze(1))
+    theta = guide.family(index).draw(q, noise)
+    if model.active is None or not theta.shape[-1]:
+        return theta
+    return model.masked(theta, q["mean"].unsqueeze(1))
 
 
 def fixed(guide: Guide, q: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -58,12 +58,12 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
     Raises:
         ValueError: an idle party in the first iteration or with minibatches, whose rows would differ.
     """
-    model = party.model
+    model, own = party.model, party.index - 1
     for iteration in iterations:
-        here = _taking_part(iteration, [party.value is not None] * len(model.predictors))[party.index - 1]
+        here = _taking_part(iteration, [party.values[own] is not None] * len(party.values))[own]
         if here:
             yield Send(0, party.propose(iteration))
-        value = party.value.value  # type: ignore[union-attr]
+        value = party.values[own].value  # type: ignore[union-attr]
         if here and party.pooled:
             yield Send(0, party.pool())
             party.hear((yield Receive(0, party.mine)))

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fedtorch.vfl.data import VerticalData, check_known
 from fedtorch.vfl.likelihoods import ResponseLikelihood
-from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior, normal_prior
+from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
 from fedtorch.vfl.split_nn import Stacked
 
 __all__ = [
-    "VerticalModel", "check_features", "check_response", "check_rows", "checked_model", "concatenated", "prepared",
+    "VerticalModel", "check_features", "check_response", "check_rows", "concatenated", "prepared",
     "summed",
 ]  # fmt: skip
 
@@ -146,32 +146,6 @@ class VerticalModel:
             return self.likelihood.log_prob(y, total, shared)
         each = self.likelihood.log_prob(y, total - deviations, shared)
         return each.mean(0) if weights is None else (weights.T[:, :, None, None] * each).sum(0)
-
-
-def checked_model(
-    likelihood: ResponseLikelihood,
-    predictors: Sequence[Predictor | NetworkPredictor],
-    rho: float | Tensor,
-    *,
-    power: bool,
-    intercept: bool,
-    shared_prior: Prior | None,
-    concentration: float | None = None,
-) -> VerticalModel:
-    """A model whose parts fit each other.
-
-    Raises:
-        ValueError: no party, ρ that is not positive, or a concentration that is not.
-    """
-    noise = torch.as_tensor(rho, dtype=torch.float64).reshape(-1)
-    if not predictors:
-        raise ValueError("Expected at least one party's predictor, but got none")
-    if not bool(((noise > 0) & noise.isfinite()).all()):
-        raise ValueError(f"Expected positive rho, but got {noise.tolist()}; towards 0 the model becomes the exact one")
-    if concentration is not None and not concentration > 0:
-        raise ValueError(f"Expected a positive concentration of the parties' weights, but got {concentration}")
-    prior = shared_prior or normal_prior()
-    return VerticalModel(likelihood, tuple(predictors), noise, power, intercept, prior, concentration)
 
 
 def check_features(model: VerticalModel, data: VerticalData, names: Sequence[str]) -> None:

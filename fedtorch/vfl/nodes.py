@@ -76,7 +76,13 @@ class _Node:
     """A part with data and an optimiser of its own: the server is node 0, the parties 1 to J."""
 
     def __init__(
-        self, part: Part, data: VerticalData, response_shared: bool, optimizer: Optimizers, per_row: bool
+        self,
+        part: Part,
+        data: VerticalData,
+        *,
+        response_shared: bool = False,
+        optimizer: Optimizers = fused_adam,
+        per_row: bool = False,
     ) -> None:
         self.part, self.index, self.model, self.guide = part, part.index, part.model, part.guide
         self.response_shared, self.per_row = response_shared, per_row
@@ -86,10 +92,15 @@ class _Node:
         self.pooled = self.guide.joint and self.guide.theta.shares is not None
         self.chained = self.guide.joint and self.guide.sticking and not self.pooled
         self.apart = self.guide.auxiliary.party is not None  # whether every party draws its z
+        self.check(data)
         self.data = data.to_dtype(tree.leaves(self.q)[0].dtype)
         stop = sum(self.model.sizes[: self.index + 1])
         self.own = slice(stop - self.model.sizes[self.index], stop)
         self.optimizer = optimizer(part.parameters())
+        parties = len(self.model.predictors)
+        self.values: list[Value | None] = [None] * parties  # what was last sent, at the server by each party
+        self.pools: list[Pooled | None] = [None] * parties
+        self.answers: list[Share | None] = [None] * parties
 
     def begin(self, iteration: Iteration) -> None:
         """Takes an iteration's rows, and draws its noise and θ (or γ)."""
@@ -155,6 +166,10 @@ class _Node:
         told = self.pull @ factor[..., : self.own.start]
         return Backward(told if backward is None else told + backward.told[..., : self.own.start])
 
+    def check(self, data: VerticalData) -> None:
+        """Raises `ValueError` unless the data are what this node needs."""
+        raise NotImplementedError
+
     def scaled(self, objective: Tensor) -> Tensor:
         """The objective, or what there is of it for every row that counts, where that is what is raised."""
         return objective / self.now.total.to(objective).reshape(-1, 1) if self.per_row else objective
@@ -165,10 +180,8 @@ class PartyNode(_Node):
 
     Args:
         part: its part of a model, which it trains in place.
-        x: its features, `(n, ...)` or `(B, n, ...)`.
-        response: y, where the parties have to know it; None where it stays with the server.
-        weight: the rows' weights, `(n,)` or `(B, n)`.
-        present: which rows it has, `(n,)`; all by default.
+        data: what the party may know: its own features as the only ones, the rows' weights and, as the only column of
+            `present`, which it has; the response where the party has to know it, otherwise NaN.
         response_shared: whether the parties find the likelihood's gradient themselves; as at the server.
         optimizer: from parameters to an optimiser.
         per_row: whether the bound is divided by the weights' sum; as at the server.
@@ -177,37 +190,22 @@ class PartyNode(_Node):
         ValueError: features that do not fit the model or its weights, or a response that is needed and not given.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        x: Tensor,
-        response: Tensor | None = None,
-        weight: Tensor | None = None,
-        present: Tensor | None = None,
-        *,
-        response_shared: bool = False,
-        optimizer: Optimizers = fused_adam,
-        per_row: bool = False,
-    ) -> None:
-        apart = part.guide.auxiliary.party is not None
-        if response is None and (response_shared or part.guide.auxiliary.sees_response or (part.model.power and apart)):
-            raise ValueError("Expected the response at the party, which its likelihood or encoder needs, but got None")
-        predictor = part.model.predictors[part.index - 1]
-        rows = x.shape[max(-1 - predictor.row_dims, -x.ndim)]
-        y = part.rho.new_full((rows,), torch.nan) if response is None else response
-        data = VerticalData((x,), y, None, weight, None if present is None else present.unsqueeze(1))
+    def check(self, data: VerticalData) -> None:
+        """Raises `ValueError` unless the data are what this party needs."""
         check_known(data)
-        check_rows(predictor, x, rows, part.name)
-        super().__init__(part, data, response_shared, optimizer, per_row)
-        self.value: Value | None = None  # what was last sent
+        check_rows(self.model.predictors[self.index - 1], data.features[0], data.response.shape[-1], self.part.name)
+        needed = self.response_shared or self.guide.auxiliary.sees_response or (self.model.power and self.apart)
+        if needed and bool(data.response.isnan().all()):
+            raise ValueError("Expected the response at the party, which its likelihood or encoder needs, but got NaN")
 
     def propose(self, iteration: Iteration) -> Value:
         """Draws θ_j and z_j and says what this party contributes."""
         self.begin(iteration)
         self.now = self.now.of_party(0)
         self._contribute()
-        self.value = Value(self.sent.detach())
-        return self.value
+        value = Value(self.sent.detach())
+        self.values[self.index - 1] = value
+        return value
 
     def _contribute(self) -> None:
         found = party_bound(self.model, self.guide, self.index, self.q, self.theta, self.now, self.noise)
@@ -258,21 +256,9 @@ class ServerNode(_Node):
         ValueError: a response that the likelihood does not have.
     """
 
-    def __init__(
-        self,
-        part: Part,
-        data: VerticalData,
-        *,
-        response_shared: bool = False,
-        optimizer: Optimizers = fused_adam,
-        per_row: bool = False,
-    ) -> None:
-        check_response(part.model.likelihood, data)
-        super().__init__(part, data._replace(features=(), present=None), response_shared, optimizer, per_row)
-        parties = len(self.model.predictors)
-        self.values: list[Value | None] = [None] * parties  # what was last heard of each party
-        self.pools: list[Pooled | None] = [None] * parties
-        self.answers: list[Share | None] = [None] * parties
+    def check(self, data: VerticalData) -> None:
+        """Raises `ValueError` unless the likelihood has the response."""
+        check_response(self.model.likelihood, data)
 
     def expected(self, party: int) -> Value:
         """What the value of a party, from 0 on, looks like."""

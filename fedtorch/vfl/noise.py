@@ -107,6 +107,8 @@ class NodeNoise:
         """Noise of the parameters `(1, 1, theta)` and of z `(1, 1, z, rows)`."""
         count, block = self.theta + self.z * rows, step // _BLOCK
         place = rows, like.dtype, like.device
+        if not count:
+            return like.new_zeros(1, 1, 0), like.new_zeros(1, 1, 0, rows)
         if place not in self._blocks or self._blocks[place][0] != block:
             steps = torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device=like.device)
             keys = random.fold_in(random.fold_in(self.key.to(like.device), _DRAWS), steps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class Part(nn.Module):
     @property
     def q(self) -> dict[str, dict[str, Tensor]]:
         """Its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights", "joint"."""
-        return {name: dict(cast("nn.ParameterDict", group).items()) for name, group in self.groups.items()}
+        return {name: dict(group._parameters) for name, group in self.groups.items()}  # type: ignore[arg-type]
 
     @property
     def model(self) -> VerticalModel:
@@ -80,9 +79,9 @@ class Part(nn.Module):
     def draw_noise(self, step: int, rows: int) -> Noise:
         """Its own noise of an iteration, in its own place."""
         theta, z = self.noise.at(step, rows, self.rho)
-        before = (theta[..., :0],) * self.index
-        keys = self.noise.keys(step, self.rho)
-        return Noise((*before, theta), (*before, z), (keys,) * (self.index + 1) if self.training else ())
+        keys = (self.noise.keys(step, self.rho),) if self.training else ()
+        places = self.index + 1
+        return Noise((theta,) * places, (z,) * places, keys * places)
 
     @torch.no_grad()
     def propose(self, x: Tensor, key: Tensor, draws: int = 1, noise: bool = True) -> Tensor:
@@ -165,9 +164,5 @@ def parts(
 
 def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:
     """The noise of an iteration of all nodes, the server first."""
-    each = [node.draw_noise(step, rows) for node in nodes]
-    return Noise(
-        tuple(own.theta[-1] for own in each),
-        tuple(own.z[-1] for own in each),
-        tuple(key for own in each for key in own.keys[-1:]),
-    )
+    theta, z, keys = zip(*(node.draw_noise(step, rows) for node in nodes))
+    return Noise(*(tuple(own[-1] for own in each if own) for each in (theta, z, keys)))

@@ -28,11 +28,13 @@ Source: Hassan et al., section 3.3, equation (7). Learnt weights are ours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from fedtorch.vfl.augmented import augmented
 from fedtorch.vfl.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model import VerticalModel, checked_model
+from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
 
 __all__ = ["power"]
@@ -66,12 +68,7 @@ def power(
     >>> power(likelihoods.gaussian(), [linear(5), linear(6)], rho=1.0).sizes
     [2, 5, 6]
     """
-    return checked_model(
-        likelihood,
-        predictors,
-        rho,
-        power=True,
-        intercept=intercept,
-        shared_prior=shared_prior,
-        concentration=concentration,
-    )
+    if concentration is not None and not concentration > 0:
+        raise ValueError(f"Expected a positive concentration of the parties' weights, but got {concentration}")
+    model = augmented(likelihood, predictors, rho, intercept=intercept, shared_prior=shared_prior)
+    return replace(model, power=True, concentration=concentration)

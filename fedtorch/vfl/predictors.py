@@ -108,7 +108,8 @@ class NetworkPredictor(nn.Module):
         Raises:
             ValueError: networks of another number of outputs.
         """
-        found = torch.stack([self.stack(x, self._named(one), keys) for one in theta.unbind(1)], 1)
+        each = [self.stack(x, self._named(one), keys) for one in theta.unbind(1)]
+        found = torch.stack(each, 1) if len(each) > 1 else each[0].unsqueeze(1)
         if found.ndim != 4 or found.shape[-1] != self.outputs:
             raise ValueError(
                 f"Expected networks of {self.name!r} that map rows (n, ...) to (n, {self.outputs}), but got "

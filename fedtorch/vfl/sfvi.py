@@ -110,7 +110,9 @@ def sfvi(
         raise ValueError(f"Expected positive steps, draws and batch_size, but got {steps}, {draws} and {batch_size}")
     if key.ndim > 1 or (key.ndim == 1 and len(key) not in (1, size)):
         raise ValueError(f"Expected one key or one for each of {size} problems, but got shape {tuple(key.shape)}")
-    batch, model = prepared(model, data), copy.deepcopy(model)
+    batch = prepared(model, data)
+    if any(True for predictor in model.predictors for _ in predictor.parameters()):
+        model = copy.deepcopy(model)  # whose networks are trained
     like = batch.features[0]
     key = key.to(like.device)
     schedule = lr if callable(lr) else cosine(lr, steps)

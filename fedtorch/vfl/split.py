@@ -22,7 +22,8 @@ takes its own part of it and its own data, and runs its half:
     if rank == 0:
         half = server_half(ServerNode(network.server, VerticalData((), y), optimizer=adam, per_row=True), iterations)
     else:
-        half = party_half(PartyNode(network.parties[rank - 1], x, optimizer=adam, per_row=True), iterations)
+        own = VerticalData((x,), torch.full((len(x),), torch.nan))
+        half = party_half(PartyNode(network.parties[rank - 1], own, optimizer=adam, per_row=True), iterations)
     over_ranks(half, rank, 3)
 
 Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
@@ -35,7 +36,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 import lightning as L
@@ -112,7 +112,7 @@ class HierarchicalBayes:
             raise ValueError(
                 "Expected a sum at the cut layer and no top network for `sums`, but got others; use `amortised`"
             )
-        return Guide(auxiliary, self.theta, False, self.sticking, self.sd, point())
+        return Guide(auxiliary, self.theta, sticking=self.sticking, sd=self.sd, shared=point())
 
 
 class SplitNetwork(L.LightningModule):
@@ -264,12 +264,9 @@ class SplitNetwork(L.LightningModule):
         """
         self.train()
         self.check(data)
-        told = data.response if self.server.guide.auxiliary.sees_response else None
-        here = [None] * len(self.parties) if data.present is None else list(data.present.unbind(1))
-        known = zip(self.parties, data.features, here)
-        make = partial(PartyNode, response=told, weight=data.weight, optimizer=optimizer, per_row=True)
-        parties = [make(party, x, present=present) for party, x, present in known]
-        return ServerNode(self.server, data, optimizer=optimizer, per_row=True), parties
+        known = data.known_to_parties(response=self.server.guide.auxiliary.sees_response)
+        parties = [PartyNode(p, own, optimizer=optimizer, per_row=True) for p, own in zip(self.parties, known)]
+        return ServerNode(self.server, data.known_to_server(), optimizer=optimizer, per_row=True), parties
 
     @torch.no_grad()
     def totals(

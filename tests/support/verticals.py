@@ -66,16 +66,14 @@ def regression(data: vfl.VerticalData, variance: float) -> tuple[Tensor, Tensor,
 
 MODELS = {"augmented": vfl.augmented, "power": vfl.power}
 GUIDES = {
-    "mean field": lambda: vfl.Guide.of(vfl.mean_field(), vfl.diagonal()),
-    "amortised": lambda: vfl.Guide.of(vfl.amortised(encoder.perceptron(4))),
-    "amortised, y seen": lambda: vfl.Guide.of(
-        vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)
-    ),
-    "sums": lambda: vfl.Guide.of(vfl.sums(encoder.perceptron(4))),
-    "noiseless": lambda: vfl.Guide.of(vfl.noiseless()),
-    "sums, joint": lambda: vfl.Guide.of(vfl.sums(encoder.affine(), skewed=False), joint=True),
-    "amortised, joint": lambda: vfl.Guide.of(vfl.amortised(encoder.affine()), joint=True),
-    "sums, low rank, joint": lambda: vfl.Guide.of(vfl.sums(encoder.affine()), vfl.low_rank(2), joint=True),
+    "mean field": lambda: vfl.Guide(vfl.mean_field(), vfl.diagonal()),
+    "amortised": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4))),
+    "amortised, y seen": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)),
+    "sums": lambda: vfl.Guide(vfl.sums(encoder.perceptron(4))),
+    "noiseless": lambda: vfl.Guide(vfl.noiseless()),
+    "sums, joint": lambda: vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True),
+    "amortised, joint": lambda: vfl.Guide(vfl.amortised(encoder.affine()), joint=True),
+    "sums, low rank, joint": lambda: vfl.Guide(vfl.sums(encoder.affine()), vfl.low_rank(2), joint=True),
 }
 LIKELIHOODS = {
     "gaussian": (likelihoods.gaussian, gaussian_data),
@@ -102,11 +100,10 @@ def nodes(
     model: vfl.VerticalModel, guide: vfl.Guide, q: vfl.Parameters, data: vfl.VerticalData, shared: bool
 ) -> tuple[ServerNode, list[PartyNode]]:
     """All nodes, with the response at the parties too where it is `shared`."""
-    y = data.response if shared else None
     server, *holders = vfl.parts(model, guide, q)
-    return ServerNode(server, prepared(model, data), response_shared=shared), [
-        PartyNode(part, x, y, data.weight, response_shared=shared) for part, x in zip(holders, data.features)
-    ]
+    known = zip(holders, data.known_to_parties(response=shared))
+    parties = [PartyNode(part, own, response_shared=shared) for part, own in known]
+    return ServerNode(server, prepared(model, data).known_to_server(), response_shared=shared), parties
 
 
 def gathered(guide: vfl.Guide, server: ServerNode, parties: list[PartyNode]) -> vfl.Parameters:

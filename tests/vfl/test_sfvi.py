@@ -36,7 +36,7 @@ KEY = random.key(0)
 
 
 def exact_guide() -> vfl.Guide:
-    return vfl.Guide.of(vfl.sums(encoder.affine(), skewed=False), joint=True)
+    return vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True)
 
 
 def noise_variance(name: str, rho: float, parties: int) -> float:
@@ -69,7 +69,7 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
     """q(z_j | θ_j) loses ½[J log(1 + ρ²/σ²) − log(1 + Jρ²/σ²)] nats a row, however it is parametrised."""
     data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3
     model = vfl.augmented(likelihoods.gaussian(SD), predictors([1, 1, 1]), rho)
-    guide = vfl.Guide.of(vfl.amortised(encoder.affine(), sees_response=True), joint=True)
+    guide = vfl.Guide(vfl.amortised(encoder.affine(), sees_response=True), joint=True)
     fit = vfl.sfvi(model, guide, data, key=KEY, steps=700, lr=0.03, every=300)
     ratio = rho**2 / SD**2
     floor = 0.5 * (parties * math.log1p(ratio) - math.log1p(parties * ratio)) * len(data.response)
@@ -230,7 +230,7 @@ def test_learnt_weights_are_stationary() -> None:
     x = draw(0, 60, 4)
     data = vfl.VerticalData(x.split(2, 1), (x[:, 0] > 0).double())
     model = vfl.power(likelihoods.bernoulli(), predictors([2, 2]), 2.0, concentration=0.02)
-    family = vfl.Guide.of(vfl.mean_field(), vfl.diagonal())
+    family = vfl.Guide(vfl.mean_field(), vfl.diagonal())
     fit = vfl.sfvi(model, family, data, key=KEY, steps=700, lr=0.03)
     noise = draw_noise(model, family, random.key(5).reshape(1), 60, 2000, torch.float64)
     slopes = []
@@ -295,7 +295,7 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: vfl.power(likelihoods.bernoulli(), predictors(), torch.tensor([1.0, -1.0])), "Expected positive rho"),
     (lambda: vfl.augmented(likelihoods.bernoulli(), [], 1.0), "at least one party"),
     (lambda: vfl.power(likelihoods.bernoulli(), predictors(), 1.0, concentration=0.0), "positive concentration"),
-    (lambda: vfl.Guide.of(sd=0.0), "positive standard deviation"),
+    (lambda: vfl.Guide(sd=0.0), "positive standard deviation"),
     (lambda: fit_with(gaussian_data()), "labels 0 and 1"),
     (lambda: fit_with(logistic_data([2, 3], 9)), "features of 3 parties, but got 2"),
     (lambda: fit_with(logistic_data([2, 3, 2], 9)), r"features \(9, 1\) of 'party 2', but got shape \(9, 2\)"),

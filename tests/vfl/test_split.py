@@ -144,6 +144,34 @@ def test_one_party_without_noise_is_an_ordinary_network() -> None:
             assert torch.allclose(model.predict(rows.features)[b], expected, rtol=0, atol=ROUNDING)
 
 
+def test_a_linear_network_is_the_linear_predictor() -> None:
+    """The same model, whether its predictors hold a linear layer with random weights or are linear: fitted alike."""
+    x, keys = [draw(0, 20, 3), draw(1, 20, 2)], KEYS[:1]
+    rows = vfl.VerticalData(tuple(x), (x[0].sum(1) > 0).double())
+    guide = vfl.Guide(vfl.sums(encoder.perceptron(4)), joint=True)
+    layers = [Stacked(nn.Linear(width, 1, bias=False).double(), keys) for width in (3, 2)]
+    networks = [vfl.NetworkPredictor(layer, 1, random="weight", prior=vfl.normal_prior()) for layer in layers]
+    found = []
+    for predictors in (networks, [vfl.linear(3), vfl.linear(2)]):
+        for predictor in networks:
+            predictor.start.zero_()
+        model = vfl.augmented(likelihoods.bernoulli(), predictors, 0.7)
+        fit = vfl.sfvi(model, guide, rows, key=random.key(0), steps=20, draws=3)
+        found.append(torch.cat([part.flatten() for part in fit.moments()]))
+    assert torch.allclose(*found, rtol=0, atol=ROUNDING)
+
+
+def test_sfvi_trains_the_networks_of_a_model() -> None:
+    """A split network's model outside of it: the bound rises, and the networks that were given stay as they were."""
+    network_, rows = CASES["sums"](), data()._replace(weight=None)
+    model, before = network_.model, copy.deepcopy(network_)
+    fit = vfl.sfvi(model, network_.server.guide, rows, key=random.key(0), steps=60, lr=0.03, size=B, every=20)
+    assert (fit.bounds[-1] > fit.bounds[0]).all()
+    assert distance(network_, before) == 0
+    trained, given = (m.predictors[0].stack.weights[0].detach() for m in (fit.model, model))
+    assert not torch.equal(trained, given)
+
+
 def test_gaussian_bound_averages_to_its_closed_form() -> None:
     """One party, one linear weight, Gaussian response, exact q(s | w): E of the bound is that of Bayesian regression.
 
