@@ -120,6 +120,14 @@ class VerticalModel:
         centre = combined if intercept is None else combined + intercept
         return (centre if offset is None else centre + offset.reshape(-1, 1, 1, offset.shape[-1])), shared
 
+    def etas(self, thetas: Sequence[Tensor], data: VerticalData) -> list[Tensor]:
+        """g_j of every party, `(B, M, C, n)` each, of draws of γ, θ_1, …, θ_J `(B, M, d_j)`."""
+        return [p.forward(theta, x) for p, theta, x in zip(self.predictors, thetas[1:], data.features)]
+
+    def predictor(self, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
+        """Intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws and rows."""
+        return self.centre(thetas[0], self.cut(self.etas(thetas, data)), data.offset)
+
     def split_shared(self, gamma: Tensor) -> tuple[Tensor | None, Tensor]:
         """γ `(B, M, S)` as intercepts `(B, M, C, 1)`, if there are any, and the likelihood's own parameters."""
         if not self.intercept:

@@ -38,17 +38,7 @@ def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData
         thetas: `(B, M, d_j)` each, for example `fit.sample(key, draws)`.
         data: rows; the response is not looked at beyond its shape and range.
     """
-    return _predictor(model, thetas, prepared(model, data))
-
-
-def _predictor(model: VerticalModel, thetas: Sequence[Tensor], batch: VerticalData) -> tuple[Tensor, Tensor]:
-    """`predictor` of prepared rows."""
-    return model.centre(thetas[0], torch.stack(_etas(model, thetas, batch)).sum(0), batch.offset)
-
-
-def _etas(model: VerticalModel, thetas: Sequence[Tensor], batch: VerticalData) -> list[Tensor]:
-    """g_j of every party, `(B, M, C, n)` each."""
-    return [p.forward(theta, x) for p, theta, x in zip(model.predictors, thetas[1:], batch.features)]
+    return model.predictor(thetas, prepared(model, data))
 
 
 def log_score(
@@ -69,7 +59,7 @@ def log_score(
         points: of the quadrature over it.
     """
     batch = prepared(model, data)
-    return _scored(model, batch.y, *_predictor(model, thetas, batch), noise, points)
+    return _scored(model, batch.y, *model.predictor(thetas, batch), noise, points)
 
 
 def _scored(
@@ -101,7 +91,7 @@ def lost_score(
         `(B, J, n)`.
     """
     batch = prepared(model, data)
-    etas = torch.stack(_etas(model, thetas, batch))
+    etas = torch.stack(model.etas(thetas, batch))
     whole, shared = model.centre(thetas[0], etas.sum(0), batch.offset)
     without = [_scored(model, batch.y, whole - eta + eta.mean(-1, True), shared, noise, points) for eta in etas]
     return _scored(model, batch.y, whole, shared, noise, points).unsqueeze(1) - torch.stack(without, 1)
@@ -114,4 +104,4 @@ def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 10
     """
     batch = prepared(fit.model, data)
     thetas = fit.sample(key, draws)
-    return torch.stack([eta.std(-1).mean((1, 2)) for eta in _etas(fit.model, thetas, batch)], -1)
+    return torch.stack([eta.std(-1).mean((1, 2)) for eta in fit.model.etas(thetas, batch)], -1)
