@@ -72,7 +72,7 @@ class VerticalData(NamedTuple):
 
     def of_party(self, index: int) -> VerticalData:
         """What party `index`, from 0 on, needs: its features alone, and weight zero on the rows that it lacks."""
-        mine = self._replace(features=self.features[index : index + 1])
+        mine = VerticalData(self.features[index : index + 1], *self[1:])
         if self.present is None:
             return mine
         present = self.present[:, index : index + 1]

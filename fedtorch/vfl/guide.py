@@ -125,7 +125,7 @@ def draw_theta(
     densities = [
         guide.family(j).log_density(fixed(guide, q), theta)
         for j, (q, theta) in enumerate(zip(nodes, thetas))
-        if model.sizes[j]
+        if theta.shape[-1]
     ]
     return thetas, model.masked(torch.stack(densities).sum(0), 0.0) if densities else thetas[0].new_zeros(1, 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from fedtorch.vfl.iteration import bounded_delay, exchange
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.nodes import Backward, Gradient, Iteration, Pooled, Share, Value
 from fedtorch.vfl.noise import draw_noise
-from fedtorch.vfl.protocol import Traffic
+from fedtorch.vfl.protocol import Half, Receive, Traffic, together
 
 
 def in_one_graph(
@@ -221,3 +222,27 @@ def test_refusals() -> None:
     for arguments in ((-1, 0.5), (1, 1.5)):
         with pytest.raises(ValueError, match="delay ≥ 0 and a probability"):
             next(bounded_delay(2, *arguments, KEY))
+
+
+@pytest.mark.parametrize("guide", ["mean field", "sums, joint"])
+def test_each_node_saves_and_loads_its_own_part(guide: str, tmp_path: Path) -> None:
+    model, data = some_model("power", "negative binomial")
+    family = GUIDES[guide]()
+    ours, others = (vfl.parts(model, family, some_parameters(model, family, data)) for _ in range(2))
+    for part in others:
+        for value in part.parameters():
+            value.data.zero_()
+    for one, other in zip(ours, others):
+        one.save(tmp_path / f"{one.name}.safetensors")
+        other.load(tmp_path / f"{one.name}.safetensors")
+        assert distance(tree.map(torch.detach, one.q), tree.map(torch.detach, other.q)) == 0
+    with pytest.raises(ValueError, match="Expected parameters of party 'party 1', but got those of 'server'"):
+        others[2].load(tmp_path / "server.safetensors")
+
+
+def test_halves_that_do_not_fit_are_named() -> None:
+    def waiting(other: int) -> Half:
+        yield Receive(other, torch.zeros(1))
+
+    with pytest.raises(RuntimeError, match=r"Expected messages for \[0, 1\], but got none"):
+        together({0: waiting(1), 1: waiting(0)})
