@@ -2,47 +2,55 @@
 
 Parties (`Party`) align their rows (`align`), privately.
 
-A model (`augmented`, `power`) is approximated by a guide (`Guide.of(sums())`) and fitted by `sfvi` in one graph, or by
-`messages` and `processes` among parties. Split networks (`SplitNetwork`, in `split`) are trained by a Lightning
-`Trainer`, or by `split.nodes` and `split.processes` among parties.
+A model (`augmented`, `power`) is approximated by a guide (`Guide(sums())`) and fitted by `sfvi` in one graph. A
+split network (`SplitNetwork`) is such a model with networks as predictors, and is trained by a Lightning `Trainer`.
+Among parties, both are trained by the same halves of a protocol (`iteration`), in one process or over ranks (`ranks`).
 """
 
 from fedtorch.vfl.augmented import attenuation, augmented
 from fedtorch.vfl.auxiliary import Auxiliary, amortised, mean_field, noiseless, sums
+from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.gaussians import GaussianFamily, diagonal, full_covariance, low_rank
-from fedtorch.vfl.guide import Guide, Noise, Parameters, count_parameters
+from fedtorch.vfl.guide import Guide, Parameters, count_parameters
 from fedtorch.vfl.leakage import LabelLeakageWarning
-from fedtorch.vfl.model import VerticalData, VerticalModel
+from fedtorch.vfl.lightning import StackedEarlyStopping, VerticalLoader
+from fedtorch.vfl.model import VerticalModel, concatenated, summed
+from fedtorch.vfl.noise import Noise
+from fedtorch.vfl.part import Part, parts
 from fedtorch.vfl.parties import Aligned, Party, align, from_table, joined
 from fedtorch.vfl.power import power
 from fedtorch.vfl.prediction import log_score, lost_score, noise_variance, spread
-from fedtorch.vfl.predictors import Predictor, by_level, laplace_prior, linear, multilevel, normal_prior, slopes
-from fedtorch.vfl.sfvi import Fit, cosine, sfvi
-from fedtorch.vfl.soul import Soul, soul
-from fedtorch.vfl.split import (
-    HierarchicalBayes,
-    SplitNetwork,
-    StackedEarlyStopping,
-    VerticalLoader,
-    concatenated,
-    summed,
+from fedtorch.vfl.predictors import (
+    NetworkPredictor,
+    Predictor,
+    by_level,
+    laplace_prior,
+    linear,
+    multilevel,
+    normal_prior,
+    slopes,
 )
+from fedtorch.vfl.sfvi import VariationalFit, cosine, sfvi
+from fedtorch.vfl.soul import Soul, soul
+from fedtorch.vfl.split import HierarchicalBayes, SplitNetwork
 
 __all__ = [
     "Aligned",
     "Auxiliary",
-    "Fit",
     "GaussianFamily",
     "Guide",
     "HierarchicalBayes",
     "LabelLeakageWarning",
+    "NetworkPredictor",
     "Noise",
     "Parameters",
+    "Part",
     "Party",
     "Predictor",
     "Soul",
     "SplitNetwork",
     "StackedEarlyStopping",
+    "VariationalFit",
     "VerticalData",
     "VerticalLoader",
     "VerticalModel",
@@ -68,6 +76,7 @@ __all__ = [
     "noise_variance",
     "noiseless",
     "normal_prior",
+    "parts",
     "power",
     "sfvi",
     "slopes",

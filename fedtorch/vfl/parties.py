@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.data.partition import split_features
+from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.leakage import warn_of_leakage
-from fedtorch.vfl.model import VerticalData
 
 if TYPE_CHECKING:
     from fedtorch.data import VerticalTable

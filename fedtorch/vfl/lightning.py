@@ -11,8 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.vfl.model import VerticalData
-from fedtorch.vfl.split.rows import minibatch
+from fedtorch.vfl.data import VerticalData
 
 __all__ = ["StackedEarlyStopping", "VerticalLoader"]
 
@@ -71,7 +70,7 @@ class VerticalLoader:
         order = random.permutation(random.fold_in(self.key, self.sampler.epoch), total).to(self.data.response.device)
         self.sampler.epoch += 1
         for rows in order.split(self.batch_size):
-            yield minibatch(self.data, rows, self.row_dims)
+            yield self.data.take(rows, self.row_dims)
 
 
 class StackedEarlyStopping(L.Callback):
