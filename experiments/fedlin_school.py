@@ -98,7 +98,7 @@ def hm2(rounds: int) -> dict[str, Candidate]:
     found = {}
     for name, which in sets.items():
         model = hierarchical.linear(hierarchical.normal(FEATURES + 1, random=which, sd=30.0, variance=variance))
-        algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+        algorithm = ft.ep(model)
         found[name] = Candidate(algorithm, 60, model=model)
     return found
 

@@ -57,7 +57,7 @@ MEAN, VARIANCE = [1, 3, 0.5, 2], [1.17, 2.35, 2.52, 0.67]
 
 def infer(model: Model, data: ft.data.FederatedData) -> tuple[Fit, ft.Algorithm]:
     """Expectation propagation until it stands still."""
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    algorithm = ft.ep(model)
     return fit(algorithm, ft.InProcess(data)), algorithm
 
 

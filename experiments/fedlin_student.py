@@ -71,7 +71,7 @@ def federated(penalty: str, training: ft.data.FederatedData, testing: Schools) -
     """HM2's figures, and the means and intervals `(3, 2, d)`."""
     kind = {"lasso": shrinkage.lasso, "ridge": shrinkage.ridge}[penalty]
     model = shrinkage.penalised(kind(testing[0][0].shape[1]))
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    algorithm = ft.ep(model)
     found = fit(algorithm, ft.InProcess(training))
     marginals = devices(found.last, algorithm, model, training).marginals()
     chosen = selected(marginals, 0.9)

@@ -133,7 +133,7 @@ def _propagation(count: int, features: int, draws: int) -> list[common.Row]:
     """One K; NUTS where there are draws."""
     data = ft.data.from_tensors(list(zip(*devices(count, 40, features))))
     model = hierarchical.linear(hierarchical.normal(features))
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    algorithm = ft.ep(model)
     running = ft.run(algorithm, ft.InProcess(data))
     times = [seconds(lambda: next(running)) for _ in range(6)]
     title = f"HM2: K = {count}, d = {features}, σ² learnt"

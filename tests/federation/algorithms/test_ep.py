@@ -13,7 +13,7 @@ from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation.algorithms.ep import fit, posterior
+from fedtorch.federation.algorithms.ep import Factors, fit, posterior
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import hyperpriors, projections
@@ -37,7 +37,7 @@ def devices(count: int, features: int, rows: int = 20, seed: int = 0) -> ft.data
 
 
 def algorithm(model: hierarchical.Model, **arguments: Any) -> ft.Algorithm:
-    return ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare, **arguments)
+    return ft.ep(model, **arguments)
 
 
 def linear(features: int, noise: Any = NOISE, **arguments: Any) -> hierarchical.Model:
@@ -104,7 +104,7 @@ def test_exact_for_a_conjugate_model_after_one_round_of_sites(chunk: int | None)
     levels = torch.arange(15.0, dtype=torch.float64).reshape(5, 3).sin()
     project, data = conjugate(levels)
     prior = MultivariateNormal(torch.ones(3, dtype=torch.float64), 2 * torch.eye(3, dtype=torch.float64))
-    found = posterior(last(ft.run(ft.ep(project, prior), ft.InProcess(data, chunk), rounds=2)).server)
+    found = posterior(last(ft.run(ft.ep(Factors(project, prior)), ft.InProcess(data, chunk), rounds=2)).server)
     count = torch.arange(1.0, 6.0, dtype=torch.float64)
     precision = 0.5 + count.sum()
     assert distance(found.mean, (0.5 + (count[:, None] * levels).sum(0)) / precision) < ROUNDING
@@ -193,7 +193,7 @@ def test_it_converges_from_another_start() -> None:
         fit(one, ft.InProcess(data), tolerance=1e-6, rounds=100).posterior
         for one in (
             algorithm(model),
-            ft.ep(model.project, model.prior, prepare=model.prepare),
+            ft.ep(Factors(model.project, model.prior, prepare=model.prepare)),
             algorithm(model, damping=0.5),
         )
     ]
@@ -206,9 +206,9 @@ def test_the_posterior_of_one_federation_is_the_prior_of_the_next() -> None:
     levels = torch.arange(8.0, dtype=torch.float64).reshape(4, 2)
     project, data = conjugate(levels)
     prior = MultivariateNormal(torch.zeros(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64))
-    together = last(ft.run(ft.ep(project, prior), ft.InProcess(data), rounds=2)).server.posterior
-    one = last(ft.run(ft.ep(project, prior), ft.InProcess(data.select([0, 1])), rounds=2)).server.posterior
-    two = ft.run(ft.ep(project, prior), ft.InProcess(data.select([2, 3])), one._asdict(), rounds=2)
+    together = last(ft.run(ft.ep(Factors(project, prior)), ft.InProcess(data), rounds=2)).server.posterior
+    one = last(ft.run(ft.ep(Factors(project, prior)), ft.InProcess(data.select([0, 1])), rounds=2)).server.posterior
+    two = ft.run(ft.ep(Factors(project, prior)), ft.InProcess(data.select([2, 3])), one._asdict(), rounds=2)
     assert distance(last(two).server.posterior, together) < ROUNDING
 
 
@@ -342,7 +342,7 @@ def test_clients_whose_site_is_not_renewed_are_named() -> None:
         return projections.Projected(found.tilted._replace(mean=found.tilted.mean.where(~lost, torch.nan)), cavity)
 
     with pytest.warns(RuntimeWarning, match=r"1 kept an old one \('1'\): the projection found no moments"):
-        fit(ft.ep(fails_for_two_rows, prior), ft.InProcess(data))
+        fit(ft.ep(Factors(fails_for_two_rows, prior)), ft.InProcess(data))
 
 
 def test_the_prior_goes_where_the_devices_rows_are() -> None:
@@ -353,7 +353,7 @@ def test_the_prior_goes_where_the_devices_rows_are() -> None:
         places.append(prior.normal.shift.device)
         return {}
 
-    told = ft.ep(model.project, model.prior, start=projections.Start(summary, model.start.estimate))
+    told = ft.ep(model._replace(start=projections.Start(summary, model.start.estimate)))
     server, state = told.init(model.prior.normal._asdict(), 3)
     rows = tree.to(tree.expand(state, 3), "meta")
     inbox = tree.to(tree.expand(told.outbox(server), 3), "meta")._replace(version=torch.zeros(3))
@@ -365,11 +365,11 @@ def test_bad_settings_are_refused() -> None:
     project, _ = conjugate(torch.zeros(2, 1, dtype=torch.float64))
     prior = MultivariateNormal(torch.zeros(1).double(), torch.eye(1).double())
     with pytest.raises(ValueError, match=r"Expected damping in \(0, 1\], but got 0"):
-        ft.ep(project, prior, damping=0.0)
+        ft.ep(Factors(project, prior), damping=0.0)
     with pytest.raises(TypeError, match="Expected a Prior, a Natural or a MultivariateNormal, but got dict"):
-        ft.ep(project, {})  # type: ignore[arg-type]
+        ft.ep(Factors(project, {}))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected one normal prior, but got a batch of"):
-        ft.ep(project, prior.expand([2]))
+        ft.ep(Factors(project, prior.expand([2])))
     with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(2,\) and \(\)"):
         next(ft.run(algorithm(linear(2)), ft.InProcess(devices(3, 1))))
     with pytest.raises(ValueError, match="Expected a positive noise variance, but got 0"):

@@ -24,7 +24,7 @@ NOISE = 0.25
 
 
 def infer(model: hierarchical.Model, data: ft.data.FederatedData, **arguments: Any) -> tuple[Fit, ft.Algorithm]:
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    algorithm = ft.ep(model)
     return fit(algorithm, ft.InProcess(data), **arguments), algorithm
 
 

@@ -29,7 +29,7 @@ def data(count: int, rows: int, coefficients: list[float], noise: float, seed: i
 
 def infer(penalty: Penalty, rows: ft.data.FederatedData) -> tuple[Fit, hierarchical.Model, ft.Algorithm]:
     model = shrinkage.penalised(penalty, penalties=hyperpriors.log_normal(0.0, 2.0))
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    algorithm = ft.ep(model)
     return fit(algorithm, ft.InProcess(rows)), model, algorithm
 
 

@@ -84,20 +84,13 @@ def fit(
         RuntimeError: after the last round q is no density, or no cavity is, as with an improper prior and one client.
     """
     reports: list[RoundReport] = []
-    still, damping, change, last = 0, math.nan, math.nan, None
+    still, last = 0, None
     for last in run(algorithm, population, rounds=rounds, **arguments):
-        server = last.server
-        mean, sd = server.change.tolist()
-        before, change = change, max(mean, sd) / damping
-        remaining = math.inf if bool(server.back) else _remaining(before, change)
-        reports.append(
-            RoundReport(
-                last.number, mean, sd, damping, remaining, float(server.improper), last.bytes_up, last.bytes_down
-            )
-        )
+        mean, sd, damping, remaining, improper = (float(part) for part in last.server.moved)
+        change = max(mean, sd) / damping
+        reports.append(RoundReport(last.number, mean, sd, damping, remaining, improper, last.bytes_up, last.bytes_down))
         near = remaining <= tolerance and change <= _LARGEST * tolerance
         still = still + 1 if near or (change <= tolerance / _LARGEST and remaining < math.inf) else 0
-        damping = float(server.damping)
         if still == patience:
             break
     if last is None:
@@ -107,7 +100,7 @@ def fit(
             f"Expected the posterior to be a density after {last.number} rounds, but got an indefinite precision; use "
             "a proper prior, more clients, or less damping="
         )
-    if float(last.server.improper) == 1:
+    if float(last.server.moved.improper) == 1:
         raise RuntimeError(
             "Expected a client whose cavity is a density, but got none: what the prior and the others know of what "
             "is shared is not enough; use a proper prior, or more clients"
@@ -139,11 +132,6 @@ def _warn_of_clients(last: Round, names: Sequence[str]) -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
-
-
-def _remaining(before: float, change: float) -> float:
-    """The sum of the changes to come, if each is the same fraction of the one before."""
-    return change * change / (before - change) if before > change else math.inf
 
 
 def posterior(server: Server) -> MultivariateNormal:
