@@ -11,7 +11,6 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.ep import damping as pacing
-from fedtorch.federation.algorithms.ep.damping import where
 from fedtorch.federation.algorithms.ep.start import Completed, Factors, completed, where_training_starts
 from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, State, Told
 from fedtorch.federation.exchange import Mean
@@ -101,7 +100,7 @@ def client(inbox: Outbox, state: State, data: Any, key: Tensor, *, model: Comple
     site = _site(inbox, state)
     good = pacing.last_good(site, state.before, state.good, state.stepped, inbox.good)
     if bool(inbox.back.any()):
-        back = where(state.stepped >= 0, pacing.halfway(site, good), state.told.site)
+        back = tree.where(state.stepped >= 0, pacing.halfway(site, good), state.told.site)
         return _reply(state, state._replace(told=state.told._replace(site=back)), none, none)
     return _stepped(inbox, state, site, good, _target(inbox, site, model.project, data, key))
 
@@ -137,14 +136,14 @@ def server(state: Server, aggregate: Message, key: Tensor, *, model: Completed, 
 
 def _site(inbox: Outbox, state: State) -> Natural:
     """The clients' sites as the server sees them: shares of the first estimate while they wait."""
-    return where(state.told.waiting > 0, inbox.share, state.told.site)
+    return tree.where(state.told.waiting > 0, inbox.share, state.told.site)
 
 
 def _target(inbox: Outbox, site: Natural, project: Projection, data: Any, key: Tensor) -> tuple[Tensor, Natural]:
     """(whether cavities are densities, the sites that make q the projections of cavities times factors)."""
     cavity = tree.subtract(inbox.posterior, site)
     proper = gaussian.is_proper(cavity)
-    projected = project(gaussian.moments(where(proper, cavity, inbox.posterior)), data, key)
+    projected = project(gaussian.moments(tree.where(proper, cavity, inbox.posterior)), data, key)
     return proper, tree.subtract(gaussian.natural(projected.tilted), gaussian.natural(projected.reference))
 
 
@@ -154,12 +153,12 @@ def _stepped(inbox: Outbox, state: State, site: Natural, good: Natural, target: 
     done = proper & wanted.shift.isfinite().all(-1) & wanted.precision.isfinite().all(-1)
     step = tree.scale(tree.subtract(wanted, site), inbox.damping)
     told = state.told._replace(
-        site=where(done, tree.add(site, step), state.told.site), waiting=state.told.waiting.where(~done, 0.0)
+        site=tree.where(done, tree.add(site, step), state.told.site), waiting=state.told.waiting.where(~done, 0.0)
     )
     new = State(
         told=told,
-        before=where(done, site, state.before),
-        good=where(done, good, state.good),
+        before=tree.where(done, site, state.before),
+        good=tree.where(done, good, state.good),
         stepped=torch.where(done, inbox.version, state.stepped),
     )
     return _reply(state, new, (~proper).to(told.waiting.dtype), (proper & ~done).to(told.waiting.dtype))

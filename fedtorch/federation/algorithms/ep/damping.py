@@ -27,9 +27,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
-from fedtorch.tree import Tree
 
-__all__ = ["Moved", "Pace", "begun", "changes", "halfway", "is_near", "last_good", "update", "where"]
+__all__ = ["Moved", "Pace", "begun", "changes", "halfway", "is_near", "last_good", "update"]
 
 _FARTHEST = 5.0  # sds that a mean of q may move in a round
 _RETREATS = 5  # for the sake of cavities; from then on clients without one keep their sites
@@ -124,14 +123,9 @@ def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, ve
         stepped: version of q that the last step started from, `(K,)`; −1 before the first.
         version: the last one of which all cavities were densities, `(K,)`.
     """
-    return where(stepped < 0, site, where(version >= stepped, before, good))
+    return tree.where(stepped < 0, site, tree.where(version >= stepped, before, good))
 
 
 def halfway(site: Natural, good: Natural) -> Natural:
     """Half the way back."""
     return tree.scale(tree.add(site, good), 0.5)
-
-
-def where(condition: Tensor, first: Tree, second: Tree) -> Tree:
-    """Rows of `first` where the condition `(K,)` holds, of `second` elsewhere."""
-    return tree.map(lambda a, b: torch.where(torch.as_tensor(tree.along(condition, a)), a, b), first, second)

@@ -55,6 +55,11 @@ class StackedGP:
         self.shared, self.own = list(self.module.shared_names), list(self.module.unit_names)
         self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
+        self.scales = [n for n in self.own if n not in self.trained]
+
+    def start(self, *more: str) -> dict[str, Tensor]:
+        """Where training starts: shared and trained tensors, and `more` of them."""
+        return {name: self.values[name].clone() for name in [*self.shared, *self.trained, *more]}
 
     def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """`function()` with `values` in the places of the module's tensors."""
@@ -167,10 +172,9 @@ class StackedGP:
         def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
             raise NotImplementedError("Expected ft.fedmgp to run the units; it has no local solver to use elsewhere")
 
-        names = [*self.shared, *self.trained]
         return LocalSolver(
             solve=solve,
-            parameters={name: self.values[name].clone() for name in names},
+            parameters=self.start(),
             init=lambda parameters: None,
             predict=self.predict,
             tensors=lambda parameters, state: parameters,
