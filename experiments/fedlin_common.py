@@ -29,7 +29,7 @@ def predictions_of(candidate: Candidate, training: FederatedData, test: Federate
     if candidate.model is not None:
         return _expected(candidate.algorithm, candidate.model, candidate.rounds, training, test)
     population = ft.InProcess(training.pool() if candidate.pooled else training)
-    *_, last = ft.run(candidate.algorithm, population, rounds=candidate.rounds, seed=seed)
+    last = ft.run(candidate.algorithm, population, seed=seed, rounds=candidate.rounds).last
     local = candidate.algorithm.local
     assert local is not None
 

@@ -129,7 +129,7 @@ def chosen(method: str, training: FederatedData, rounds: int, seed: int) -> Cand
 def learnt_covariance(data: FederatedData, rounds: int) -> LowRank:
     """HM1's Ω on the first split."""
     training, _ = data.split(TRAINING, 0)
-    *_, last = ft.run(chosen("HM1", training, rounds, 0).algorithm, ft.InProcess(training), rounds=rounds)
+    last = ft.run(chosen("HM1", training, rounds, 0).algorithm, ft.InProcess(training), rounds=rounds).last
     return last.server.covariance
 
 

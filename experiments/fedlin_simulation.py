@@ -98,14 +98,14 @@ def head(problem: Problem) -> LinearHead:
 def hm1(problem: Problem, rounds: int, steps: int | None = STEPS) -> list[Tensor]:
     """Θ after every round of HM1 with its defaults; exact local solutions if `steps` is None."""
     algorithm = ft.matrix_normal(ft.least_squares(head(problem), steps=steps))
-    return [round.server.parameters for round in ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds)]
+    return [round.server.parameters for round in ft.Run(algorithm, ft.InProcess(problem.data)).rounds(rounds)]
 
 
 def paper_average(problem: Problem, rounds: int) -> Tensor:
     """HM1 with the paper's rate, its update of Ω and its start, the prior in every step and the noise estimated."""
     local = ft.least_squares(head(problem), steps=STEPS, lr=RATE)
     algorithm = ft.matrix_normal(local, covariance=exponential_average(ALPHA), start=1.0)
-    *_, last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds)
+    last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds).last
     return last.server.parameters
 
 
@@ -126,7 +126,7 @@ def as_printed(problem: Problem, rounds: int) -> Tensor:
 def separate(problem: Problem, rounds: int) -> Tensor:
     """As many local steps, each device on its own."""
     local = ft.least_squares(head(problem), steps=STEPS, lr=RATE)
-    *_, last = ft.run(ft.separate(local), ft.InProcess(problem.data), rounds=rounds)
+    last = ft.run(ft.separate(local), ft.InProcess(problem.data), rounds=rounds).last
     return torch.stack([last.clients.tensors({}, k)["coefficients"] for k in range(len(problem.data))])
 
 
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.show_path(draw(devices, 3 if options.smoke else 10, rounds, options.out))
         problem = related(devices, 8, 20, 0)
         algorithm = ft.matrix_normal(ft.least_squares(head(problem), steps=STEPS))
-        *_, last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds)
+        last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds).last
         figure = ft.plots.device_correlation(last.server.covariance)
         common.show_path(common.save(figure, options.out, "fedlin_simulation_correlation"))
 

@@ -44,7 +44,7 @@ def error(
     """Unit 1's mean squared error in the lost range."""
     x, y, at, truth = problem
     faults = ft.dropouts(drop) if drop else None
-    *_, last = ft.run(algorithm, ft.InProcess(fm.federated(x, y)), rounds=rounds, faults=faults)
+    last = ft.run(algorithm, ft.InProcess(fm.federated(x, y)), faults=faults, rounds=rounds).last
     unit = fm.unit_models(algorithm, last, [0])[0]
     return float((fm.predict(unit, at).mean - truth).square().mean())
 

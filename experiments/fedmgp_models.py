@@ -131,7 +131,7 @@ def fedmgp(
 ) -> tuple[list[ConvolvedGP], ft.Round]:
     """Each unit's model after some rounds of `ft.fedmgp`, and the last round."""
     algorithm = ft.fedmgp(module, accept_disclosure=True, **settings)  # type: ignore[arg-type]
-    *_, last = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
+    last = ft.run(algorithm, ft.InProcess(data), rounds=rounds).last
     models = unit_models(algorithm, last, range(len(data)))
     for unit, rows in zip(models, data):
         unit.observe(*rows)
@@ -140,9 +140,9 @@ def fedmgp(
 
 def unit_models(algorithm: ft.Algorithm, last: ft.Round, units: Sequence[int]) -> list[ConvolvedGP]:
     """The models of some units."""
-    assert algorithm.local is not None
+    assert algorithm.predict is not None
     outbox = algorithm.outbox(last.server)
-    found = [ft.functional.load(algorithm.local.module, last.clients.tensors(outbox, k)) for k in units]
+    found = [ft.functional.load(algorithm.module, last.clients.tensors(outbox, k)) for k in units]
     return found  # type: ignore[return-value]
 
 

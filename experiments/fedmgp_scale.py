@@ -49,7 +49,7 @@ def federated(x: torch.Tensor, y: torch.Tensor, inducing: torch.Tensor, rounds: 
     data = ft.data.FederatedData((x.reshape(-1, 1), y.flatten()), torch.full((units,), points))
     size = 100 if points >= 1000 else None
     algorithm = ft.fedmgp(fm.model(inducing), batch_size=size, accept_disclosure=True)
-    *_, last = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
+    last = ft.run(algorithm, ft.InProcess(data), rounds=rounds).last
     return algorithm, last
 
 
@@ -61,10 +61,10 @@ def one_size(size: tuple[int, int], seed: int, rounds: int) -> tuple[dict[str, f
     began = time.perf_counter(), time.process_time()
     algorithm, last = federated(x, y, inducing, rounds)
     seconds = time.perf_counter() - began[0], time.process_time() - began[1]
-    assert algorithm.local is not None
+    assert algorithm.predict is not None
     outbox, everybody = algorithm.outbox(last.server), slice(0, units)
     tensors = algorithm.model(algorithm.exchange.scatter(outbox, everybody), last.clients.table.read(everybody))
-    mean = algorithm.local.predict(tensors, x_new[..., None])
+    mean = algorithm.predict(tensors, x_new[..., None])
     found = {"FedMGP": float((mean - y_new).square().mean())}
     if size == MANY:
         return found, seconds

@@ -51,7 +51,7 @@ def ridge(seed: int, steps: int) -> list[Found]:
     x, y = (leaf.numpy() for leaf in weather.fmi_weather(torch.float64).rows)
     parts = train_test_split(x, y, train_size=ROWS, random_state=seed)
     train_x, other_x, train_y, other_y = map(torch.from_numpy, parts)
-    *_, final = ft.run(*descent(train_x, train_y, RATES[-1], steps), rounds=1)
+    final = ft.run(*descent(train_x, train_y, RATES[-1], steps), rounds=1).last
     ours = final.clients.tensors({}, 0)["weight"][0]
     fitted = Ridge(alpha=ROWS * RIDGE, fit_intercept=False).fit(train_x.numpy(), train_y.numpy())
     theirs = torch.from_numpy(fitted.coef_)

@@ -137,8 +137,8 @@ def rounds_of(
         n = len(network)
         cohort = None if active is None else ft.poisson_cohort(active, n)
         population, w = ft.InProcess(split.training), torch.zeros(n, 7, dtype=torch.float64)
-        for done in ft.run(
-            algorithm(settings, network), population, rounds=settings.iterations, cohort=cohort, seed=settings.seed
+        for done in ft.Run(algorithm(settings, network), population, cohort=cohort, seed=settings.seed).rounds(
+            settings.iterations
         ):
             w = done.clients.table.read(slice(0, n)).parameters["weight"][:, 0].clone()
             watch(done.number, w)

@@ -105,7 +105,7 @@ def compare(clients: int, rounds: int, seed: int) -> list[Result]:
         federation = ft.Federation(algorithm, ft.InProcess(rows), seed=seed)
         seconds = train(name, federation, rounds)
         scores = federation.evaluate(validation, metrics)
-        results.append(Result(name, scores, (federation.bytes_up + federation.bytes_down) / 1e6, seconds))
+        results.append(Result(name, scores, (federation.run.bytes_up + federation.run.bytes_down) / 1e6, seconds))
     return results
 
 

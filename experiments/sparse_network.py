@@ -108,8 +108,8 @@ def without_server(data: ft.data.FederatedData, names: Sequence[str], sizes: Siz
     """A few rounds over a ring beside the same rounds with a server."""
     served, start = algorithm(sizes, names), graphical.start(len(names))
     ring = ft.without_server(served, ft.Network.ring(len(data)))
-    *_, central = ft.run(served, ft.InProcess(data), start, rounds=sizes.rounds)
-    *_, alone = ft.run(ring, ft.InProcess(data), start, rounds=sizes.rounds)
+    central = ft.run(served, ft.InProcess(data), start, rounds=sizes.rounds).last
+    alone = ft.run(ring, ft.InProcess(data), start, rounds=sizes.rounds).last
     difference = (alone.server.variables.theta - central.server.variables.theta).abs().max()
     megabytes = [(round.bytes_up + round.bytes_down) / 1e6 for round in (central, alone)]
     figures = {

@@ -26,7 +26,6 @@ from fedtorch.federation.algorithms.regressors import gtv_regressors
 from fedtorch.federation.algorithms.scaffold import scaffold
 from fedtorch.federation.algorithms.separate import separate
 from fedtorch.federation.comparison import compare, constant
-from fedtorch.federation.coordinator import Round, run
 from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score
 from fedtorch.federation.exchange import Exchange, Mean, Sum, graph, private_rows, star
@@ -40,6 +39,7 @@ from fedtorch.federation.local_solvers.unlabelled import unlabelled
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
+from fedtorch.federation.run import Round, Run, run
 from fedtorch.federation.sampler import Sampler
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
 from fedtorch.federation.tuning import Grid, grid
@@ -72,6 +72,7 @@ __all__ = [
     "Reply",
     "Round",
     "RoundProgressBar",
+    "Run",
     "Sampler",
     "Score",
     "Sum",

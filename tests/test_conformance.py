@@ -16,12 +16,23 @@ from typing import Any
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression
-from support.closed_forms import ROUNDING, copy_of, distance, linear, linear_clients, mean_squared_error, same_bits, sgd
+from support.closed_forms import (
+    ROUNDING,
+    client_tensors,
+    copy_of,
+    distance,
+    linear,
+    linear_clients,
+    mean_squared_error,
+    same_bits,
+    sgd,
+)
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation import coordinator, exchange
+from fedtorch.federation import exchange
+from fedtorch.federation import run as running
 from fedtorch.federation.exchange import Exchange, Mean, Sum, client_count, sum_over
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
@@ -223,9 +234,9 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 def start(name: str, algorithm: ft.Algorithm) -> Tree:
     """Parameters that are not what the local solver would start from."""
-    if algorithm.local is None:
+    if algorithm.start is None:
         return STARTS[name]
-    return tree.map(lambda leaf: leaf + 0.5, algorithm.local.parameters)
+    return tree.map(lambda leaf: leaf + 0.5, algorithm.start)
 
 
 def population(name: str, chunk: int | None = None) -> ft.InProcess:
@@ -246,13 +257,13 @@ def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None) -> N
     for chunk in (None, 1, 3):
         algorithm, clients = ALGORITHMS[name](), population(name, chunk)
         size = None if cohort is None or name in POOLED else cohort
-        rounds = ft.run(algorithm, clients, start(name, algorithm), rounds=ROUNDS, cohort=size, seed=2)
+        rounds = ft.Run(algorithm, clients, start(name, algorithm), cohort=size, seed=2).rounds(ROUNDS)
         trace = []
         for round in rounds:
             order = round.ids.argsort()
             info = {key: value[order] for key, value in round.info.items()}
             outbox = algorithm.outbox(round.server)
-            models = [round.clients.tensors(outbox, k) for k in range(len(clients.data))]
+            models = [client_tensors(round.clients, outbox, k) for k in range(len(clients.data))]
             traffic = torch.tensor([round.bytes_up, round.bytes_down])
             trace.append((round.server, info, tree.stack(models), round.clients.state_dict(), traffic))
         runs.append(trace)
@@ -263,7 +274,7 @@ def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None) -> N
 @every_algorithm
 def test_a_block_of_no_clients(name: str) -> None:
     algorithm = ALGORITHMS[name]()
-    progress = coordinator.begin(algorithm, population(name), start(name, algorithm))
+    progress = ft.Run(algorithm, population(name), start(name, algorithm))
     outbox, clients = algorithm.outbox(progress.server), progress.clients
     nobody = clients.reply(clients.empty_block(), outbox, random.key(0))
     assert all(len(leaf) == 0 for leaf in tree.leaves(nobody))
@@ -289,8 +300,7 @@ def test_inputs_are_not_changed(name: str, chunk: int | None) -> None:
     algorithm, clients = ALGORITHMS[name](), population(name, chunk)
     parameters = start(name, algorithm)
     watched = copy_of((parameters, clients.data.rows))
-    progress = coordinator.begin(algorithm, clients, parameters)
-    one = next(ft.run(algorithm, clients, rounds=1, start=progress))
+    one = ft.Run(algorithm, clients, parameters).step()
     outbox = algorithm.outbox(one.server)
     for block in one.clients.blocks(None):
         inbox = algorithm.exchange.scatter(outbox, block[0])
@@ -314,10 +324,10 @@ def test_inputs_are_not_changed(name: str, chunk: int | None) -> None:
 def test_a_lost_message_leaves_no_trace(name: str) -> None:
     algorithm, clients = ALGORITHMS[name](), population(name)
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.5))
-    progress = coordinator.begin(algorithm, clients, start(name, algorithm))
+    run = ft.Run(algorithm, clients, start(name, algorithm), faults=lost)
     everybody = slice(0, len(clients.data))
-    before = copy_of(progress.clients.table.read(everybody))
-    for round in ft.run(algorithm, clients, rounds=5, start=progress, faults=lost):
+    before = copy_of(run.clients.table.read(everybody))
+    for round in run.rounds(5):
         after = copy_of(round.clients.table.read(everybody))
         silent = (~torch.isin(torch.arange(len(clients.data)), round.ids)).nonzero()[:, 0]
         assert same_bits(tree.take(before, silent), tree.take(after, silent))
@@ -328,8 +338,8 @@ def test_a_lost_message_leaves_no_trace(name: str) -> None:
 def test_the_server_s_state_keeps_its_shape(name: str) -> None:
     """Checkpoints are refused where a leaf's path, shape or dtype is not that of a federation that has just begun."""
     algorithm, clients = ALGORITHMS[name](), population(name)
-    progress = coordinator.begin(algorithm, clients, start(name, algorithm))
-    states = [progress.server, *(round.server for round in ft.run(algorithm, clients, rounds=3, start=progress))]
+    run = ft.Run(algorithm, clients, start(name, algorithm))
+    states = [run.server, *(round.server for round in run.rounds(3))]
     first, *others = ([(path, leaf.shape, leaf.dtype) for path, leaf in tree.items(state)] for state in states)
     assert all(other == first for other in others)
 
@@ -345,32 +355,32 @@ def test_the_total_is_that_of_everybody_whoever_answers(name: str, monkeypatch: 
         clients = wrap(population(name, 3))
         hears = ft.Faults(before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2) | (ids == 1))
         arrives = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2))
-        begun = coordinator.begin(algorithm, clients, moved(start(name, algorithm), algorithm))
-        assert distance(begun.server.total, begun.clients.total()) < ROUNDING
-        for round in ft.run(algorithm, clients, rounds=4, faults=hears | arrives, start=begun):
+        run = ft.Run(algorithm, clients, moved(start(name, algorithm), algorithm), faults=hears | arrives)
+        assert distance(run.server.total, run.clients.total()) < ROUNDING
+        for round in run.rounds(4):
             states = round.clients.state_dict()
-            told = algorithm.told(tree.unflatten(states, begun_state(begun), "state")) if len(states["ids"]) else None
+            told = algorithm.told(tree.unflatten(states, initial_state(run), "state")) if len(states["ids"]) else None
             others = [k for k in range(everybody.stop) if k not in states["ids"].tolist()]
-            initial = tree.expand(begun_state(begun), len(others))
+            initial = tree.expand(initial_state(run), len(others))
             whole = algorithm.told(initial) if told is None else tree.concatenate([told, algorithm.told(initial)])
             order = torch.cat([states["ids"], torch.tensor(others, dtype=torch.int64)]).argsort()
             expected = sum_over(algorithm.exchange, tree.take(whole, order), everybody)
             assert distance(round.server.total, expected) < ROUNDING
             assert distance(round.clients.total(), expected) < ROUNDING
-        monkeypatch.setattr(coordinator, "TOTAL_ANEW", 5)
-        spoiled = round.server._replace(total=tree.map(lambda leaf: leaf + 1, round.server.total))
-        after = next(ft.run(algorithm, clients, start=coordinator.Progress(4, spoiled, round.clients)))
+        monkeypatch.setattr(running, "TOTAL_ANEW", 5)
+        run.server = run.server._replace(total=tree.map(lambda leaf: leaf + 1, run.server.total))
+        after = run.step()
         assert distance(after.server.total, after.clients.total()) < ROUNDING
 
 
 def moved(parameters: Tree, algorithm: ft.Algorithm) -> Tree:
     """A start that is not zero."""
-    parameters = algorithm.local.parameters if parameters is None else parameters
-    return parameters if algorithm.local is None else tree.map(lambda leaf: leaf + 0.25, parameters)
+    parameters = algorithm.start if parameters is None else parameters
+    return parameters if algorithm.start is None else tree.map(lambda leaf: leaf + 0.25, parameters)
 
 
-def begun_state(begun: coordinator.Progress) -> Tree:
-    clients = begun.clients
+def initial_state(run: ft.Run) -> Tree:
+    clients = run.clients
     return (clients if hasattr(clients, "table") else clients.clients).table.initial
 
 

@@ -160,7 +160,7 @@ def overhead(rounds: int, repeat: int) -> list[common.Row]:
     population = ft.InProcess(ft.data.from_tensors(linear_clients(10, 20)))
 
     def alone() -> None:
-        for _ in ft.run(ft.fedavg(local), population, rounds=rounds):
+        for _ in ft.Run(ft.fedavg(local), population).rounds(rounds):
             pass
 
     def under(**arguments: object) -> Callable[[], None]:

@@ -90,7 +90,7 @@ def against_loops(count: int, rows: int, features: int, rounds: int, repeat: int
     local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
 
     def ours() -> None:
-        for _ in ft.run(ft.matrix_normal(local), ft.InProcess(data), rounds=rounds):
+        for _ in ft.Run(ft.matrix_normal(local), ft.InProcess(data)).rounds(rounds):
             pass
 
     title = f"HM1: K = {count}, N = {rows}, d = {features}, {rounds} rounds, T = {STEPS}, full batch"

@@ -63,7 +63,7 @@ def _run(algorithm: ft.Algorithm, data: ft.data.FederatedData, rounds: int, boun
     found, seconds, floats = [], [], []
     spent = sent = 0.0
     began = time.perf_counter()
-    for round in ft.run(algorithm, ft.InProcess(data), rounds=rounds):
+    for round in ft.Run(algorithm, ft.InProcess(data)).rounds(rounds):
         spent += time.perf_counter() - began
         sent += (round.bytes_up + round.bytes_down) / 8
         found.append(bound(round))  # type: ignore[operator]

@@ -10,16 +10,16 @@ Functions must not change their arguments in place: inboxes, states and data may
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedtorch.federation.exchange import Exchange, star
 from fedtorch.tree import Tree
 
-__all__ = ["Algorithm", "Local", "LocalSolver", "Quadratic", "Reply", "identity"]
+__all__ = ["Algorithm", "Local", "LocalSolver", "Quadratic", "Reply", "identity", "solved_by"]
 
 
 class Reply(NamedTuple):
@@ -68,6 +68,7 @@ class LocalSolver:
         tensors: (parameters, solver state) -> all tensors that a client predicts with, buffers included.
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
+        settings: what the solver was built with, by name.
     """
 
     solve: Solve
@@ -77,6 +78,7 @@ class LocalSolver:
     tensors: Callable[[Tree, Tree], Tree]
     prepare: Callable[[Any], Any]
     module: Any
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
         return self.solve(start, state, data, quadratic, key)
@@ -99,11 +101,15 @@ class Algorithm:
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
         exchange: who hears whom, and how messages add up.
         prepare: data -> data, once per block.
-        local: the local solver whose module makes the predictions, if there is one.
         told: state `(K, ...)` -> what a client tells for good, `(K, ...)`: a control variate, a site, its model on a
             graph. The server's state then has a field `total`, which `init` leaves None: what the exchange makes of
             `told` over *all* clients, in float64, whoever answers; who has not been asked yet counts with the initial
             state. Only changes travel, and the total is up to date when `server` is called.
+        report: server state -> what the history tells of it after every round, numbers by name.
+        settings: what the algorithm was built with, by name, for fingerprints and loggers.
+        start: parameters to start from, where a run is given none.
+        predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`, for evaluation.
+        module: whose copies `client_module` and `global_module` return.
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
@@ -113,5 +119,15 @@ class Algorithm:
     model: Callable[[Tree, Tree], Tree]
     exchange: Exchange = field(default_factory=star)
     prepare: Callable[[Any], Any] = identity
-    local: LocalSolver | None = None
     told: Callable[[Tree], Tree] | None = None
+    report: Callable[[Tree], Mapping[str, float | Tensor]] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    start: Tree = None
+    predict: Callable[[Tree, Tree], Tree] | None = None
+    module: nn.Module | None = None
+
+
+def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
+    """The fields of an algorithm whose clients work with `local`: where it starts, how it predicts, all settings."""
+    settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
+    return {"settings": settings, "start": local.parameters, "predict": local.predict, "module": local.module}

@@ -50,6 +50,21 @@ class Distributed:
         self.chunk = chunk
         self.rank, self.world_size = _place()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All clients' names."""
+        return self.data.names
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's blocks live."""
+        return tree.leaves(self.data.rows)[0].device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank."""
+        return self.rank == 0
+
     def bind(self, algorithm: Algorithm, state: Tree) -> DistributedClients:
         """This rank's clients for one run of `algorithm`."""
         own = torch.arange(self.rank, len(self.data), self.world_size)
@@ -109,19 +124,26 @@ class DistributedClients:
         everybody, results = self._gather((ids.to(self.local.device), tree.concatenate(parts)))
         return tree.take(results, everybody.argsort())
 
-    def tensors(self, outbox: Tree, client: int) -> Tree:
-        """The tensors that one client predicts with, from the rank that has it."""
-        found = tree.map(lambda leaf: leaf[None], self.local.tensors(outbox, client))
-        rows = self._gather(tree.take(found, slice(0, int(self.mine[client]))))
-        return tree.map(lambda leaf: leaf[0], rows)
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that clients predict with, from the ranks that have them; see `Clients.tensors`."""
+        mine = ids[self.mine[ids]]
+        held, rows = self._gather((mine.to(self.local.device), self.local.tensors(outbox, mine)))
+        return tree.take(rows, held.argsort()[ids.argsort().argsort().to(held.device)])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states of this rank's clients."""
-        return self.local.state_dict()
+        """The states of all ranks' clients that have committed."""
+        own = self.local.state_dict()
+        every = dict(zip(own, self._gather(tuple(own.values()))))
+        order = every["ids"].argsort()
+        return {name: leaf[order] for name, leaf in every.items()}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Replaces the states of this rank's clients; those of other ranks are skipped."""
         self.local.load_state_dict(flat)
+
+    def meet(self) -> None:
+        """Waits for the other ranks."""
+        self._reduce(torch.zeros(1))
 
     def _reduce(self, tensor: Tensor) -> Tensor:
         if self.world_size == 1:

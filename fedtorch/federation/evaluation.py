@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,16 +89,16 @@ def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
     return Score(float(overall), metric.compute(sums).to("cpu", torch.float64))
 
 
-def check_same_clients(validation: FederatedData, training: FederatedData) -> None:
+def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
     """Refuses rows of other clients, unless one (pooled) client is scored on all of them."""
-    if len(training) == 1:
+    if len(names) == 1:
         return
-    if len(validation) != len(training):
+    if len(validation) != len(names):
         raise ValueError(
-            f"Expected validation rows of the population's {len(training)} clients, but got {len(validation)}; split "
+            f"Expected validation rows of the population's {len(names)} clients, but got {len(validation)}; split "
             "the rows of the same clients with data.split"
         )
-    for number, (theirs, ours) in enumerate(zip(validation.names, training.names)):
+    for number, (theirs, ours) in enumerate(zip(validation.names, names)):
         if theirs != ours:
             raise ValueError(
                 f"Expected validation rows of the same clients, but client {number} is {theirs!r} there and {ours!r} "

@@ -9,7 +9,7 @@ after.
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
 >>> slow = ft.stragglers(deadline=1.0, seconds=0.02 * data.counts)
 >>> local = ft.least_squares(torch.nn.Linear(10, 1))
->>> round = next(ft.run(ft.fedavg(local), ft.InProcess(data), faults=ft.dropouts(0.2) | slow))
+>>> round = ft.Run(ft.fedavg(local), ft.InProcess(data), faults=ft.dropouts(0.2) | slow).step()
 >>> len(round.asked) == len(round.ids) + len(round.lost_before) + len(round.late) + len(round.lost_after)
 True
 

@@ -2,10 +2,8 @@
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
->>> history = ft.History()
->>> for round in ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), rounds=3, cohort=2):
-...     history.append(round)
->>> history.frame()[["round", "asked", "answered", "bytes_up"]]
+>>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), rounds=3, cohort=2)
+>>> run.history[["round", "asked", "answered", "bytes_up"]]
    round  asked  answered  bytes_up
 0      1      2         2       552
 1      2      2         2      1104
@@ -19,18 +17,19 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.coordinator import Round
+from fedtorch.federation.population import Clients
+from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["History", "means"]
+__all__ = ["History", "Round", "means"]
 
 _COUNTS = (
     "round",
@@ -44,11 +43,30 @@ _COUNTS = (
     "round_bytes_down",
 )
 _RESERVED = {*_COUNTS, "bytes_up", "bytes_down", "seconds"}
+_MOST_HELD, _MOST_WAITING = 100_000, 1000  # clients' numbers, and rounds, that wait to be written
 _SPREAD = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 
 
+class Round(NamedTuple):
+    """One communication round, done."""
+
+    number: int  # from 1
+    server: Tree  # the server's state after it
+    clients: Clients
+    ids: Tensor  # (M,) the clients that answered
+    info: dict[str, Tensor]  # (M,) each
+    bytes_up: int
+    bytes_down: int
+    asked: Tensor  # ids of the clients that were asked: those that answered, and the three below
+    lost_before: Tensor  # ids of those that did not hear the server
+    late: Tensor  # ids of those that answered after the deadline
+    lost_after: Tensor  # ids of those whose message was lost
+    repeated: Tensor  # ids of those whose message came more than once, and was taken once
+    report: Mapping[str, float | Tensor]  # what the algorithm says of the server's state
+
+
 class History:
-    """A row per round, and the clients' training losses.
+    """A row per round, and the clients' training losses; `history["name"]` is a column.
 
     Args:
         client_losses: at most so many losses of clients are kept (8 bytes each), those of the latest rounds; 0 keeps
@@ -64,20 +82,27 @@ class History:
         self._limit, self._kept = client_losses, 0
         self._columns: dict[str, array[float]] = {name: array("d") for name in _COUNTS}
         self._seconds = array("d")
+        self._waiting: list[tuple[Round, float]] = []  # rounds whose rows are not written yet
+        self._held = 0  # numbers of each kind in them
         self._losses: deque[tuple[int, Tensor, Tensor]] = deque()  # round, ids (M,) int32, losses (M,) float32
 
     def __len__(self) -> int:
-        return len(self._seconds)
+        return len(self._seconds) + len(self._waiting)
 
-    def append(self, round: Round, seconds: float = math.nan, values: Mapping[str, float] | None = None) -> None:
-        """Adds a row.
+    def record(self, round: Round, seconds: float = math.nan) -> None:
+        """Adds a row for a round that took so many seconds; what its numbers come to is found when somebody asks."""
+        self._waiting.append((round._replace(server=None), seconds))
+        self._held += len(round.ids)
+        if self._held > _MOST_HELD or len(self._waiting) > _MOST_WAITING:
+            self._catch_up()
 
-        Args:
-            round: that is done.
-            seconds: that it took.
-            values: the means of what the clients logged; default: `means(round.info)`.
-        """
-        values = means(round.info) if values is None else values
+    def _catch_up(self) -> None:
+        waiting, self._waiting, self._held = self._waiting, [], 0
+        for round, seconds in waiting:
+            self._append(round, seconds)
+
+    def _append(self, round: Round, seconds: float) -> None:
+        values = means(round.info)
         ids = (round.asked, round.ids, round.lost_before, round.late, round.lost_after, round.repeated)
         counts = (round.number, *map(len, ids), round.bytes_up, round.bytes_down)
         row = dict(zip(_COUNTS, map(float, counts)))
@@ -85,17 +110,30 @@ class History:
         if losses is not None:
             row.update({"train_loss": values["train_loss"], **_spread(losses)})
             self._keep(round.number, round.ids, losses)
+        values.update({name: float(value) for name, value in round.report.items()})
         row.update({f"logged_{name}" if name in _RESERVED else name: value for name, value in values.items()})
         self._seconds.append(seconds)
-        self._write(row, new=True)
+        self._write(row)
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """A column, a number per round.
+
+        Raises:
+            KeyError: there is no such column.
+        """
+        self._catch_up()
+        if name not in self._columns:
+            raise KeyError(f"Expected one of {list(self._columns)}, but got {name!r}")
+        return np.array(self._columns[name])
 
     def validated(self, round: int, values: Mapping[str, float]) -> None:
         """Adds the scores after a round to its row, if that is the last one.
 
         Lightning does not repeat a validation: a run that resumes from a checkpoint written before it lacks the scores.
         """
-        if len(self) and self._columns["round"][-1] == round:
-            self._write(values, new=False)
+        if len(self) and self["round"][-1] == round:
+            for name, value in values.items():
+                self._column(name)[-1] = value
 
     def frame(self) -> pd.DataFrame:
         """A row per round.
@@ -109,6 +147,7 @@ class History:
         """
         import pandas as pd
 
+        self._catch_up()
         table = pd.DataFrame({name: np.array(column) for name, column in self._columns.items()})
         table = table.astype(dict.fromkeys(_COUNTS, "int64"))
         table["bytes_up"], table["bytes_down"] = table["round_bytes_up"].cumsum(), table["round_bytes_down"].cumsum()
@@ -119,6 +158,7 @@ class History:
         """The clients' training losses, in float32: columns `round`, `client` (of `names`) and `train_loss`."""
         import pandas as pd
 
+        self._catch_up()
         clients = np.asarray(names, dtype=object)
         empty = torch.zeros(0, dtype=torch.int32)
         ids = torch.cat([empty, *(ids for _, ids, _ in self._losses)]).numpy()
@@ -132,6 +172,7 @@ class History:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything as tensors, flat; the columns' names as the bytes of JSON."""
+        self._catch_up()
         names = json.dumps(list(self._columns)).encode()
         values = np.array(list(self._columns.values()), dtype=np.float64)
         empty = torch.zeros(0, dtype=torch.int32)
@@ -146,6 +187,7 @@ class History:
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
         """Replaces all rows."""
+        self._waiting, self._held = [], 0
         names = json.loads(bytes(flat["names"].tolist()))
         self._columns = {name: array("d", row) for name, row in zip(names, flat["values"].tolist(), strict=True)}
         self._seconds = array("d", flat["seconds"].tolist())
@@ -157,16 +199,16 @@ class History:
         ):
             self._keep(number, ids.clone(), values.clone())
 
-    def _write(self, row: Mapping[str, float], new: bool) -> None:
-        """Writes into the last row, or into a new one whose other values are NaN."""
+    def _write(self, row: Mapping[str, float]) -> None:
+        """Adds a row, whose other values are NaN."""
         for name in row:
-            if name not in self._columns:
-                self._columns[name] = array("d", [math.nan] * (len(self) - new))
-        if new:
-            for column in self._columns.values():
-                column.append(math.nan)
-        for name, value in row.items():
-            self._columns[name][-1] = value
+            self._column(name)
+        for name, column in self._columns.items():
+            column.append(row.get(name, math.nan))
+
+    def _column(self, name: str) -> array[float]:
+        """A column by name, a new one of NaN if need be."""
+        return self._columns.setdefault(name, array("d", [math.nan] * len(self._columns["round"])))
 
     def _keep(self, number: int, ids: Tensor, losses: Tensor) -> None:
         if self._limit == 0:

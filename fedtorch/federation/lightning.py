@@ -6,9 +6,8 @@ One communication round is one training step and one epoch, so validation, check
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +15,17 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, tree
 from fedtorch import metrics as fm
+from fedtorch import tree
 from fedtorch.data import FederatedData
-from fedtorch.federation import coordinator
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.client_sharding import ClientSharding, check_place
-from fedtorch.federation.evaluation import Score, Split, check_same_clients, evaluate, inputs_and_targets
+from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.faults import Faults
-from fedtorch.federation.history import History, means
+from fedtorch.federation.history import means
 from fedtorch.federation.population import Population
-from fedtorch.federation.sampling import Cohort, check_cohort
+from fedtorch.federation.run import Recorder, Run
+from fedtorch.federation.sampling import Cohort
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ class Federation(L.LightningModule):
     Args:
         algorithm: what clients and server compute.
         population: who computes, and where.
-        parameters: where training starts; default: the parameters of the algorithm's local solver.
+        parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round (uniformly without replacement), or a function of the round's
             key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
@@ -55,8 +54,12 @@ class Federation(L.LightningModule):
         split: rows -> (inputs, targets), for `metrics`.
         seed: of all randomness.
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
+        record: who follows the run, such as an `ft.Sampler`.
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
+
+    Attributes:
+        run: the `Run` that the Trainer drives; all that came out is there.
 
     Raises:
         ValueError: a cohort larger than the population, clients that cannot take part, data that do not fit.
@@ -69,7 +72,7 @@ class Federation(L.LightningModule):
         >>> trainer = L.Trainer(max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         ...                     enable_model_summary=False, accelerator="cpu")
         >>> trainer.fit(federation)
-        >>> federation.round, federation.bytes_up
+        >>> federation.round, federation.run.bytes_up
         (3, 4140)
     """
 
@@ -85,23 +88,27 @@ class Federation(L.LightningModule):
         split: Split = inputs_and_targets,
         seed: int = 0,
         faults: Faults | None = None,
+        record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        check_cohort(cohort, len(population.data))
         if (validation is None) != (not metrics):
             raise ValueError("Expected validation= and metrics= together, but got only one of them")
         if validation is not None:
-            check_same_clients(validation, population.data)
-        self.algorithm, self.population = algorithm, population
-        self.seed, self._default_dtype = seed, torch.get_default_dtype()
-        self._cohort, self._faults, self._split = cohort, faults, split
-        self._validation = validation
+            check_same_clients(validation, population.names)
+        self.run = Run(
+            algorithm,
+            population,
+            parameters,
+            cohort=cohort,
+            faults=faults,
+            seed=seed,
+            record=record,
+            keep_losses=keep_losses,
+        )
+        self._default_dtype, self._split, self._validation = torch.get_default_dtype(), split, validation
         self._metrics = {name: fm.as_stacked(metric) for name, metric in (metrics or {}).items()}
-        self._progress = coordinator.begin(algorithm, population, parameters)
-        self.bytes_up = self.bytes_down = 0
-        self._history = History(keep_losses)
         self._warned = False
         if validation is None:
             # Lightning then sees that there is nothing to validate.
@@ -112,72 +119,46 @@ class Federation(L.LightningModule):
     @property
     def round(self) -> int:
         """Communication rounds done."""
-        return self._progress.number
+        return self.run.number
 
     @property
     def server(self) -> Tree:
         """The server's state."""
-        return self._progress.server
+        return self.run.server
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per round: who was asked and answered, losses, bytes, scores, seconds; see `ft.History.frame`."""
-        return self._history.frame()
+        """A row per round; see `Run.history`."""
+        return self.run.history
 
     @property
     def client_losses(self) -> pd.DataFrame:
-        """The clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
-        return self._history.losses(self.population.data.names)
+        """The clients' training losses; see `Run.client_losses`."""
+        return self.run.client_losses
 
     def client_module(self, client: int | str) -> nn.Module:
         """A copy of the module with the tensors that `client` (number or name) predicts with."""
-        number = self._client(client)
-        tensors = self._progress.clients.tensors(self._outbox(), number)
-        return functional.load(self._local().module, tensors)
+        return self.run.client_module(client)
 
     def global_module(self) -> nn.Module:
-        """A copy of the module with the server's parameters, for algorithms that send out all of them.
-
-        Raises:
-            ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
-        """
-        outbox, local = self._outbox(), self._local()
-        tensors = local.tensors(local.parameters, local.init(local.parameters))
-        whole = {name for name, tensor in tensors.items() if tensor.is_floating_point()}  # counters do not predict
-        if not isinstance(outbox, dict) or not whole <= outbox.keys() <= tensors.keys():
-            raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
-        return functional.load(local.module, outbox)
+        """A copy of the module with the server's parameters; see `Run.global_module`."""
+        return self.run.global_module()
 
     def evaluate(
         self, data: FederatedData, metrics: Mapping[str, Any] | None = None, split: Split | None = None
     ) -> dict[str, Score]:
         """Scores of every client's model on its rows of `data`; metrics default to those of construction."""
-        metrics = self._metrics if metrics is None else metrics
-        split = self._split if split is None else split
-        return evaluate(self._progress.clients, self._outbox(), self._local().predict, data, metrics, split)
+        return self.run.evaluate(data, metrics or self._metrics, split or self._split)
 
     # -- Lightning -------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Runs one communication round."""
-        began = time.perf_counter()
         with self._own_precision():
-            rounds = coordinator.run(
-                self.algorithm,
-                self.population,
-                cohort=self._cohort,
-                seed=self.seed,
-                faults=self._faults,
-                start=self._progress,
-            )
-            done = next(rounds)
-        self._progress = coordinator.Progress(done.number, done.server, done.clients)
-        self.bytes_up += done.bytes_up
-        self.bytes_down += done.bytes_down
+            done = self.run.step()
         values = means(done.info)
-        self._history.append(done, time.perf_counter() - began, values)
         self._log_values(values, prog_bar=("train_loss",))
-        self._log_values({"bytes_up": self.bytes_up, "bytes_down": self.bytes_down})
+        self._log_values({"bytes_up": self.run.bytes_up, "bytes_down": self.run.bytes_down})
         self.optimizers().step()  # type: ignore[union-attr]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -191,7 +172,7 @@ class Federation(L.LightningModule):
             values[f"val_{name}_mean"] = score.mean()
             values[f"val_{name}_min"] = score.worst(largest_is_best=True)
             values[f"val_{name}_max"] = score.worst(largest_is_best=False)
-        self._history.validated(self.round, values)
+        self.run.log.validated(self.round, values)
         self._log_values(values, prog_bar=tuple(f"val_{name}" for name in scores))
 
     def train_dataloader(self) -> Iterable[int]:
@@ -209,7 +190,7 @@ class Federation(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuses to train the same clients several times over."""
         trainer = self.trainer
-        check_place(trainer, getattr(self.population, "population", self.population))
+        check_place(trainer, getattr(self.run.population, "population", self.run.population))
         if trainer.scaler is not None:
             raise ValueError(
                 f"Expected a Trainer that leaves precision to the clients' module, but got precision="
@@ -238,7 +219,7 @@ class Federation(L.LightningModule):
     @contextmanager
     def _own_precision(self) -> Iterator[None]:
         """Trainer(precision=...) sets default dtype and autocast around its steps; the clients keep their own."""
-        device = tree.leaves(self.population.data.rows)[0].device.type
+        device = self.run.population.device.type
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._default_dtype)
         try:
@@ -250,8 +231,8 @@ class Federation(L.LightningModule):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, flat: server and client states, round, bytes, history, seed."""
-        flat = self._extra_state()
+        """All of the run, flat; see `Run.state_dict`."""
+        flat = self.run.state_dict()
         size = tree.nbytes(flat)
         if size > _LARGE and not self._warned:
             self._warned = True
@@ -262,53 +243,13 @@ class Federation(L.LightningModule):
             )
         return flat
 
-    def _extra_state(self) -> dict[str, Tensor]:
-        number, server, clients = self._progress
-        flat = {f"clients.{name}": leaf for name, leaf in clients.state_dict().items()}
-        flat.update(tree.flatten(tree.to(server, "cpu", copy=True), "server"))
-        flat.update({f"history.{name}": leaf for name, leaf in self._history.state_dict().items()})
-        population = len(self.population.data)
-        counts = {"round": number, "bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
-        flat.update({n: torch.tensor(v) for n, v in {**counts, "seed": self.seed, "population": population}.items()})
-        return flat
-
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Goes on from a checkpoint.
 
         Raises:
             ValueError: it belongs to another federation.
         """
-        _, server, clients = self._progress
-        _check(state, self._extra_state())
-        clients.load_state_dict(_below("clients.", state))
-        self._history.load_state_dict(_below("history.", state))
-        loaded = tree.unflatten(state, server, "server")
-        loaded = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, server)
-        self._progress = coordinator.Progress(int(state["round"]), loaded, clients)
-        self.bytes_up, self.bytes_down = int(state["bytes_up"]), int(state["bytes_down"])
-
-    def _outbox(self) -> Tree:
-        return self.algorithm.outbox(self._progress.server)
-
-    def _local(self) -> Any:
-        if self.algorithm.local is None:
-            raise ValueError("Expected an algorithm with a local solver, whose module makes predictions; it has none")
-        return self.algorithm.local
-
-    def _client(self, client: int | str) -> int:
-        names = self.population.data.names
-        if isinstance(client, str):
-            if client not in names:
-                raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
-            return names.index(client)
-        if not 0 <= client < len(names):
-            raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
-        return client
-
-
-def _below(prefix: str, flat: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What `flat` has under a prefix."""
-    return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}
+        self.run.load_state_dict(state)
 
 
 class _RoundCounter(torch.optim.Optimizer):
@@ -320,25 +261,3 @@ class _RoundCounter(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Counts as one step."""
         return None if closure is None else closure()
-
-
-def _check(state: dict[str, Tensor], mine: dict[str, Tensor]) -> None:
-    """Refuses the checkpoint of a federation unlike `mine`, which may differ in the clients that have taken part."""
-    if mine.keys() != state.keys():
-        raise ValueError(
-            f"Expected a checkpoint of this algorithm, with {sorted(mine.keys() - state.keys())}, but got one "
-            f"with {sorted(state.keys() - mine.keys())} instead"
-        )
-    for name in ("seed", "population"):
-        if int(state[name]) != int(mine[name]):
-            raise ValueError(f"Expected a checkpoint of {name} {int(mine[name])}, but got {int(state[name])}")
-    for name, leaf in mine.items():
-        if name.startswith("history."):
-            continue
-        rows = name.startswith("clients.")
-        want, got = leaf.shape[rows:], state[name].shape[rows:]
-        if want != got or leaf.dtype != state[name].dtype:
-            raise ValueError(
-                f"Expected {name} in the checkpoint to be {leaf.dtype} of shape {tuple(want)}, but got "
-                f"{state[name].dtype} of shape {tuple(got)}"
-            )

@@ -58,16 +58,20 @@ class Clients(Protocol):
         """What the exchange makes of `Algorithm.told` over all clients."""
         ...
 
-    def tensors(self, outbox: Tree, client: int) -> Tree:
-        """The tensors that one client predicts with."""
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that the clients `ids` (distinct) predict with, `(M, ...)`."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Ids and states of the clients here that have committed, flat."""
+        """Ids and states of all clients that have committed, flat."""
         ...
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Replaces the states by those in `flat` that belong here."""
+        ...
+
+    def meet(self) -> None:
+        """Waits for the other processes, if there are any."""
         ...
 
 
@@ -75,6 +79,21 @@ class Population(Protocol):
     """Clients and where they run."""
 
     data: FederatedData
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the server's state lives."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what all processes know."""
+        ...
 
     def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
         """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""
@@ -101,6 +120,21 @@ class InProcess:
         self.data = data if device is None else data.to(device)
         self.chunk = chunk
         self._blocks: list[tuple[Tensor, ClientData]] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names."""
+        return self.data.names
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks and states live."""
+        return tree.leaves(self.data.rows)[0].device
+
+    @property
+    def leads(self) -> bool:
+        """There is no other process."""
+        return True
 
     def blocks(self) -> list[tuple[Tensor, ClientData]]:
         """The clients stacked in blocks of similar size, made once."""
@@ -155,9 +189,8 @@ class LocalClients:
         """How many clients of a block run at once."""
         if chunk is not None:
             return chunk
-        local = self.algorithm.local
         each = tree.nbytes(data) / max(1, len(tree.leaves(data)[0])) + 2 * tree.nbytes(self.table.initial)
-        each += 8 * tree.nbytes(local.parameters) if local is not None else 0
+        each += 8 * tree.nbytes(self.algorithm.start)
         return max(1, int(_BLOCK_BYTES / max(each, 1)))
 
     def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
@@ -282,11 +315,9 @@ class LocalClients:
                 order.append(ids[rows])
         return torch.cat(order), parts
 
-    def tensors(self, outbox: Tree, client: int) -> Tree:
-        """The tensors that one client predicts with."""
-        ids = torch.tensor([client])
-        model = self.algorithm.model(self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids))
-        return tree.map(lambda leaf: leaf[0].clone(), model)
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that clients predict with; see `Clients.tensors`."""
+        return self.algorithm.model(self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids))
 
     def _stacked(self, data: FederatedData) -> list[tuple[Tensor, ClientData]]:
         if id(data) not in self._validation:
@@ -305,6 +336,9 @@ class LocalClients:
         for ids, _ in self._blocks:
             here[ids] = True
         self.table.load_state_dict(flat, here)
+
+    def meet(self) -> None:
+        """There is nobody to wait for."""
 
 
 def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -220,7 +220,7 @@ def vertical(
     >>> data, algorithm, inputs = recipes.vertical(LinearRegression, x, torch.tensor([1.0, 3.0]), columns, network, 1.0)
     >>> inputs[0].tolist(), inputs[1].tolist()
     ([[1.0, 0.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 1.0]])
-    >>> round = next(ft.run(algorithm, ft.InProcess(data), {}))
+    >>> round = ft.Run(algorithm, ft.InProcess(data), {}).step()
     """
     nodes, examples = len(columns), len(x)
     if columns.dtype != torch.bool or columns.shape[1:] != x.shape[1:] or nodes != network.nodes:
@@ -248,7 +248,7 @@ def personalised(local: LocalSolver, network: Network, alpha: float, shared: str
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation import recipes
     >>> algorithm = recipes.personalised(ft.least_squares(torch.nn.Linear(2, 1)), ft.Network.ring(4), 1.0, "weight")
-    >>> list(algorithm.sent(algorithm.init(algorithm.local.parameters, 4)[1]).value)
+    >>> list(algorithm.told(algorithm.init(algorithm.start, 4)[1]))
     ['weight']
     """
     patterns = [shared] if isinstance(shared, str) else shared

@@ -69,7 +69,7 @@ class Redelivered:
         >>> import torch, fedtorch as ft
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
         >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
-        >>> round = next(ft.run(algorithm, ft.Redelivered(ft.InProcess(data), 1.0)))
+        >>> round = ft.Run(algorithm, ft.Redelivered(ft.InProcess(data), 1.0)).step()
         >>> round.repeated
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
 
@@ -86,6 +86,21 @@ class Redelivered:
     def data(self) -> FederatedData:
         """The clients' rows."""
         return self.population.data
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The clients' names."""
+        return self.population.names
+
+    @property
+    def device(self) -> torch.device:
+        """Where the server's state lives."""
+        return self.population.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes what all processes know."""
+        return self.population.leads
 
     def bind(self, algorithm: Algorithm, state: Tree) -> RedeliveredClients:
         """The clients for one run of `algorithm`, and the network between them and the server."""
@@ -130,9 +145,9 @@ class RedeliveredClients:
         self.network.open(self.network.next_key())
         return self.clients.total()
 
-    def tensors(self, outbox: Tree, client: int) -> Tree:
-        """The tensors that one client predicts with."""
-        return self.clients.tensors(outbox, client)
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that clients predict with."""
+        return self.clients.tensors(outbox, ids)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The clients' states; what is on its way is not saved, because it would be refused."""
@@ -141,6 +156,10 @@ class RedeliveredClients:
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Replaces the clients' states."""
         self.clients.load_state_dict(flat)
+
+    def meet(self) -> None:
+        """Waits for the other processes, if there are any."""
+        self.clients.meet()
 
 
 class _Letter(NamedTuple):

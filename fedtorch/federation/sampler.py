@@ -1,39 +1,36 @@
-"""Running a sampling algorithm: burn-in, thinning, summaries on the way, draws on disk, diagnostics.
+"""Recording a sampling algorithm: burn-in, thinning, summaries on the way, draws on disk, diagnostics.
 
-A `Sampler` steps an algorithm whose server keeps draws of several chains (`ft.gibbs`), and watches some of them. Means
+A `Sampler` follows a run whose server keeps draws of several chains (`ft.gibbs`), and watches some of them. Means
 and variances are kept up as draws arrive (Welford, "Note on a method for calculating corrected sums of squares and
 products", Technometrics 4, 1962), so a long run need not keep its draws; those that are kept lie in memory or as
-safetensors files in a folder. A run may stop anywhere and go on later, bit for bit.
+safetensors files in a folder. A sampler is part of its run's checkpoints, so that it goes on with it, bit for bit.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch import tree, wire
-from fedtorch.federation import coordinator
-from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.coordinator import Round
-from fedtorch.federation.faults import Faults
-from fedtorch.federation.population import Population
-from fedtorch.tree import Tree
+from fedtorch import tree
+from fedtorch.federation import checkpoint
+from fedtorch.federation.checkpoint import below
+from fedtorch.federation.history import Round
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["Moments", "Sampler", "global_variables"]
+__all__ = ["RunningMoments", "Sampler", "global_variables"]
 
 Draws = dict[str, Tensor]
 
 
-class Moments(NamedTuple):
+class RunningMoments(NamedTuple):
     """Running moments of one quantity; chains in front, `(C, ...)`."""
 
     count: Tensor  # type: ignore[assignment]  # () draws per chain
@@ -51,21 +48,16 @@ def global_variables(round: Round) -> Draws:
 
 
 class Sampler:
-    """A run of a sampling algorithm.
+    """A recorder of the draws of a sampling algorithm: `ft.run(..., record=sampler)`.
 
     Args:
-        algorithm: such as `ft.gibbs(...)`.
-        population: the clients.
-        parameters: where the algorithm starts.
         burn_in: rounds that are not watched.
         thin: of the rounds after that, every so many are.
-        seed: of all randomness.
         watch: a round -> what to watch by name, `(C, ...)` each; default: all global variables. It may read clients'
             own variables from `round.clients` in research; in a federation they stay where they are.
         keep: whether draws are kept, not only their moments.
         folder: where draws are kept as files of `block` draws each, instead of in memory.
         block: draws per file.
-        faults: what goes wrong; see `ft.dropouts`.
 
     Raises:
         ValueError: a count out of range.
@@ -76,7 +68,8 @@ class Sampler:
         >>> x = ft.random.normal(ft.random.key(0), (2, 50, 3))
         >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(2)])
         >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=5, chains=2)
-        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(3), burn_in=20).run(70)
+        >>> sampler = ft.Sampler(burn_in=20)
+        >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=70, record=sampler)
         >>> sampler.draws()["theta"].shape
         torch.Size([2, 50, 3])
         >>> sampler.mean()["prior.included"].round()
@@ -85,63 +78,31 @@ class Sampler:
 
     def __init__(
         self,
-        algorithm: Algorithm,
-        population: Population,
-        parameters: Tree = None,
         *,
         burn_in: int = 0,
         thin: int = 1,
-        seed: int = 0,
         watch: Callable[[Round], Draws] = global_variables,
         keep: bool = True,
         folder: Path | str | None = None,
         block: int = 1000,
-        faults: Faults | None = None,
     ) -> None:
         for name, count, least in (("burn_in", burn_in, 0), ("thin", thin, 1), ("block", block, 1)):
             if count < least:
                 raise ValueError(f"Expected {name} of at least {least}, but got {count}")
-        self.algorithm, self.population = algorithm, population
-        self.burn_in, self.thin, self.seed = burn_in, thin, seed
-        self.moments: dict[str, Moments] = {}
-        self.bytes_up = self.bytes_down = 0
-        self._watch, self._keep, self._faults, self._block = watch, keep, faults, block
+        self.burn_in, self.thin = burn_in, thin
+        self.moments: dict[str, RunningMoments] = {}
+        self._watch, self._keep, self._block = watch, keep, block
         self._folder = None if folder is None else Path(folder)
-        self._progress = coordinator.begin(algorithm, population, parameters)
         self._recent: list[Draws] = []  # those that are not in a file
         self._files = 0
 
-    @property
-    def rounds(self) -> int:
-        """Rounds done, burn-in included."""
-        return self._progress.number
-
-    @property
-    def server(self) -> Tree:
-        """The server's state."""
-        return self._progress.server
-
-    def run(self, rounds: int) -> Sampler:
-        """Goes on until `rounds` rounds are done in all, burn-in included; returns itself."""
-        steps = coordinator.run(
-            self.algorithm,
-            self.population,
-            rounds=rounds,
-            seed=self.seed,
-            faults=self._faults,
-            start=self._progress,
-        )
-        for done in steps:
-            self._progress = coordinator.Progress(done.number, done.server, done.clients)
-            self.bytes_up += done.bytes_up
-            self.bytes_down += done.bytes_down
-            after = done.number - self.burn_in
-            if after > 0 and after % self.thin == 0:
-                self._take(self._watch(done))
-        return self
-
-    def _take(self, draws: Draws) -> None:
-        draws = {name: leaf.detach().to("cpu", torch.float64, copy=True) for name, leaf in draws.items()}
+    def record(self, round: Round) -> None:
+        """Takes in a round, if it is one of those that are watched."""
+        after = round.number - self.burn_in
+        if after <= 0 or after % self.thin:
+            return
+        watched = self._watch(round)
+        draws = {name: leaf.detach().to("cpu", torch.float64, copy=True) for name, leaf in watched.items()}
         self.moments = {
             name: _add_draw(self.moments.get(name, _no_moments(leaf)), leaf) for name, leaf in draws.items()
         }
@@ -150,7 +111,7 @@ class Sampler:
         self._recent.append(draws)
         if self._folder is not None and len(self._recent) == self._block:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._path(self._files).write_bytes(wire.encode(tree.stack(self._recent)))
+            checkpoint.write(self._path(self._files), tree.stack(self._recent))
             self._files, self._recent = self._files + 1, []
 
     def _path(self, number: int) -> Path:
@@ -180,11 +141,7 @@ class Sampler:
         parts = []
         if self._recent:
             parts.append(tree.stack(self._recent))
-        if self._files:
-            sample = {name: moments.mean for name, moments in self.moments.items()}
-            like = tree.map(lambda leaf: leaf.expand(self._block, *leaf.shape), sample)
-            files = [wire.decode(self._path(i).read_bytes(), like) for i in range(self._files)]
-            parts = [*files, *parts]
+        parts = [*(checkpoint.read(self._path(i)) for i in range(self._files)), *parts]
         return {name: leaf.transpose(0, 1) for name, leaf in tree.concatenate(parts).items()}
 
     def inference_data(self) -> Any:
@@ -208,85 +165,58 @@ class Sampler:
         figure.tight_layout()
         return figure
 
-    def _watched(self) -> dict[str, Moments]:
+    def _watched(self) -> dict[str, RunningMoments]:
         if not self.moments:
             raise ValueError(
-                f"Expected rounds after the burn-in of {self.burn_in}, but got {self.rounds} in all; run more rounds"
+                f"Expected rounds after the burn-in of {self.burn_in}, but got none; run more with record=sampler"
             )
         return self.moments
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, path: Path | str) -> None:
-        """Writes all that a resumed run needs, but for files of draws, as safetensors."""
-        number, server, clients = self._progress
-        flat = {f"clients.{name}": leaf for name, leaf in clients.state_dict().items()}
-        flat |= tree.flatten(server, "server")
-        flat |= tree.flatten(self.moments, "moments")
+    def state_dict(self) -> Draws:
+        """All that a resumed run needs, but for files of draws, flat."""
+        flat = tree.flatten(self.moments, "moments")
         if self._recent:
             flat |= tree.flatten(tree.stack(self._recent), "recent")
-        about = {"round": number, "files": self._files, **self._settings()}
-        about |= {"bytes_up": self.bytes_up, "bytes_down": self.bytes_down}
-        leaves = {name: [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)] for name, leaf in flat.items()}
-        Path(path).write_bytes(wire.encode(flat, {"about": about, "leaves": leaves}))
+        flat |= {name: torch.tensor(value) for name, value in self._settings().items()}
+        return {**flat, "files": torch.tensor(self._files)}
 
-    def load(self, path: Path | str) -> Sampler:
-        """Goes on from what `save` wrote; the algorithm, population and settings must be the same. Returns itself.
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` returned.
 
         Raises:
-            ValueError: the file is of a run with other settings.
+            ValueError: it is of a sampler with other settings.
         """
-        payload = Path(path).read_bytes()
-        header = wire.metadata(payload)
-        about, leaves = header["about"], header["leaves"]
         mine = self._settings()
-        other = {name: about.get(name) for name in mine}
+        other = {name: flat[name].item() if name in flat else None for name in mine}
         if other != mine:
-            raise ValueError(f"Expected a run with settings {mine}, but got {other}")
-        like = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in leaves.items()}
-        flat = wire.decode(payload, like, finite=False)
-        _, server, clients = self._progress
-        clients.load_state_dict(_below("clients.", flat))
-        loaded = tree.unflatten(flat, server, "server")
-        self._progress = coordinator.Progress(
-            int(about["round"]), tree.map(lambda new, old: new.to(old.device), loaded, server), clients
-        )
-        self.bytes_up, self.bytes_down, self._files = about["bytes_up"], about["bytes_down"], about["files"]
-        parts = _below("moments.", flat)
+            raise ValueError(f"Expected the draws of a sampler with settings {mine}, but got {other}")
+        self._files = int(flat["files"])
+        parts = below("moments.", flat)
         named = dict.fromkeys(name.rpartition(".")[0] for name in parts)
-        self.moments = {name: Moments(*(parts[f"{name}.{field}"] for field in Moments._fields)) for name in named}
-        recent = _below("recent.", flat)
+        fields = RunningMoments._fields
+        self.moments = {name: RunningMoments(*(parts[f"{name}.{field}"] for field in fields)) for name in named}
+        recent = below("recent.", flat)
         count = len(next(iter(recent.values()))) if recent else 0
         self._recent = [tree.map(lambda leaf, i=i: leaf[i], recent) for i in range(count)]
-        return self
 
     def _settings(self) -> dict[str, int | bool]:
-        return {
-            "seed": self.seed,
-            "burn_in": self.burn_in,
-            "thin": self.thin,
-            "block": self._block,
-            "clients": len(self.population.data),
-            "keep": self._keep,
-            "folder": self._folder is not None,
-        }
+        about = {"burn_in": self.burn_in, "thin": self.thin, "block": self._block, "keep": self._keep}
+        return {**about, "folder": self._folder is not None}
 
 
-def _no_moments(leaf: Tensor) -> Moments:
+def _no_moments(leaf: Tensor) -> RunningMoments:
     nothing = torch.zeros_like(leaf)
-    return Moments(torch.zeros((), dtype=torch.float64), nothing, nothing)
+    return RunningMoments(torch.zeros((), dtype=torch.float64), nothing, nothing)
 
 
-def _add_draw(moments: Moments, draw: Tensor) -> Moments:
+def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
     """Welford's update."""
     count = moments.count + 1
     change = draw - moments.mean
     mean = moments.mean + change / count
-    return Moments(count, mean, moments.squares + change * (draw - mean))
-
-
-def _below(prefix: str, flat: Draws) -> Draws:
-    return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}
+    return RunningMoments(count, mean, moments.squares + change * (draw - mean))
 
 
 def _arviz() -> Any:

@@ -31,12 +31,12 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.coordinator import Progress, begin, run
 from fedtorch.federation.distributed import Distributed
-from fedtorch.federation.evaluation import Score, Split, check_same_clients, evaluate, inputs_and_targets
+from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.population import InProcess, Population
 from fedtorch.federation.progress import rounds_bar
+from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort, check_cohort
 from fedtorch.tree import Tree
 
@@ -158,13 +158,12 @@ def grid(
     title = f"{len(tried)} setting{'s' * (len(tried) > 1)}"
     with rounds_bar(title, len(tried) * rounds, shown=progress) as bar:
         for i, algorithm in enumerate(algorithms, 1):
-            now = begin(algorithm, population)
-            for done in run(algorithm, population, rounds=rounds, cohort=cohort, seed=seed, faults=faults, start=now):
-                now = Progress(done.number, done.server, done.clients)
+            made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults)
+            for done in made.rounds(rounds):
                 bar.update()
                 if not _is_finite(done.server):
                     break
-            scores.append(_score(algorithm, now, validation, metric, split))
+            scores.append(_score(made, validation, metric, split))
             bar.set_postfix({"diverged": scores.count(None)} if None in scores else {}, refresh=False)
             bar.update(i * rounds - bar.n)
     nothing = Score(math.nan, torch.full((len(validation),), math.nan, dtype=torch.float64))
@@ -210,7 +209,7 @@ def _held_out(population: Population, validation: FederatedData | float, seed: i
             )
         training, validation = population.data.split(1 - validation, seed)
         population = type(population)(training, chunk=population.chunk)
-    check_same_clients(validation, population.data)
+    check_same_clients(validation, population.names)
     if int(validation.counts.sum()) == 0:
         raise ValueError("Expected validation rows, but no client has any; hold out a larger fraction")
     return population, validation
@@ -225,8 +224,8 @@ def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algo
             raise
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"Expected build to return an Algorithm, such as ft.fedavg(...), but got {type(algorithm)}")
-    if algorithm.local is None:
-        raise ValueError("Expected an algorithm with a local solver, whose module makes predictions; it has none")
+    if algorithm.predict is None:
+        raise ValueError("Expected an algorithm that predicts, but got one without `predict`")
     return algorithm
 
 
@@ -241,14 +240,12 @@ def _seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
-def _score(algorithm: Algorithm, now: Progress, validation: FederatedData, metric: Any, split: Split) -> Score | None:
+def _score(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:
     """How well a setting predicts; None if it has diverged."""
-    assert algorithm.local is not None
-    outbox = algorithm.outbox(now.server)
-    finite = now.clients.evaluate(outbox, validation, lambda tensors, block: _are_finite(tensors, len(block.count)))
-    if not (_is_finite(now.server) and bool(finite.all())):
+    finite = lambda tensors, block: _are_finite(tensors, len(block.count))
+    if not (_is_finite(run.server) and bool(run.clients.evaluate(run.outbox, validation, finite).all())):
         return None
-    score = evaluate(now.clients, outbox, algorithm.local.predict, validation, {"metric": metric}, split)["metric"]
+    score = run.evaluate(validation, {"metric": metric}, split)["metric"]
     return score if math.isfinite(score.overall) else None
 
 

@@ -66,10 +66,9 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         >>> network = ft.Network.from_edges([(0, 1)])
         >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
         >>> algorithm = ft.unreliable_edges(exact, network, loss=0.3, delay=2)
-        >>> *_, final = ft.run(algorithm, ft.InProcess(data), rounds=100)
-        >>> outbox = algorithm.outbox(final.server)
-        >>> [round(float(final.clients.tensors(outbox, k)["weight"]), 4) for k in range(2)]
-        [0.5, -0.5]
+        >>> final = ft.run(algorithm, ft.InProcess(data), rounds=100)
+        >>> final.tensors()["weight"].flatten().round(decimals=4)
+        tensor([ 0.5000, -0.5000])
     """
     if not 0 <= loss < 1:
         raise ValueError(f"Expected a probability of loss of at least 0 and below 1, but got {loss}")
@@ -115,6 +114,7 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         server=server,
         exchange=private_rows()._replace(scatter=over.scatter, traffic=over.traffic),
         told=None,
+        settings={**algorithm.settings, "loss": loss, "delay": delay},
     )
 
 

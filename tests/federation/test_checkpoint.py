@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from support.small_federations import classes, everything, solver, trainer
 from torch import Tensor
 
 import fedtorch as ft
+from fedtorch.federation import checkpoint
 
 # Lightning says so whenever a run goes on in its own folder.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -143,8 +145,8 @@ def test_checkpoints_of_other_federations_are_refused() -> None:
     state, before = model.state_dict(), everything(model)
     adam = ft.gradient_descent(linear(), steps=1, reset="never", loss=mean_squared_error, optimizer=torch.optim.Adam)
     others = {
-        "of seed 3, but got 0": quadratic(seed=3),
-        "of population 2, but got 3": quadratic(clients=data.select([0, 1])),
+        "a run with seed 3, but got one with 0": quadratic(seed=3),
+        "a run with clients 2 of digest .*, but got one with 3 of digest": quadratic(clients=data.select([0, 1])),
         "server.weight in the checkpoint to be torch.float64 of shape \\(1, 2\\)": quadratic(
             sgd(0.05, linear(2)), linear_clients([4, 5, 6], features=2)
         ),
@@ -162,6 +164,99 @@ def test_checkpoints_of_other_federations_are_refused() -> None:
     with pytest.raises(ValueError, match="optimizer"):
         model.load_state_dict(quadratic(adam).state_dict())
     assert same_bits(everything(model), before)
+
+
+def changed(**arguments: Any) -> ft.Run:
+    """A run that differs in what is named."""
+    data = linear_clients([4, 5, 6])
+    local = ft.gradient_descent(
+        linear(),
+        steps=arguments.pop("steps", 2),
+        loss=mean_squared_error,
+        optimizer=functools.partial(torch.optim.SGD, lr=arguments.pop("rate", 0.05)),
+    )
+    algorithm = ft.fedavg(local, mu=arguments.pop("mu", 0.1))
+    population = ft.InProcess(data.select(arguments.pop("order", [0, 1, 2])), arguments.pop("chunk", None))
+    return ft.Run(algorithm, population, **{"cohort": 2, "faults": ft.dropouts(0.2), **arguments})
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "mu": {"mu": 0.2},
+    "local.steps": {"steps": 3},
+    "local.optimizer": {"rate": 0.1},
+    "seed": {"seed": 1},
+    "clients": {"order": [0, 2, 1]},
+    "cohort": {"cohort": ft.poisson_cohort(0.5, 3)},
+    "faults": {"faults": ft.dropouts(0.3)},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_another_run_is_refused(name: str, tmp_path: Path) -> None:
+    run = changed()
+    list(run.rounds(2))
+    run.save(tmp_path / "run.safetensors")
+    other = changed(**OTHERS[name])
+    with pytest.raises(ValueError, match=f"Expected a checkpoint of a run with {name} .*; pass anyway=True"):
+        other.load(tmp_path / "run.safetensors")
+    assert other.number == 0
+    assert other.load(tmp_path / "run.safetensors", anyway=True).number == 2
+    same = changed(chunk=1).load(tmp_path / "run.safetensors")
+    assert same_bits(same.server, run.server)
+
+
+def test_cohorts_are_told_apart_by_what_they_close_over() -> None:
+    cohorts = [ft.poisson_cohort(0.5, 3), ft.poisson_cohort(0.4, 3), ft.fixed_cohort([0, 1]), ft.fixed_cohort([0, 2])]
+    described = [checkpoint.describe(cohort) for cohort in cohorts]
+    assert len(set(described)) == 4
+    assert described[0] == checkpoint.describe(ft.poisson_cohort(0.5, 3))
+
+
+def test_files_appear_whole_and_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, run = tmp_path / "run.safetensors", changed()
+    run.save(path)
+    good = path.read_bytes()
+    for damaged in (b"", good[:40], good[:-3], b"x" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"Expected a safetensors file in .*run\.safetensors"):
+            changed().load(path)
+    path.write_bytes(good)
+
+    def killed(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    run.step()
+    with pytest.raises(KeyboardInterrupt):
+        run.save(path)
+    assert path.read_bytes() == good
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_stopping_resumes_too(tmp_path: Path) -> None:
+    """A rule on the history stops a resumed run where it would have stopped the uninterrupted one."""
+
+    def enough(history: ft.History) -> bool:
+        losses = history["train_loss"]
+        return len(losses) > 3 and abs(losses[-1] - losses[-2]) < 0.02 * losses[-1]
+
+    whole = changed(faults=None)
+    list(whole.rounds(100, until=enough))
+    half = changed(faults=None)
+    list(half.rounds(whole.number // 2, until=enough))
+    half.save(tmp_path / "half")
+    resumed = changed(faults=None).load(tmp_path / "half")
+    list(resumed.rounds(100, until=enough))
+    assert 3 < whole.number == resumed.number < 100
+    assert same_bits(resumed.server, whole.server)
+    assert list(resumed.rounds(100, until=enough)) == []
+
+
+def test_a_run_is_stepped_by_its_rounds() -> None:
+    with pytest.raises(TypeError, match=r"use run\.rounds\(\)"):
+        list(changed())
+    with pytest.raises(ValueError, match="Expected rounds= or until=, but got neither"):
+        changed().rounds()
 
 
 def test_large_checkpoints_are_pointed_out_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from sklearn.metrics import mean_squared_error, r2_score
-from support.closed_forms import linear_clients, sgd
+from support.closed_forms import client_tensors, linear_clients, sgd
 from torch import Tensor
 
 import fedtorch as ft
@@ -27,7 +27,7 @@ def predict(tensors: Any, inputs: Tensor) -> Tensor:
 
 
 def trained(population: ft.InProcess) -> tuple[Any, Any]:
-    *_, last = ft.run(ft.personal_layers(sgd(0.1, steps=3), "bias"), population, rounds=2)
+    last = ft.run(ft.personal_layers(sgd(0.1, steps=3), "bias"), population, rounds=2).last
     return last.clients, last.server
 
 
@@ -37,7 +37,7 @@ def test_scores_are_those_of_pooled_rows_and_of_each_client(chunk: int | None) -
     scores = evaluate(clients, outbox, predict, DATA, METRICS)
     outputs, targets = [], []
     for k, (x, y) in enumerate(DATA):
-        tensors = clients.tensors(outbox, k)
+        tensors = client_tensors(clients, outbox, k)
         outputs.append((x @ tensors["weight"][0] + tensors["bias"]).numpy())
         targets.append(y.numpy())
     for name, reference in (("mse", mean_squared_error), ("r2", r2_score)):

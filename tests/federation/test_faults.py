@@ -26,7 +26,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree, wire
 from fedtorch.data import ClientData
-from fedtorch.federation import coordinator, faults
+from fedtorch.federation import faults
 from fedtorch.federation.redelivery import Receiver
 from fedtorch.tree import Tree
 
@@ -75,7 +75,7 @@ def telling() -> ft.Algorithm:
 
 def rounds(population: Any = None, count: int = 8, **arguments: Any) -> Iterator[ft.Round]:
     """Rounds of `telling`."""
-    return ft.run(telling(), population or ft.InProcess(DATA), {}, rounds=count, **arguments)
+    return ft.Run(telling(), population or ft.InProcess(DATA), {}, **arguments).rounds(count)
 
 
 def hits(fault: Any, count: int = 2000) -> Tensor:
@@ -160,7 +160,7 @@ def test_half_of_the_clients_missing_converge_to_the_fixed_point() -> None:
     consistent = ft.data.from_tensors([(x, x @ truth + 0.5) for x in xs])
     algorithm = ft.fedprox(ft.least_squares(linear()), 0.3)
     fault = ft.dropouts(0.3) | ft.stragglers(1.0, SECONDS) | ft.lost_messages(after=0.1)
-    done = list(ft.run(algorithm, ft.InProcess(consistent), rounds=150, faults=fault))
+    done = list(ft.Run(algorithm, ft.InProcess(consistent), faults=fault).rounds(150))
     answered = sum(len(round.ids) for round in done) / (150 * K)
     assert 0.3 < answered < 0.6
     solution = fedprox_fixed_point(consistent, 0.3, consistent.counts.double())
@@ -173,7 +173,7 @@ def test_half_of_the_clients_missing_stay_near_the_fixed_point_of_different_clie
     algorithm = ft.fedprox(ft.least_squares(linear()), 2.0, lr=0.2)
     solution = fedprox_fixed_point(data, 2.0, data.counts.double())
     done = [
-        joined(round.server) for round in ft.run(algorithm, ft.InProcess(data), rounds=200, faults=ft.dropouts(0.5))
+        joined(round.server) for round in ft.Run(algorithm, ft.InProcess(data), faults=ft.dropouts(0.5)).rounds(200)
     ]
     late = torch.stack(done[100:])
     # The iterates fluctuate around it: the mean is closer than a tenth of the way from the start.
@@ -215,7 +215,7 @@ def test_messages_do_come_out_of_order() -> None:
     algorithm = telling()
     gather = algorithm.exchange.gather
     watched = algorithm.exchange._replace(gather=lambda messages, ids: orders.append(ids) or gather(messages, ids))
-    list(ft.run(dataclasses.replace(algorithm, exchange=watched), population, {}, rounds=60))
+    list(ft.Run(dataclasses.replace(algorithm, exchange=watched), population, {}).rounds(60))
     orders = [tuple(ids.tolist()) for ids in orders[1:]]  # the first is the total before the first round
     assert all(sorted(order) == list(range(K)) for order in orders)
     assert len(set(orders)) > 45  # of 720 orders, 60 draws show 57.6 on average
@@ -225,10 +225,10 @@ def test_messages_do_come_out_of_order() -> None:
 
 def test_rows_and_averages_through_the_network() -> None:
     algorithm = ft.personal_layers(sgd(0.05, steps=2, batch_size=3), "bias")
-    one, two = (last(ft.run(algorithm, p, rounds=4)) for p in (ft.InProcess(DATA), ft.Redelivered(ft.InProcess(DATA))))
+    one, two = (ft.run(algorithm, p, rounds=4).last for p in (ft.InProcess(DATA), ft.Redelivered(ft.InProcess(DATA))))
     assert distance(one.server, two.server) < ROUNDING
     assert distance(one.clients.state_dict(), two.clients.state_dict()) < ROUNDING
-    other = last(ft.run(algorithm, ft.Redelivered(ft.Distributed(DATA)), rounds=4))
+    other = ft.run(algorithm, ft.Redelivered(ft.Distributed(DATA)), rounds=4).last
     assert distance(one.server, other.server) < ROUNDING
 
 
@@ -246,11 +246,10 @@ def test_the_receiver_refuses_the_stale_and_the_repeated() -> None:
 def test_resumption_with_all_faults_gives_the_same_bits() -> None:
     population, settings = ft.Redelivered(ft.InProcess(DATA, 2)), {"faults": FAULTS["all"], "cohort": 5, "seed": 4}
     whole = list(rounds(population, count=8, **settings))
-    half = last(rounds(population, count=4, **settings))
-    clients = coordinator.begin(telling(), population, {}).clients
-    clients.load_state_dict(half.clients.state_dict())
-    start = coordinator.Progress(4, half.server, clients)
-    rest = list(rounds(population, count=8, start=start, **settings))
+    half = ft.run(telling(), population, {}, rounds=4, **settings)
+    resumed = ft.Run(telling(), population, {}, **settings)
+    resumed.load_state_dict(half.state_dict())
+    rest = list(resumed.rounds(8))
     assert same_bits(rest[-1].server, whole[-1].server)
     assert same_bits(rest[-1].clients.state_dict(), whole[-1].clients.state_dict())
     assert [r.repeated.tolist() for r in rest] == [r.repeated.tolist() for r in whole[4:]]

@@ -48,7 +48,7 @@ def test_the_history_is_what_run_yields() -> None:
     trainer(max_epochs=8).fit(model)
     table = model.history
     rounds, scores = [], []
-    for done in ft.run(model.algorithm, model.population, rounds=8, cohort=4, seed=5, faults=FAULTS):
+    for done in ft.Run(model.run.algorithm, model.run.population, cohort=4, seed=5, faults=FAULTS).rounds(8):
         rounds.append(done)
         scores.append(evaluate(done.clients, done.server, LOCAL.predict, VALIDATION, METRICS))
     assert table["round"].tolist() == [round.number for round in rounds] == list(range(1, 9))
@@ -59,7 +59,7 @@ def test_the_history_is_what_run_yields() -> None:
     for name in ("bytes_up", "bytes_down"):
         assert table[f"round_{name}"].tolist() == [getattr(round, name) for round in rounds]
         assert table[name].tolist() == np.cumsum([getattr(round, name) for round in rounds]).tolist()
-        assert table[name].iloc[-1] == getattr(model, name)
+        assert table[name].iloc[-1] == getattr(model.run, name)
     for i, round in enumerate(rounds):
         row = table.iloc[i]
         losses = round.info["loss"].double().numpy() if len(round.ids) else np.full(1, np.nan)
@@ -79,7 +79,7 @@ def test_clients_losses() -> None:
     trainer(max_epochs=6).fit(model)
     table = model.client_losses
     parts = []
-    for done in ft.run(model.algorithm, model.population, rounds=6, cohort=4, seed=5, faults=FAULTS):
+    for done in ft.Run(model.run.algorithm, model.run.population, cohort=4, seed=5, faults=FAULTS).rounds(6):
         names = [TRAINING.names[k] for k in done.ids.tolist()]
         values = done.info["loss"].float().numpy() if names else np.zeros(0, np.float32)
         parts.append(pd.DataFrame({"round": done.number, "client": names, "train_loss": values}))
@@ -90,8 +90,8 @@ def test_clients_losses() -> None:
 def test_research_code_keeps_a_history_of_its_own() -> None:
     model, own = quadratic(cohort=2), ft.History()
     trainer(max_epochs=5).fit(model)
-    for round in ft.run(model.algorithm, model.population, rounds=5, cohort=2):
-        own.append(round)
+    for round in ft.Run(model.run.algorithm, model.run.population, cohort=2).rounds(5):
+        own.record(round)
     assert len(own) == 5
     assert_frame_equal(own.frame().drop(columns="seconds"), model.history.drop(columns="seconds"))
     assert own.frame()["seconds"].isna().all()
@@ -158,11 +158,11 @@ def told(info: dict[str, Tensor], number: int = 1) -> ft.Round:
 
 def test_spreads_of_odd_losses() -> None:
     history = ft.History()
-    history.append(told({"loss": torch.tensor([2.0, math.nan, 1.0, 4.0])}, 1))
-    history.append(told({"loss": torch.tensor([math.nan])}, 2))
-    history.append(told({"loss": torch.tensor([1.0, math.inf, math.inf])}, 3))
-    history.append(told({}, 4))
-    history.append(told({"seconds": torch.tensor([7.0]), "new": torch.tensor([8.0])}, 5))
+    history.record(told({"loss": torch.tensor([2.0, math.nan, 1.0, 4.0])}, 1))
+    history.record(told({"loss": torch.tensor([math.nan])}, 2))
+    history.record(told({"loss": torch.tensor([1.0, math.inf, math.inf])}, 3))
+    history.record(told({}, 4))
+    history.record(told({"seconds": torch.tensor([7.0]), "new": torch.tensor([8.0])}, 5))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table = history.frame()

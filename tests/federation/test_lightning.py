@@ -57,7 +57,7 @@ def test_the_time_limit_stops_between_rounds() -> None:
     trainer(max_time={"seconds": 1}, max_epochs=-1).fit(model)
     assert time.monotonic() - began < 10
     assert model.round > 2
-    rounds = list(ft.run(model.algorithm, model.population, rounds=model.round))
+    rounds = list(ft.Run(model.run.algorithm, model.run.population).rounds(model.round))
     assert same_bits(rounds[-1].server, model.server)
 
 
@@ -85,12 +85,12 @@ def test_early_stopping_on_a_validation_metric() -> None:
 def test_a_trainer_gives_the_bits_of_run(local: ft.LocalSolver, faults: ft.Faults | None) -> None:
     model = federation(local, cohort=3, seed=4, faults=faults)
     trainer(max_epochs=4).fit(model)
-    rounds = list(ft.run(model.algorithm, ft.InProcess(TRAINING), rounds=4, cohort=3, seed=4, faults=faults))
+    rounds = list(ft.Run(model.run.algorithm, ft.InProcess(TRAINING), cohort=3, seed=4, faults=faults).rounds(4))
     assert same_bits(model.server, rounds[-1].server)
     clients = {n.removeprefix("clients."): t for n, t in everything(model).items() if n.startswith("clients.")}
     assert same_bits(clients, rounds[-1].clients.state_dict())
-    assert model.bytes_up == sum(r.bytes_up for r in rounds) > 0
-    assert model.bytes_down == sum(r.bytes_down for r in rounds) > 0
+    assert model.run.bytes_up == sum(r.bytes_up for r in rounds) > 0
+    assert model.run.bytes_down == sum(r.bytes_down for r in rounds) > 0
 
 
 def test_validation_does_not_change_training(local: ft.LocalSolver) -> None:
@@ -117,12 +117,12 @@ def test_the_default_dtype_comes_back_after_an_error() -> None:
         raise RuntimeError("no client today")
 
     model = quadratic()
-    algorithm = model.algorithm
-    model.algorithm = dataclasses.replace(algorithm, outbox=fail)
+    algorithm = model.run.algorithm
+    model.run.algorithm = dataclasses.replace(algorithm, outbox=fail)
     with pytest.raises(RuntimeError, match="no client today"):
         trainer(max_epochs=2, precision="16-true").fit(model)
     assert torch.get_default_dtype() == torch.float32
-    model.algorithm = algorithm
+    model.run.algorithm = algorithm
     trainer(max_epochs=2).fit(model)
     assert model.round == 2
 
@@ -145,7 +145,7 @@ def test_what_is_logged(local: ft.LocalSolver, tmp_path: Any) -> None:
     told.pop("step")
     told.pop("epoch")
     rounds, scores = [], []
-    for done in ft.run(model.algorithm, ft.InProcess(TRAINING), rounds=4, cohort=3, seed=2):
+    for done in ft.Run(model.run.algorithm, ft.InProcess(TRAINING), cohort=3, seed=2).rounds(4):
         rounds.append(done)
         scores.append(ft.federation.evaluation.evaluate(done.clients, done.server, local.predict, VALIDATION, METRICS))
     assert told.pop("train_loss") == [float(r.info["loss"].nanmean()) for r in rounds]
@@ -163,10 +163,10 @@ def test_what_is_logged(local: ft.LocalSolver, tmp_path: Any) -> None:
 
 def test_large_byte_counts_are_logged_exactly(tmp_path: Any) -> None:
     model = quadratic()
-    model.bytes_up = 2**40
+    model.run.bytes_up = 2**40
     outer = trainer(max_epochs=1)
     outer.fit(model)
-    assert int(outer.callback_metrics["bytes_up"]) == model.bytes_up > 2**40
+    assert int(outer.callback_metrics["bytes_up"]) == model.run.bytes_up > 2**40
 
 
 def test_what_the_progress_bar_shows(local: ft.LocalSolver) -> None:
@@ -182,7 +182,7 @@ def test_the_best_checkpoint_is_kept(local: ft.LocalSolver, tmp_path: Any) -> No
     model = federation(local, validate=True, cohort=3)
     outer.fit(model)
     scores = []
-    for done in ft.run(model.algorithm, ft.InProcess(TRAINING), rounds=6, cohort=3):
+    for done in ft.Run(model.run.algorithm, ft.InProcess(TRAINING), cohort=3).rounds(6):
         found = ft.federation.evaluation.evaluate(done.clients, done.server, local.predict, VALIDATION, METRICS)
         scores.append(found["cross_entropy"].overall)
     assert float(best.best_model_score) == min(scores)

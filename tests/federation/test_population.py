@@ -7,13 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, copy_of, distance, linear_clients, same_bits, sgd
+from support.closed_forms import ROUNDING, client_tensors, copy_of, distance, linear_clients, same_bits, sgd
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation import coordinator
 from fedtorch.federation.population import LocalClients, Pending
 from fedtorch.tree import Tree
 
@@ -37,7 +36,7 @@ every_algorithm = pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGOR
 
 def bound(make: Callable[[], ft.Algorithm], chunk: int | None = None) -> tuple[Tree, LocalClients, ft.Algorithm]:
     algorithm = make()
-    progress = coordinator.begin(algorithm, ft.InProcess(linear_clients(SIZES), chunk))
+    progress = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES), chunk))
     return algorithm.outbox(progress.server), progress.clients, algorithm
 
 
@@ -109,7 +108,7 @@ def test_nothing_is_changed_in_place(make: Callable[[], ft.Algorithm], chunk: in
     data = linear_clients(SIZES)
     population = ft.InProcess(data, chunk)
     algorithm = make()
-    progress = coordinator.begin(algorithm, population)
+    progress = ft.Run(algorithm, population)
     outbox, clients = algorithm.outbox(progress.server), progress.clients
     clients.step(outbox, torch.tensor([1, 2, 3]), random.key(0)).commit()
     blocks = [block for _, block in clients._blocks]
@@ -117,7 +116,7 @@ def test_nothing_is_changed_in_place(make: Callable[[], ft.Algorithm], chunk: in
         outbox,
         data.rows,
         blocks,
-        algorithm.local.parameters,
+        algorithm.start,
         clients.table.initial,
         clients.state_dict(),
     )
@@ -128,7 +127,7 @@ def test_nothing_is_changed_in_place(make: Callable[[], ft.Algorithm], chunk: in
         outbox,
         data.rows,
         tuple(blocks),
-        algorithm.local.parameters,
+        algorithm.start,
         clients.table.initial,
         clients.state_dict(),
     )
@@ -167,7 +166,7 @@ def test_all_messages_lost() -> None:
 def squared_errors(algorithm: ft.Algorithm) -> Callable[[Tree, ClientData], Tree]:
     def function(tensors: Tree, data: ClientData) -> Tree:
         x, y = data.batch
-        error = (algorithm.local.predict(tensors, x).squeeze(-1) - y).square() * data.mask
+        error = (algorithm.predict(tensors, x).squeeze(-1) - y).square() * data.mask
         return {"error": error.sum(1), "rows": data.count}
 
     return function
@@ -184,7 +183,7 @@ def test_evaluation_in_the_order_of_the_clients(make: Callable[[], ft.Algorithm]
         result = clients.evaluate(outbox, data, squared_errors(algorithm))
         assert result["rows"].tolist() == data.counts.tolist()
         for k, (x, y) in enumerate(data):
-            model = clients.tensors(outbox, k)
+            model = client_tensors(clients, outbox, k)
             expected = (x @ model["weight"][0] + model["bias"] - y).square().sum()
             assert float(result["error"][k]) == pytest.approx(float(expected), rel=ROUNDING, abs=ROUNDING)
 
@@ -210,7 +209,7 @@ def test_evaluation_runs_at_most_a_chunk_at_once(chunk: int) -> None:
 def test_a_pooled_client_is_evaluated_on_everybody() -> None:
     algorithm = ft.pooled(ft.least_squares(sgd(0.1).module))
     data = linear_clients(SIZES)
-    progress = coordinator.begin(algorithm, ft.InProcess(data.pool()))
+    progress = ft.Run(algorithm, ft.InProcess(data.pool()))
     progress.clients.step({}, None, random.key(0)).commit()
     result = progress.clients.evaluate({}, data, squared_errors(algorithm))
     together = progress.clients.evaluate({}, data.pool(), squared_errors(algorithm))
@@ -234,7 +233,7 @@ def test_a_bad_client_is_named_when_bound(local: ft.LocalSolver, value: float, c
     population = ft.InProcess(linear_clients(SIZES), chunk)
     for algorithm in (ft.fedavg(local, weight=weight), ft.personal_layers(local, "bias", weight=weight)):
         with pytest.raises(ValueError, match=f"Client 'client 2': expected a positive weight, but got {value}"):
-            coordinator.begin(algorithm, population)
+            ft.Run(algorithm, population)
 
 
 def test_states_move_between_chunkings() -> None:
@@ -252,7 +251,7 @@ def test_many_blocks_are_merged_on_the_way() -> None:
     algorithm = ft.fedavg(sgd(0.1))
     results = []
     for chunk in (1, None):
-        progress = coordinator.begin(algorithm, ft.InProcess(data, chunk))
+        progress = ft.Run(algorithm, ft.InProcess(data, chunk))
         results.append(progress.clients.step(progress.server, None, random.key(0)).aggregate)
     assert distance(*results) < ROUNDING
 
@@ -265,7 +264,7 @@ def test_info_that_some_blocks_do_not_tell() -> None:
         large = bool((data.count > 8).any())
         return reply._replace(info={"size": data.count, "large": data.count} if large else {"size": data.count})
 
-    progress = coordinator.begin(dataclasses.replace(base, client=client), ft.InProcess(linear_clients(SIZES), 1))
+    progress = ft.Run(dataclasses.replace(base, client=client), ft.InProcess(linear_clients(SIZES), 1))
     pending = progress.clients.step({}, None, random.key(0))
     sizes = torch.tensor(SIZES, dtype=torch.float64)[pending.ids]
     expected = torch.where(sizes > 8, sizes, torch.nan)

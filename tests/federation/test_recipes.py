@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 from sklearn.tree import DecisionTreeRegressor
-from support.closed_forms import ROUNDING, distance, last
+from support.closed_forms import ROUNDING, client_tensors, distance
 from support.gtv_problems import bare_linear_clients, dense_solution, weighted_network
 from torch import Tensor, nn
 
@@ -101,15 +101,15 @@ def test_any_local_solver_takes_nodes_without_rows() -> None:
     algorithm = ft.gtv(ft.unlabelled(local), network, 0.2)
 
     def parameters(rounds: int, cohort: int | None = None, chunk: int | None = None) -> Tensor:
-        final = last(ft.run(algorithm, ft.InProcess(data, chunk), rounds=rounds, cohort=cohort))
+        final = ft.run(algorithm, ft.InProcess(data, chunk), cohort=cohort, rounds=rounds).last
         outbox = algorithm.outbox(final.server)
-        return torch.stack([final.clients.tensors(outbox, k)["weight"][0] for k in range(7)])
+        return torch.stack([client_tensors(final.clients, outbox, k)["weight"][0] for k in range(7)])
 
     assert distance(parameters(80), dense_solution(data, network, 0.2)) < SOLVED
     for cohort in (None, 3):
         assert distance(parameters(6, cohort, chunk=1), parameters(6, cohort)) < ROUNDING
     with pytest.raises(ValueError, match="at least one row to train on"):
-        next(ft.run(ft.gtv(local, network, 0.2), ft.InProcess(data), rounds=1))
+        ft.Run(ft.gtv(local, network, 0.2), ft.InProcess(data)).step()
 
 
 def test_personal_parameters_of_a_node_without_rows_stay_and_its_solver_state_too() -> None:
@@ -124,7 +124,7 @@ def test_personal_parameters_of_a_node_without_rows_stay_and_its_solver_state_to
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
     )
     algorithm = ft.gtv(ft.unlabelled(local), ft.Network.ring(2), {"weight": 1.0})
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=3))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=3).last
     states = final.clients.table.read(slice(0, 2))
     assert torch.equal(states.parameters["bias"][1], module.bias)
     assert not torch.equal(states.parameters["weight"][1], module.weight)
@@ -158,7 +158,7 @@ def test_vertical_nodes_agree_on_predictions() -> None:
     x, y, columns, network = vertical_case()
     lines = lambda: LinearRegression(fit_intercept=False)
     data, algorithm, inputs = recipes.vertical(lines, x, y, columns, network, 0.7)
-    final = last(ft.run(algorithm, ft.InProcess(data, 2), {}, rounds=80, cohort=2, seed=1))
+    final = ft.run(algorithm, ft.InProcess(data, 2), {}, cohort=2, seed=1, rounds=80).last
     models = regressors.fitted(lines, data, final.server, 0.7, inputs)
     parts = [x[:, own] for own in columns]
     strength = torch.eye(3).double() + 0.7 * network.laplacian().to_dense()
@@ -176,7 +176,7 @@ def test_vertical_trees_do_not_see_the_features_of_others() -> None:
     x, y, columns, network = vertical_case()
     make = lambda: DecisionTreeRegressor(max_depth=3, random_state=0)
     data, algorithm, inputs = recipes.vertical(make, x, y, columns, network, 0.7)
-    final = last(ft.run(algorithm, ft.InProcess(data), {}, rounds=5))
+    final = ft.run(algorithm, ft.InProcess(data), {}, rounds=5).last
     for model, own in zip(regressors.fitted(make, data, final.server, 0.7, inputs), columns):
         features = torch.as_tensor(model.tree_.feature)
         assert bool(own[features[features >= 0]].all())
@@ -204,9 +204,9 @@ def test_a_personal_head_differs_where_a_strongly_coupled_body_does_not() -> Non
         Shallow(), steps=1, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.02)
     )
     algorithm = recipes.personalised(local, ft.Network.ring(5), 5.0, "body.*")
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=150))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=150).last
     outbox = algorithm.outbox(final.server)
-    nodes = [final.clients.tensors(outbox, k) for k in range(5)]
+    nodes = [client_tensors(final.clients, outbox, k) for k in range(5)]
 
     def spread(name: str) -> float:
         values = torch.stack([node[name] for node in nodes])
@@ -234,8 +234,8 @@ def test_a_hypermodel_is_the_pooled_fit_of_products() -> None:
 def test_a_few_steps_from_a_hypermodel_beat_the_same_steps_from_a_common_start() -> None:
     data, z, truth = linked_clients(2)
     local = ft.least_squares(nn.Linear(3, 1, bias=False, dtype=torch.float64), steps=5, lr=0.1)
-    alone = last(ft.run(ft.separate(local), ft.InProcess(data), {"weight": torch.zeros(1, 3).double()}, rounds=1))
-    common = torch.stack([alone.clients.tensors({}, k)["weight"][0] for k in range(len(data))])
+    alone = ft.run(ft.separate(local), ft.InProcess(data), {"weight": torch.zeros(1, 3).double()}, rounds=1).last
+    common = torch.stack([client_tensors(alone.clients, {}, k)["weight"][0] for k in range(len(data))])
     starts = z @ recipes.hypermodel(data, z).T
     found = recipes.trained_from(local, {"weight": starts[:, None]}, data, ft.random.key(0))["weight"][:, 0]
     assert (found - truth).norm() < 0.3 * (common - truth).norm()

@@ -10,58 +10,66 @@ import torch
 from support.closed_forms import distance, linear_clients, same_bits
 
 import fedtorch as ft
-from fedtorch.federation.sampler import Moments
+from fedtorch.federation.sampler import RunningMoments
 from fedtorch.models.gibbs import sparse
 
 SIZES = [12, 5, 9]
 
 
-def sampler(**arguments: Any) -> ft.Sampler:
+def begun(made: ft.Sampler, **arguments: Any) -> ft.Run:
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=3)
-    return ft.Sampler(algorithm, ft.InProcess(linear_clients(SIZES)), torch.zeros(3), **arguments)
+    return ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)), torch.zeros(3), record=made, **arguments)
+
+
+def sampler(rounds: int, **arguments: Any) -> ft.Sampler:
+    """A sampler that has followed a run."""
+    made = ft.Sampler(**arguments)
+    list(begun(made).rounds(rounds))
+    return made
 
 
 def test_moments_are_those_of_the_draws() -> None:
-    made = sampler(burn_in=3, thin=2).run(24)
+    made = sampler(24, burn_in=3, thin=2)
     draws = made.draws()["theta"]
     assert draws.shape == (3, 10, 3)
-    assert made.rounds == 24
     moments = made.moments["theta"]
     assert distance(moments.mean, draws.mean(1)) < 1e-13
     assert distance(moments.sd(), draws.std(1)) < 1e-13
     assert distance(made.mean()["theta"], draws.flatten(0, 1).mean(0)) < 1e-13
     assert distance(made.sd()["theta"], draws.flatten(0, 1).std(0)) < 1e-13
-    rounds = ft.run(made.algorithm, made.population, torch.zeros(3), rounds=24)
-    every = torch.stack([round.server.variables.theta for round in rounds], 1)
+    every = torch.stack([round.server.variables.theta for round in begun(ft.Sampler()).rounds(24)], 1)
     assert torch.equal(draws, every[:, 4::2])
 
 
 @pytest.mark.parametrize("stop", [2, 6, 11])
 def test_a_run_goes_on_bit_for_bit(stop: int, tmp_path: Path) -> None:
-    settings = {"burn_in": 3, "thin": 2, "block": 3, "seed": 7}
-    whole = sampler(folder=tmp_path / "whole", **settings).run(20)
-    begun = sampler(folder=tmp_path / "parts", **settings).run(stop)
-    begun.save(tmp_path / "begun.safetensors")
-    begun.run(stop + 5)  # what is done after the checkpoint is done again
-    resumed = sampler(folder=tmp_path / "parts", **settings).load(tmp_path / "begun.safetensors").run(20)
-    assert same_bits(resumed.draws(), whole.draws())
-    assert same_bits(resumed.moments, whole.moments)
+    settings = {"burn_in": 3, "thin": 2, "block": 3}
+    cohort = {"cohort": 2, "seed": 7}
+    runs = [begun(ft.Sampler(folder=tmp_path / name, **settings), **cohort) for name in ("whole", "parts", "parts")]
+    whole, stopped, resumed = runs
+    list(whole.rounds(20))
+    list(stopped.rounds(stop))
+    stopped.save(tmp_path / "begun.safetensors")
+    list(stopped.rounds(stop + 5))  # what is done after the checkpoint is done again
+    list(resumed.load(tmp_path / "begun.safetensors").rounds(20))
+    assert same_bits(resumed.recorders[0].draws(), whole.recorders[0].draws())
+    assert same_bits(resumed.recorders[0].moments, whole.recorders[0].moments)
     assert same_bits(resumed.server, whole.server)
     assert resumed.bytes_up == whole.bytes_up
 
 
 def test_draws_on_disk_are_those_in_memory(tmp_path: Path) -> None:
-    memory, disk = sampler().run(8), sampler(folder=tmp_path, block=3).run(8)
+    memory, disk = sampler(8), sampler(8, folder=tmp_path, block=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draws-000000.safetensors", "draws-000001.safetensors"]
     assert same_bits(memory.draws(), disk.draws())
-    neither = sampler(keep=False).run(8)
+    neither = sampler(8, keep=False)
     assert same_bits(neither.moments, memory.moments)
     with pytest.raises(ValueError, match="Expected draws that were kept"):
         neither.draws()
 
 
 def test_summary_and_trace() -> None:
-    made = sampler(burn_in=5).run(45)
+    made = sampler(45, burn_in=5)
     table = made.summary()
     assert {"mean", "sd", "r_hat", "ess_bulk", "hdi_2.5%", "hdi_97.5%"} <= set(table.columns)
     assert table.loc["theta[1]", "mean"] == pytest.approx(float(made.mean()["theta"][1]), rel=1e-12)
@@ -77,20 +85,22 @@ def test_what_a_client_keeps_can_be_watched_in_research() -> None:
     def watch(round: ft.Round) -> dict[str, torch.Tensor]:
         return {"site": round.clients.table.read(slice(0, 3)).variables.theta.transpose(0, 1)}
 
-    assert sampler(watch=watch).run(2).draws()["site"].shape == (3, 2, 3, 3)
+    assert sampler(2, watch=watch).draws()["site"].shape == (3, 2, 3, 3)
 
 
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Expected thin of at least 1, but got 0"):
-        sampler(thin=0)
-    with pytest.raises(ValueError, match="Expected rounds after the burn-in of 5, but got 4 in all"):
-        sampler(burn_in=5).run(4).mean()
-    sampler().run(1).save(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"Expected a run with settings .*'seed': 1"):
-        sampler(seed=1).load(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"Expected a run with settings .*'keep': False"):
-        sampler(keep=False).load(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"Expected a run with settings .*'folder': True"):
-        sampler(folder=tmp_path).load(tmp_path / "run")
-    one = Moments(torch.tensor(1.0), torch.zeros(2), torch.zeros(2))
+        ft.Sampler(thin=0)
+    with pytest.raises(ValueError, match="Expected rounds after the burn-in of 5, but got none"):
+        sampler(4, burn_in=5).mean()
+    run = begun(ft.Sampler())
+    run.step()
+    run.save(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"Expected a checkpoint of a run with seed 1, but got one with 0"):
+        begun(ft.Sampler(), seed=1).load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"Expected the draws of a sampler with settings .*'keep': False"):
+        begun(ft.Sampler(keep=False)).load(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"Expected the draws of a sampler with settings .*'folder': True"):
+        begun(ft.Sampler(folder=tmp_path)).load(tmp_path / "run")
+    one = RunningMoments(torch.tensor(1.0), torch.zeros(2), torch.zeros(2))
     assert torch.equal(one.sd(), torch.zeros(2))

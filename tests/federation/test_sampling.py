@@ -90,7 +90,7 @@ def test_weighted_cohorts_draw_one_after_another(size: int) -> None:
 @every_cohort
 def test_the_same_under_run_and_under_a_trainer(name: str) -> None:
     algorithm, population = ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6, 3, 8, 4, 5]))
-    rounds = list(ft.run(algorithm, population, rounds=4, cohort=COHORTS[name], seed=3))
+    rounds = list(ft.Run(algorithm, population, cohort=COHORTS[name], seed=3).rounds(4))
     model = ft.Federation(algorithm, population, cohort=COHORTS[name], seed=3)
     trainer(max_epochs=4).fit(model)
     assert same_bits(model.server, rounds[-1].server)
@@ -103,9 +103,9 @@ def test_a_round_of_nobody_does_nothing() -> None:
     cohort = ft.poisson_cohort(0.15, 3)
     model = ft.Federation(algorithm, population, cohort=cohort, seed=1)
     trainer(max_epochs=12).fit(model)
-    before = dict(algorithm.local.parameters)
+    before = dict(algorithm.start)
     empty = 0
-    for round in ft.run(algorithm, population, rounds=12, cohort=cohort, seed=1):
+    for round in ft.Run(algorithm, population, cohort=cohort, seed=1).rounds(12):
         if len(round.asked) == 0:
             empty += 1
             assert same_bits(round.server, before)
@@ -151,4 +151,4 @@ def test_cohorts_of_other_populations_are_refused(cohort: Cohort) -> None:
     with pytest.raises(ValueError, match="distinct ascending ids of the population's 3 clients"):
         ft.Federation(algorithm, population, cohort=cohort)
     with pytest.raises(ValueError, match="distinct ascending ids of the population's 3 clients"):
-        next(ft.run(algorithm, population, cohort=cohort))
+        ft.Run(algorithm, population, cohort=cohort).step()

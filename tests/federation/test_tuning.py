@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, last, linear, linear_clients, mean_squared_error
+from support.closed_forms import ROUNDING, linear, linear_clients, mean_squared_error
 from support.small_federations import Classifier, classes
 from torch import nn
 
@@ -46,10 +46,10 @@ def alone(algorithm: ft.Algorithm, rounds: int = 4, **arguments: Any) -> ft.Scor
     given = {"validation": VALIDATION, "metric": ft.metrics.mean_squared_error(), "population": ft.InProcess(TRAINING)}
     given.update(arguments)
     validation, metric, population = (given.pop(name) for name in ("validation", "metric", "population"))
-    final = last(ft.run(algorithm, population, rounds=rounds, seed=5, **given))
-    assert algorithm.local is not None
+    final = ft.run(algorithm, population, seed=5, **given, rounds=rounds).last
+    assert algorithm.predict is not None
     outbox = algorithm.outbox(final.server)
-    return evaluate(final.clients, outbox, algorithm.local.predict, validation, {"": metric})[""]
+    return evaluate(final.clients, outbox, algorithm.predict, validation, {"": metric})[""]
 
 
 def assert_same(result: ft.Grid, build: Callable[..., ft.Algorithm], rounding: float = ROUNDING, **kwargs: Any) -> None:

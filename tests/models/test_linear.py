@@ -118,8 +118,8 @@ def test_it_trains_federated_by_gradients() -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     in_closed_form = ft.least_squares(head, steps=2, lr=0.1)
-    *_, one = ft.run(ft.fedavg(by_gradients), ft.InProcess(DATA), rounds=10)
-    *_, two = ft.run(ft.fedavg(in_closed_form), ft.InProcess(DATA), rounds=10)
+    one = ft.run(ft.fedavg(by_gradients), ft.InProcess(DATA), rounds=10).last
+    two = ft.run(ft.fedavg(in_closed_form), ft.InProcess(DATA), rounds=10).last
     assert distance(one.server, two.server) < 10 * ROUNDING
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from sklearn.model_selection import train_test_split
+from support.closed_forms import client_tensors
 from torch import Tensor
 
 import fedtorch as ft
@@ -71,9 +72,9 @@ def test_the_same_figures_come_out_of_the_round_loop() -> None:
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     algorithm = ft.gtv(local, network, 0.5)
-    *_, final = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(training)), rounds=100)
+    final = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(training)), rounds=100).last
     w = torch.stack(
-        [final.clients.tensors(algorithm.outbox(final.server), k)["weight"][0] for k in range(len(network))]
+        [client_tensors(final.clients, algorithm.outbox(final.server), k)["weight"][0] for k in range(len(network))]
     )
     problem = solvers.linear_problem(ft.data.from_tensors(training), network, 0.5)
     expected = solvers.fedgd(problem, rate=0.1, rounds=100, tolerance=0).parameters

@@ -121,3 +121,8 @@ def last(rounds: Any) -> ft.Round:
     """The last round of a finite run."""
     *_, final = rounds
     return final
+
+
+def client_tensors(clients: Any, outbox: Tree, client: int) -> Tree:
+    """The tensors that one client predicts with."""
+    return tree.map(lambda leaf: leaf[0], clients.tensors(outbox, torch.tensor([client])))

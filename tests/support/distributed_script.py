@@ -20,12 +20,12 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation import coordinator
+from fedtorch.federation import run as running
 from fedtorch.federation.evaluation import evaluate
 from fedtorch.federation.unreliable_edges import unreliable_edges
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import sparse
-from support.closed_forms import distance, linear, linear_clients, same_bits, sgd
+from support.closed_forms import client_tensors, distance, linear, linear_clients, same_bits, sgd
 from support.small_federations import classes, everything, solver, trainer
 
 LINEAR = linear_clients([3, 12, 5, 9, 7, 4, 20])
@@ -74,7 +74,7 @@ def processes() -> ft.Algorithm:
 def some_rounds(algorithm: ft.Algorithm, population: Any, **arguments: Any) -> list[Any]:
     """Everything that each round says, clients in ascending order."""
     told = []
-    for done in ft.run(algorithm, population, rounds=4, seed=3, **arguments):
+    for done in ft.Run(algorithm, population, seed=3, **arguments).rounds(4):
         order = done.ids.argsort()
         info = {name: value[order] for name, value in sorted(done.info.items())}
         told.append((tree.map(torch.clone, done.server), info, done.ids[order], done.bytes_up, done.bytes_down))
@@ -97,7 +97,7 @@ def only(*clients: int) -> Callable[[Tensor], Tensor]:
 
 def rounds() -> dict[str, float]:
     """Rounds on two ranks beside rounds in one process; running sums are made anew in between."""
-    coordinator.RECOUNT_EVERY = 2
+    running.TOTAL_ANEW = 2
     personal = ft.personal_layers(solver("adam", torch.float64, reset="never"), "head.*")
     fedavg = ft.fedavg(sgd(0.05, steps=3, batch_size=4), mu=0.1)
     half = ft.Faults(after=lambda key, ids: ids % 2 == 0)
@@ -164,9 +164,9 @@ def predictions() -> dict[str, float]:
     algorithm = ft.personal_layers(solver("adam", torch.float64, reset="never"), "head.*")
     found = {}
     for name, data in (("five", CLASSES), ("one", CLASSES.select([1]))):
-        *_, one = ft.run(algorithm, ft.InProcess(data), rounds=2)
-        *_, two = ft.run(algorithm, ft.Distributed(data), rounds=2)
-        predict = algorithm.local.predict
+        one = ft.run(algorithm, ft.InProcess(data), rounds=2).last
+        two = ft.run(algorithm, ft.Distributed(data), rounds=2).last
+        predict = algorithm.predict
         here = evaluate(one.clients, one.server, predict, data, METRICS)
         there = evaluate(two.clients, two.server, predict, data, METRICS)
         for metric in METRICS:
@@ -176,7 +176,7 @@ def predictions() -> dict[str, float]:
             )
         for k in range(len(data)):
             found[f"client {k} of {name}"] = distance(
-                one.clients.tensors(one.server, k), two.clients.tensors(two.server, k)
+                client_tensors(one.clients, one.server, k), client_tensors(two.clients, two.server, k)
             )
     return found
 
@@ -205,12 +205,13 @@ def lightning(folder: Path) -> dict[str, Any]:
     outer.fit(whole)
     modules = [dict(whole.client_module(k).state_dict()) for k in range(5)]
     if dist.get_rank() == 0:
-        torch.save({"server": whole.server, "modules": tuple(modules), "up": whole.bytes_up}, folder / "two.pt")
+        torch.save({"server": whole.server, "modules": tuple(modules), "up": whole.run.bytes_up}, folder / "two.pt")
     dist.barrier()
     resumed = sharded()
     sharding(folder, 4).fit(resumed, ckpt_path=folder / "checkpoints" / "epoch=1.ckpt")
+    saved = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
     return {
-        "files": sorted(p.name for p in (folder / "checkpoints" / "last.ckpt").iterdir()),
+        "clients": saved["state_dict"]["_extra_state"]["clients.ids"].tolist(),
         "left behind": [p.name for p in (folder / "checkpoints").iterdir() if p.suffix != ".ckpt"],
         "resumed is equal": same_bits(everything(whole), everything(resumed)),
         "rounds": [resumed.round, outer.global_step, outer.current_epoch],
@@ -224,7 +225,7 @@ def lightning(folder: Path) -> dict[str, Any]:
 def twice(folder: Path) -> ft.Federation:
     """The same federation behind a network that delivers messages again."""
     plain = sharded()
-    model = ft.Federation(plain.algorithm, ft.Redelivered(plain.population, 0.6), cohort=3, seed=7)
+    model = ft.Federation(plain.run.algorithm, ft.Redelivered(plain.run.population, 0.6), cohort=3, seed=7)
     trainer(max_epochs=4, strategy=ft.ClientSharding(), devices=2, default_root_dir=folder).fit(model)
     return model
 
@@ -254,7 +255,7 @@ def refusals(folder: Path) -> dict[str, str]:
 def elsewhere() -> ft.Federation:
     """A population made when there was one process."""
     model = sharded()
-    model.population.rank, model.population.world_size = 0, 1
+    model.run.population.rank, model.run.population.world_size = 0, 1
     return model
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, joined, last, linear_clients, sgd
+from support.closed_forms import ROUNDING, distance, joined, linear_clients, sgd
 
 import fedtorch as ft
 from fedtorch import tree
@@ -58,13 +58,13 @@ def test_fedavg_with_a_median_withstands_a_wrong_client() -> None:
     x, y = clients[0]
     clients = [(x, y)] * 6
     honest = ft.fedavg(sgd(0.1, steps=5))
-    start = honest.local.parameters
+    start = honest.start
     attacked = ft.data.from_tensors([*clients, (x, 1e6 * y)])
     robust = dataclasses.replace(honest, exchange=median())
-    best = last(ft.run(honest, ft.InProcess(ft.data.from_tensors(clients)), start, rounds=50))
-    found = last(ft.run(robust, ft.InProcess(attacked), start, rounds=50))
+    best = ft.run(honest, ft.InProcess(ft.data.from_tensors(clients)), start, rounds=50).last
+    found = ft.run(robust, ft.InProcess(attacked), start, rounds=50).last
     assert distance(joined(found.server), joined(best.server)) < ROUNDING
-    moved = last(ft.run(honest, ft.InProcess(attacked), start, rounds=50))
+    moved = ft.run(honest, ft.InProcess(attacked), start, rounds=50).last
     assert distance(joined(best.server), joined(moved.server)) > 1e4
 
 
@@ -72,12 +72,9 @@ def test_increments_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="Expected messages that are Mean for median, but got a Sum"):
         median().gather(Sum({"w": VALUES}), slice(0, 9))
     with pytest.raises(TypeError, match="for trimmed_mean"):
-        next(
-            ft.run(
-                dataclasses.replace(ft.scaffold(sgd(0.1)), exchange=trimmed_mean(0.1)),
-                ft.InProcess(linear_clients([5, 6])),
-            )
-        )
+        ft.Run(
+            dataclasses.replace(ft.scaffold(sgd(0.1)), exchange=trimmed_mean(0.1)), ft.InProcess(linear_clients([5, 6]))
+        ).step()
     with pytest.raises(TypeError, match="bare tensor"):
         median().gather({"w": VALUES}, slice(0, 9))
     with pytest.raises(ValueError, match=r"at least 0 and below 0\.5, but got 0\.5"):

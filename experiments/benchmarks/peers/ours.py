@@ -56,7 +56,7 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
             return federation.global_module()
 
         def loop(rounds: int) -> nn.Module:
-            *_, final = ft.run(ft.fedavg(local), population, rounds=rounds, cohort=spec.cohort)
+            final = ft.run(ft.fedavg(local), population, cohort=spec.cohort, rounds=rounds).last
             module = mine.model()
             module.load_state_dict({f"0.{name}": leaf for name, leaf in final.server.items()})
             return module

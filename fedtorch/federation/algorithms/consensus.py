@@ -175,7 +175,7 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
         >>> alone = ft.without_server(served, ft.Network.ring(4))
         >>> results = []
         >>> for algorithm in (served, alone):
-        ...     *_, final = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=20)
+        ...     final = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=20)
         ...     results.append(final.server.variables.theta)
         >>> [bool((copy == results[0]).all()) for copy in results[1]]
         [True, True, True, True]
@@ -203,6 +203,7 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
             lambda copy, sums: algorithm.server(copy, sums, key), server, aggregate
         ),
         exchange=consensus(network, tolerance),
+        settings={**algorithm.settings, "edges": network.edges, "weights": network.weights, "tolerance": tolerance},
     )
 
 

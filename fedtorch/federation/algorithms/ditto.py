@@ -62,9 +62,9 @@ def ditto(
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2)), (torch.ones(2, 1), -torch.ones(2))])
         >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
-        >>> *_, final = ft.run(ft.ditto(local, strength=2.0), ft.InProcess(data), rounds=2)
-        >>> [round(float(final.clients.tensors(final.server, k)["weight"]), 2) for k in range(2)]  # 2 / (2 + λ)
-        [0.5, -0.5]
+        >>> final = ft.run(ft.ditto(local, strength=2.0), ft.InProcess(data), rounds=2)
+        >>> final.tensors()["weight"].flatten().round(decimals=2)  # ±2 / (2 + λ)
+        tensor([ 0.5000, -0.5000])
     """
     shared = fedavg(local, mu=mu, lr=lr, weight=weight)
     if not strength >= 0:
@@ -82,6 +82,7 @@ def ditto(
 
     return dataclasses.replace(
         shared,
+        settings={**shared.settings, "algorithm": "ditto", "strength": strength},
         init=init,
         client=client,
         model=lambda inbox, state: local.tensors(state.personal, state.personal_solver),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
@@ -71,7 +71,7 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
         server=lambda parameters, aggregate, key: tree.add_scaled(parameters, aggregate.change.value, lr),
         model=local.tensors,
         prepare=lambda data: checked_weight(local.prepare(data), weight),
-        local=local,
+        **solved_by(local, algorithm="fedavg", mu=mu, lr=lr, weight=weight),
     )
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.algorithms.scaffold import Controls, Server, State, mean_control, no_controls
@@ -56,7 +56,7 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (2 * torch.ones(3, 1), -torch.ones(3))])
         >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
-        >>> *_, final = ft.run(ft.feddyn(local, alpha=2.0), ft.InProcess(data), rounds=50)
+        >>> final = ft.run(ft.feddyn(local, alpha=2.0), ft.InProcess(data), rounds=50)
         >>> round(float(final.server.parameters["weight"]), 4)  # Σ x y / Σ x² = −5 / 13
         -0.3846
     """
@@ -91,6 +91,6 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         server=server,
         model=lambda inbox, state: local.tensors(inbox, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
-        local=local,
+        **solved_by(local, algorithm="feddyn", alpha=alpha, weight=weight),
         told=lambda state: state.controls,
     )

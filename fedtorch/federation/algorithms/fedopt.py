@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, solved_by
 from fedtorch.federation.algorithms.fedavg import Message, Weight, fedavg, rows_weight
 from fedtorch.optimisers import MakeOptimizer, State, TreeOptimizer
 from fedtorch.tree import Tree
@@ -74,7 +74,7 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
         server=functools.partial(_server, steps),
         model=plain.model,
         prepare=plain.prepare,
-        local=local,
+        **solved_by(local, algorithm="fedopt", optimizer=optimizer, mu=mu, weight=weight),
     )
 
 

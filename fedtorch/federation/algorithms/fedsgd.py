@@ -54,7 +54,7 @@ def fedsgd(
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1, 1)), (torch.ones(3, 1), torch.zeros(3, 1))])
         >>> module = torch.nn.Linear(1, 1, bias=False)
         >>> algorithm = ft.fedsgd(module, lr=0.5, loss=torch.nn.functional.mse_loss)
-        >>> final = next(ft.run(algorithm, ft.InProcess(data)))
+        >>> final = ft.Run(algorithm, ft.InProcess(data)).step()
         >>> round(float(final.server["weight"]), 4)  # half the curvature is 1: one step reaches the mean
         0.25
     """

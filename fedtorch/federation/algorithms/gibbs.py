@@ -69,7 +69,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         >>> x = ft.random.normal(ft.random.key(0), (6, 50, 3))
         >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(6)])
         >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=10, chains=2)
-        >>> *_, final = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=20)
+        >>> final = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=20)
         >>> final.server.variables.theta.shape
         torch.Size([2, 3])
         >>> bool(((final.server.variables.theta[:, 0] - 1).abs() < 0.1).all())
@@ -104,6 +104,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         model=lambda inbox, state: state.variables,
         prepare=local.prepare,
         told=lambda state: state.told,
+        settings={"algorithm": "gibbs", "local": local, "shared": shared, "sweeps": sweeps, "chains": chains},
     )
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
@@ -73,10 +73,9 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
         >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
         >>> algorithm = ft.gtv(local, ft.Network.from_edges([(0, 1)]), alpha=0.5)
-        >>> *_, final = ft.run(algorithm, ft.InProcess(data), rounds=50)
-        >>> outbox = algorithm.outbox(final.server)
-        >>> [round(float(final.clients.tensors(outbox, k)["weight"]), 4) for k in range(2)]  # ±1 / (1 + 2α)
-        [0.5, -0.5]
+        >>> final = ft.run(algorithm, ft.InProcess(data), rounds=50)
+        >>> final.tensors()["weight"].flatten().round(decimals=4)  # ±1 / (1 + 2α)
+        tensor([ 0.5000, -0.5000])
     """
     strengths = _strengths(alpha, local)
 
@@ -100,7 +99,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         model=lambda inbox, state: local.tensors(state.parameters, state.solver),
         exchange=graph(network),
         prepare=local.prepare,
-        local=local,
+        **solved_by(local, algorithm="gtv", alpha=strengths, edges=network.edges, weights=network.weights),
         told=lambda state: {name: state.parameters[name] for name in strengths},
     )
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
@@ -107,7 +107,6 @@ class Shrinkage(NamedTuple):
 class Chosen(NamedTuple):
     """The arguments of `matrix_normal`, with its defaults in their places."""
 
-    local: LocalSolver
     covariance: CovarianceUpdate
     shrinkage: Shrinkage
     noise: float | None
@@ -187,8 +186,8 @@ def matrix_normal(
         >>> y = y + 0.5 * ft.random.normal(ft.random.key(1), (6, 5), torch.float64)
         >>> head = LinearHead(2, intercept=False, dtype=torch.float64)
         >>> algorithm = ft.matrix_normal(ft.least_squares(head, steps=20))
-        >>> *_, last = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
-        >>> last.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
+        >>> run = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
+        >>> run.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
         tensor(True)
     """
     head = local.module
@@ -197,33 +196,32 @@ def matrix_normal(
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
         if value is not None and not value > 0:
             raise ValueError(f"Expected a positive {name}, but got {value}")
-    chosen = Chosen(local, covariance or inverse_wishart(), shrinkage or in_every_step(), noise, start, rank)
+    chosen = Chosen(covariance or inverse_wishart(), shrinkage or in_every_step(), noise, start, rank)
     return Algorithm(
-        init=partial(init, chosen=chosen),
-        outbox=partial(outbox, chosen=chosen),
+        init=partial(init, local=local, chosen=chosen),
+        outbox=partial(outbox, dtype=head.coefficients.dtype, chosen=chosen),
         client=partial(client, local=local),
         server=partial(server, chosen=chosen),
         model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
         exchange=private_rows(),
         prepare=partial(prepare, local=local),
-        local=local,
+        **solved_by(local, algorithm="matrix_normal", **chosen._asdict()),
     )
 
 
-def init(parameters: Tree, clients: int, *, chosen: Chosen) -> tuple[Server, Tree]:
+def init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: Chosen) -> tuple[Server, Tree]:
     """All rows alike, and nobody heard."""
     rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
     nothing = rows.new_zeros(clients)
     omega = low_rank.identity(clients, chosen.rank, float("inf") if chosen.start is None else chosen.start)
-    return Server(rows, Summary(nothing, nothing, nothing), nothing.bool(), omega), chosen.local.init(parameters)
+    return Server(rows, Summary(nothing, nothing, nothing), nothing.bool(), omega), local.init(parameters)
 
 
-def outbox(server: Server, *, chosen: Chosen) -> Outbox:
+def outbox(server: Server, *, dtype: torch.dtype, chosen: Chosen) -> Outbox:
     """Each device's row, noise and prior, which is nothing until its noise is known, and it is heard or Ω is given."""
     variance = noise_variance(server.summary, chosen.noise)
     precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
     known = (server.heard | (chosen.start is not None)) & variance.isfinite()
-    dtype = chosen.local.module.coefficients.dtype
     return Outbox(
         server.parameters.to(dtype),
         torch.where(known, variance, 1.0),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import (
     Message,
     Weight,
@@ -77,7 +77,7 @@ def personal_layers(
         server=lambda shared, aggregate, key: tree.add_scaled(shared, aggregate.change.value, lr),
         model=lambda inbox, state: local.tensors({**inbox, **state.personal}, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
-        local=local,
+        **solved_by(local, algorithm="personal_layers", personal=personal, mu=mu, lr=lr, weight=weight),
     )
 
 

@@ -22,7 +22,7 @@ def pooled(local: LocalSolver) -> Algorithm:
         >>> local = ft.least_squares(torch.nn.Linear(1, 1))
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.zeros(1, 1), torch.zeros(1))])
         >>> population = ft.InProcess(data.pool())
-        >>> round = next(ft.run(ft.pooled(local), population))
+        >>> round = ft.Run(ft.pooled(local), population).step()
         >>> ft.run(ft.pooled(local), ft.InProcess(data)).__next__()
         Traceback (most recent call last):
         ValueError: Expected one client with all rows, but got 2; pool them with data.pool()

@@ -100,7 +100,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         >>> data = ft.data.from_tensors([(torch.zeros(4, 1), torch.ones(4)), (torch.zeros(4, 1), -torch.ones(4))])
         >>> make, inputs = lambda: DecisionTreeRegressor(random_state=0), torch.zeros(3, 1)
         >>> algorithm = ft.gtv_regressors(make, ft.Network.from_edges([(0, 1)]), 0.5, inputs)
-        >>> *_, final = ft.run(algorithm, ft.InProcess(data), {}, rounds=40)
+        >>> final = ft.run(algorithm, ft.InProcess(data), {}, rounds=40)
         >>> one, other = fitted(make, data, final.server, 0.5, inputs)
         >>> round(float(one.predict([[0.0]])[0]), 4)  # 1 / (1 + 2α)
         0.5
@@ -134,6 +134,13 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         exchange=graph(network),
         prepare=lambda data: _checked(data, inputs.shape[-1]),
         told=lambda state: state.told,
+        settings={
+            "algorithm": "gtv_regressors",
+            "make": make,
+            "alpha": alpha,
+            "inputs": inputs,
+            "edges": network.edges,
+        },
     )
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
@@ -91,7 +91,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         >>> local = ft.gradient_descent(
         ...     torch.nn.Linear(1, 1, bias=False), steps=5, loss=lambda output, y: (output[:, 0] - y).square().mean(),
         ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05))
-        >>> *_, final = ft.run(ft.scaffold(local), ft.InProcess(data), rounds=100)
+        >>> final = ft.run(ft.scaffold(local), ft.InProcess(data), rounds=100)
         >>> round(float(final.server.parameters["weight"]), 4)  # Σ x y / Σ x² = −5 / 13
         -0.3846
     """
@@ -124,7 +124,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         server=server,
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
-        local=local,
+        **solved_by(local, algorithm="scaffold", lr=lr, weight=weight),
         told=lambda state: state.controls,
     )
 

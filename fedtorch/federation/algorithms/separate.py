@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.tree import Tree
 
 __all__ = ["separate"]
@@ -37,5 +37,5 @@ def separate(local: LocalSolver) -> Algorithm:
         server=lambda server, aggregate, key: server,
         model=lambda inbox, state: local.tensors(state.parameters, state.solver),
         prepare=local.prepare,
-        local=local,
+        **solved_by(local, algorithm="separate"),
     )

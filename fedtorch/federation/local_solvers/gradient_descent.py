@@ -96,4 +96,16 @@ def gradient_descent(
         tensors=lambda parameters, state: {**parameters, **state.buffers},
         prepare=descent.prepare,
         module=descent.module,
+        settings={
+            "solver": "gradient_descent",
+            "module": type(module),
+            "epochs": epochs,
+            "steps": steps,
+            "loss": loss,
+            "batch_size": batch_size,
+            "optimizer": optimizer,
+            "reset": reset,
+            "buffers": buffers,
+            "project": project,
+        },
     )

@@ -70,7 +70,7 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
         >>> local = ft.least_squares(ft.LinearHead(1, intercept=False), steps=1, lr=0.25)
-        >>> next(ft.run(ft.fedavg(local), ft.InProcess(data))).server
+        >>> ft.Run(ft.fedavg(local), ft.InProcess(data)).step().server
         {'coefficients': tensor([1.])}
     """
     form = _form(module)
@@ -136,6 +136,7 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         tensors=lambda parameters, state: parameters,
         prepare=prepare,
         module=module,
+        settings={"solver": "least_squares", "module": type(module), "steps": steps, "lr": lr},
     )
 
 

@@ -107,6 +107,15 @@ def lightning_fit(
         tensors=lambda parameters, state: {**parameters, **state.buffers},
         prepare=identity,
         module=fit.module,
+        settings={
+            "solver": "lightning_fit",
+            "module": type(module),
+            "batch_size": batch_size,
+            "reset": reset,
+            "buffers": buffers,
+            "shuffle": shuffle,
+            **trainer_arguments,
+        },
     )
 
 

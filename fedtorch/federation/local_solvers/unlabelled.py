@@ -45,10 +45,9 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
         ...     torch.nn.Linear(1, 1, bias=False), steps=1, loss=lambda output, y: (output[:, 0] - y).square().mean(),
         ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
         >>> algorithm = ft.gtv(local, ft.Network.from_edges([(0, 1), (1, 2)]), alpha=0.5)
-        >>> *_, final = ft.run(algorithm, ft.InProcess(data), rounds=200)
-        >>> outbox = algorithm.outbox(final.server)
-        >>> [round(float(final.clients.tensors(outbox, k)["weight"]), 4) for k in range(3)]
-        [1.3333, 2.0, 2.6667]
+        >>> final = ft.run(algorithm, ft.InProcess(data), rounds=200)
+        >>> final.tensors()["weight"].flatten().round(decimals=4)
+        tensor([1.3333, 2.0000, 2.6667])
     """
 
     def prepare(data: Any) -> Prepared:

@@ -91,7 +91,8 @@ def regression(
         >>> y[..., 1] += y[..., 0]  # 0 causes 1
         >>> algorithm = ft.gibbs(directed.regression(), sparse.hierarchy(), sweeps=5, chains=2)
         >>> data = ft.InProcess(ft.data.from_tensors(list(y)))
-        >>> sampler = ft.Sampler(algorithm, data, graphical.start(2), burn_in=50).run(150)
+        >>> sampler = ft.Sampler(burn_in=50)
+        >>> run = ft.run(algorithm, data, graphical.start(2), rounds=150, record=sampler)
         >>> graphical.square(sampler.mean()["theta"]).round().int().tolist()
         [[0, 0], [1, 0]]
     """

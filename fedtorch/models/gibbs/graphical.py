@@ -104,7 +104,8 @@ def neighbourhoods(
         >>> data = ft.data.from_tensors(list(z))
         >>> kernels = graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy())
         >>> algorithm = ft.gibbs(*kernels, sweeps=5, chains=2)
-        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), graphical.start(3), burn_in=20).run(70)
+        >>> sampler = ft.Sampler(burn_in=20)
+        >>> run = ft.run(algorithm, ft.InProcess(data), graphical.start(3), rounds=70, record=sampler)
         >>> inclusion = graphical.square(sampler.mean()["prior.included"])
         >>> graphical.edges(graphical.union(inclusion), 0.1).nonzero().tolist()
         [[0, 1], [1, 0]]

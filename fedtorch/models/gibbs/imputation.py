@@ -74,7 +74,7 @@ def pooled_covariance() -> Algorithm:
         >>> x = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]])
         >>> data = imputation.incomplete([(x, torch.tensor([1.0, 3.0, 2.5, 4.0]))])
         >>> start = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
-        >>> *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(data), start, rounds=200)
+        >>> final = ft.run(imputation.pooled_covariance(), ft.InProcess(data), start, rounds=200)
         >>> imputation.impute(data, final.server)[0][0][2].round(decimals=3)
         tensor([2.1790], dtype=torch.float64)
     """
@@ -156,7 +156,8 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         >>> normal = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
         >>> local = imputation.imputing(sparse.regression(), normal)
         >>> algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=5, chains=2)
-        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(2), burn_in=20).run(60)
+        >>> sampler = ft.Sampler(burn_in=20)
+        >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=60, record=sampler)
         >>> sampler.mean()["theta"].round()
         tensor([1., 1.], dtype=torch.float64)
     """

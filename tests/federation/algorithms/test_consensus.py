@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.closed_forms import distance, last, linear, linear_clients, same_bits, sgd
+from support.closed_forms import distance, linear, linear_clients, same_bits, sgd
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import coordinator
+from fedtorch.federation import run as running
 from fedtorch.federation.algorithms.consensus import Averaging, consensus
 from fedtorch.models.gibbs import graphical, sparse
 
@@ -60,19 +60,19 @@ def test_gibbs_sampling_without_a_server_is_that_with_one_to_the_bit(network: ft
     data = linear_clients(SIZES)
     faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.3))
     arguments: dict[str, Any] = {"rounds": 6, "seed": 4, "faults": faults}
-    served = last(ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), **arguments))
+    served = ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), **arguments, rounds=None).last
     algorithm = ft.without_server(gibbs(), network)
-    found = last(ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), **arguments))
+    found = ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), **arguments, rounds=None).last
     for node in range(K):
         assert same_bits(tree.map(lambda leaf, node=node: leaf[node], found.server), served.server)
     assert same_bits(found.clients.state_dict(), served.clients.state_dict())
 
 
 def test_running_sums_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "TOTAL_ANEW", 2)
+    monkeypatch.setattr(running, "TOTAL_ANEW", 2)
     data, algorithm = linear_clients(SIZES), ft.without_server(gibbs(), NETWORKS["ring"])
-    served = last(ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), rounds=3))
-    found = last(ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=3))
+    served = ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), rounds=3).last
+    found = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=3).last
     assert same_bits(tree.map(lambda leaf: leaf[0], found.server), served.server)
 
 
@@ -81,7 +81,7 @@ def test_a_markov_random_field_without_a_server() -> None:
     kernels = graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy())
     served = ft.gibbs(*kernels, sweeps=2, chains=2)
     results = [
-        last(ft.run(algorithm, ft.InProcess(data), graphical.start(3), rounds=3)).server.variables.theta
+        ft.run(algorithm, ft.InProcess(data), graphical.start(3), rounds=3).last.server.variables.theta
         for algorithm in (served, ft.without_server(served, NETWORKS["path, weighted"]))
     ]
     assert all(torch.equal(copy, results[0]) for copy in results[1])
@@ -93,9 +93,9 @@ def test_deep_learning_without_a_server_to_a_tolerance(network: ft.Network, name
     """Messages and parameters are below 10 in norm, and a round passes an error on at most tenfold."""
     made = {"FedAvg": lambda: ft.fedavg(sgd(0.05, steps=3)), "SCAFFOLD": lambda: ft.scaffold(sgd(0.05, steps=3))}[name]
     data, tolerance = linear_clients(SIZES), 1e-9
-    served = last(ft.run(made(), ft.InProcess(data), rounds=4, cohort=4))
+    served = ft.run(made(), ft.InProcess(data), cohort=4, rounds=4).last
     algorithm = ft.without_server(made(), network, tolerance)
-    found = last(ft.run(algorithm, ft.InProcess(data), rounds=4, cohort=4))
+    found = ft.run(algorithm, ft.InProcess(data), cohort=4, rounds=4).last
     for node in range(K):
         row = tree.map(lambda leaf, node=node: leaf[node], found.server)
         assert distance(row, served.server) < 1000 * tolerance
@@ -113,7 +113,7 @@ def test_traffic_goes_over_the_edges() -> None:
 def test_one_node() -> None:
     algorithm = ft.without_server(gibbs(), ft.Network([], nodes=1))
     data = ft.InProcess(linear_clients([9]))
-    found, served = (last(ft.run(made, data, torch.zeros(3), rounds=2)).server for made in (algorithm, gibbs()))
+    found, served = (ft.run(made, data, torch.zeros(3), rounds=2).last.server for made in (algorithm, gibbs()))
     assert same_bits(tree.map(lambda leaf: leaf[0], found), served)
 
 
@@ -125,8 +125,8 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match="Expected a reduction between 0 and 1"):
             Averaging(NETWORKS["ring"], reduction)
     with pytest.raises(ValueError, match=r"as many nodes as there are clients, 6, but got 3 nodes"):
-        next(ft.run(ft.without_server(gibbs(), ft.Network.ring(3)), data, torch.zeros(3)))
+        ft.Run(ft.without_server(gibbs(), ft.Network.ring(3)), data, torch.zeros(3)).step()
     with pytest.raises(ValueError, match="Expected an algorithm whose messages add up"):
         ft.without_server(ft.gtv(ft.least_squares(linear()), NETWORKS["ring"], 0.1), NETWORKS["ring"])
     with pytest.raises(ValueError, match="Expected messages of whole numbers"):
-        next(ft.run(ft.without_server(ft.fedavg(sgd(0.1)), NETWORKS["ring"]), data))
+        ft.Run(ft.without_server(ft.fedavg(sgd(0.1)), NETWORKS["ring"]), data).step()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.closed_forms import (
     ROUNDING,
+    client_tensors,
     distance,
     joined,
-    last,
     linear,
     linear_clients,
     mean_squared_error,
@@ -21,7 +21,6 @@ from torch.func import functional_call
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import coordinator
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -42,9 +41,9 @@ def step(parameters: Tree, x: Tensor, y: Tensor, rate: float, strength: float, c
 def test_the_explicit_loop(mu: float, chunk: int | None) -> None:
     data, rate, lr, strength = linear_clients(SIZES), 0.1, 0.7, 0.9
     algorithm = ft.ditto(sgd(rate, steps=3), strength, mu=mu, lr=lr)
-    shared = algorithm.local.parameters
+    shared = algorithm.start
     own = [shared] * K
-    for round in ft.run(algorithm, ft.InProcess(data, chunk), rounds=5, cohort=4, seed=1):
+    for round in ft.Run(algorithm, ft.InProcess(data, chunk), cohort=4, seed=1).rounds(5):
         ids = round.ids.tolist()
         total, mean = sum(SIZES[k] for k in ids), shared
         for k in ids:
@@ -56,18 +55,18 @@ def test_the_explicit_loop(mu: float, chunk: int | None) -> None:
         shared = mean
         assert distance(round.server, shared) < ROUNDING
         for k in range(K):
-            assert distance(round.clients.tensors(round.server, k), own[k]) < ROUNDING
+            assert distance(client_tensors(round.clients, round.server, k), own[k]) < ROUNDING
 
 
 def test_the_personal_solution_in_closed_form() -> None:
     data, strength = linear_clients(SIZES), 0.6
     local = ft.least_squares(linear())
-    rounds = list(ft.run(ft.ditto(local, strength, mu=0.3), ft.InProcess(data), rounds=3))
+    rounds = list(ft.Run(ft.ditto(local, strength, mu=0.3), ft.InProcess(data)).rounds(3))
     heard, eye = joined(rounds[1].server), torch.eye(4, dtype=torch.float64)
     for k, (x, y) in enumerate(data):
         matrix, vector = moments(x, y)
         expected = torch.linalg.solve(matrix + strength * eye, vector + strength * heard)
-        found = joined(rounds[2].clients.tensors(rounds[2].server, k))
+        found = joined(client_tensors(rounds[2].clients, rounds[2].server, k))
         assert distance(found, expected) < ROUNDING
         own = found.clone().requires_grad_()  # and the gradient of its problem is zero there
         loss = (own * (matrix @ own)).sum() / 2 - (vector * own).sum() + strength / 2 * (own - heard).square().sum()
@@ -78,26 +77,26 @@ def test_the_personal_solution_in_closed_form() -> None:
 def test_the_shared_model_is_that_of_fedavg() -> None:
     population = ft.InProcess(linear_clients(SIZES))
     local = sgd(0.1, epochs=2, batch_size=3)
-    ours = last(ft.run(ft.ditto(local, 0.5), population, rounds=4, cohort=3, seed=1))
-    plain = last(ft.run(ft.fedavg(local), population, rounds=4, cohort=3, seed=1))
+    ours = ft.run(ft.ditto(local, 0.5), population, cohort=3, seed=1, rounds=4).last
+    plain = ft.run(ft.fedavg(local), population, cohort=3, seed=1, rounds=4).last
     assert same_bits(ours.server, plain.server)
     assert (ours.bytes_up, ours.bytes_down) == (plain.bytes_up, plain.bytes_down)
 
 
 def test_without_strength_it_is_separate_training() -> None:
     data, local = linear_clients(SIZES), sgd(0.1, steps=3)
-    ours = last(ft.run(ft.ditto(local, 0.0), ft.InProcess(data), rounds=4))
-    alone = last(ft.run(ft.separate(local), ft.InProcess(data), rounds=4))
+    ours = ft.run(ft.ditto(local, 0.0), ft.InProcess(data), rounds=4).last
+    alone = ft.run(ft.separate(local), ft.InProcess(data), rounds=4).last
     for k in range(K):
-        assert same_bits(ours.clients.tensors(ours.server, k), alone.clients.tensors(alone.server, k))
+        assert same_bits(client_tensors(ours.clients, ours.server, k), client_tensors(alone.clients, alone.server, k))
 
 
 def test_the_personal_model_approaches_the_shared_one_to_first_order_in_the_inverse_strength() -> None:
     data, local = linear_clients(SIZES), ft.least_squares(linear())
 
     def gap(strength: float) -> float:
-        round = next(ft.run(ft.ditto(local, strength), ft.InProcess(data)))
-        return float((joined(round.clients.tensors(round.server, 2)) - joined(local.parameters)).norm())
+        round = ft.Run(ft.ditto(local, strength), ft.InProcess(data)).step()
+        return float((joined(client_tensors(round.clients, round.server, 2)) - joined(local.parameters)).norm())
 
     assert gap(1e5) / gap(2e5) == pytest.approx(2, abs=1e-3)  # the next term is O(1/λ) times curvatures of order ten
 
@@ -105,11 +104,14 @@ def test_the_personal_model_approaches_the_shared_one_to_first_order_in_the_inve
 def test_the_order_of_the_clients_does_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
     algorithm = ft.ditto(sgd(0.1, steps=2), 0.5)
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=3))
-    two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=3))
+    one = ft.run(algorithm, ft.InProcess(data), rounds=3).last
+    two = ft.run(algorithm, ft.InProcess(data.select(order)), rounds=3).last
     assert distance(one.server, two.server) < ROUNDING
     for row, k in enumerate(order.tolist()):
-        assert distance(one.clients.tensors(one.server, k), two.clients.tensors(two.server, row)) < ROUNDING
+        assert (
+            distance(client_tensors(one.clients, one.server, k), client_tensors(two.clients, two.server, row))
+            < ROUNDING
+        )
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -117,22 +119,25 @@ def test_a_client_whose_message_is_lost_keeps_its_start(when: str) -> None:
     data, local = linear_clients(SIZES), sgd(0.1, steps=2)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
     silent = ft.Faults(**{when: lambda key, ids: ids == 2})
-    final = last(ft.run(ft.ditto(local, 0.5), ft.InProcess(data), start, rounds=3, faults=silent))
+    final = ft.run(ft.ditto(local, 0.5), ft.InProcess(data), start, faults=silent, rounds=3).last
     others = data.select([0, 1, 3, 4, 5])
-    without = last(ft.run(ft.ditto(local, 0.5), ft.InProcess(others), start, rounds=3))
+    without = ft.run(ft.ditto(local, 0.5), ft.InProcess(others), start, rounds=3).last
     assert distance(final.server, without.server) < ROUNDING
-    assert same_bits(final.clients.tensors(final.server, 2), start)
-    assert distance(final.clients.tensors(final.server, 3), without.clients.tensors(without.server, 2)) < ROUNDING
+    assert same_bits(client_tensors(final.clients, final.server, 2), start)
+    assert (
+        distance(client_tensors(final.clients, final.server, 3), client_tensors(without.clients, without.server, 2))
+        < ROUNDING
+    )
 
 
 def test_both_losses_are_told() -> None:
-    round = next(ft.run(ft.ditto(sgd(0.1), 0.5), ft.InProcess(linear_clients(SIZES))))
+    round = ft.Run(ft.ditto(sgd(0.1), 0.5), ft.InProcess(linear_clients(SIZES))).step()
     assert set(round.info) == {"loss", "personal_loss"}
 
 
 def test_no_clients() -> None:
     for local in (ft.least_squares(linear()), sgd(0.1)):
-        progress = coordinator.begin(ft.ditto(local, 0.5), ft.InProcess(linear_clients(SIZES)))
+        progress = ft.Run(ft.ditto(local, 0.5), ft.InProcess(linear_clients(SIZES)))
         reply = progress.clients.reply(progress.clients.empty_block(), progress.server, random.key(0))
         assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, last, linear, linear_clients, mean_squared_error, same_bits, sgd
+from support.closed_forms import (
+    ROUNDING,
+    client_tensors,
+    distance,
+    linear,
+    linear_clients,
+    mean_squared_error,
+    same_bits,
+    sgd,
+)
 from torch import nn
 
 import fedtorch as ft
@@ -32,7 +41,7 @@ def local(rate: float = 0.1, **arguments: Any) -> ft.LocalSolver:
 def test_the_explicit_loop(chunk: int | None) -> None:
     """Ordinary modules, trained one after another by `torch.optim.SGD`; all but BatchNorm is averaged."""
     data, modules = linear_clients(SIZES), [network() for _ in range(K)]
-    for round in ft.run(ft.fedbn(local()), ft.InProcess(data, chunk), rounds=4, cohort=4, seed=1):
+    for round in ft.Run(ft.fedbn(local()), ft.InProcess(data, chunk), cohort=4, seed=1).rounds(4):
         ids = round.ids.tolist()
         trained = {}
         for k in ids:
@@ -48,20 +57,20 @@ def test_the_explicit_loop(chunk: int | None) -> None:
             module.load_state_dict({**module.state_dict(), **shared})
         assert distance(round.server, shared) < ROUNDING
         for k in range(K):
-            assert distance(round.clients.tensors(round.server, k), dict(modules[k].state_dict())) < ROUNDING
+            assert distance(client_tensors(round.clients, round.server, k), dict(modules[k].state_dict())) < ROUNDING
 
 
 def test_only_what_is_not_batch_normalisation_is_sent() -> None:
-    round = next(ft.run(ft.fedbn(local()), ft.InProcess(linear_clients(SIZES))))
+    round = ft.Run(ft.fedbn(local()), ft.InProcess(linear_clients(SIZES))).step()
     assert sorted(round.server) == ["0.bias", "0.weight", "3.bias", "3.weight"]
-    one, two = (round.clients.tensors(round.server, k) for k in (0, 1))
+    one, two = (client_tensors(round.clients, round.server, k) for k in (0, 1))
     assert all(not torch.equal(one[name], two[name]) for name in [*OWN, *STATISTICS[1:]])
 
 
 def test_it_is_personal_layers_by_name() -> None:
     data = ft.InProcess(linear_clients(SIZES))
-    ours = last(ft.run(ft.fedbn(local(), mu=0.2, lr=0.5), data, rounds=3, cohort=3))
-    named = last(ft.run(ft.personal_layers(local(), "1.*", mu=0.2, lr=0.5), data, rounds=3, cohort=3))
+    ours = ft.run(ft.fedbn(local(), mu=0.2, lr=0.5), data, cohort=3, rounds=3).last
+    named = ft.run(ft.personal_layers(local(), "1.*", mu=0.2, lr=0.5), data, cohort=3, rounds=3).last
     assert same_bits(ours.server, named.server)
     assert same_bits(ours.clients.state_dict(), named.clients.state_dict())
 
@@ -77,7 +86,7 @@ def test_layers_are_found_wherever_they_are() -> None:
 def test_one_step_follows_the_gradient_of_the_joint_loss() -> None:
     """Shared parts move by −η Σ p_k ∇L_k, a client's own by −η ∇L_k."""
     data = linear_clients(SIZES)
-    round = next(ft.run(ft.fedbn(local(steps=1)), ft.InProcess(data)))
+    round = ft.Run(ft.fedbn(local(steps=1)), ft.InProcess(data)).step()
     start = dict(network().named_parameters())
     gradients = []
     for x, y in data:
@@ -87,7 +96,7 @@ def test_one_step_follows_the_gradient_of_the_joint_loss() -> None:
     for name, leaf in start.items():
         if name in OWN:
             for k in range(K):
-                found = round.clients.tensors(round.server, k)[name]
+                found = client_tensors(round.clients, round.server, k)[name]
                 assert distance(found, leaf.detach() - 0.1 * gradients[k][name]) < ROUNDING
         else:
             mean = sum(n / sum(SIZES) * g[name] for n, g in zip(SIZES, gradients))
@@ -98,12 +107,15 @@ def test_the_order_of_the_clients_and_silent_ones_do_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4])
     start = tree.map(lambda leaf: leaf + 0.5, local().parameters)
     silent = ft.Faults(after=lambda key, ids: ids == 2)
-    one = last(ft.run(ft.fedbn(local()), ft.InProcess(data), start, rounds=3, faults=silent))
-    two = last(ft.run(ft.fedbn(local()), ft.InProcess(data.select(order)), start, rounds=3))
+    one = ft.run(ft.fedbn(local()), ft.InProcess(data), start, faults=silent, rounds=3).last
+    two = ft.run(ft.fedbn(local()), ft.InProcess(data.select(order)), start, rounds=3).last
     assert distance(one.server, two.server) < ROUNDING
     for row, k in enumerate(order.tolist()):
-        assert distance(one.clients.tensors(one.server, k), two.clients.tensors(two.server, row)) < ROUNDING
-    untouched = one.clients.tensors(one.server, 2)
+        assert (
+            distance(client_tensors(one.clients, one.server, k), client_tensors(two.clients, two.server, row))
+            < ROUNDING
+        )
+    untouched = client_tensors(one.clients, one.server, 2)
     assert same_bits({name: untouched[name] for name in OWN}, {name: start[name] for name in OWN})
 
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, moments, sgd
+from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, sgd
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import coordinator
 
 SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)
@@ -36,9 +35,9 @@ def test_algorithm_1_of_the_paper(cohort: int | None, chunk: int | None) -> None
     data, alpha = linear_clients(SIZES), 0.8
     algorithm = ft.feddyn(ft.least_squares(linear()), alpha, weight=equal)
     systems, eye = [moments(x, y) for x, y in data], torch.eye(4, dtype=torch.float64)
-    theta = joined(algorithm.local.parameters)
+    theta = joined(algorithm.start)
     h, own = torch.zeros_like(theta), [torch.zeros_like(theta) for _ in range(K)]
-    for round in ft.run(algorithm, ft.InProcess(data, chunk), rounds=6, cohort=cohort, seed=1):
+    for round in ft.Run(algorithm, ft.InProcess(data, chunk), cohort=cohort, seed=1).rounds(6):
         ids = round.ids.tolist()
         solved = {}
         for k in ids:
@@ -55,9 +54,9 @@ def test_algorithm_1_of_the_paper(cohort: int | None, chunk: int | None) -> None
 def test_the_kept_gradients_are_those_of_the_local_solutions() -> None:
     data, alpha = linear_clients(SIZES), 0.8
     algorithm = ft.feddyn(ft.least_squares(linear()), alpha)
-    round = next(ft.run(algorithm, ft.InProcess(data)))
+    round = ft.Run(algorithm, ft.InProcess(data)).step()
     own = joined(tree.scale(round.clients.table.read(slice(0, K)).controls.weighted, 1 / COUNTS))
-    theta = joined(algorithm.local.parameters)
+    theta = joined(algorithm.start)
     for k, (x, y) in enumerate(data):
         matrix, vector = moments(x, y)
         solution = theta - own[k] / alpha  # g_k⁺ = −α (θ_k − θ) after the first round
@@ -76,16 +75,16 @@ def test_it_reaches_the_optimum_of_the_pooled_rows(solver: str, participation: s
     best = pooled_optimum(data, data.counts)
     cohort, rounds, tolerance = (None, 150, 10 * ROUNDING) if participation == "full" else (4, 500, 1e-8)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
-    found = last(ft.run(ft.feddyn(local, 4.0), ft.InProcess(data), start, rounds=rounds, cohort=cohort))
+    found = ft.run(ft.feddyn(local, 4.0), ft.InProcess(data), start, cohort=cohort, rounds=rounds).last
     assert distance(joined(found.server.parameters), best) < tolerance  # it converges linearly
-    plain = last(ft.run(ft.fedavg(local), ft.InProcess(data), start, rounds=60, cohort=cohort))
+    plain = ft.run(ft.fedavg(local), ft.InProcess(data), start, cohort=cohort, rounds=60).last
     assert distance(joined(plain.server), best) > 0.01
 
 
 def test_its_fixed_point_follows_the_weights() -> None:
     data = linear_clients([30, 12, 50, 9])
     algorithm = ft.feddyn(ft.least_squares(linear()), 2.0, weight=equal)
-    found = last(ft.run(algorithm, ft.InProcess(data), rounds=200))
+    found = ft.run(algorithm, ft.InProcess(data), rounds=200).last
     assert distance(joined(found.server.parameters), pooled_optimum(data, torch.ones(4))) < 10 * ROUNDING
     assert distance(joined(found.server.parameters), pooled_optimum(data, data.counts)) > 1e-3
 
@@ -94,7 +93,7 @@ def test_a_strong_regulariser_moves_little() -> None:
     """After the first round the server has moved by −2∇/α, mean and correction, to first order in 1/α."""
     data, alpha = linear_clients(SIZES), 1e6
     local = ft.least_squares(linear())
-    round = next(ft.run(ft.feddyn(local, alpha), ft.InProcess(data)))
+    round = ft.Run(ft.feddyn(local, alpha), ft.InProcess(data)).step()
     theta, rows = joined(local.parameters), COUNTS.sum()
     slope = sum(n / rows * (a @ theta - b) for n, (a, b) in zip(COUNTS, [moments(x, y) for x, y in data]))
     moved = (joined(round.server.parameters) - theta) * alpha
@@ -104,16 +103,16 @@ def test_a_strong_regulariser_moves_little() -> None:
 def test_the_order_of_the_clients_does_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
     algorithm = ft.feddyn(sgd(0.05, steps=3), 1.0)
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=4))
-    two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=4))
+    one = ft.run(algorithm, ft.InProcess(data), rounds=4).last
+    two = ft.run(algorithm, ft.InProcess(data.select(order)), rounds=4).last
     assert distance(one.server, two.server) < 10 * ROUNDING
 
 
 def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None:
     data, algorithm = linear_clients(SIZES), ft.feddyn(ft.least_squares(linear()), 3.0)
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
-    start = tree.map(lambda leaf: leaf + 3, algorithm.local.parameters)
-    for round in ft.run(algorithm, ft.InProcess(data), start, rounds=20, cohort=4, faults=lost):
+    start = tree.map(lambda leaf: leaf + 3, algorithm.start)
+    for round in ft.Run(algorithm, ft.InProcess(data), start, cohort=4, faults=lost).rounds(20):
         sent = round.clients.table.read(slice(0, K)).controls
         assert distance(round.server.total, tree.map(lambda leaf: leaf.sum(0, dtype=torch.float64), sent)) < ROUNDING
 
@@ -121,7 +120,7 @@ def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None
 def test_a_client_that_never_answers_is_not_in_the_optimum() -> None:
     data, algorithm = linear_clients([30, 12, 50, 9]), ft.feddyn(ft.least_squares(linear()), 2.0)
     silent = ft.Faults(before=lambda key, ids: ids == 2)
-    found = last(ft.run(algorithm, ft.InProcess(data), rounds=200, faults=silent))
+    found = ft.run(algorithm, ft.InProcess(data), faults=silent, rounds=200).last
     others = data.select([0, 1, 3])
     assert distance(joined(found.server.parameters), pooled_optimum(others, others.counts)) < 10 * ROUNDING
 
@@ -130,12 +129,12 @@ def test_averaged_buffers_are_averaged() -> None:
     module = torch.nn.Sequential(linear(), torch.nn.BatchNorm1d(1, dtype=torch.float64))
     algorithms = (ft.feddyn(sgd(0.05, module, buffers="average"), 2.0), ft.fedavg(sgd(0.05, module, buffers="average")))
     data = ft.InProcess(linear_clients([5, 9, 4, 17]))
-    ours, plain = (next(ft.run(algorithm, data)).server for algorithm in algorithms)
+    ours, plain = (ft.Run(algorithm, data).step().server for algorithm in algorithms)
     assert distance(ours.parameters["1.running_var"], plain["1.running_var"]) < ROUNDING
 
 
 def test_no_clients() -> None:
-    progress = coordinator.begin(algorithm := ft.feddyn(sgd(0.1), 1.0), ft.InProcess(linear_clients(SIZES)))
+    progress = ft.Run(algorithm := ft.feddyn(sgd(0.1), 1.0), ft.InProcess(linear_clients(SIZES)))
     reply = progress.clients.reply(progress.clients.empty_block(), algorithm.outbox(progress.server), torch.tensor(0))
     assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 

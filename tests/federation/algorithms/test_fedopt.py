@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, moments, same_bits, sgd
+from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, same_bits, sgd
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import coordinator
 from fedtorch.federation.algorithms.fedopt import Yogi
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -44,10 +43,10 @@ def test_the_servers_optimiser_on_the_mean_change(name: str, chunk: int | None) 
     own = {n: torch.nn.Parameter(p.clone()) for n, p in local.parameters.items()}
     optimizer = OPTIMIZERS[name](own.values())
     algorithm = ft.fedopt(local, OPTIMIZERS[name], mu=0.2)
-    for round in ft.run(algorithm, ft.InProcess(data, chunk), rounds=6, cohort=4, seed=3):
+    for round in ft.Run(algorithm, ft.InProcess(data, chunk), cohort=4, seed=3).rounds(6):
         start = {n: p.detach().clone() for n, p in own.items()}
         cohort = ft.InProcess(data.select(round.ids))
-        mean = next(ft.run(ft.fedprox(local, 0.2), cohort, start)).server
+        mean = ft.Run(ft.fedprox(local, 0.2), cohort, start).step().server
         for n, p in own.items():
             p.grad = start[n] - mean[n]
         optimizer.step()
@@ -59,7 +58,7 @@ def test_algorithm_2_of_the_paper(name: str) -> None:
     data, local, tau, rate = linear_clients(SIZES), ft.least_squares(linear()), 1e-3, 0.1
     x = joined(local.parameters)
     m, v = torch.zeros_like(x), torch.full_like(x, tau**2) if name != "Adam" else torch.zeros_like(x)
-    for t, round in enumerate(ft.run(SHORT[name](local), ft.InProcess(data), rounds=5), 1):
+    for t, round in enumerate(ft.Run(SHORT[name](local), ft.InProcess(data)).rounds(5), 1):
         best = [torch.linalg.pinv(a, hermitian=True) @ (b - a @ x) + x for a, b in (moments(*rows) for rows in data)]
         delta = sum(n / COUNTS.sum() * (end - x) for n, end in zip(COUNTS, best))
         beta = 0.0 if name == "Adagrad" else 0.9
@@ -77,15 +76,15 @@ def test_algorithm_2_of_the_paper(name: str) -> None:
 
 def test_gradient_descent_of_step_one_is_fedavg() -> None:
     data, local = linear_clients(SIZES), sgd(0.1, epochs=1, batch_size=4)
-    ours = last(ft.run(ft.fedopt(local, lambda p: SGD(p, lr=1.0)), ft.InProcess(data), rounds=4, cohort=3))
-    plain = last(ft.run(ft.fedavg(local), ft.InProcess(data), rounds=4, cohort=3))
+    ours = ft.run(ft.fedopt(local, lambda p: SGD(p, lr=1.0)), ft.InProcess(data), cohort=3, rounds=4).last
+    plain = ft.run(ft.fedavg(local), ft.InProcess(data), cohort=3, rounds=4).last
     assert distance(ours.server.parameters, plain.server) < ROUNDING
     assert all(not parts for parts in ours.server.optimizer.values())
 
 
 def test_the_mean_change_is_minus_the_gradient() -> None:
     data, local = linear_clients(SIZES), sgd(0.1)
-    round = next(ft.run(ft.fedopt(local, lambda p: SGD(p, lr=2.0)), ft.InProcess(data)))
+    round = ft.Run(ft.fedopt(local, lambda p: SGD(p, lr=2.0)), ft.InProcess(data)).step()
     x = joined(local.parameters).requires_grad_()
     systems = [moments(*rows) for rows in data]
     losses = torch.stack([(x * (a @ x)).sum() / 2 - (b * x).sum() for a, b in systems])
@@ -95,9 +94,9 @@ def test_the_mean_change_is_minus_the_gradient() -> None:
 
 def test_momentum_reaches_the_fixed_point_of_fedprox() -> None:
     data, local = linear_clients([30, 12, 50, 9]), ft.least_squares(linear())
-    plain = last(ft.run(ft.fedprox(local, 1.0), ft.InProcess(data), rounds=200))
+    plain = ft.run(ft.fedprox(local, 1.0), ft.InProcess(data), rounds=200).last
     heavy = ft.fedopt(local, lambda p: SGD(p, lr=0.5, momentum=0.5), mu=1.0)
-    assert distance(last(ft.run(heavy, ft.InProcess(data), rounds=200)).server.parameters, plain.server) < ROUNDING
+    assert distance(ft.run(heavy, ft.InProcess(data), rounds=200).last.server.parameters, plain.server) < ROUNDING
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -108,8 +107,8 @@ def test_a_resumed_run_gives_the_same_bits(name: str) -> None:
         return ft.Federation(ft.fedopt(sgd(0.1, epochs=1, batch_size=4), OPTIMIZERS[name]), population, cohort=3)
 
     def go(model: ft.Federation, rounds: int) -> ft.Federation:
-        for round in ft.run(model.algorithm, population, rounds=rounds, cohort=3, start=model._progress):
-            model._progress = coordinator.Progress(round.number, round.server, round.clients)
+        for _ in model.run.rounds(rounds):
+            pass
         return model
 
     for before in (0, 3):
@@ -123,8 +122,8 @@ def test_a_resumed_run_gives_the_same_bits(name: str) -> None:
 def test_the_order_of_the_clients_does_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
     algorithm = ft.fedadam(sgd(0.1, steps=3), lr=0.1)
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=4))
-    two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=4))
+    one = ft.run(algorithm, ft.InProcess(data), rounds=4).last
+    two = ft.run(algorithm, ft.InProcess(data.select(order)), rounds=4).last
     assert distance(one.server, two.server) < 100 * ROUNDING
 
 
@@ -132,11 +131,11 @@ def test_those_who_answer_are_the_federation_and_silence_is_no_step() -> None:
     data, local = linear_clients(SIZES), sgd(0.1, steps=2)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
     lost = ft.Faults(after=lambda key, ids: (ids == 1) | (ids == 4))
-    some = last(ft.run(ft.fedyogi(local), ft.InProcess(data), start, rounds=3, faults=lost))
-    others = last(ft.run(ft.fedyogi(local), ft.InProcess(data.select([0, 2, 3, 5])), start, rounds=3))
+    some = ft.run(ft.fedyogi(local), ft.InProcess(data), start, faults=lost, rounds=3).last
+    others = ft.run(ft.fedyogi(local), ft.InProcess(data.select([0, 2, 3, 5])), start, rounds=3).last
     assert distance(some.server, others.server) < 100 * ROUNDING
     nobody = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 1.0))
-    silent = last(ft.run(ft.fedyogi(local), ft.InProcess(data), start, rounds=3, faults=nobody))
+    silent = ft.run(ft.fedyogi(local), ft.InProcess(data), start, faults=nobody, rounds=3).last
     assert same_bits(silent.server.parameters, start)
     assert int(silent.server.steps) == 0
 
@@ -144,7 +143,7 @@ def test_those_who_answer_are_the_federation_and_silence_is_no_step() -> None:
 def test_averaged_buffers_are_averaged() -> None:
     module = torch.nn.Sequential(linear(), torch.nn.BatchNorm1d(1, dtype=torch.float64))
     local, data = sgd(0.05, module, buffers="average"), ft.InProcess(linear_clients([5, 9, 4, 17]))
-    ours, plain = (next(ft.run(make(local), data)).server for make in (ft.fedadam, ft.fedavg))
+    ours, plain = (ft.Run(make(local), data).step().server for make in (ft.fedadam, ft.fedavg))
     assert "1.running_var" not in ours.optimizer
     assert distance(ours.parameters["1.running_var"], plain["1.running_var"]) < ROUNDING
 
@@ -157,7 +156,7 @@ def test_parameter_groups_and_frozen_ones() -> None:
         return SGD([{"params": [bias], "lr": 1.0}, {"params": [weight], "lr": 0.5}], momentum=0.9)
 
     data = ft.InProcess(linear_clients(SIZES))
-    ours, plain = next(ft.run(ft.fedopt(local, groups), data)), next(ft.run(ft.fedavg(local), data))
+    ours, plain = ft.Run(ft.fedopt(local, groups), data).step(), ft.Run(ft.fedavg(local), data).step()
     assert distance(ours.server.parameters["bias"], plain.server["bias"]) < ROUNDING
     half = (local.parameters["weight"] + plain.server["weight"]) / 2
     assert distance(ours.server.parameters["weight"], half) < ROUNDING

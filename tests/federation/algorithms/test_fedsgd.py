@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.closed_forms import (
     ROUNDING,
+    client_tensors,
     distance,
     joined,
-    last,
     linear,
     linear_clients,
     mean_squared_error,
@@ -39,21 +39,21 @@ def fedsgd(lr: float, **arguments: Any) -> ft.Algorithm:
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_it_is_gradient_descent_on_the_pooled_rows(chunk: int | None) -> None:
     data = linear_clients(SIZES)
-    federated = ft.run(fedsgd(0.1), ft.InProcess(data, chunk), rounds=8)
-    central = ft.run(ft.pooled(sgd(0.1)), ft.InProcess(data.pool()), rounds=8)
+    federated = ft.Run(fedsgd(0.1), ft.InProcess(data, chunk)).rounds(8)
+    central = ft.Run(ft.pooled(sgd(0.1)), ft.InProcess(data.pool())).rounds(8)
     for ours, theirs in zip(federated, central):
-        assert distance(ours.server, theirs.clients.tensors({}, 0)) < ROUNDING
+        assert distance(ours.server, client_tensors(theirs.clients, {}, 0)) < ROUNDING
 
 
 @pytest.mark.parametrize("equally", [False, True])
 def test_a_round_is_a_step_along_the_gradient(equally: bool) -> None:
     data, weights = linear_clients(SIZES), torch.ones(6, dtype=torch.float64) if equally else COUNTS
     algorithm = fedsgd(0.3, weight=equal) if equally else fedsgd(0.3)
-    start = tree.map(lambda leaf: leaf + 2, algorithm.local.parameters)
+    start = tree.map(lambda leaf: leaf + 2, algorithm.start)
     x = joined(start).requires_grad_()
     losses = torch.stack([(x * (a @ x)).sum() / 2 - (b * x).sum() for a, b in (moments(*rows) for rows in data)])
     (gradient,) = torch.autograd.grad((weights / weights.sum()) @ losses, x)
-    round = next(ft.run(algorithm, ft.InProcess(data), start))
+    round = ft.Run(algorithm, ft.InProcess(data), start).step()
     assert distance(joined(round.server), x.detach() - 0.3 * gradient) < ROUNDING
 
 
@@ -64,31 +64,31 @@ def test_it_converges_to_least_squares_at_the_rate_of_the_curvature() -> None:
         for parts in zip(*(moments(*rows) for rows in data))
     )
     best = torch.linalg.solve(matrix, vector)
-    errors = [joined(round.server) - best for round in ft.run(fedsgd(rate), ft.InProcess(data), rounds=4)]
+    errors = [joined(round.server) - best for round in ft.Run(fedsgd(rate), ft.InProcess(data)).rounds(4)]
     for before, after in itertools.pairwise(errors):
         assert distance(after, before - rate * matrix @ before) < ROUNDING
 
 
 def test_the_order_of_the_clients_does_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
-    one = last(ft.run(fedsgd(0.1), ft.InProcess(data), rounds=3))
-    two = last(ft.run(fedsgd(0.1), ft.InProcess(data.select(order)), rounds=3))
+    one = ft.run(fedsgd(0.1), ft.InProcess(data), rounds=3).last
+    two = ft.run(fedsgd(0.1), ft.InProcess(data.select(order)), rounds=3).last
     assert distance(one.server, two.server) < ROUNDING
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_those_who_answer_are_the_federation(when: str) -> None:
     data, lost = linear_clients(SIZES), ft.Faults(**{when: lambda key, ids: (ids == 1) | (ids == 4)})
-    some = last(ft.run(fedsgd(0.1), ft.InProcess(data), rounds=3, faults=lost))
-    others = last(ft.run(fedsgd(0.1), ft.InProcess(data.select([0, 2, 3, 5])), rounds=3))
+    some = ft.run(fedsgd(0.1), ft.InProcess(data), faults=lost, rounds=3).last
+    others = ft.run(fedsgd(0.1), ft.InProcess(data.select([0, 2, 3, 5])), rounds=3).last
     assert distance(some.server, others.server) < ROUNDING
 
 
 def test_a_lightning_modules_own_optimiser_is_not_used() -> None:
     module, data = Classifier("adam").double(), classes(dtype=torch.float64)
-    round = next(ft.run(ft.fedsgd(module, lr=0.5), ft.InProcess(data)))
+    round = ft.Run(ft.fedsgd(module, lr=0.5), ft.InProcess(data)).step()
     step = ft.gradient_descent(module, steps=1, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
-    assert distance(round.server, next(ft.run(ft.fedavg(step), ft.InProcess(data))).server) < ROUNDING
+    assert distance(round.server, ft.Run(ft.fedavg(step), ft.InProcess(data)).step().server) < ROUNDING
 
 
 def test_a_wrong_rate_is_refused() -> None:

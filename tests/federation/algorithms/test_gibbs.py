@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from support.closed_forms import distance, last, linear_clients, same_bits
+from support.closed_forms import distance, linear_clients, same_bits
 from support.small_federations import trainer
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import exact, random, tree
-from fedtorch.federation import coordinator
+from fedtorch.federation import run as running
 from fedtorch.models.gibbs import deviations, global_priors, sparse
 
 SIZES = [12, 5, 9, 30]
@@ -96,7 +96,7 @@ def central(data: ft.data.FederatedData, rounds: int, sweeps: int, chains: int, 
 def test_federated_equals_central_to_the_bit(chunk: int | None, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", small)
     data = linear_clients(SIZES)
-    found = last(ft.run(sparse_algorithm(), ft.InProcess(data, chunk), START, rounds=6, seed=3))
+    found = ft.run(sparse_algorithm(), ft.InProcess(data, chunk), START, seed=3, rounds=6).last
     assert same_bits(found.server.variables, central(data, 6, 3, 2, seed=3))
 
 
@@ -105,7 +105,7 @@ def test_the_same_bits_in_every_chunking(p: int) -> None:
     data = linear_clients([12, 50, 9, 30], p)
     runs = []
     for chunk in (None, 1, 3):
-        rounds = ft.run(sparse_algorithm(2), ft.InProcess(data, chunk), torch.zeros(p), rounds=4, cohort=3, seed=1)
+        rounds = ft.Run(sparse_algorithm(2), ft.InProcess(data, chunk), torch.zeros(p), cohort=3, seed=1).rounds(4)
         runs.append([(round.server, round.clients.state_dict()) for round in rounds])
     for other in runs[1:]:
         assert all(same_bits(one, two) for one, two in zip(runs[0], other))
@@ -113,8 +113,8 @@ def test_the_same_bits_in_every_chunking(p: int) -> None:
 
 def test_a_chain_does_not_depend_on_the_others() -> None:
     data = linear_clients(SIZES)
-    three = last(ft.run(sparse_algorithm(chains=3), ft.InProcess(data), START, rounds=4))
-    one = last(ft.run(sparse_algorithm(chains=1), ft.InProcess(data), START, rounds=4))
+    three = ft.run(sparse_algorithm(chains=3), ft.InProcess(data), START, rounds=4).last
+    one = ft.run(sparse_algorithm(chains=1), ft.InProcess(data), START, rounds=4).last
     assert same_bits(tree.map(lambda leaf: leaf[:1], three.server), one.server)
 
 
@@ -143,8 +143,8 @@ def test_permuted_clients_and_covariates() -> None:
 def test_a_client_that_never_answers_is_not_in_the_model() -> None:
     """Nor in the number of sites: with the others' keys it is the sampler of the others, to the bit."""
     data, silent = linear_clients(SIZES), ft.Faults(after=lambda key, ids: ids == K - 1)
-    found = last(ft.run(sparse_algorithm(), ft.InProcess(data), START, rounds=5, faults=silent))
-    others = last(ft.run(sparse_algorithm(), ft.InProcess(data.select(range(K - 1))), START, rounds=5))
+    found = ft.run(sparse_algorithm(), ft.InProcess(data), START, faults=silent, rounds=5).last
+    others = ft.run(sparse_algorithm(), ft.InProcess(data.select(range(K - 1))), START, rounds=5).last
     assert same_bits(found.server, others.server)
     assert bool((exact.value(found.server.total["clients"]) == K - 1).all())
 
@@ -160,7 +160,7 @@ def test_clients_that_answer_now_and_then_do_not_bias_the_posterior() -> None:
 def test_the_server_keeps_the_sum_of_what_was_sent_exactly() -> None:
     data = linear_clients(SIZES)
     faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
-    for round in ft.run(sparse_algorithm(), ft.InProcess(data), torch.full((3,), 2.0), rounds=30, faults=faults):
+    for round in ft.Run(sparse_algorithm(), ft.InProcess(data), torch.full((3,), 2.0), faults=faults).rounds(30):
         sent = round.clients.table.read(slice(0, K)).told
         assert same_bits(round.server.total, tree.map(lambda leaf: leaf.sum(0), sent))
 
@@ -171,7 +171,7 @@ def check_drift(rounds: int) -> None:
     data = ft.data.from_tensors([(x, y)] * 2)
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=1, chains=1)
     worst = 0.0
-    for round in ft.run(algorithm, ft.InProcess(data), torch.zeros(1), rounds=rounds):
+    for round in ft.Run(algorithm, ft.InProcess(data), torch.zeros(1)).rounds(rounds):
         if round.number % 50 and round.number < rounds - 100:
             continue
         site = round.clients.table.read(slice(0, 2)).variables
@@ -191,7 +191,7 @@ def test_running_sums_do_not_drift() -> None:
 @pytest.mark.timeout(3600)
 def test_running_sums_do_not_drift_over_a_hundred_thousand_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random numbers come from one generator: those of keys are most of the time that a round takes."""
-    monkeypatch.setattr(coordinator, "RECOUNT_EVERY", 10**9)
+    monkeypatch.setattr(running, "TOTAL_ANEW", 10**9)
     generator = torch.Generator().manual_seed(0)
 
     def filled(name: str) -> Any:
@@ -218,7 +218,7 @@ def test_running_sums_do_not_drift_over_a_hundred_thousand_rounds(monkeypatch: p
 
 def test_a_run_starts_where_it_is_told() -> None:
     data, start = linear_clients(SIZES), torch.tensor([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])
-    begun = coordinator.begin(sparse_algorithm(), ft.InProcess(data), start)
+    begun = ft.Run(sparse_algorithm(), ft.InProcess(data), start)
     assert torch.equal(begun.server.variables.theta, start.double())
     assert distance(begun.server.total, tree.zeros_like(begun.server.total)) == 0
 
@@ -238,17 +238,17 @@ def test_bad_settings(arguments: dict[str, int], message: str) -> None:
 def test_bad_starts() -> None:
     data = ft.InProcess(linear_clients(SIZES))
     with pytest.raises(ValueError, match=r"Expected the start of the global parameter.*but got dict"):
-        next(ft.run(sparse_algorithm(), data, {}))
+        ft.Run(sparse_algorithm(), data, {}).step()
     with pytest.raises(ValueError, match="Expected a start for each of 2 chains, but got 3"):
-        next(ft.run(sparse_algorithm(), data, torch.zeros(3, 3)))
+        ft.Run(sparse_algorithm(), data, torch.zeros(3, 3)).step()
 
 
 def test_a_lightning_trainer_runs_it_too() -> None:
     data, algorithm = linear_clients(SIZES), sparse_algorithm()
     federation = ft.Federation(algorithm, ft.InProcess(data), START, seed=3)
     trainer(max_epochs=4).fit(federation)
-    assert same_bits(federation.server, last(ft.run(algorithm, ft.InProcess(data), START, rounds=4, seed=3)).server)
+    assert same_bits(federation.server, ft.run(algorithm, ft.InProcess(data), START, seed=3, rounds=4).last.server)
     resumed = ft.Federation(algorithm, ft.InProcess(data), START, seed=3)
     resumed.load_state_dict(federation.state_dict())
     trainer(max_epochs=2).fit(resumed)
-    assert same_bits(resumed.server, last(ft.run(algorithm, ft.InProcess(data), START, rounds=6, seed=3)).server)
+    assert same_bits(resumed.server, ft.run(algorithm, ft.InProcess(data), START, seed=3, rounds=6).last.server)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.closed_forms import (
     ROUNDING,
+    client_tensors,
     copy_of,
     distance,
     joined,
-    last,
     linear,
     linear_clients,
     mean_squared_error,
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import coordinator
 from fedtorch.federation.exchange import Sent
 from fedtorch.federation.unreliable_edges import unreliable_edges
 from fedtorch.networks import solvers
@@ -46,7 +45,7 @@ def relax(alpha: Any = ALPHA, network: ft.Network = NETWORK) -> ft.Algorithm:
 def models(round: ft.Round, algorithm: ft.Algorithm, clients: int = N) -> Tensor:
     """Every node's weights, `(n, d)`."""
     outbox = algorithm.outbox(round.server)
-    return torch.stack([round.clients.tensors(outbox, k)["weight"][0] for k in range(clients)])
+    return torch.stack([client_tensors(round.clients, outbox, k)["weight"][0] for k in range(clients)])
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 3])
@@ -54,7 +53,7 @@ def models(round: ft.Round, algorithm: ft.Algorithm, clients: int = N) -> Tensor
 def test_relaxation_reaches_the_dense_solution(chunk: int | None, cohort: int | None) -> None:
     algorithm, rounds = relax(), 100 if cohort is None else 300
     start = {"weight": torch.full((1, 3), 2.0, dtype=torch.float64)}
-    found = last(ft.run(algorithm, ft.InProcess(BARE, chunk), start, rounds=rounds, cohort=cohort))
+    found = ft.run(algorithm, ft.InProcess(BARE, chunk), start, cohort=cohort, rounds=rounds).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
 
 
@@ -62,7 +61,7 @@ def test_relaxation_reaches_the_dense_solution(chunk: int | None, cohort: int | 
 def test_one_gradient_step_is_fedgd(start: float) -> None:
     rate, begin = 0.05, {"weight": torch.full((1, 3), start, dtype=torch.float64)}
     algorithm = ft.gtv(sgd(rate, bare()), NETWORK, ALPHA)
-    rounds = ft.run(algorithm, ft.InProcess(BARE), begin, rounds=6)
+    rounds = ft.Run(algorithm, ft.InProcess(BARE), begin).rounds(6)
     problem = solvers.linear_problem(BARE, NETWORK, ALPHA)
     for done in rounds:
         own = solvers.fedgd(problem, rate=rate, rounds=done.number, tolerance=0, start=begin["weight"].expand(N, 3))
@@ -72,7 +71,7 @@ def test_one_gradient_step_is_fedgd(start: float) -> None:
 def test_one_exact_solution_is_fedrelax() -> None:
     algorithm, problem = relax(), solvers.linear_problem(BARE, NETWORK, ALPHA)
     begin = {"weight": torch.full((1, 3), 1.5, dtype=torch.float64)}
-    for done in ft.run(algorithm, ft.InProcess(BARE), begin, rounds=4):
+    for done in ft.Run(algorithm, ft.InProcess(BARE), begin).rounds(4):
         own = solvers.fedrelax(problem, rounds=done.number, tolerance=0, start=begin["weight"].expand(N, 3))
         assert distance(models(done, algorithm), own.parameters) < ROUNDING
 
@@ -84,7 +83,7 @@ def test_minibatches_are_fedsgd() -> None:
 
     def error(rate: float) -> float:
         algorithm = ft.gtv(sgd(rate, bare(), batch_size=2), network, ALPHA)
-        rounds = ft.run(algorithm, ft.InProcess(data), rounds=180, seed=1)
+        rounds = ft.Run(algorithm, ft.InProcess(data), seed=1).rounds(180)
         tail = [models(done, algorithm, 4) for done in rounds][-80:]
         return float(torch.stack([(w - best).square().mean() for w in tail]).mean())
 
@@ -95,13 +94,13 @@ def test_minibatches_are_fedsgd() -> None:
 def test_several_local_steps_have_the_same_fixed_point() -> None:
     """A node's own problem, the coupling in it, is stationary at the solution however many steps it takes."""
     algorithm = ft.gtv(sgd(0.05, bare(), steps=4), NETWORK, ALPHA)
-    found = last(ft.run(algorithm, ft.InProcess(BARE), rounds=150))
+    found = ft.run(algorithm, ft.InProcess(BARE), rounds=150).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
 
 
 def test_a_network_keeps_its_sums_whoever_answers() -> None:
     algorithm, lost = relax(), ft.lost_messages(before=0.2, after=0.3)
-    for done in ft.run(algorithm, ft.InProcess(BARE), rounds=12, cohort=5, faults=lost):
+    for done in ft.Run(algorithm, ft.InProcess(BARE), cohort=5, faults=lost).rounds(12):
         told = done.clients.table.read(slice(0, N)).parameters["weight"]
         assert distance(done.server.total["weight"][:, 0], NETWORK.adjacency().to_dense() @ told[:, 0]) < ROUNDING
 
@@ -109,7 +108,7 @@ def test_a_network_keeps_its_sums_whoever_answers() -> None:
 @pytest.mark.parametrize("faults", [ft.dropouts(0.4), ft.lost_messages(after=0.4)], ids=["failures", "lost"])
 def test_it_converges_though_nodes_fail(faults: ft.Faults) -> None:
     algorithm = relax()
-    found = last(ft.run(algorithm, ft.InProcess(BARE), rounds=250, cohort=6, faults=faults))
+    found = ft.run(algorithm, ft.InProcess(BARE), cohort=6, faults=faults, rounds=250).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
 
 
@@ -117,7 +116,7 @@ def test_a_node_that_never_answers_counts_with_its_start() -> None:
     """The others minimise as if its parameters were fixed."""
     start = torch.tensor([[0.5, -1.0, 2.0]], dtype=torch.float64)
     algorithm, silent = relax(), ft.Faults(before=lambda key, ids: ids == 2)
-    found = models(last(ft.run(algorithm, ft.InProcess(BARE), {"weight": start}, rounds=200, faults=silent)), algorithm)
+    found = models(ft.run(algorithm, ft.InProcess(BARE), {"weight": start}, faults=silent, rounds=200).last, algorithm)
     assert torch.equal(found[2], start[0])
     problem = solvers.linear_problem(BARE, NETWORK, ALPHA)
     gradient = problem.product(found) - problem.cross
@@ -129,18 +128,18 @@ def test_the_order_of_the_nodes_does_not_matter() -> None:
     order = torch.tensor([3, 5, 0, 1, 7, 4, 2, 6])
     moved = ft.Network(order.argsort()[NETWORK.edges], NETWORK.weights, nodes=N)
     one, two = relax(), relax(network=moved)
-    first = models(last(ft.run(one, ft.InProcess(BARE), rounds=5)), one)
-    second = models(last(ft.run(two, ft.InProcess(BARE.select(order)), rounds=5)), two)
+    first = models(ft.run(one, ft.InProcess(BARE), rounds=5).last, one)
+    second = models(ft.run(two, ft.InProcess(BARE.select(order)), rounds=5).last, two)
     assert distance(second, first[order]) < ROUNDING
 
 
 def test_no_coupling_is_separate_training_and_strong_coupling_one_model() -> None:
     local = sgd(0.05, bare(), steps=3)
     alone, loose = ft.separate(local), ft.gtv(local, NETWORK, 0.0)
-    expected = models(last(ft.run(alone, ft.InProcess(BARE), rounds=4)), alone)
-    assert distance(models(last(ft.run(loose, ft.InProcess(BARE), rounds=4)), loose), expected) < ROUNDING
+    expected = models(ft.run(alone, ft.InProcess(BARE), rounds=4).last, alone)
+    assert distance(models(ft.run(loose, ft.InProcess(BARE), rounds=4).last, loose), expected) < ROUNDING
     tight = relax(10.0)
-    found = models(last(ft.run(tight, ft.InProcess(BARE), rounds=800)), tight)
+    found = models(ft.run(tight, ft.InProcess(BARE), rounds=800).last, tight)
     assert distance(found, dense_solution(BARE, NETWORK, 10.0)) < 1e-6  # it contracts by 2 % a round
 
 
@@ -148,7 +147,7 @@ def test_parts_of_the_parameters_have_strengths_of_their_own() -> None:
     """Equation (6.5): an independent system with a strength per parameter."""
     data = linear_clients(SIZES)
     algorithm = ft.gtv(ft.least_squares(linear()), NETWORK, {"weight": 0.4, "*": 0.2})
-    found = last(ft.run(algorithm, ft.InProcess(data), rounds=200))
+    found = ft.run(algorithm, ft.InProcess(data), rounds=200).last
     strengths = torch.tensor([0.6, 0.6, 0.6, 0.2], dtype=torch.float64)  # patterns add up
     designs = [(torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1), y) for x, y in data]
     blocks = torch.block_diag(*[x.T @ x / len(x) for x, _ in designs])
@@ -156,7 +155,7 @@ def test_parts_of_the_parameters_have_strengths_of_their_own() -> None:
     matrix = blocks + torch.kron(NETWORK.laplacian().to_dense(), strengths.diag())
     expected = torch.linalg.solve(matrix, right).reshape(N, 4)
     outbox = algorithm.outbox(found.server)
-    got = torch.stack([joined(found.clients.tensors(outbox, k))[:, 0] for k in range(N)])
+    got = torch.stack([joined(client_tensors(found.clients, outbox, k))[:, 0] for k in range(N)])
     assert distance(got, expected) < NEAR
 
 
@@ -175,14 +174,14 @@ def test_deep_networks_couple_in_part_and_personal_parts_are_never_sent() -> Non
     """At rest the objective, written out over all nodes, has no gradient."""
     data, strengths = linear_clients(SIZES), {"body.*": 0.5, "head.bias": 0.1}
     algorithm = ft.gtv(sgd(0.1, Deep(), steps=1), NETWORK, strengths)
-    assert sorted(coordinator.begin(algorithm, ft.InProcess(data)).server.total) == [
+    assert sorted(ft.Run(algorithm, ft.InProcess(data)).server.total) == [
         "body.bias",
         "body.weight",
         "head.bias",
     ]
-    *_, before = ft.run(algorithm, ft.InProcess(data), rounds=100)
-    outbox = algorithm.outbox(before.server)
-    nodes = [tree.map(lambda leaf: leaf.clone().requires_grad_(), before.clients.tensors(outbox, k)) for k in range(N)]
+    run = ft.run(algorithm, ft.InProcess(data), rounds=100)
+    before = run.tensors()
+    nodes = [tree.map(lambda leaf, k=k: leaf[k].clone().requires_grad_(), before) for k in range(N)]
     module = Deep()
     total = sum(
         mean_squared_error(torch.func.functional_call(module, own, (x,)), y) for own, (x, y) in zip(nodes, data)
@@ -193,20 +192,20 @@ def test_deep_networks_couple_in_part_and_personal_parts_are_never_sent() -> Non
             total = total + alpha * weight * (nodes[i][name] - nodes[j][name]).square().sum()
     gradients = torch.autograd.grad(total, [leaf for own in nodes for leaf in own.values()])
     names = list(nodes[0]) * N
-    after = next(ft.run(algorithm, ft.InProcess(data), start=coordinator.Progress(100, before.server, before.clients)))
-    outbox = algorithm.outbox(after.server)
+    run.step()
+    after = run.tensors()
     for place, (name, gradient) in enumerate(zip(names, gradients)):
         k = place // len(nodes[0])
         expected = nodes[k][name].detach() - 0.1 * gradient
-        assert distance(after.clients.tensors(outbox, k)[name], expected) < ROUNDING
+        assert distance(after[name][k], expected) < ROUNDING
 
 
 def test_traffic_is_counted_over_edges() -> None:
     algorithm = ft.gtv(ft.least_squares(linear()), NETWORK, {"weight": 1.0})
     message = ft.wire.size(Sent(None, ft.Sum({"weight": torch.zeros(1, 3, dtype=torch.float64)})))
-    done = next(ft.run(algorithm, ft.InProcess(linear_clients(SIZES))))
+    done = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES))).step()
     assert (done.bytes_up, done.bytes_down) == (2 * len(NETWORK.edges) * message, 0)
-    done = next(ft.run(algorithm, ft.InProcess(linear_clients(SIZES)), cohort=lambda key: torch.tensor([1, 4])))
+    done = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)), cohort=lambda key: torch.tensor([1, 4])).step()
     assert done.bytes_up == int(NETWORK.neighbour_counts[[1, 4]].sum()) * message
 
 
@@ -214,7 +213,7 @@ def test_traffic_is_counted_over_edges() -> None:
 def test_messages_lost_and_late_on_single_edges_do_no_harm(loss: float, delay: int, cohort: int | None) -> None:
     algorithm = unreliable_edges(relax(0.1), NETWORK, loss=loss, delay=delay)
     start = {"weight": torch.full((1, 3), 1.0, dtype=torch.float64)}
-    for done in ft.run(algorithm, ft.InProcess(BARE, 3), start, rounds=150, cohort=cohort, seed=4):  # noqa: B007
+    for done in ft.Run(algorithm, ft.InProcess(BARE, 3), start, cohort=cohort, seed=4).rounds(150):  # noqa: B007
         pass
     assert distance(models(done, algorithm), dense_solution(BARE, NETWORK, 0.1)) < NEAR
 
@@ -225,7 +224,7 @@ def test_a_sum_is_always_that_of_the_last_values_heard() -> None:
     receiver, weight = torch.cat((high, low)), NETWORK.weights.repeat(2)
     numbers = torch.zeros(2 * len(NETWORK.edges), dtype=torch.int64)
     out_of_step = False
-    for done in ft.run(algorithm, ft.InProcess(BARE), rounds=25, cohort=5):
+    for done in ft.Run(algorithm, ft.InProcess(BARE), cohort=5).rounds(25):
         edges = done.server
         heard = torch.zeros(N, 3, dtype=torch.float64)
         heard.index_add_(0, receiver, weight[:, None] * edges.last["weight"][:, 0])
@@ -239,7 +238,7 @@ def test_a_sum_is_always_that_of_the_last_values_heard() -> None:
 
 def test_edges_that_lose_nothing_change_nothing() -> None:
     plain, watched = relax(), unreliable_edges(relax(), NETWORK)
-    rounds = [list(ft.run(a, ft.InProcess(BARE, 3), rounds=6, cohort=4, seed=2)) for a in (plain, watched)]
+    rounds = [list(ft.Run(a, ft.InProcess(BARE, 3), cohort=4, seed=2).rounds(6)) for a in (plain, watched)]
     for one, two in zip(*rounds):
         assert distance(models(one, plain), models(two, watched)) < ROUNDING
     message = ft.wire.size(ft.Mean({"weight": torch.zeros(1, 3, dtype=torch.float64)}, torch.tensor(1)))
@@ -249,7 +248,7 @@ def test_edges_that_lose_nothing_change_nothing() -> None:
 def test_lossy_edges_in_blocks_and_with_messages_twice() -> None:
     algorithm = unreliable_edges(relax(), NETWORK, loss=0.3, delay=1)
     runs = [
-        last(ft.run(algorithm, population, rounds=8, cohort=5))
+        ft.run(algorithm, population, cohort=5, rounds=8).last
         for population in (ft.InProcess(BARE), ft.InProcess(BARE, 1), ft.Redelivered(ft.InProcess(BARE), 0.7))
     ]
     for other in runs[1:]:
@@ -260,7 +259,7 @@ def test_losses_are_as_frequent_as_they_should_be() -> None:
     network = weighted_network(60, p=0.8)
     data = bare_linear_clients([2] * 60)
     algorithm = unreliable_edges(ft.gtv(ft.least_squares(bare()), network, 0.1), network, loss=0.25)
-    done = next(ft.run(algorithm, ft.InProcess(data)))
+    done = ft.Run(algorithm, ft.InProcess(data)).step()
     heard, edges = int((done.server.sequence == 1).sum()), 2 * len(network.edges)
     assert abs(heard / edges - 0.75) < 4 * (0.25 * 0.75 / edges) ** 0.5  # four standard errors
     assert not torch.equal(done.server.sequence[: edges // 2], done.server.sequence[edges // 2 :])  # each way its own
@@ -268,15 +267,11 @@ def test_losses_are_as_frequent_as_they_should_be() -> None:
 
 def test_runs_of_a_graph_go_on_from_a_checkpoint() -> None:
     algorithm = unreliable_edges(relax(), NETWORK, loss=0.3, delay=2)
-    whole = last(ft.run(algorithm, ft.InProcess(BARE), rounds=9, cohort=5))
-    half = last(ft.run(algorithm, ft.InProcess(BARE), rounds=4, cohort=5))
-    clients = ft.InProcess(BARE).bind(algorithm, algorithm.init(algorithm.local.parameters, N)[1])
-    clients.load_state_dict(copy_of(half.clients.state_dict()))
-    flat = tree.flatten(half.server)
-    server = tree.unflatten(flat, algorithm.init(algorithm.local.parameters, N)[0])
-    resumed = last(
-        ft.run(algorithm, ft.InProcess(BARE), rounds=9, cohort=5, start=coordinator.Progress(4, server, clients))
-    )
+    whole = ft.run(algorithm, ft.InProcess(BARE), cohort=5, rounds=9).last
+    half = ft.run(algorithm, ft.InProcess(BARE), cohort=5, rounds=4)
+    resumed = ft.Run(algorithm, ft.InProcess(BARE), cohort=5)
+    resumed.load_state_dict(copy_of(half.state_dict()))
+    assert len(list(resumed.rounds(9))) == 5
     assert torch.equal(models(resumed, algorithm), models(whole, algorithm))
 
 
@@ -285,7 +280,7 @@ def test_nodes_without_rows_follow_their_neighbours() -> None:
     data = ft.data.FederatedData((x, y), torch.tensor([4, 0, 3, 5]), allow_empty=True)
     network = weighted_network(4)
     algorithm = relax(network=network)
-    found = models(last(ft.run(algorithm, ft.InProcess(data), rounds=300)), algorithm, 4)
+    found = models(ft.run(algorithm, ft.InProcess(data), rounds=300).last, algorithm, 4)
     assert distance(found, dense_solution(data, network, ALPHA)) < NEAR
 
 
@@ -295,9 +290,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected a pattern that matches one of .* but got 'nothing'"):
         relax({"nothing": 1.0})
     with pytest.raises(ValueError, match="as many nodes as there are clients, 8, but got 5 nodes"):
-        next(ft.run(relax(network=weighted_network(5)), ft.InProcess(BARE)))
+        ft.Run(relax(network=weighted_network(5)), ft.InProcess(BARE)).step()
     with pytest.raises(ValueError, match="Expected inputs"):
-        next(ft.run(ft.gtv(ft.least_squares(linear(5)), NETWORK, 1.0), ft.InProcess(BARE)))
+        ft.Run(ft.gtv(ft.least_squares(linear(5)), NETWORK, 1.0), ft.InProcess(BARE)).step()
     norm = nn.Sequential(linear(3, 2), nn.BatchNorm1d(2, dtype=torch.float64), linear(2, 1))
     with pytest.raises(ValueError, match="Expected trainable parameters to couple, but got buffers"):
         ft.gtv(sgd(0.1, norm, buffers="average"), NETWORK, 1.0)
@@ -313,6 +308,6 @@ def test_a_key_draws_the_active_sets() -> None:
     """Algorithm 8.1 with independent coins for every node."""
     algorithm = relax()
     active = ft.poisson_cohort(0.3, N)
-    found = last(ft.run(algorithm, ft.InProcess(BARE), rounds=400, cohort=active, seed=3))
+    found = ft.run(algorithm, ft.InProcess(BARE), cohort=active, seed=3, rounds=400).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
     assert int(active(random.key(0)).numel()) <= N

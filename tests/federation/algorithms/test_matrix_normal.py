@@ -7,12 +7,11 @@ import math
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, last, linear_clients, same_bits
+from support.closed_forms import ROUNDING, client_tensors, distance, linear_clients, same_bits
 from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation import coordinator
 from fedtorch.federation.algorithms.matrix_normal import (
     Server,
     in_every_step,
@@ -87,7 +86,7 @@ def gradient(server: Server, known: SufficientStatistics) -> Tensor:
 def test_the_fixed_point_solves_the_stationarity_equations(steps: int | None, cohort: int | None) -> None:
     data, learn = related(SIZES), inverse_wishart(alpha=0.6, scale=3)
     algorithm = matrix_normal(ft.least_squares(head(), steps=steps), covariance=learn)
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=500 if steps == 1 else 150, cohort=cohort)).server
+    final = ft.run(algorithm, ft.InProcess(data), cohort=cohort, rounds=500 if steps == 1 else 150).last.server
     close = 1e-9 if cohort is None else 1e-6  # it converges linearly, a cohort of half at half the pace
     assert float(gradient(final, statistics(data)).abs().max()) < close
     noise = noise_variance(final.summary)
@@ -104,7 +103,7 @@ def test_sweeps_with_a_known_covariance_find_its_exact_mode() -> None:
     factor = torch.randn(K, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     omega = low_rank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
     algorithm = matrix_normal(ft.least_squares(head()), covariance=frozen(omega), noise=0.25)
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=300)).server
+    final = ft.run(algorithm, ft.InProcess(data), rounds=300).last.server
     noise = torch.full((K,), 0.25, dtype=torch.float64)
     expected = posterior_mode(statistics(data), noise, omega, tolerance=1e-14).coefficients
     assert distance(final.parameters, expected) < 10 * ROUNDING
@@ -123,7 +122,7 @@ def test_a_round_of_proximal_shrinkage_written_out() -> None:
         noise=noise,
         start=1,
     )
-    one, *_, after = ft.run(algorithm, ft.InProcess(data), {"coefficients": torch.ones(3)}, rounds=2)
+    one, after = ft.Run(algorithm, ft.InProcess(data), {"coefficients": torch.ones(3)}).rounds(2)
     known, dense = statistics(data), omega.dense()
     moved = one.server.parameters
     moved = moved - eta * ((known.gram @ moved[..., None])[..., 0] - known.cross) / noise
@@ -136,7 +135,7 @@ def test_proximal_shrinkage_of_a_cohort_finds_the_mode() -> None:
     algorithm = matrix_normal(
         ft.least_squares(head(), steps=1), covariance=frozen(omega), shrinkage=proximal(), noise=0.25
     )
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=400, cohort=3)).server
+    final = ft.run(algorithm, ft.InProcess(data), cohort=3, rounds=400).last.server
     noise = torch.full((K,), 0.25, dtype=torch.float64)
     assert distance(final.parameters, posterior_mode(statistics(data), noise, omega).coefficients) < 1e-6
 
@@ -163,7 +162,7 @@ def never_increases(seed: int) -> None:
     )
     known, before = statistics(data), math.inf
     cohort = None if seed % 2 else max(1, clients // 2)
-    for round in ft.run(algorithm, ft.InProcess(data), rounds=25, cohort=cohort, seed=seed):
+    for round in ft.Run(algorithm, ft.InProcess(data), cohort=cohort, seed=seed).rounds(25):
         if bool(round.server.heard.all()):
             now = objective(round.server, learn, known)
             assert now - before <= 1e-9 * max(1.0, abs(now)), (seed, round.number, now, before)
@@ -183,7 +182,7 @@ def test_the_objective_of_zhang_and_yeung_never_increases(trace: float) -> None:
     data, learn = related([12] * 20, 5), zhang_yeung(trace=trace)
     algorithm = matrix_normal(ft.least_squares(head(5), steps=5), covariance=learn)
     known, values = statistics(data), []
-    for round in ft.run(algorithm, ft.InProcess(data), rounds=30):
+    for round in ft.Run(algorithm, ft.InProcess(data)).rounds(30):
         values.append(objective(round.server, learn, known))
     server = round.server
     assert all(after <= before * (1 + 1e-12) for before, after in itertools.pairwise(values))
@@ -201,8 +200,8 @@ def test_the_objective_never_increases_in_1000_random_runs() -> None:
 def test_rescaling_the_data_rescales_the_answer(x: float, y: float) -> None:
     for steps in (None, 7):
         algorithm = matrix_normal(ft.least_squares(head(), steps=steps), covariance=inverse_wishart(alpha=0.5))
-        one = last(ft.run(algorithm, ft.InProcess(related(SIZES)), rounds=15)).server
-        two = last(ft.run(algorithm, ft.InProcess(related(SIZES, x=x, y=y)), rounds=15)).server
+        one = ft.run(algorithm, ft.InProcess(related(SIZES)), rounds=15).last.server
+        two = ft.run(algorithm, ft.InProcess(related(SIZES, x=x, y=y)), rounds=15).last.server
         assert distance(two.parameters * (x / y), one.parameters) < 1e-9  # rounding through 15 rounds
         assert distance(two.covariance.dense() * (x / y) ** 2, one.covariance.dense()) < 1e-9
         assert float(one.parameters.norm()) > 1
@@ -235,7 +234,7 @@ def test_sharing_helps_where_devices_are_related(
         data, theta, omega = low_rank_setting(clients, features, rows, seed)
         known = statistics(data)
         algorithm = matrix_normal(ft.least_squares(head(features), steps=20))
-        found = last(ft.run(algorithm, ft.InProcess(data), rounds=30)).server.parameters
+        found = ft.run(algorithm, ft.InProcess(data), rounds=30).last.server.parameters
         values, vectors = torch.linalg.eigh(omega)
         truth = low_rank.from_factor(values[0], vectors * (values - values[0]).sqrt(), clients)
         oracle = posterior_mode(known, torch.full((clients,), 0.1), truth).coefficients
@@ -247,15 +246,15 @@ def test_sharing_helps_where_devices_are_related(
 
 def test_stochastic_gradient_steps_go_to_the_same_place() -> None:
     data = related([40] * K)
-    exact = last(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data), rounds=60)).server
+    exact = ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data), rounds=60).last.server
 
     def local(**arguments: int) -> ft.LocalSolver:
         optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.02)
         return ft.gradient_descent(head(), loss=nn.functional.mse_loss, optimizer=optimizer, **arguments)
 
-    full = last(ft.run(matrix_normal(local(steps=20)), ft.InProcess(data), rounds=40)).server
+    full = ft.run(matrix_normal(local(steps=20)), ft.InProcess(data), rounds=40).last.server
     assert distance(full.parameters, exact.parameters) < 1e-4
-    noisy = last(ft.run(matrix_normal(local(epochs=2, batch_size=10)), ft.InProcess(data), rounds=30)).server
+    noisy = ft.run(matrix_normal(local(epochs=2, batch_size=10)), ft.InProcess(data), rounds=30).last.server
     assert distance(noisy.parameters, exact.parameters) < 0.1  # the noise of minibatches at this rate
     assert distance(noisy.parameters, exact.parameters) > 1e-4
 
@@ -263,7 +262,7 @@ def test_stochastic_gradient_steps_go_to_the_same_place() -> None:
 def test_a_step_goes_down_the_gradient_of_the_stated_objective() -> None:
     data, learn, rate = related(SIZES), inverse_wishart(), 1e-5
     algorithm = matrix_normal(ft.least_squares(head(), steps=1, lr=rate), covariance=learn)
-    before, after = (round.server for round in ft.run(algorithm, ft.InProcess(data), rounds=2))
+    before, after = (round.server for round in ft.Run(algorithm, ft.InProcess(data)).rounds(2))
     noise = noise_variance(before.summary)
     theta, omega = before.parameters.clone().requires_grad_(), before.covariance.dense()
     misfit = sum((y - x @ own).square().sum() / variance for (x, y), own, variance in zip(data, theta, noise))
@@ -276,7 +275,7 @@ def test_a_step_goes_down_the_gradient_of_the_stated_objective() -> None:
 
 def test_noise_is_that_of_least_squares_drawn_to_all() -> None:
     data = related(SIZES)
-    server = next(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data))).server
+    server = ft.Run(matrix_normal(ft.least_squares(head())), ft.InProcess(data)).step().server
     freedom = torch.tensor([float(max(size - 3, 0)) for size in SIZES], dtype=torch.float64)
     own = torch.zeros(K, dtype=torch.float64)
     for k, (x, y) in enumerate(data):
@@ -290,8 +289,8 @@ def test_noise_is_that_of_least_squares_drawn_to_all() -> None:
 def test_the_order_of_the_devices_does_not_matter() -> None:
     data, order = related(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
     algorithm = matrix_normal(ft.least_squares(head(), steps=5))
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=10)).server
-    two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=10)).server
+    one = ft.run(algorithm, ft.InProcess(data), rounds=10).last.server
+    two = ft.run(algorithm, ft.InProcess(data.select(order)), rounds=10).last.server
     assert distance(two.parameters, one.parameters[order]) < 100 * ROUNDING
     assert distance(two.covariance.dense(), one.covariance.dense()[order][:, order]) < 100 * ROUNDING
 
@@ -299,9 +298,9 @@ def test_the_order_of_the_devices_does_not_matter() -> None:
 def test_a_device_that_never_answers_is_as_if_it_were_not_there() -> None:
     data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head(), steps=5))
     silent = ft.Faults(after=lambda key, ids: ids == 2)
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=15, faults=silent)).server
+    one = ft.run(algorithm, ft.InProcess(data), faults=silent, rounds=15).last.server
     others = [0, 1, 3, 4, 5]
-    two = last(ft.run(algorithm, ft.InProcess(data.select(others)), rounds=15)).server
+    two = ft.run(algorithm, ft.InProcess(data.select(others)), rounds=15).last.server
     assert not one.parameters[2].any()
     assert distance(one.parameters[others], two.parameters) < 100 * ROUNDING
 
@@ -310,8 +309,8 @@ def test_lost_messages_do_not_move_the_fixed_point() -> None:
     data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head()), covariance=inverse_wishart(scale=3))
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
     start = {"coefficients": torch.full((3,), 2.0, dtype=torch.float64)}
-    one = last(ft.run(algorithm, ft.InProcess(data), start, rounds=150, faults=lost)).server
-    two = last(ft.run(algorithm, ft.InProcess(data), rounds=100)).server
+    one = ft.run(algorithm, ft.InProcess(data), start, faults=lost, rounds=150).last.server
+    two = ft.run(algorithm, ft.InProcess(data), rounds=100).last.server
     assert distance(one.parameters, two.parameters) < 1e-9
     assert float(gradient(one, statistics(data)).abs().max()) < 1e-9
 
@@ -320,9 +319,9 @@ def test_the_server_s_rows_are_all_that_was_told() -> None:
     data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head(), steps=3))
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
     start = {"coefficients": torch.ones(3, dtype=torch.float64)}
-    previous = coordinator.begin(algorithm, ft.InProcess(data), start)
-    before = previous.server.parameters
-    for round in ft.run(algorithm, ft.InProcess(data), rounds=6, start=previous, faults=lost):
+    run = ft.Run(algorithm, ft.InProcess(data), start, faults=lost)
+    before = run.server.parameters
+    for round in run.rounds(6):
         silent = ~torch.isin(torch.arange(K), round.ids)
         assert same_bits(round.server.parameters[silent], before[silent])
         before = round.server.parameters
@@ -330,7 +329,7 @@ def test_the_server_s_rows_are_all_that_was_told() -> None:
 
 def test_one_device_is_shrunk_to_zero_by_its_own_scale() -> None:
     data = related([12])
-    final = last(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data), rounds=100)).server
+    final = ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data), rounds=100).last.server
     assert float(gradient(final, statistics(data)).abs().max()) < 1e-9
     own = torch.linalg.solve(statistics(data).gram[0], statistics(data).cross[0])
     assert 0.5 < float(final.parameters.norm() / own.norm()) < 1
@@ -345,7 +344,7 @@ def test_hard_data() -> None:
     data = ft.data.FederatedData((x, y), torch.tensor([*sizes, 0]), allow_empty=True)
     for steps in (None, 10):
         local = ft.least_squares(head(4, intercept=True), steps=steps)
-        final = last(ft.run(matrix_normal(local), ft.InProcess(data), rounds=40)).server
+        final = ft.run(matrix_normal(local), ft.InProcess(data), rounds=40).last.server
         assert final.parameters.isfinite().all()
         assert not final.parameters[5].any()  # nobody is related to a device that has nothing to tell
         assert float(final.parameters[0].norm()) > 0.1
@@ -354,7 +353,7 @@ def test_hard_data() -> None:
 def test_all_zero_data_have_the_answer_zero() -> None:
     data = ft.data.from_tensors([(x, 0 * y) for x, y in related(SIZES)])
     for learn in (inverse_wishart(), exponential_average(), zhang_yeung()):
-        final = last(ft.run(matrix_normal(ft.least_squares(head()), covariance=learn), ft.InProcess(data), rounds=3))
+        final = ft.run(matrix_normal(ft.least_squares(head()), covariance=learn), ft.InProcess(data), rounds=3).last
         assert not final.server.parameters.any()
 
 
@@ -362,7 +361,7 @@ def test_all_zero_data_have_the_answer_zero() -> None:
 def test_steps_that_are_too_long_give_no_numbers(learn: CovarianceUpdate) -> None:
     """As every algorithm does, so that a tuner sees that the setting diverged."""
     algorithm = matrix_normal(ft.least_squares(head(), steps=20, lr=3.0), covariance=learn)
-    server = last(ft.run(algorithm, ft.InProcess(related(SIZES)), rounds=40)).server
+    server = ft.run(algorithm, ft.InProcess(related(SIZES)), rounds=40).last.server
     assert not server.parameters.isfinite().any(1).all()
     assert server.covariance.dense().isfinite().all()
 
@@ -372,8 +371,8 @@ def test_noise_that_cannot_be_estimated() -> None:
     with pytest.raises(
         ValueError, match="more rows than independent features, to estimate the noise from, but got none"
     ):
-        next(ft.run(matrix_normal(ft.least_squares(head())), ft.InProcess(data)))
-    final = last(ft.run(matrix_normal(ft.least_squares(head()), noise=0.25), ft.InProcess(data), rounds=20))
+        ft.Run(matrix_normal(ft.least_squares(head())), ft.InProcess(data)).step()
+    final = ft.run(matrix_normal(ft.least_squares(head()), noise=0.25), ft.InProcess(data), rounds=20).last
     assert final.server.parameters.isfinite().all()
 
 
@@ -385,14 +384,14 @@ def test_bad_input() -> None:
             matrix_normal(ft.least_squares(head()), **{name: 0})
     exact = matrix_normal(ft.least_squares(head()), shrinkage=proximal(), noise=1.0, start=1.0)
     with pytest.raises(ValueError, match=r"learning rates of 0\.0; use shrinkage=in_every_step\(\)"):
-        next(ft.run(exact, ft.InProcess(related(SIZES))))
+        ft.Run(exact, ft.InProcess(related(SIZES))).step()
 
 
 def test_single_precision() -> None:
     data = linear_clients(SIZES).to(dtype=torch.float32)
     algorithm = matrix_normal(ft.least_squares(LinearHead(3), steps=5))
-    single = last(ft.run(algorithm, ft.InProcess(data), rounds=20))
+    single = ft.run(algorithm, ft.InProcess(data), rounds=20).last
     double = matrix_normal(ft.least_squares(head(3, intercept=True), steps=5))
-    exact = last(ft.run(double, ft.InProcess(linear_clients(SIZES)), rounds=20)).server.parameters
+    exact = ft.run(double, ft.InProcess(linear_clients(SIZES)), rounds=20).last.server.parameters
     assert distance(single.server.parameters, exact) < 1e-4
-    assert single.clients.tensors(algorithm.outbox(single.server), 0)["coefficients"].dtype == torch.float32
+    assert client_tensors(single.clients, algorithm.outbox(single.server), 0)["coefficients"].dtype == torch.float32

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import distance, last
+from support.closed_forms import client_tensors, distance
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import coordinator
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian_process import ConvolvedGP, fit, join
@@ -87,14 +86,16 @@ def test_it_is_the_central_model(rounds: int, kind: str) -> None:
     exact_units, owns, shared = kind == "exact units", kind.startswith("own"), kind.endswith("size")
     alone, together = (own_process(shared), own_process(shared, K)) if owns else ({}, {})
     data, algorithm = signals(), exact(exact_units=exact_units, model=module(**alone))
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=rounds))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=rounds).last
     gp, (x, y, mask) = central(algorithm, final, **together), block(data)
     with torch.no_grad():
         assert abs(float(gp.bound(x, y, mask, exact_units) - final.server.bound)) < CLOSE
         gp.condition(x, y, mask, exact_units)
         mean, variance = gp.marginals(x)
         for k in range(K):
-            unit = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), k))
+            unit = ft.functional.load(
+                algorithm.module, client_tensors(final.clients, algorithm.outbox(final.server), k)
+            )
             unit.observe(*data[k], exact_units=exact_units)
             found = unit.predict(x[k])
             assert isinstance(found, gpytorch.distributions.MultivariateNormal)
@@ -107,14 +108,14 @@ def test_its_gradient_is_that_of_the_collapsed_bound(own: bool) -> None:
     """At the best q: for the shared hyperparameters by sums over units, and for each unit's own."""
     arguments: dict[str, Any] = {"learn_inducing": True, **(own_process(True) if own else {})}
     data, algorithm = signals(), exact(steps=0, server_lr=0.0, model=module(**arguments))
-    first = last(ft.run(algorithm, ft.InProcess(data), rounds=1))
+    first = ft.run(algorithm, ft.InProcess(data), rounds=1).last
     outbox = algorithm.outbox(first.server)
     told: list[Any] = []
     watching = dataclasses.replace(
         algorithm,
         server=lambda state, aggregate, key: told.append(aggregate) or algorithm.server(state, aggregate, key),
     )
-    last(ft.run(watching, ft.InProcess(data), rounds=2))
+    ft.run(watching, ft.InProcess(data), rounds=2)
     gp, (x, y, mask) = central(algorithm, first, **arguments), block(data)
     shared = [dict(gp.named_parameters())[name] for name in gp.shared_names]
     expected = torch.autograd.grad(gp.bound(x, y, mask), shared)
@@ -128,7 +129,7 @@ def test_its_gradient_is_that_of_the_collapsed_bound(own: bool) -> None:
 
 def test_training_comes_near_the_optimum_of_a_central_optimiser() -> None:
     data, algorithm = signals(), exact()
-    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=40))
+    rounds = list(ft.Run(algorithm, ft.InProcess(data)).rounds(40))
     bounds = [float(round.server.bound) for round in rounds]
     gp, (x, y, mask) = central(algorithm, rounds[-1]), block(data)
     best = fit(gp, x, y, mask, start=False)
@@ -138,40 +139,40 @@ def test_training_comes_near_the_optimum_of_a_central_optimiser() -> None:
 
 def test_the_same_in_every_chunking_and_order() -> None:
     data, order = signals(), torch.tensor([2, 0, 3, 1])
-    one = last(ft.run(exact(), ft.InProcess(data), rounds=3))
+    one = ft.run(exact(), ft.InProcess(data), rounds=3).last
     for other in (ft.InProcess(data, 1), ft.InProcess(data, 3), ft.InProcess(data.select(order))):
-        two = last(ft.run(exact(), other, rounds=3))
+        two = ft.run(exact(), other, rounds=3).last
         assert distance(one.server.mean, two.server.mean) < CLOSE
         assert abs(float(one.server.bound - two.server.bound)) < CLOSE
 
 
 def test_parts_of_a_block_are_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     data = signals()
-    one = last(ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4))
+    one = ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4).last
     monkeypatch.setattr("fedtorch.federation.algorithms.multi_output_gp.steps._MOST_NUMBERS", 1)
-    two = last(ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4))
+    two = ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4).last
     assert distance(one.server, two.server) < CLOSE
 
 
 def test_a_unit_that_drops_out_is_remembered_and_one_that_never_answers_is_not_missed() -> None:
     data, algorithm = signals(), exact(steps=0, server_lr=0.0)
-    full = last(ft.run(algorithm, ft.InProcess(data), rounds=1))
+    full = ft.run(algorithm, ft.InProcess(data), rounds=1).last
     gone = ft.Faults(before=lambda key, ids: (ids == 1) & bool(random.uniform(key) < 2))
-    others = last(ft.run(algorithm, ft.InProcess(data), rounds=3, faults=gone))
-    alone = last(ft.run(algorithm, ft.InProcess(data.select([0, 2, 3])), rounds=1))
+    others = ft.run(algorithm, ft.InProcess(data), faults=gone, rounds=3).last
+    alone = ft.run(algorithm, ft.InProcess(data.select([0, 2, 3])), rounds=1).last
     assert distance(others.server.mean, alone.server.mean) < CLOSE
-    begun = coordinator.begin(algorithm, ft.InProcess(data))
-    heard = next(ft.run(algorithm, ft.InProcess(data), start=begun))
-    start = coordinator.Progress(1, heard.server, heard.clients)
-    after = last(ft.run(algorithm, ft.InProcess(data), start=start, rounds=4, faults=gone))
+    heard = ft.run(algorithm, ft.InProcess(data), rounds=1)
+    after = ft.Run(algorithm, ft.InProcess(data), faults=gone)
+    after.load_state_dict(heard.state_dict(), anyway=True)
+    assert len(list(after.rounds(4))) == 3
     assert distance(after.server.mean, full.server.mean) < CLOSE
 
 
 def test_unstable_communication_ends_near_the_same_bound() -> None:
     data = signals()
-    best = max(float(r.server.bound) for r in ft.run(exact(), ft.InProcess(data), rounds=25))
+    best = max(float(r.server.bound) for r in ft.Run(exact(), ft.InProcess(data)).rounds(25))
     faults = ft.dropouts(0.2) | ft.lost_messages(after=0.1)
-    *_, final = ft.run(exact(), ft.InProcess(data), rounds=30, faults=faults)
+    final = ft.run(exact(), ft.InProcess(data), faults=faults, rounds=30).last
     gp, (x, y, mask) = central(exact(), final), block(data)
     with torch.no_grad():
         assert float(gp.bound(x, y, mask)) > best - 10  # of a bound that rises by 200
@@ -182,7 +183,7 @@ def elbo(
 ) -> tuple[Tensor, float]:
     """(the bound at q, its largest slope in the mean and the root of q), by the central model."""
     gp, (x, y, mask) = central(algorithm, final, **arguments), block(data)
-    tensors = final.clients.tensors(algorithm.outbox(final.server), 0)
+    tensors = client_tensors(final.clients, algorithm.outbox(final.server), 0)
     gp.basis = tensors["basis"]
     gp.posterior_mean = tensors["posterior_mean"].clone().requires_grad_()
     gp.posterior_root = tensors["posterior_root"].clone().requires_grad_()
@@ -194,7 +195,7 @@ def elbo(
 def best_gaussian(algorithm: ft.Algorithm, final: ft.Round, data: ft.data.FederatedData, **arguments: Any) -> float:
     """The highest bound of any q, by L-BFGS in its mean and root."""
     gp, (x, y, mask) = central(algorithm, final, **arguments), block(data)
-    tensors = final.clients.tensors(algorithm.outbox(final.server), 0)
+    tensors = client_tensors(final.clients, algorithm.outbox(final.server), 0)
     q = [tensors[name].clone().requires_grad_() for name in ("posterior_mean", "posterior_root")]
     gp.basis, gp.posterior_mean, gp.posterior_root = tensors["basis"], *q
     optimizer = torch.optim.LBFGS(q, max_iter=300, line_search_fn="strong_wolfe", tolerance_change=1e-14)
@@ -220,7 +221,7 @@ def best_gaussian(algorithm: ft.Algorithm, final: ft.Round, data: ft.data.Federa
 def test_sites_of_other_likelihoods_end_at_the_best_gaussian(kind: str, make: Any) -> None:
     data = signals(kind=kind)
     algorithm = exact(model=module(likelihood=make().to(DTYPE)), steps=0, server_lr=0.0)
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=40))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=40).last
     many = {"batch_shape": torch.Size([K])} if kind == "real" else {}
     value, slope = elbo(algorithm, final, data, likelihood=make(**many).to(DTYPE))
     # With damping 1/2 the distance halves each round; 2^-40 of some hundreds is far below 1e-6.
@@ -232,7 +233,7 @@ def test_sites_of_heavy_tails_end_near_the_best_gaussian() -> None:
     """Rows whose curvature is negative are taken for flat, so the end is near the best q, not at it."""
     data, make = signals(), gpytorch.likelihoods.StudentTLikelihood
     algorithm = exact(model=module(likelihood=make().to(DTYPE)), steps=0, server_lr=0.0)
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=40))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=40).last
     many = {"likelihood": make(batch_shape=torch.Size([K])).to(DTYPE)}
     value, _ = elbo(algorithm, final, data, **many)
     best = best_gaussian(algorithm, final, data, **many)
@@ -243,7 +244,7 @@ def test_sites_of_heavy_tails_end_near_the_best_gaussian() -> None:
 def test_hyperparameters_of_other_likelihoods_are_trained_too() -> None:
     data = signals(kind="count")
     algorithm = exact(model=module(likelihood=gpytorch.likelihoods.PoissonLikelihood(), mean=True))
-    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=25))
+    rounds = list(ft.Run(algorithm, ft.InProcess(data)).rounds(25))
     assert float(rounds[-1].server.bound) > float(rounds[5].server.bound) + 1
     assert float(rounds[-1].info["loss"].mean()) < float(rounds[1].info["loss"].mean())
 
@@ -254,13 +255,13 @@ def test_units_with_different_likelihoods_share_a_process() -> None:
     likelihood = MixedLikelihood([gpytorch.likelihoods.GaussianLikelihood(), gpytorch.likelihoods.PoissonLikelihood()])
     algorithm = exact(model=module(likelihood=likelihood.to(DTYPE), mean=True))
     data = ft.data.from_tensors(parts)
-    rounds = list(ft.run(algorithm, ft.InProcess(data), rounds=25))
+    rounds = list(ft.Run(algorithm, ft.InProcess(data)).rounds(25))
     scale = rounds[-1].clients.table.read(slice(0, 4)).own["kernel.scale"]
     assert bool((scale[2:] == 1).all())
     assert float((scale[:2] - 1).abs().min()) > 1e-3
     assert float(rounds[-1].server.bound) > float(rounds[3].server.bound)
-    tensors = [rounds[-1].clients.tensors(algorithm.outbox(rounds[-1].server), k) for k in (2, 3)]
-    units = [ft.functional.load(algorithm.local.module, own) for own in tensors]
+    tensors = [client_tensors(rounds[-1].clients, algorithm.outbox(rounds[-1].server), k) for k in (2, 3)]
+    units = [ft.functional.load(algorithm.module, own) for own in tensors]
     for unit, (x, _, _), amplitude in zip(units, parts[2:], (1.0, -2.0)):
         truth = amplitude * (4 * x[:, 0]).sin()
         with torch.no_grad():
@@ -278,7 +279,7 @@ def test_a_prior_on_weights_draws_them_together() -> None:
     away = []
     for kernel in (ConvolutionProcess(1), ConvolutionProcess(1, weight_prior=prior)):
         algorithm = exact(model=module(kernel=kernel, scale=1.3))
-        own = last(ft.run(algorithm, ft.InProcess(data), rounds=10)).clients.table.read(slice(0, K)).own
+        own = ft.run(algorithm, ft.InProcess(data), rounds=10).last.clients.table.read(slice(0, K)).own
         assert bool((own["kernel.scale"] == 1.3).all())
         away.append(float((own["kernel.weight"] - 0.4).square().mean()))
     assert away[1] < 0.5 * away[0]
@@ -287,17 +288,17 @@ def test_a_prior_on_weights_draws_them_together() -> None:
 def test_stochastic_natural_gradients_end_near_the_exact_posterior() -> None:
     data = signals([60, 50, 40, 45])
     settings: dict[str, Any] = {"steps": 0, "server_lr": 0.0}
-    best = last(ft.run(exact(**settings), ft.InProcess(data), rounds=1)).server
+    best = ft.run(exact(**settings), ft.InProcess(data), rounds=1).last.server
     noisy = exact(site_batch_size=20, damping=0.1, **settings)
-    means = [r.server.mean for r in ft.run(noisy, ft.InProcess(data), rounds=100)][30:]
+    means = [r.server.mean for r in ft.Run(noisy, ft.InProcess(data)).rounds(100)][30:]
     # In prior standard deviations; 70 correlated draws of noise of some hundredths.
     assert float((torch.stack(means).mean(0) - best.mean).abs().max()) < 0.1
 
 
 def test_a_new_unit_joins() -> None:
     data, algorithm = signals(), exact()
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=20))
-    some = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), 0))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=20).last
+    some = ft.functional.load(algorithm.module, client_tensors(final.clients, algorithm.outbox(final.server), 0))
     x = torch.tensor([[-0.6], [-0.2], [0.4], [0.8]], dtype=DTYPE)
     new = join(some, x, -1.5 * (4 * x[:, 0]).sin())
     at = torch.linspace(-0.9, 0.9, 19, dtype=DTYPE)[:, None]
@@ -316,8 +317,8 @@ def attack(told: Any, unit: ConvolvedGP, x: Tensor) -> Tensor:
 def test_what_leaves_a_unit(rows: int) -> None:
     """With fewer rows than inducing values one message tells the outputs; the sum over units does not."""
     data, algorithm = signals([rows] * K), exact(steps=0, server_lr=0.0)
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=1))
-    unit = ft.functional.load(algorithm.local.module, final.clients.tensors(algorithm.outbox(final.server), 0))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=1).last
+    unit = ft.functional.load(algorithm.module, client_tensors(final.clients, algorithm.outbox(final.server), 0))
     x, y = data[0]
     sent = tree.map(lambda leaf: leaf[0], final.clients.table.read(slice(0, 1)).told)
     error = float((attack(sent, unit, x) - y).abs().max())
@@ -328,30 +329,30 @@ def test_what_leaves_a_unit(rows: int) -> None:
 def test_units_whose_message_tells_their_outputs_are_warned_of() -> None:
     data = signals([5, 30, 7])
     with pytest.warns(UserWarning, match="2 units have no more rows than the 7 inducing values"):
-        next(ft.run(ft.fedmgp(module()), ft.InProcess(data, 3)))
-    assert len(next(ft.run(exact(), ft.InProcess(data))).ids) == 3
+        ft.Run(ft.fedmgp(module()), ft.InProcess(data, 3)).step()
+    assert len(ft.Run(exact(), ft.InProcess(data)).step().ids) == 3
 
 
 def test_messages_have_one_size_whatever_the_rows() -> None:
     """So that they can be masked and summed, and their size tells nothing."""
-    sizes = {next(ft.run(exact(), ft.InProcess(signals([rows])))).bytes_up for rows in (5, 60)}
+    sizes = {ft.Run(exact(), ft.InProcess(signals([rows]))).step().bytes_up for rows in (5, 60)}
     assert len(sizes) == 1
 
 
 def test_averaging_one_unit_raises_its_bound() -> None:
     data = signals([40])
     algorithm = ft.fedmgp_average(module(), units=1, steps=10, lr=0.05)
-    losses = [float(r.info["loss"]) for r in ft.run(algorithm, ft.InProcess(data), rounds=10)]
+    losses = [float(r.info["loss"]) for r in ft.Run(algorithm, ft.InProcess(data)).rounds(10)]
     assert losses[-1] < losses[0] - 0.5
 
 
 def test_copies_of_a_unit_average_to_that_unit() -> None:
     data, algorithm = signals([20]), ft.fedmgp_average(module(), units=4, steps=3)
     copies = ft.data.from_tensors([data[0]] * 4)
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=3))
+    one = ft.run(algorithm, ft.InProcess(data), rounds=3).last
     for exchange in (None, median(), trimmed_mean(0.25)):
         averaged = ft.fedmgp_average(module(), units=4, steps=3, exchange=exchange)
-        many = last(ft.run(averaged, ft.InProcess(copies), rounds=3))
+        many = ft.run(averaged, ft.InProcess(copies), rounds=3).last
         assert distance(many.server, one.server) < CLOSE
 
 
@@ -359,11 +360,11 @@ def test_averaging_is_biased_and_sums_are_not() -> None:
     """Averaged local optima are wider than the posterior at the same hyperparameters."""
     data = signals([30, 30, 30, 30])
     averaged = ft.fedmgp_average(module(), units=4, steps=10, lr=0.1)
-    final = last(ft.run(averaged, ft.InProcess(data), rounds=25))
+    final = ft.run(averaged, ft.InProcess(data), rounds=25).last
     gp, (x, y, mask) = module(batch_shape=torch.Size([4])), block(data)
     own = {**dict(gp.named_parameters()), **dict(gp.named_buffers())}
     for k in range(4):
-        tensors = final.clients.tensors(averaged.outbox(final.server), k)
+        tensors = client_tensors(final.clients, averaged.outbox(final.server), k)
         for name in gp.unit_names:
             own[name].data[k] = tensors[name]
     for name, value in final.server.items():
@@ -381,8 +382,8 @@ def test_frozen_hyperparameters_stay(frozen: str) -> None:
     for name, parameter in gp.named_parameters():
         parameter.requires_grad_(name not in names)
     algorithm = exact(model=gp)
-    *_, last = ft.run(algorithm, ft.InProcess(signals()), rounds=3)
-    unit = ft.functional.load(algorithm.local.module, last.clients.tensors(algorithm.outbox(last.server), 0))
+    last = ft.run(algorithm, ft.InProcess(signals()), rounds=3).last
+    unit = ft.functional.load(algorithm.module, client_tensors(last.clients, algorithm.outbox(last.server), 0))
     own = dict(unit.named_parameters())
     for name, parameter in gp.named_parameters():
         if name != "likelihood.noise_covar.raw_noise":  # starts from the unit's data
@@ -418,9 +419,9 @@ def test_settings_and_data_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"module of one unit, but got batch_shape=\(3,\)"):
         ft.fedmgp(module(batch_shape=torch.Size([3])))
     with pytest.raises(ValueError, match=r"in the module's torch\.float64, but got torch\.float32"):
-        next(ft.run(exact(), ft.InProcess(signals().to(dtype=torch.float32))))
+        ft.Run(exact(), ft.InProcess(signals().to(dtype=torch.float32))).step()
     with pytest.raises(ValueError, match=r"rows \(x, y\) of shapes \(1,\) and \(\), but got \[\(2,\), \(\)\]"):
-        next(ft.run(exact(), ft.InProcess(ft.data.from_tensors([(torch.zeros(3, 2), torch.zeros(3))]))))
+        ft.Run(exact(), ft.InProcess(ft.data.from_tensors([(torch.zeros(3, 2), torch.zeros(3))]))).step()
     own = module(own_kernel=gpytorch.kernels.RBFKernel())
     with pytest.raises(ValueError, match="all rows for exact units, but got batch_size=5"):
         ft.fedmgp_average(own, units=K, batch_size=5)
@@ -437,6 +438,6 @@ def test_settings_and_data_that_do_not_fit() -> None:
         ((torch.zeros(len(y)),), "integer kind"),
     ):
         with pytest.raises(ValueError, match=message):
-            next(ft.run(mixed, ft.InProcess(ft.data.from_tensors([(x, y, *extra)]))))
+            ft.Run(mixed, ft.InProcess(ft.data.from_tensors([(x, y, *extra)]))).step()
     with pytest.raises(NotImplementedError, match="no local solver to use elsewhere"):
         exact().local(None, None, None, None, None)

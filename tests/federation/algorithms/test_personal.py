@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, last, linear, linear_clients, mean_squared_error, same_bits, sgd
+from support.closed_forms import (
+    ROUNDING,
+    client_tensors,
+    distance,
+    linear,
+    linear_clients,
+    mean_squared_error,
+    same_bits,
+    sgd,
+)
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation import coordinator
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -40,7 +48,7 @@ def test_the_explicit_loop(personal: str | list[str], mu: float, chunk: int | No
     start = {name: p.detach().clone() for name, p in network().named_parameters()}
     mine, shared = ft.functional.split(start, personal)
     own = [dict(mine) for _ in range(K)]
-    rounds = ft.run(algorithm, ft.InProcess(data, chunk), rounds=6, cohort=4, seed=1)
+    rounds = ft.Run(algorithm, ft.InProcess(data, chunk), cohort=4, seed=1).rounds(6)
     for round in rounds:
         ids = round.ids.tolist()
         new = {}
@@ -56,14 +64,14 @@ def test_the_explicit_loop(personal: str | list[str], mu: float, chunk: int | No
         shared = {name: shared[name] + lr * (mean[name] - shared[name]) for name in shared}
         assert distance(round.server, shared) < ROUNDING
         for k in range(K):
-            assert distance(round.clients.tensors(round.server, k), {**shared, **own[k]}) < ROUNDING
+            assert distance(client_tensors(round.clients, round.server, k), {**shared, **own[k]}) < ROUNDING
 
 
 def test_one_step_follows_the_gradient_of_the_joint_loss() -> None:
     """L(shared, personal_1, …) = Σ_k p_k L_k: the shared part moves by −η∇, personal parts by −η∇/p_k."""
     data, rate = linear_clients(SIZES), 0.1
     algorithm = ft.personal_layers(sgd(rate, network()), "2.*")
-    round = next(ft.run(algorithm, ft.InProcess(data)))
+    round = ft.Run(algorithm, ft.InProcess(data)).step()
     start = {name: p.detach().clone() for name, p in network().named_parameters()}
     mine, shared = ft.functional.split(start, "2.*")
     shared = {name: leaf.requires_grad_() for name, leaf in shared.items()}
@@ -74,7 +82,7 @@ def test_one_step_follows_the_gradient_of_the_joint_loss() -> None:
     for name, leaf in shared.items():
         assert distance(round.server[name], (leaf - rate * leaf.grad).detach()) < ROUNDING
     for k in range(K):
-        found = round.clients.tensors(round.server, k)
+        found = client_tensors(round.clients, round.server, k)
         for name, leaf in own[k].items():
             assert distance(found[name], (leaf - rate * leaf.grad / share[k]).detach()) < ROUNDING
 
@@ -83,10 +91,10 @@ def test_personal_bias_with_least_squares_reaches_the_joint_solution() -> None:
     """At the fixed point every intercept answers itself, and the slopes' answers average to the slopes."""
     data, mu = linear_clients([30, 12, 50, 9]), 0.2
     algorithm = ft.personal_layers(ft.least_squares(linear()), "bias", mu=mu)
-    final = last(ft.run(algorithm, ft.InProcess(data), rounds=100))
+    final = ft.run(algorithm, ft.InProcess(data), rounds=100).last
     slopes, rows, gradient = final.server["weight"][0], int(data.counts.sum()), torch.zeros(3, dtype=torch.float64)
     for k, (x, y) in enumerate(data):
-        intercept = final.clients.tensors(final.server, k)["bias"]
+        intercept = client_tensors(final.clients, final.server, k)["bias"]
         # The client's answer solves its proximal problem at (slopes, intercept), with the gradient μ(θ − answer).
         design = torch.cat([x, torch.ones_like(x[:, :1])], 1)
         matrix = 2 / len(x) * design.T @ design + mu * torch.eye(4, dtype=torch.float64)
@@ -98,8 +106,8 @@ def test_personal_bias_with_least_squares_reaches_the_joint_solution() -> None:
 
 def test_only_the_shared_part_is_sent() -> None:
     population = ft.InProcess(linear_clients(SIZES))
-    whole = next(ft.run(ft.fedavg(sgd(0.1, network())), population))
-    part = next(ft.run(ft.personal_layers(sgd(0.1, network()), "0.*"), population))
+    whole = ft.Run(ft.fedavg(sgd(0.1, network())), population).step()
+    part = ft.Run(ft.personal_layers(sgd(0.1, network()), "0.*"), population).step()
     assert sorted(part.server) == ["2.bias", "2.weight"]
     assert 0 < part.bytes_up < whole.bytes_up
     assert part.bytes_down == K * ft.wire.size(part.server)
@@ -109,43 +117,49 @@ def test_clients_that_never_answered_predict_with_the_start() -> None:
     data = linear_clients(SIZES)
     silent = ft.Faults(after=lambda key, ids: ids == 2)
     local = sgd(0.1, network())
-    final = last(ft.run(ft.personal_layers(local, "2.*"), ft.InProcess(data), rounds=3, faults=silent))
+    final = ft.run(ft.personal_layers(local, "2.*"), ft.InProcess(data), faults=silent, rounds=3).last
     others = data.select([0, 1, 3, 4, 5])
-    without = last(ft.run(ft.personal_layers(local, "2.*"), ft.InProcess(others), rounds=3))
+    without = ft.run(ft.personal_layers(local, "2.*"), ft.InProcess(others), rounds=3).last
     assert distance(final.server, without.server) < ROUNDING
     mine, _ = ft.functional.split(local.parameters, "2.*")
-    assert same_bits({name: final.clients.tensors(final.server, 2)[name] for name in mine}, mine)
-    assert distance(final.clients.tensors(final.server, 3), without.clients.tensors(without.server, 2)) < ROUNDING
+    assert same_bits({name: client_tensors(final.clients, final.server, 2)[name] for name in mine}, mine)
+    assert (
+        distance(client_tensors(final.clients, final.server, 3), client_tensors(without.clients, without.server, 2))
+        < ROUNDING
+    )
 
 
 def test_the_order_of_the_clients_does_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
     algorithm = ft.personal_layers(sgd(0.1, network(), steps=2), "2.*")
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=3))
-    two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=3))
+    one = ft.run(algorithm, ft.InProcess(data), rounds=3).last
+    two = ft.run(algorithm, ft.InProcess(data.select(order)), rounds=3).last
     assert distance(one.server, two.server) < ROUNDING
     for row, k in enumerate(order.tolist()):
-        assert distance(one.clients.tensors(one.server, k), two.clients.tensors(two.server, row)) < ROUNDING
+        assert (
+            distance(client_tensors(one.clients, one.server, k), client_tensors(two.clients, two.server, row))
+            < ROUNDING
+        )
 
 
 def test_without_personal_parts_it_is_fedavg() -> None:
     population = ft.InProcess(linear_clients(SIZES))
-    personal = last(ft.run(ft.personal_layers(sgd(0.1, steps=2), [], mu=0.2), population, rounds=3))
-    plain = last(ft.run(ft.fedprox(sgd(0.1, steps=2), 0.2), population, rounds=3))
+    personal = ft.run(ft.personal_layers(sgd(0.1, steps=2), [], mu=0.2), population, rounds=3).last
+    plain = ft.run(ft.fedprox(sgd(0.1, steps=2), 0.2), population, rounds=3).last
     assert same_bits(personal.server, plain.server)
 
 
 def test_a_start_of_ones_own() -> None:
     start = tree.map(lambda leaf: leaf + 2, sgd(0.1).parameters)
     algorithm = ft.personal_layers(sgd(0.1), "bias")
-    progress = coordinator.begin(algorithm, ft.InProcess(linear_clients(SIZES)), start)
-    assert same_bits(progress.clients.tensors(progress.server, 1), start)
+    progress = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)), start)
+    assert same_bits(client_tensors(progress.clients, progress.server, 1), start)
 
 
 def test_no_clients() -> None:
     for local in (ft.least_squares(linear()), sgd(0.1)):
         algorithm = ft.personal_layers(local, "bias", mu=0.1)
-        progress = coordinator.begin(algorithm, ft.InProcess(linear_clients(SIZES)))
+        progress = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)))
         reply = progress.clients.reply(progress.clients.empty_block(), progress.server, torch.tensor(0))
         assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 

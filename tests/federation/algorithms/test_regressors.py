@@ -6,7 +6,7 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 from sklearn.tree import DecisionTreeRegressor
-from support.closed_forms import ROUNDING, copy_of, distance, last, same_bits
+from support.closed_forms import ROUNDING, copy_of, distance, same_bits
 from support.gtv_problems import bare_linear_clients, weighted_network
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def dense_lines() -> Tensor:
 def test_linear_regressors_reach_the_dense_solution(cohort: int | None, chunk: int | None) -> None:
     algorithm = gtv_regressors(lines, NETWORK, ALPHA, INPUTS)
     rounds = 60 if cohort is None else 160
-    found = last(ft.run(algorithm, ft.InProcess(DATA, chunk), {}, rounds=rounds, cohort=cohort))
+    found = ft.run(algorithm, ft.InProcess(DATA, chunk), {}, cohort=cohort, rounds=rounds).last
     coefficients = torch.stack([torch.as_tensor(m.coef_) for m in fitted(lines, DATA, found.server, ALPHA, INPUTS)])
     assert distance(coefficients, dense_lines()) < 1e-8  # it contracts by a third a round
 
@@ -50,7 +50,7 @@ def test_linear_regressors_reach_the_dense_solution(cohort: int | None, chunk: i
 def test_trees_in_every_chunk_and_with_messages_twice() -> None:
     algorithm = gtv_regressors(trees, NETWORK, ALPHA, INPUTS)
     runs = [
-        last(ft.run(algorithm, population, {}, rounds=5, cohort=3))
+        ft.run(algorithm, population, {}, cohort=3, rounds=5).last
         for population in (ft.InProcess(DATA), ft.InProcess(DATA, 1), ft.Redelivered(ft.InProcess(DATA)))
     ]
     for other in runs[1:]:
@@ -60,7 +60,7 @@ def test_trees_in_every_chunk_and_with_messages_twice() -> None:
 def test_neighbours_draw_trees_together() -> None:
     def spread(alpha: float) -> float:
         algorithm = gtv_regressors(trees, NETWORK, alpha, INPUTS)
-        found = last(ft.run(algorithm, ft.InProcess(DATA), {}, rounds=15))
+        found = ft.run(algorithm, ft.InProcess(DATA), {}, rounds=15).last
         predictions = found.clients.table.read(slice(0, N)).told.predictions
         return float((predictions - predictions.mean(0)).square().mean())
 
@@ -71,7 +71,7 @@ def test_sums_are_kept_and_lost_messages_leave_no_trace() -> None:
     algorithm = gtv_regressors(trees, NETWORK, ALPHA, INPUTS)
     faults = ft.lost_messages(before=0.2, after=0.3)
     before = None
-    for done in ft.run(algorithm, ft.InProcess(DATA), {}, rounds=6, faults=faults):
+    for done in ft.Run(algorithm, ft.InProcess(DATA), {}, faults=faults).rounds(6):
         states = copy_of(done.clients.table.read(slice(0, N)))
         dense = NETWORK.adjacency().to_dense()
         assert distance(done.server.total.predictions, dense @ states.told.predictions) < ROUNDING
@@ -84,7 +84,7 @@ def test_sums_are_kept_and_lost_messages_leave_no_trace() -> None:
 
 def test_the_first_fit_is_alone() -> None:
     algorithm = gtv_regressors(lines, NETWORK, ALPHA, INPUTS)
-    found = next(ft.run(algorithm, ft.InProcess(DATA), {}))
+    found = ft.Run(algorithm, ft.InProcess(DATA), {}).step()
     own = torch.stack([INPUTS @ torch.linalg.lstsq(x, y).solution for x, y in DATA])
     assert distance(found.clients.table.read(slice(0, N)).told.predictions, own) < 1e-10  # two solvers
 
@@ -95,10 +95,10 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected shared inputs"):
         gtv_regressors(lines, NETWORK, 1.0, INPUTS[0])
     with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(2,\) and \(\)"):
-        next(ft.run(gtv_regressors(lines, NETWORK, 1.0, INPUTS[:, :2]), ft.InProcess(DATA), {}))
+        ft.Run(gtv_regressors(lines, NETWORK, 1.0, INPUTS[:, :2]), ft.InProcess(DATA), {}).step()
     with pytest.raises(ValueError, match="as many nodes as there are clients, 5, but got 4"):
-        next(ft.run(gtv_regressors(lines, weighted_network(4), 1.0, INPUTS), ft.InProcess(DATA), {}))
+        ft.Run(gtv_regressors(lines, weighted_network(4), 1.0, INPUTS), ft.InProcess(DATA), {}).step()
     x, y = DATA.rows
     holes = ft.data.FederatedData((x, y), torch.tensor([11, 0, 9, 5, 12]), allow_empty=True)
     with pytest.raises(ValueError, match="Client '1': expected rows to fit, but got none"):
-        next(ft.run(gtv_regressors(lines, NETWORK, 1.0, INPUTS), ft.InProcess(holes), {}))
+        ft.Run(gtv_regressors(lines, NETWORK, 1.0, INPUTS), ft.InProcess(holes), {}).step()

@@ -10,7 +10,6 @@ from support.closed_forms import (
     ROUNDING,
     distance,
     joined,
-    last,
     linear,
     linear_clients,
     mean_squared_error,
@@ -22,7 +21,6 @@ from torch.func import functional_call
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import coordinator
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -59,9 +57,9 @@ def test_algorithm_1_of_the_paper(cohort: int | None, chunk: int | None) -> None
     """Plain means, and the server's control moved by |S|/N times the mean change of those who answer."""
     data, rate, steps, lr = linear_clients(SIZES), 0.05, 3, 0.7
     algorithm = ft.scaffold(sgd(rate, steps=steps), lr=lr, weight=equal)
-    x = algorithm.local.parameters
+    x = algorithm.start
     control, own = tree.zeros_like(x), [tree.zeros_like(x) for _ in range(K)]
-    for round in ft.run(algorithm, ft.InProcess(data, chunk), rounds=5, cohort=cohort, seed=1):
+    for round in ft.Run(algorithm, ft.InProcess(data, chunk), cohort=cohort, seed=1).rounds(5):
         ids = round.ids.tolist()
         changes, moves = [], []
         for k in ids:
@@ -87,15 +85,15 @@ def test_it_reaches_the_optimum_of_the_pooled_rows(participation: str) -> None:
     best = pooled_optimum(data, data.counts)
     cohort, rounds, tolerance = (None, 100, 10 * ROUNDING) if participation == "full" else (4, 500, 1e-8)
     start = tree.map(lambda leaf: leaf + 2, solver.parameters)
-    found = last(ft.run(ft.scaffold(solver), ft.InProcess(data), start, rounds=rounds, cohort=cohort))
+    found = ft.run(ft.scaffold(solver), ft.InProcess(data), start, cohort=cohort, rounds=rounds).last
     assert distance(joined(found.server.parameters), best) < tolerance  # it converges linearly
-    plain = last(ft.run(ft.fedavg(solver), ft.InProcess(data), start, rounds=60, cohort=cohort))
+    plain = ft.run(ft.fedavg(solver), ft.InProcess(data), start, cohort=cohort, rounds=60).last
     assert distance(joined(plain.server), best) > 0.01
 
 
 def test_its_fixed_point_follows_the_weights() -> None:
     data, solver = linear_clients([30, 12, 50, 9]), sgd(0.05, steps=5)
-    found = last(ft.run(ft.scaffold(solver, weight=equal), ft.InProcess(data), rounds=300))
+    found = ft.run(ft.scaffold(solver, weight=equal), ft.InProcess(data), rounds=300).last
     assert distance(joined(found.server.parameters), pooled_optimum(data, torch.ones(4))) < 10 * ROUNDING
     assert distance(joined(found.server.parameters), pooled_optimum(data, data.counts)) > 1e-3
 
@@ -103,13 +101,13 @@ def test_its_fixed_point_follows_the_weights() -> None:
 def test_controls_are_the_gradients_after_one_step() -> None:
     data, solver = linear_clients(SIZES), sgd(0.1)
     algorithm = ft.scaffold(solver)
-    round = next(ft.run(algorithm, ft.InProcess(data)))
+    round = ft.Run(algorithm, ft.InProcess(data)).step()
     sent = round.clients.table.read(slice(0, K)).controls
     expected = [gradient(solver.parameters, x, y) for x, y in data]
     assert distance(tree.scale(sent.weighted, 1 / COUNTS), tree.stack(expected)) < 10 * ROUNDING  # divided by 0.1
     mean = tree.map(lambda *each: sum(p * g for p, g in zip(COUNTS / COUNTS.sum(), each)), *expected)
     assert distance(algorithm.outbox(round.server).control, mean) < 10 * ROUNDING
-    plain = next(ft.run(ft.fedavg(solver), ft.InProcess(data)))
+    plain = ft.Run(ft.fedavg(solver), ft.InProcess(data)).step()
     assert distance(round.server.parameters, plain.server) < ROUNDING  # no controls in the first round
 
 
@@ -117,7 +115,7 @@ def test_controls_are_gradients_to_first_order_in_the_rate() -> None:
     data = linear_clients(SIZES)
 
     def gap(rate: float) -> Tensor:
-        round = next(ft.run(ft.scaffold(sgd(rate, steps=4)), ft.InProcess(data)))
+        round = ft.Run(ft.scaffold(sgd(rate, steps=4)), ft.InProcess(data)).step()
         sent = tree.scale(round.clients.table.read(slice(0, K)).controls.weighted, 1 / COUNTS)
         exact = tree.stack([gradient(sgd(rate).parameters, x, y) for x, y in data])
         return torch.cat([leaf.flatten() for leaf in tree.leaves(tree.subtract(sent, exact))]).norm()
@@ -128,16 +126,16 @@ def test_controls_are_gradients_to_first_order_in_the_rate() -> None:
 def test_the_order_of_the_clients_does_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
     algorithm = ft.scaffold(sgd(0.05, steps=3))
-    one = last(ft.run(algorithm, ft.InProcess(data), rounds=4))
-    two = last(ft.run(algorithm, ft.InProcess(data.select(order)), rounds=4))
+    one = ft.run(algorithm, ft.InProcess(data), rounds=4).last
+    two = ft.run(algorithm, ft.InProcess(data.select(order)), rounds=4).last
     assert distance(one.server, two.server) < 10 * ROUNDING
 
 
 def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None:
     data, algorithm = linear_clients(SIZES), ft.scaffold(sgd(0.05, steps=3))
     lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
-    start = tree.map(lambda leaf: leaf + 3, algorithm.local.parameters)
-    for round in ft.run(algorithm, ft.InProcess(data), start, rounds=20, cohort=4, faults=lost):
+    start = tree.map(lambda leaf: leaf + 3, algorithm.start)
+    for round in ft.Run(algorithm, ft.InProcess(data), start, cohort=4, faults=lost).rounds(20):
         assert distance(round.server.total, sum_of_sent(round, K)) < ROUNDING
     assert distance(round.server.total.weight, COUNTS.sum()) == 0  # everybody was heard
 
@@ -145,26 +143,26 @@ def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None
 def test_a_client_that_never_answers_is_not_in_the_optimum() -> None:
     data, algorithm = linear_clients([30, 12, 50, 9]), ft.scaffold(sgd(0.05, steps=5))
     silent = ft.Faults(after=lambda key, ids: ids == 2)
-    found = last(ft.run(algorithm, ft.InProcess(data), rounds=300, faults=silent))
+    found = ft.run(algorithm, ft.InProcess(data), faults=silent, rounds=300).last
     others = data.select([0, 1, 3])
     assert distance(joined(found.server.parameters), pooled_optimum(others, others.counts)) < 10 * ROUNDING
 
 
 def test_copies_of_one_client_are_that_client() -> None:
     rows = linear_clients([9])[0]
-    many = last(ft.run(ft.scaffold(sgd(0.1, steps=3)), ft.InProcess(ft.data.from_tensors([rows] * 4)), rounds=3))
-    one = last(ft.run(ft.fedavg(sgd(0.1, steps=9)), ft.InProcess(ft.data.from_tensors([rows])), rounds=1))
+    many = ft.run(ft.scaffold(sgd(0.1, steps=3)), ft.InProcess(ft.data.from_tensors([rows] * 4)), rounds=3).last
+    one = ft.run(ft.fedavg(sgd(0.1, steps=9)), ft.InProcess(ft.data.from_tensors([rows])), rounds=1).last
     assert distance(many.server.parameters, one.server) < 10 * ROUNDING
 
 
 def test_no_clients() -> None:
-    progress = coordinator.begin(algorithm := ft.scaffold(sgd(0.1)), ft.InProcess(linear_clients(SIZES)))
+    progress = ft.Run(algorithm := ft.scaffold(sgd(0.1)), ft.InProcess(linear_clients(SIZES)))
     reply = progress.clients.reply(progress.clients.empty_block(), algorithm.outbox(progress.server), torch.tensor(0))
     assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 
 
 def test_an_exact_local_solver_is_refused() -> None:
     with pytest.raises(ValueError, match=r"learning rates of 0\.0; SCAFFOLD is not defined for an exact local solver"):
-        next(ft.run(ft.scaffold(ft.least_squares(linear())), ft.InProcess(linear_clients(SIZES))))
+        ft.Run(ft.scaffold(ft.least_squares(linear())), ft.InProcess(linear_clients(SIZES))).step()
     with pytest.raises(ValueError, match="Expected a positive lr, but got 0"):
         ft.scaffold(sgd(0.1), lr=0.0)

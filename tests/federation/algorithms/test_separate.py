@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, joined, last, linear, linear_clients, moments, same_bits, sgd
+from support.closed_forms import (
+    ROUNDING,
+    client_tensors,
+    distance,
+    joined,
+    linear,
+    linear_clients,
+    moments,
+    same_bits,
+    sgd,
+)
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation import coordinator
 
 SIZES = [5, 7, 9, 6, 17, 6]
 K = len(SIZES)
@@ -17,10 +26,10 @@ K = len(SIZES)
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_every_client_has_its_own_solution(chunk: int | None) -> None:
     data = linear_clients(SIZES)
-    final = last(ft.run(ft.separate(ft.least_squares(linear())), ft.InProcess(data, chunk), rounds=2))
+    final = ft.run(ft.separate(ft.least_squares(linear())), ft.InProcess(data, chunk), rounds=2).last
     for k, (x, y) in enumerate(data):
         expected = torch.linalg.solve(*moments(x, y))
-        assert distance(joined(final.clients.tensors(final.server, k)), expected) < 10 * ROUNDING
+        assert distance(joined(client_tensors(final.clients, final.server, k)), expected) < 10 * ROUNDING
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4])
@@ -28,29 +37,29 @@ def test_descent_is_a_linear_iteration(chunk: int | None) -> None:
     """w ← w − η(Aw − b), three times a round, for two rounds."""
     data, rate = linear_clients(SIZES), 0.1
     local = sgd(rate, steps=3)
-    final = last(ft.run(ft.separate(local), ft.InProcess(data, chunk), rounds=2))
+    final = ft.run(ft.separate(local), ft.InProcess(data, chunk), rounds=2).last
     for k, (x, y) in enumerate(data):
         matrix, vector = moments(x, y)
         expected = joined(local.parameters)
         for _ in range(6):
             expected = expected - rate * (matrix @ expected - vector)
-        assert distance(joined(final.clients.tensors({}, k)), expected) < ROUNDING
+        assert distance(joined(client_tensors(final.clients, {}, k)), expected) < ROUNDING
 
 
 def test_the_first_step_is_minus_the_gradient() -> None:
     data, rate = linear_clients(SIZES), 1e-3
     local = sgd(rate)
-    round = next(ft.run(ft.separate(local), ft.InProcess(data)))
+    round = ft.Run(ft.separate(local), ft.InProcess(data)).step()
     for k, (x, y) in enumerate(data):
         own = {name: leaf.clone().requires_grad_() for name, leaf in local.parameters.items()}
         loss = (x @ own["weight"][0] + own["bias"] - y).square().mean()
         gradient = torch.autograd.grad(loss, list(own.values()))
         expected = {name: (leaf - rate * g).detach() for (name, leaf), g in zip(own.items(), gradient)}
-        assert distance(round.clients.tensors({}, k), expected) < ROUNDING
+        assert distance(client_tensors(round.clients, {}, k), expected) < ROUNDING
 
 
 def test_nothing_is_sent() -> None:
-    for round in ft.run(ft.separate(sgd(0.1)), ft.InProcess(linear_clients(SIZES), 2), rounds=3, cohort=4):
+    for round in ft.Run(ft.separate(sgd(0.1)), ft.InProcess(linear_clients(SIZES), 2), cohort=4).rounds(3):
         assert (round.bytes_up, round.bytes_down) == (0, 0)
         assert round.server == {}
         assert len(round.ids) == 4
@@ -59,24 +68,24 @@ def test_nothing_is_sent() -> None:
 
 def test_the_others_do_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([4, 0, 2])
-    whole = last(ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), rounds=3))
-    some = last(ft.run(ft.separate(sgd(0.1)), ft.InProcess(data.select(order)), rounds=3))
+    whole = ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), rounds=3).last
+    some = ft.run(ft.separate(sgd(0.1)), ft.InProcess(data.select(order)), rounds=3).last
     for row, k in enumerate(order.tolist()):
-        assert distance(some.clients.tensors({}, row), whole.clients.tensors({}, k)) < ROUNDING
+        assert distance(client_tensors(some.clients, {}, row), client_tensors(whole.clients, {}, k)) < ROUNDING
 
 
 def test_a_silent_client_stays_where_it_is() -> None:
     data, silent = linear_clients(SIZES), ft.Faults(after=lambda key, ids: ids == 2)
     start = tree.map(lambda leaf: leaf + 2, sgd(0.1).parameters)
-    final = last(ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), start, rounds=3, faults=silent))
-    whole = last(ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), start, rounds=3))
-    assert same_bits(final.clients.tensors({}, 2), start)
-    assert distance(final.clients.tensors({}, 3), whole.clients.tensors({}, 3)) < ROUNDING
-    assert distance(whole.clients.tensors({}, 2), start) > 0.01
+    final = ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), start, faults=silent, rounds=3).last
+    whole = ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), start, rounds=3).last
+    assert same_bits(client_tensors(final.clients, {}, 2), start)
+    assert distance(client_tensors(final.clients, {}, 3), client_tensors(whole.clients, {}, 3)) < ROUNDING
+    assert distance(client_tensors(whole.clients, {}, 2), start) > 0.01
 
 
 def test_no_clients() -> None:
     for local in (ft.least_squares(linear()), sgd(0.1)):
-        clients = coordinator.begin(ft.separate(local), ft.InProcess(linear_clients(SIZES))).clients
+        clients = ft.Run(ft.separate(local), ft.InProcess(linear_clients(SIZES))).clients
         reply = clients.reply(clients.empty_block(), {}, torch.tensor(0))
         assert all(len(leaf) == 0 for leaf in tree.leaves(reply))

@@ -188,7 +188,7 @@ def test_what_cannot_be_solved_is_refused() -> None:
 def test_data_that_do_not_fit_are_refused_when_bound(features: int, outputs: int) -> None:
     population = ft.InProcess(linear_clients(SIZES, features, outputs=outputs))
     with pytest.raises(ValueError, match=r"Expected (inputs of shape \(3,\)|targets of shape \(1,\)), but got"):
-        next(ft.run(ft.fedavg(ft.least_squares(linear())), population))
+        ft.Run(ft.fedavg(ft.least_squares(linear())), population).step()
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 20])
@@ -225,7 +225,7 @@ def test_many_gradient_steps_end_at_the_minimiser_and_too_long_ones_diverge_as_t
 def test_scaffold_runs_on_gradient_steps_in_closed_form() -> None:
     population = ft.InProcess(linear_clients(SIZES))
     ends = [
-        list(ft.run(ft.scaffold(local), population, rounds=5))[-1].server.parameters
+        list(ft.Run(ft.scaffold(local), population).rounds(5))[-1].server.parameters
         for local in (ft.least_squares(linear(), steps=4, lr=0.05), sgd(0.05, steps=4))
     ]
     assert distance(*ends) < ROUNDING

@@ -113,14 +113,14 @@ class TestAgainstGradientDescent:
             ft.gradient_descent(Momentum(), batch_size=4, epochs=2),
         )
         data = clients()
-        rounds = [list(ft.run(ft.fedavg(local, mu=mu), ft.InProcess(data), rounds=2)) for local in locals_]
+        rounds = [list(ft.Run(ft.fedavg(local, mu=mu), ft.InProcess(data)).rounds(2)) for local in locals_]
         assert_same(rounds[0][-1].server, rounds[1][-1].server)
         assert_same(rounds[0][-1].info["loss"], rounds[1][-1].info["loss"].double())
 
     def test_chunks_change_nothing(self) -> None:
         local = ft.lightning_fit(Random(), batch_size=4, max_epochs=1)
         whole, single = (
-            list(ft.run(ft.fedavg(local), ft.InProcess(clients(), chunk=c), rounds=2))[-1].server for c in (None, 1)
+            list(ft.Run(ft.fedavg(local), ft.InProcess(clients(), chunk=c)).rounds(2))[-1].server for c in (None, 1)
         )
         assert_same(whole, single)
 
@@ -377,15 +377,15 @@ class TestNoTrace:
                     signal.raise_signal(signal.SIGINT)
 
         local = ft.lightning_fit(Stop(), max_epochs=1)
-        rounds = ft.run(ft.fedavg(local), ft.InProcess(clients()))
-        first = next(rounds)
+        run = ft.Run(ft.fedavg(local), ft.InProcess(clients()))
+        first = run.step()
         saved = first.clients.state_dict()
         Stop.stop = True
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
         try:
             before = surroundings()
             with pytest.raises(KeyboardInterrupt):
-                next(rounds)
+                run.step()
             assert surroundings() == before
         finally:
             signal.signal(signal.SIGINT, handler)

@@ -76,7 +76,7 @@ def test_pooled_and_separate_sites() -> None:
     assert sampler.bytes_up == 0
     assert bool((sampler.mean()["included"] > 0).all())
     runs = [
-        list(ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), rounds=3))[-1].clients.state_dict()
+        list(ft.Run(algorithm, ft.InProcess(data, chunk), torch.zeros(3)).rounds(3))[-1].clients.state_dict()
         for chunk in (None, 1)
     ]
     assert same_bits(*runs)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from support import geweke
-from support.closed_forms import last, same_bits
+from support.closed_forms import same_bits
 from torch import Tensor
 
 import fedtorch as ft
@@ -177,7 +177,7 @@ def test_the_same_bits_in_every_chunking(chunk: int, monkeypatch: pytest.MonkeyP
     rounds = [
         tuple(
             (round.server, round.clients.state_dict())
-            for round in ft.run(algorithm(), ft.InProcess(data, size), graphical.start(4), rounds=4, cohort=3)
+            for round in ft.Run(algorithm(), ft.InProcess(data, size), graphical.start(4), cohort=3).rounds(4)
         )
         for size in (None, chunk)
     ]
@@ -197,7 +197,7 @@ def test_a_cyclic_graph_is_found(p: int, rounds: int) -> None:
 
 def test_every_site_stays_stable() -> None:
     data = cyclic_sites([5, 8, 12])
-    found = last(ft.run(algorithm(10, 3), ft.InProcess(data), graphical.start(4), rounds=15))
+    found = ft.run(algorithm(10, 3), ft.InProcess(data), graphical.start(4), rounds=15).last
     sites = found.clients.table.read(slice(0, 3)).variables
     assert bool((directed.spectral_radius(graphical.square(sites.theta)) < 1).all())
     assert bool(((sites.accepted > 0.05) & (sites.accepted < 0.95)).all())
@@ -221,17 +221,17 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match="Expected a positive"):
             directed.regression(**arguments)
     with pytest.raises(ValueError, match="Expected a start with a spectral radius below 1"):
-        next(ft.run(algorithm(), ft.InProcess(cyclic_sites([9])), torch.ones(12)))
+        ft.Run(algorithm(), ft.InProcess(cyclic_sites([9])), torch.ones(12)).step()
     constant = cyclic_sites([9]).map(lambda y: torch.cat([y[:, :3], torch.ones_like(y[:, :1])], 1))
     with pytest.raises(ValueError, match="but got constant number 3"):
-        next(ft.run(algorithm(), ft.InProcess(constant), graphical.start(4)))
+        ft.Run(algorithm(), ft.InProcess(constant), graphical.start(4)).step()
 
 
 @pytest.mark.parametrize("kind", ["directed", "Markov random field"])
 def test_a_block_of_no_clients(kind: str) -> None:
     fields = ft.gibbs(graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy()), sweeps=2, chains=2)
     made = algorithm() if kind == "directed" else fields
-    progress = ft.federation.coordinator.begin(made, ft.InProcess(cyclic_sites([9, 5])), graphical.start(4))
+    progress = ft.Run(made, ft.InProcess(cyclic_sites([9, 5])), graphical.start(4))
     outbox, clients = made.outbox(progress.server), progress.clients
     nobody = clients.reply(clients.empty_block(), outbox, random.key(0))
     somebody = clients.reply(next(iter(clients.blocks(None))), outbox, random.key(0))
@@ -246,5 +246,5 @@ def test_as_many_chains_as_make_a_square(variables: int, chains: int) -> None:
     """(chains, coefficients) then has the shape (p, p − 1) of another p."""
     y = random.normal(random.key(0), (3, 20, variables), torch.float64)
     algorithm = ft.gibbs(directed.regression(), sparse.hierarchy(), sweeps=2, chains=chains)
-    found = last(ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(y))), graphical.start(variables), rounds=2))
+    found = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(y))), graphical.start(variables), rounds=2).last
     assert found.server.variables.theta.shape == (chains, variables * (variables - 1))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from support.closed_forms import last, same_bits
+from support.closed_forms import same_bits
 from torch import Tensor
 
 import fedtorch as ft
@@ -67,12 +67,12 @@ def one_regression(j: int, intercept: bool) -> tuple[LocalKernel, GlobalKernel]:
 @pytest.mark.parametrize("intercept", [False, True])
 def test_the_regressions_are_those_of_the_sparse_model(intercept: bool) -> None:
     data = normal_rows(CHAIN, [30, 3, 20, 40])
-    together = last(ft.run(field(intercept=intercept), ft.InProcess(data), graphical.start(5), rounds=4, seed=5))
+    together = ft.run(field(intercept=intercept), ft.InProcess(data), graphical.start(5), seed=5, rounds=4).last
     others = graphical.other_variables(5)
     for j in range(5):
         alone = data.map(lambda y, j=j: (y[:, others[j]], y[:, j]))
         algorithm = ft.gibbs(*one_regression(j, intercept), sweeps=3, chains=2)
-        found = last(ft.run(algorithm, ft.InProcess(alone), torch.zeros(4), rounds=4, seed=5))
+        found = ft.run(algorithm, ft.InProcess(alone), torch.zeros(4), seed=5, rounds=4).last
         mine = together.server.variables
         assert torch.equal(mine.prior.included[:, j], found.server.variables.prior.included)
         assert torch.allclose(mine.theta[:, j], found.server.variables.theta, rtol=ROUNDING, atol=ROUNDING)
@@ -123,7 +123,7 @@ def test_the_same_bits_in_every_chunking(chunk: int, monkeypatch: pytest.MonkeyP
     rounds = [
         tuple(
             (round.server, round.clients.state_dict())
-            for round in ft.run(field(2), ft.InProcess(data, size), graphical.start(5), rounds=3, cohort=3)
+            for round in ft.Run(field(2), ft.InProcess(data, size), graphical.start(5), cohort=3).rounds(3)
         )
         for size in (None, chunk)
     ]
@@ -225,13 +225,13 @@ def test_bad_input() -> None:
         prepare(ft.data.ClientData(gap, counts))
     single = ft.gibbs(graphical.neighbourhoods(), sparse.hierarchy())
     with pytest.raises(ValueError, match=r"but got a single one; use every_response\(hierarchy\)"):
-        next(ft.run(single, ft.InProcess(normal_rows(CHAIN, [9])), graphical.start(len(CHAIN))))
+        ft.Run(single, ft.InProcess(normal_rows(CHAIN, [9])), graphical.start(len(CHAIN))).step()
     with pytest.raises(ValueError, match="coefficients of p variables, but got 7"):
-        next(ft.run(field(), ft.InProcess(normal_rows(CHAIN, [9])), torch.zeros(7)))
+        ft.Run(field(), ft.InProcess(normal_rows(CHAIN, [9])), torch.zeros(7)).step()
 
 
 def test_one_row_and_collinear_variables() -> None:
     data = normal_rows(CHAIN, [30, 1, 20])
     doubled = data.map(lambda y: torch.cat([y, 2 * y[:, :1]], 1))
-    found = last(ft.run(field(), ft.InProcess(doubled), graphical.start(6), rounds=6))
+    found = ft.run(field(), ft.InProcess(doubled), graphical.start(6), rounds=6).last
     assert bool(found.server.variables.theta.isfinite().all())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import geweke
-from support.closed_forms import distance, last, same_bits
+from support.closed_forms import distance, same_bits
 from torch import Tensor
 
 import fedtorch as ft
@@ -33,7 +33,7 @@ def clients(missing: float) -> list[tuple[Tensor, Tensor]]:
 
 
 def fit(data: ft.data.FederatedData, rounds: int, chunk: int | None = None) -> imputation.Normal:
-    return last(ft.run(imputation.pooled_covariance(), ft.InProcess(data, chunk), START, rounds=rounds)).server
+    return ft.run(imputation.pooled_covariance(), ft.InProcess(data, chunk), START, rounds=rounds).last.server
 
 
 def test_without_gaps_it_is_the_sample_covariance_at_once() -> None:
@@ -122,7 +122,7 @@ def imputed(missing: float, chunk: int | None = None) -> Any:
     data = imputation.incomplete(clients(missing))
     local = imputation.imputing(sparse.regression(), fit(data, 20))
     algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=2, chains=2)
-    return last(ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), rounds=4)).server
+    return ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), rounds=4).last.server
 
 
 def test_imputing_in_chunks_is_the_same_to_the_bit() -> None:
@@ -150,7 +150,7 @@ def test_imputing_needs_responses() -> None:
     data = imputation.incomplete([(x, y)])
     local = imputation.imputing(sparse.regression(), imputation.Normal(torch.zeros(3), torch.eye(3)))
     with pytest.raises(ValueError, match="Expected a response in every row"):
-        next(ft.run(ft.gibbs(local, sparse.hierarchy()), ft.InProcess(data), torch.zeros(2)))
+        ft.Run(ft.gibbs(local, sparse.hierarchy()), ft.InProcess(data), torch.zeros(2)).step()
 
 
 def test_imputing_wants_a_regression_through_the_origin() -> None:
@@ -181,14 +181,14 @@ def test_bad_rows_are_refused() -> None:
     pair = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
     gibbs = ft.gibbs(imputation.imputing(sparse.regression(), pair), sparse.hierarchy())
     for use in (
-        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(complete), pair)),
-        lambda: next(ft.run(gibbs, ft.InProcess(complete), torch.zeros(1))),
+        lambda: ft.Run(imputation.pooled_covariance(), ft.InProcess(complete), pair).step(),
+        lambda: ft.Run(gibbs, ft.InProcess(complete), torch.zeros(1)).step(),
         lambda: imputation.impute(complete, pair),
     ):
         with pytest.raises(ValueError, match=r"Expected rows of imputation\.incomplete\(\.\.\.\), but got a tuple"):
             use()
     for use in (
-        lambda: next(ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), START)),
+        lambda: ft.Run(imputation.pooled_covariance(), ft.InProcess(gaps), START).step(),
         lambda: imputation.impute(gaps, START),
         lambda: imputation.imputing(sparse.regression(), START).prepare(gaps.stack([0])),
     ):

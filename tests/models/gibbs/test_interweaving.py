@@ -7,7 +7,7 @@ from typing import Any
 import arviz
 import pytest
 import torch
-from support.closed_forms import distance, last, linear_clients
+from support.closed_forms import distance, linear_clients
 from torch import Tensor
 
 import fedtorch as ft
@@ -23,7 +23,7 @@ def told(rounds: int = 4) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     data = linear_clients(SIZES)
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2)
     faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
-    return last(ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=rounds, faults=faults)), list(data)
+    return ft.run(algorithm, ft.InProcess(data), torch.zeros(3), faults=faults, rounds=rounds).last, list(data)
 
 
 def test_the_sums_are_the_likelihood_of_a_move() -> None:

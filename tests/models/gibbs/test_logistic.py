@@ -87,7 +87,7 @@ def binary_clients(sizes: list[int]) -> ft.data.FederatedData:
 def test_chunks_and_no_clients() -> None:
     algorithm = ft.gibbs(logistic.logistic_regression(), sparse.hierarchy(), sweeps=2, chains=2)
     runs = [
-        list(ft.run(algorithm, ft.InProcess(binary_clients([5, 9, 30]), chunk), torch.zeros(3), rounds=3))[-1].server
+        list(ft.Run(algorithm, ft.InProcess(binary_clients([5, 9, 30]), chunk), torch.zeros(3)).rounds(3))[-1].server
         for chunk in (None, 1)
     ]
     assert same_bits(*runs)
@@ -96,4 +96,4 @@ def test_chunks_and_no_clients() -> None:
 def test_responses_are_checked() -> None:
     algorithm = ft.gibbs(logistic.logistic_regression(), sparse.hierarchy())
     with pytest.raises(ValueError, match="Client 'client 0': Expected responses of 0 and 1"):
-        next(ft.run(algorithm, ft.InProcess(linear_clients([5, 9])), torch.zeros(3)))
+        ft.Run(algorithm, ft.InProcess(linear_clients([5, 9])), torch.zeros(3)).step()

@@ -98,7 +98,7 @@ def test_imputed_covariates_keep_an_effect() -> None:
     rows[1][0][:, 0] = torch.nan
     gaps = imputation.incomplete(rows)
     start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
-    *_, final = ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), start, rounds=60)
+    final = ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), start, rounds=60).last
     found = sample(imputation.impute(gaps, final.server, random.key(1)))
     assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
 
@@ -253,7 +253,7 @@ def test_a_start_of_another_size_is_refused(kernels: Any, coefficients: int) -> 
         data = data.map(lambda rows: torch.cat([rows[0], rows[1][:, None]], 1))
     start = torch.zeros(3 if coefficients == 2 else 12)
     with pytest.raises(ValueError, match=f"Expected a start of {coefficients} coefficients for these rows, but got"):
-        next(ft.run(ft.gibbs(*kernels), ft.InProcess(data), start))
+        ft.Run(ft.gibbs(*kernels), ft.InProcess(data), start).step()
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (3, 6), (0, 3)])
@@ -294,4 +294,4 @@ def test_hyperparameters_are_checked() -> None:
             make()
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(global_priors.spike_and_slab(groups=[0, 1])))
     with pytest.raises(ValueError, match="Expected a group for each of 3 coefficients, but got 2"):
-        next(ft.run(algorithm, ft.InProcess(linear_clients([4, 5])), torch.zeros(3)))
+        ft.Run(algorithm, ft.InProcess(linear_clients([4, 5])), torch.zeros(3)).step()

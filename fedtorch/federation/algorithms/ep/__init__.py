@@ -28,22 +28,25 @@ Vehtari et al. (2020), "Expectation propagation as a way of life".
 
 from fedtorch.federation.algorithms.ep.algorithm import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected, corrected
-from fedtorch.federation.algorithms.ep.fitting import Fit, RoundReport, devices, fit, posterior
+from fedtorch.federation.algorithms.ep.damping import Moved, Pace
+from fedtorch.federation.algorithms.ep.devices import devices
+from fedtorch.federation.algorithms.ep.fitting import converged, posterior, settled
 from fedtorch.federation.algorithms.ep.start import Factors
 from fedtorch.federation.algorithms.ep.state import Outbox, Server, State, Told
 
 __all__ = [
     "Corrected",
     "Factors",
-    "Fit",
+    "Moved",
     "Outbox",
-    "RoundReport",
+    "Pace",
     "Server",
     "State",
     "Told",
+    "converged",
     "corrected",
     "devices",
     "ep",
-    "fit",
     "posterior",
+    "settled",
 ]

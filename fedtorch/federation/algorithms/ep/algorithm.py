@@ -11,7 +11,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.ep import damping as pacing
-from fedtorch.federation.algorithms.ep.start import Completed, Factors, completed, where_training_starts
+from fedtorch.federation.algorithms.ep.start import Completed, Factors, completed
 from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, State, Told
 from fedtorch.federation.exchange import Mean
 from fedtorch.models import gaussian
@@ -31,6 +31,9 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
         model: a `hierarchical.Model`; or `Factors(project, prior)` of your own, such as those of a Pyro model.
         damping: δ of the undisturbed rounds, in (0, 1].
 
+    A run's history has every round's `Moved`, by which `settled` stops it; `posterior`, `devices` and `corrected` say
+    what it has found.
+
     Shapes: server state is `Server`, outbox `Outbox`; client state is `State`, `(K, ...)`. A run's `parameters` are the
     prior's normal part, so that a posterior of one federation can be the prior of the next. `Algorithm.model` gives the
     clients' cavities, from which `hierarchical.Model.devices` makes their own posteriors.
@@ -40,13 +43,13 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.algorithms.ep import fit
+        >>> from fedtorch.federation.algorithms.ep import converged, posterior, settled
         >>> from fedtorch.models import hierarchical
         >>> x = torch.ones(20, 1, dtype=torch.float64)
         >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
         >>> model = hierarchical.linear(hierarchical.normal(1), noise=0.1)
-        >>> done = fit(ft.ep(model), ft.InProcess(data))
-        >>> done.converged, round(float(done.posterior.mean[0]), 1)  # of μ ~ N(0, 1), and four devices around 2
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+        >>> converged(run), round(float(posterior(run).mean[0]), 1)  # of μ ~ N(0, 1), and four devices around 2
         (True, 1.6)
     """
     if not 0 < damping <= 1:
@@ -59,8 +62,10 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
         server=partial(server, model=whole, damping=damping),
         model=lambda inbox, state: tree.subtract(inbox.posterior, _site(inbox, state))._asdict(),
         prepare=model.prepare,
-        local=where_training_starts(whole.prior),
         told=lambda state: state.told,
+        report=lambda server: server.moved._asdict(),
+        settings={"algorithm": "ep", "model": model, "damping": damping},
+        start=whole.prior.normal._asdict(),
     )
 
 

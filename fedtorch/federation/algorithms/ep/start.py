@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import LocalSolver, identity
+from fedtorch.federation.algorithm import identity
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.hierarchical.projections import Projection, Start
+from fedtorch.models.hierarchical.projections import LogFactor, Projection, Start
 from fedtorch.tree import Tree
 
-__all__ = ["AnyPrior", "Completed", "Factors", "as_prior", "completed", "where_training_starts"]
+__all__ = ["AnyPrior", "Completed", "Factors", "as_prior", "completed"]
 
 AnyPrior = Prior | Natural | MultivariateNormal
 
@@ -30,6 +30,7 @@ class Factors(NamedTuple):
     prior: AnyPrior  # of φ
     start: Start | None = None  # of the summed round; default: the mean of the clients' tilted moments of the prior
     prepare: Callable[[Any], Any] = identity  # data -> data, once per block
+    log_factor: LogFactor | None = None  # log f_k itself, which `corrected` asks for
 
 
 class Completed(NamedTuple):
@@ -81,20 +82,3 @@ def from_the_prior(project: Projection) -> Start:
         return Natural((gaussian.unpack(own.precision) @ mean[:, None])[:, 0], own.precision)
 
     return Start(summary, estimate)
-
-
-def where_training_starts(prior: Prior) -> LocalSolver:
-    """The prior as the parameters that a run starts from; there is no solver of a client's own loss."""
-
-    def refuse(start: Any, state: Any, data: Any = None, quadratic: Any = None, key: Any = None) -> Any:
-        raise TypeError("Expected an algorithm that predicts with parameters; use the model's devices and predictive")
-
-    return LocalSolver(
-        solve=refuse,
-        parameters=prior.normal._asdict(),
-        init=lambda parameters: None,
-        predict=refuse,
-        tensors=lambda parameters, state: parameters,
-        prepare=identity,
-        module=None,
-    )

@@ -77,6 +77,7 @@ def fedmgp_average(
         tensors=lambda parameters, state: {**parameters, **state.scales},
         prepare=gp.check,
         module=gp.module,
+        settings={"units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
     )
     algorithm = personal_layers(local, gp.trained, lr=server_lr, weight=weight)
     return replace(algorithm, exchange=star() if exchange is None else exchange)

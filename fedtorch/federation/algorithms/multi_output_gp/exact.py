@@ -112,8 +112,8 @@ def fedmgp(
         >>> noise = 0.1 * ft.random.normal(ft.random.key(0), (3, 40), torch.float64)
         >>> data = ft.data.from_tensors([(x, a * (6 * x[:, 0]).sin() + e) for a, e in zip((1.0, 2.0, -1.0), noise)])
         >>> algorithm = ft.fedmgp(ConvolvedGP(torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]))
-        >>> *_, last = ft.run(algorithm, ft.InProcess(data), rounds=20)
-        >>> 20 < float(last.server.bound) < 110
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=20)
+        >>> 20 < float(run.server.bound) < 110
         True
     """
     gp = StackedGP(module, exact_units)
@@ -126,8 +126,11 @@ def fedmgp(
         server=partial(server, gp=gp, lr=server_lr),
         model=partial(model, gp=gp),
         prepare=partial(prepare, gp=gp, accept_disclosure=accept_disclosure),
-        local=gp.local(),
         told=lambda state: state.told,
+        settings={"algorithm": "fedmgp", "server_lr": server_lr, "exact_units": exact_units, **work._asdict()},
+        start=gp.start(),
+        predict=gp.predict,
+        module=gp.module,
     )
 
 

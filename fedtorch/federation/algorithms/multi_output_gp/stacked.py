@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedtorch import functional, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.algorithms.multi_output_gp.steps import in_parts
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
@@ -165,19 +164,3 @@ class StackedGP:
             raise BadClients(empty, "expected at least one row, but got none; leave such clients out with data.select")
         check_values(self.module, rows[0], *rows[2:])
         return data
-
-    def local(self) -> LocalSolver:
-        """The module for predictions; there is no separate local problem to solve."""
-
-        def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-            raise NotImplementedError("Expected ft.fedmgp to run the units; it has no local solver to use elsewhere")
-
-        return LocalSolver(
-            solve=solve,
-            parameters=self.start(),
-            init=lambda parameters: None,
-            predict=self.predict,
-            tensors=lambda parameters, state: parameters,
-            prepare=self.check,
-            module=self.module,
-        )

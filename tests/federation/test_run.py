@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, copy_of, distance, last, linear, linear_clients, same_bits, sgd
+from support.closed_forms import ROUNDING, copy_of, distance, linear, linear_clients, same_bits, sgd
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation import coordinator
-from fedtorch.federation.coordinator import Progress
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 4, 7, 6]
@@ -53,7 +51,7 @@ def sometimes(probability: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability)
 
 
-def states(round: ft.Round | Progress) -> Tree:
+def states(round: ft.Round | ft.Run) -> Tree:
     return round.clients.table.read(slice(0, K))
 
 
@@ -71,7 +69,7 @@ FAULTS = {
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_the_total_is_that_of_all_clients(faults: ft.Faults | None, cohort: int | None, chunk: int | None) -> None:
     population = ft.InProcess(linear_clients(SIZES), chunk)
-    for round in ft.run(running_sum(), population, START, rounds=12, cohort=cohort, faults=faults):
+    for round in ft.Run(running_sum(), population, START, cohort=cohort, faults=faults).rounds(12):
         told = states(round).parameters
         assert distance(round.server.total, told.sum(0)) < ROUNDING
         asked = set(round.clients.table.touched().tolist())
@@ -81,9 +79,9 @@ def test_the_total_is_that_of_all_clients(faults: ft.Faults | None, cohort: int 
 @pytest.mark.parametrize("faults", FAULTS.values(), ids=FAULTS)
 def test_a_client_whose_message_was_lost_keeps_its_state(faults: ft.Faults | None) -> None:
     population = ft.InProcess(linear_clients(SIZES))
-    progress = coordinator.begin(running_sum(), population, START)
-    old, silent = copy_of(states(progress)), 0
-    for round in ft.run(running_sum(), population, rounds=8, faults=faults, start=progress):
+    run = ft.Run(running_sum(), population, START, faults=faults)
+    old, silent = copy_of(states(run)), 0
+    for round in run.rounds(8):
         new = copy_of(states(round))
         answered = torch.isin(torch.arange(K), round.ids)
         moved = (new.parameters != old.parameters).any(1)
@@ -97,11 +95,11 @@ def test_a_client_whose_message_was_lost_keeps_its_state(faults: ft.Faults | Non
 
 def test_messages_that_never_left_cost_nothing() -> None:
     algorithm, population = running_sum(), ft.InProcess(linear_clients(SIZES))
-    each = next(ft.run(algorithm, population, START, cohort=1))
-    heard = next(ft.run(algorithm, population, START, faults=ft.Faults(before=lambda key, ids: ids >= 3)))
+    each = ft.Run(algorithm, population, START, cohort=1).step()
+    heard = ft.Run(algorithm, population, START, faults=ft.Faults(before=lambda key, ids: ids >= 3)).step()
     assert heard.ids.sort().values.tolist() == [0, 1, 2]
     assert (heard.bytes_up, heard.bytes_down) == (3 * each.bytes_up, 3 * each.bytes_down)
-    sent = next(ft.run(algorithm, population, START, faults=ft.Faults(after=lambda key, ids: ids >= 3)))
+    sent = ft.Run(algorithm, population, START, faults=ft.Faults(after=lambda key, ids: ids >= 3)).step()
     assert sent.ids.sort().values.tolist() == [0, 1, 2]
     assert (sent.bytes_up, sent.bytes_down) == (K * each.bytes_up, K * each.bytes_down)
     assert same_bits(sent.server, heard.server)
@@ -115,10 +113,10 @@ def test_if_nobody_answers_the_server_is_not_called(when: str) -> None:
     algorithm = dataclasses.replace(running_sum(), server=server)
     faults = ft.Faults(**{when: lambda key, ids: torch.ones(len(ids), dtype=torch.bool)})
     population = ft.InProcess(linear_clients(SIZES))
-    progress = coordinator.begin(algorithm, population, START)
-    numbers = []
-    for round in ft.run(algorithm, population, rounds=3, faults=faults, start=progress):
-        assert same_bits(round.server, progress.server)
+    run = ft.Run(algorithm, population, START, faults=faults)
+    numbers, before = [], run.server
+    for round in run.rounds(3):
+        assert same_bits(round.server, before)
         assert len(round.clients.table.touched()) == 0
         assert round.ids.tolist() == []
         assert round.info == {}
@@ -140,11 +138,11 @@ def test_cohorts_are_uniform_and_distinct() -> None:
 
 
 def test_a_new_cohort_every_round() -> None:
-    rounds = list(ft.run(running_sum(), ft.InProcess(linear_clients(SIZES)), START, rounds=20, cohort=3))
+    rounds = list(ft.Run(running_sum(), ft.InProcess(linear_clients(SIZES)), START, cohort=3).rounds(20))
     asked = [tuple(round.ids.sort().values.tolist()) for round in rounds]
     assert all(len(set(ids)) == 3 for ids in asked)
     assert len(set(asked)) > 5
-    other = ft.run(running_sum(), ft.InProcess(linear_clients(SIZES)), START, rounds=20, cohort=3, seed=1)
+    other = ft.Run(running_sum(), ft.InProcess(linear_clients(SIZES)), START, cohort=3, seed=1).rounds(20)
     assert asked != [tuple(round.ids.sort().values.tolist()) for round in other]
 
 
@@ -152,12 +150,12 @@ def test_a_new_cohort_every_round() -> None:
 def test_impossible_cohorts_are_refused(size: int) -> None:
     population = ft.InProcess(linear_clients(SIZES))
     with pytest.raises(ValueError, match=f"between 1 and the population's {K} clients, but got {size}"):
-        next(ft.run(running_sum(), population, START, cohort=size))
+        ft.Run(running_sum(), population, START, cohort=size).step()
 
 
 def test_cohorts_of_ones_own() -> None:
     population = ft.InProcess(linear_clients(SIZES))
-    rounds = ft.run(running_sum(), population, START, rounds=3, cohort=lambda key: torch.tensor([1, 4]))
+    rounds = ft.Run(running_sum(), population, START, cohort=lambda key: torch.tensor([1, 4])).rounds(3)
     assert [round.ids.sort().values.tolist() for round in rounds] == [[1, 4]] * 3
 
 
@@ -174,21 +172,20 @@ def momentum() -> ft.Algorithm:
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
-@pytest.mark.parametrize("through", ["memory", "a flat dict"])
+@pytest.mark.parametrize("through", ["memory", "a file"])
 @pytest.mark.parametrize("algorithm", [running_sum(), momentum()], ids=["running sum", "momentum"])
-def test_a_resumed_run_gives_the_same_bits(algorithm: ft.Algorithm, through: str, chunk: int | None) -> None:
-    parameters = START if algorithm.local is None else None
+def test_a_resumed_run_gives_the_same_bits(
+    algorithm: ft.Algorithm, through: str, chunk: int | None, tmp_path: Path
+) -> None:
+    parameters = START if algorithm.start is None else None
     population = ft.InProcess(linear_clients(SIZES), chunk)
     settings = {"cohort": 4, "seed": 3, "faults": FAULTS["both"]}
-    whole = last(ft.run(algorithm, population, parameters, rounds=7, **settings))
-    half = last(ft.run(algorithm, population, parameters, rounds=4, **settings))
-    start = Progress(half.number, half.server, half.clients)
-    if through == "a flat dict":
-        clients = coordinator.begin(algorithm, population, parameters).clients
-        clients.load_state_dict(half.clients.state_dict())
-        server = tree.unflatten(tree.flatten(half.server, "server"), half.server, "server")
-        start = Progress(half.number, server, clients)
-    rest = list(ft.run(algorithm, population, rounds=7, start=start, **settings))
+    whole = ft.run(algorithm, population, parameters, **settings, rounds=7).last
+    half = ft.run(algorithm, population, parameters, **settings, rounds=4)
+    if through == "a file":
+        half.save(tmp_path / "half.safetensors")
+        half = ft.Run(algorithm, population, parameters, **settings).load(tmp_path / "half.safetensors")
+    rest = list(half.rounds(7))
     assert [round.number for round in rest] == [5, 6, 7]
     assert same_bits(rest[-1].server, whole.server)
     assert same_bits(rest[-1].clients.state_dict(), whole.clients.state_dict())
@@ -198,7 +195,7 @@ def test_a_resumed_run_gives_the_same_bits(algorithm: ft.Algorithm, through: str
 def test_the_seed_decides() -> None:
     algorithm, population = momentum(), ft.InProcess(linear_clients(SIZES))
     state = torch.random.get_rng_state()
-    one, two, other = (last(ft.run(algorithm, population, rounds=3, seed=seed)) for seed in (5, 5, 6))
+    one, two, other = (ft.run(algorithm, population, seed=seed, rounds=3).last for seed in (5, 5, 6))
     assert same_bits(one.server, two.server)
     assert same_bits(one.clients.state_dict(), two.clients.state_dict())
     assert not same_bits(one.server, other.server)
@@ -207,20 +204,23 @@ def test_the_seed_decides() -> None:
 
 def test_numbers_and_ends() -> None:
     algorithm, population = ft.fedavg(sgd(0.1)), ft.InProcess(linear_clients(SIZES))
-    assert [round.number for round in ft.run(algorithm, population, rounds=3)] == [1, 2, 3]
-    assert list(ft.run(algorithm, population, rounds=0)) == []
-    assert [round.number for _, round in zip(range(5), ft.run(algorithm, population))] == [1, 2, 3, 4, 5]
-    first = next(ft.run(algorithm, population))
+    assert [round.number for round in ft.Run(algorithm, population).rounds(3)] == [1, 2, 3]
+    assert list(ft.Run(algorithm, population).rounds(0)) == []
+    run = ft.Run(algorithm, population)
+    assert [round.number for _, round in zip(range(5), run.rounds(until=lambda history: False))] == [1, 2, 3, 4, 5]
+    assert [round.number for round in run.rounds(7)] == [6, 7]
+    assert list(run.rounds(7)) == []
+    first = ft.Run(algorithm, population).step()
     assert first.ids.sort().values.tolist() == list(range(K))
     assert first.info["loss"].shape == (K,)
 
 
 def test_runs_of_one_population_are_independent() -> None:
     population = ft.InProcess(linear_clients(SIZES))
-    alone = last(ft.run(momentum(), population, rounds=3))
-    one, two = ft.run(momentum(), population), ft.run(momentum(), population)
+    alone = ft.run(momentum(), population, rounds=3).last
+    one, two = ft.Run(momentum(), population), ft.Run(momentum(), population)
     for _ in range(3):
-        first, second = next(one), next(two)
+        first, second = one.step(), two.step()
     assert same_bits(first.server, alone.server)
     assert same_bits(second.clients.state_dict(), alone.clients.state_dict())
 
@@ -230,23 +230,26 @@ def test_the_start_is_copied_and_carries_no_graph() -> None:
     own = dict(module.named_parameters())
     population = ft.InProcess(linear_clients(SIZES))
     algorithm = ft.fedavg(ft.least_squares(module))
-    progress = coordinator.begin(algorithm, population, own)
-    assert not any(leaf.requires_grad for leaf in tree.leaves(progress.server))
+    run = ft.Run(algorithm, population, own)
+    assert not any(leaf.requires_grad for leaf in tree.leaves(run.server))
     before = copy_of({name: p.detach() for name, p in own.items()})
-    round = next(ft.run(algorithm, population, own))
-    assert not any(leaf.requires_grad for leaf in tree.leaves(round.server))
+    assert not any(leaf.requires_grad for leaf in tree.leaves(run.step().server))
     assert same_bits({name: p.detach() for name, p in own.items()}, before)
 
 
 def test_an_algorithm_without_a_module_needs_a_start() -> None:
     with pytest.raises(ValueError, match="Expected parameters= to start from"):
-        next(ft.run(running_sum(), ft.InProcess(linear_clients(SIZES))))
+        ft.Run(running_sum(), ft.InProcess(linear_clients(SIZES))).step()
 
 
 def test_a_rounds_keys_depend_on_the_seed_and_its_number_only() -> None:
     purposes = torch.arange(4)
-    for start in (0, 3, 64, 1000):
-        found = itertools.islice(coordinator._keys(7, start), 70)
-        for number, keys in enumerate(found, start):
+    population = ft.InProcess(linear_clients(SIZES))
+    for first in (0, 3, 64, 1000):
+        run = ft.Run(ft.fedavg(sgd(0.1)), population, seed=7)
+        run.number = first
+        for number in range(first, first + 70):
+            keys = run._next_keys()
+            run.number += 1
             expected = random.fold_in(random.fold_in(random.key(7), number), purposes)
             assert torch.equal(torch.stack(tuple(keys)), expected)

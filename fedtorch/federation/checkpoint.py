@@ -1,0 +1,155 @@
+"""Checkpoints of runs: flat tensors in a safetensors file that appears whole, and a fingerprint of what they belong to.
+
+A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
+the device or the number of ranks, which change no result beyond rounding, and not the data, which may be too large to
+read for it. Functions count by their name and the values that they close over.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedtorch import tree
+
+if TYPE_CHECKING:
+    from fedtorch.federation.run import Run
+
+__all__ = ["below", "describe", "fingerprint", "load_state_dict", "read", "state_dict", "write"]
+
+_DEEPEST = 4  # functions within functions that a description follows
+
+
+def state_dict(run: Run) -> dict[str, Tensor]:
+    """All of a run, flat; see `Run.state_dict`."""
+    flat = {f"clients.{name}": leaf for name, leaf in run.clients.state_dict().items()}
+    flat.update(tree.flatten(tree.to(run.server, "cpu", copy=True), "server"))
+    flat.update({f"history.{name}": leaf for name, leaf in run.log.state_dict().items()})
+    for i, recorder in enumerate(run.recorders):
+        flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
+    for name, count in (("round", run.number), ("bytes_up", run.bytes_up), ("bytes_down", run.bytes_down)):
+        flat[name] = torch.tensor(count)
+    flat["fingerprint"] = torch.tensor(list(json.dumps(fingerprint(run)).encode()), dtype=torch.uint8)
+    return flat
+
+
+def load_state_dict(run: Run, flat: Mapping[str, Tensor], anyway: bool) -> None:
+    """Puts a run where `flat` says; see `Run.load_state_dict`."""
+    _check(flat, state_dict(run))
+    if not anyway:
+        _check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), fingerprint(run))
+    run.clients.load_state_dict(below("clients.", flat))
+    run.log.load_state_dict(below("history.", flat))
+    for i, recorder in enumerate(run.recorders):
+        recorder.load_state_dict(below(f"recorders.{i}.", flat))
+    loaded = tree.unflatten(flat, run.server, "server")
+    run.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, run.server)
+    run.number, run.bytes_up, run.bytes_down = (int(flat[name]) for name in ("round", "bytes_up", "bytes_down"))
+
+
+def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
+    path = Path(path)
+    payload = safetensors.torch.save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in flat.items()})
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path | str) -> dict[str, Tensor]:
+    """What `write` wrote.
+
+    Raises:
+        ValueError: the file is empty, torn, or something else.
+    """
+    try:
+        return safetensors.torch.load(Path(path).read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+
+
+def fingerprint(run: Run) -> dict[str, Any]:
+    """What a checkpoint belongs to, by name."""
+    names = json.dumps(run.population.names).encode()
+    return {
+        **{name: describe(value) for name, value in run.algorithm.settings.items()},
+        "seed": run.seed,
+        "clients": f"{len(run.population.names)} of digest {hashlib.sha256(names).hexdigest()[:16]}",
+        "cohort": describe(run.cohort),
+        "faults": describe(run.faults),
+    }
+
+
+def describe(value: Any, depth: int = 0) -> str:
+    """A value as text that is the same in another process; functions by name and by what they close over."""
+    if isinstance(value, Tensor):
+        numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"tensor {tuple(value.shape)} of digest {hashlib.sha256(numbers).hexdigest()[:16]}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {describe(part, depth)}" for name, part in value.items()) + "}"
+    if hasattr(value, "__dataclass_fields__"):
+        return f"{type(value).__qualname__}({describe(vars(value), depth)})"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(describe(part, depth) for part in value) + ")"
+    if isinstance(value, functools.partial):
+        return f"{describe(value.func, depth)}({describe((value.args, value.keywords), depth)})"
+    if hasattr(value, "__code__"):
+        constants = [c for c in value.__code__.co_consts if isinstance(c, (int, float, str))]
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        inner = describe((constants, held, value.__defaults__), depth + 1) if depth < _DEEPEST else ""
+        return f"{value.__module__}.{value.__qualname__}{inner}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return str(value)
+    return type(value).__qualname__ if not isinstance(value, type) else value.__qualname__
+
+
+def _check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    for name in {**mine, **theirs}:
+        if theirs.get(name) != mine.get(name):
+            raise ValueError(
+                f"Expected a checkpoint of a run with {name} {mine.get(name)}, but got one with {theirs.get(name)}; "
+                "pass anyway=True to go on from it all the same"
+            )
+
+
+def _check(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+    """Refuses the state of a run unlike `mine`, which may differ in the clients that have taken part."""
+    loose = ("history.", "recorders.", "fingerprint")  # which check their own
+    missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
+    if any(not name.startswith(loose) for name in missing | other):
+        raise ValueError(
+            f"Expected a checkpoint of this algorithm, with {sorted(missing)}, but got one with {sorted(other)} instead"
+        )
+    for name, leaf in mine.items():
+        if name.startswith(loose):
+            continue
+        rows = name.startswith("clients.")
+        want, got = leaf.shape[rows:], state[name].shape[rows:]
+        if want != got or leaf.dtype != state[name].dtype:
+            raise ValueError(
+                f"Expected {name} in the checkpoint to be {leaf.dtype} of shape {tuple(want)}, but got "
+                f"{state[name].dtype} of shape {tuple(got)}"
+            )
+
+
+def below(prefix: str, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `flat` has under a prefix."""
+    return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}

@@ -1,0 +1,351 @@
+"""A run: everything that goes round by round.
+
+A round is sample, outbox, scatter, client, gather, server, commit. A `Run` holds where it stands, what has happened and
+who records it; research code steps through it, `ft.run` goes to the end, and a Lightning `Trainer` drives one as
+`ft.Federation`.
+
+>>> import torch, fedtorch as ft
+>>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0])), (torch.eye(2), torch.tensor([3.0, 4.0]))])
+>>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+>>> for round in ft.Run(algorithm, ft.InProcess(data)).rounds(2):
+...     print(round.number, round.server["weight"].round(decimals=3))
+1 tensor([[2., 3.]])
+2 tensor([[2., 3.]])
+>>> run = ft.run(algorithm, ft.InProcess(data), rounds=2)
+>>> run.number, run.client_module(0)(torch.ones(2)).detach().round()
+(2, tensor([5.]))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional, random, tree
+from fedtorch.data import FederatedData
+from fedtorch.federation import checkpoint
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
+from fedtorch.federation.exchange import sum_over
+from fedtorch.federation.faults import Faults, fates
+from fedtorch.federation.history import History, Round
+from fedtorch.federation.population import Clients, Population
+from fedtorch.federation.progress import rounds_bar
+from fedtorch.federation.sampling import Cohort, check_cohort, check_ids, cohort_function
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Recorder", "Round", "Run", "run"]
+
+TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
+_KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
+
+Until = Callable[[History], bool]
+
+
+class Recorder(Protocol):
+    """What follows a run and goes on with it after a resumption."""
+
+    def record(self, round: Round) -> None:
+        """Takes in a round."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that it knows, flat."""
+        ...
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Goes on from there."""
+        ...
+
+
+class _Keys(NamedTuple):
+    """A round's keys, one for each purpose."""
+
+    cohort: Tensor
+    client: Tensor
+    server: Tensor
+    faults: Tensor
+
+
+class Run:
+    """A run of an algorithm on a population, begun and not yet stepped.
+
+    Args:
+        algorithm: what clients and server compute.
+        population: who computes, and where.
+        parameters: where training starts; default: the algorithm's own start.
+        cohort: how many clients are asked each round, drawn uniformly without replacement; or a function of the
+            round's key, such as `ft.poisson_cohort`; None asks everybody.
+        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
+        seed: of all randomness.
+        record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
+        keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
+            in checkpoints), those of the latest rounds; 0 keeps none.
+
+    Attributes:
+        number: rounds done.
+        server: the server's state.
+        clients: the population's clients, bound to the algorithm.
+        last: the last round that was done here, None before.
+
+    Raises:
+        ValueError: no parameters to start from, a cohort larger than the population, clients that cannot take part.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        population: Population,
+        parameters: Tree = None,
+        *,
+        cohort: int | Cohort | None = None,
+        faults: Faults | None = None,
+        seed: int = 0,
+        record: Recorder | Sequence[Recorder] = (),
+        keep_losses: int = 1_000_000,
+    ) -> None:
+        if parameters is None:
+            if algorithm.start is None:
+                raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
+            parameters = algorithm.start
+        clients = len(population.names)
+        check_cohort(cohort, clients)
+        self.algorithm, self.population, self.seed = algorithm, population, seed
+        self.cohort, self.faults = cohort, faults
+        self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
+        self.number = self.bytes_up = self.bytes_down = 0
+        self.last: Round | None = None
+        self.log = History(keep_losses)
+        server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
+        self.clients: Clients = population.bind(algorithm, state)
+        if algorithm.told is not None:
+            server = server._replace(total=_first_total(algorithm, state, clients))
+        self.server: Tree = tree.to(server, population.device)
+        self._draw, self._everybody = cohort_function(cohort, clients), torch.arange(clients)
+        self._ahead: list[_Keys] = []  # of the rounds to come, the next one last
+
+    # -- round by round --------------------------------------------------------------------------------------------
+
+    def step(self) -> Round:
+        """Does one round."""
+        began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
+        keys = self._next_keys()
+        asked = self._draw(keys.cohort)
+        if asked is not None:
+            check_ids(asked, len(everybody))
+        hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
+        pending = self.clients.step(algorithm.outbox(self.server), hear, keys.client, silent)
+        if pending.aggregate is not None:
+            self._take(pending.aggregate, keys.server)
+            pending.commit()
+        self.number += 1
+        if algorithm.told is not None and self.number % TOTAL_ANEW == 0:
+            self.server = self.server._replace(total=self.clients.total())
+        self.bytes_up += pending.bytes_up
+        self.bytes_down += pending.bytes_down
+        repeated = pending.ids[:0] if pending.repeated is None else pending.repeated
+        self.last = Round(
+            self.number,
+            self.server,
+            self.clients,
+            pending.ids,
+            pending.info,
+            pending.bytes_up,
+            pending.bytes_down,
+            everybody if asked is None else asked,
+            before,
+            late,
+            after,
+            repeated,
+            {} if algorithm.report is None else algorithm.report(self.server),
+        )
+        self.log.record(self.last, time.perf_counter() - began)
+        for recorder in self.recorders:
+            recorder.record(self.last)
+        return self.last
+
+    def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
+        """Goes on, and yields after each round, until `rounds` are done in all or `until(history)` holds.
+
+        Both ends are those of the run and not of the call: a run that was stopped and resumed ends where it would have.
+
+        Raises:
+            ValueError: neither is given.
+        """
+        if rounds is None and until is None:
+            raise ValueError("Expected rounds= or until=, but got neither; to take a single round use run.step()")
+        return self._rounds(rounds, until)
+
+    def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
+        while (rounds is None or self.number < rounds) and not (self.number and until is not None and until(self.log)):
+            yield self.step()
+
+    def __iter__(self) -> Iterator[Round]:
+        raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")
+
+    def _take(self, aggregate: Tree, key: Tensor) -> None:
+        """The server's step."""
+        if self.algorithm.told is not None:
+            self.server = self.server._replace(total=tree.add(self.server.total, aggregate.told.value))
+            aggregate = aggregate.fresh
+        self.server = self.algorithm.server(self.server, aggregate, key)
+
+    def _next_keys(self) -> _Keys:
+        """The keys of the next round, which depend on the seed and its number only."""
+        if not self._ahead:
+            numbers = torch.arange(self.number, self.number + _KEYS_AHEAD)
+            rounds = random.fold_in(random.key(self.seed), numbers)
+            keys = random.fold_in(rounds[:, None], torch.arange(len(_Keys._fields)))
+            self._ahead = [_Keys(*each.unbind()) for each in reversed(keys.unbind())]
+        return self._ahead.pop()
+
+    # -- what came out ---------------------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """A row per round: who was asked and answered, losses, reports, bytes, seconds; see `ft.History.frame`."""
+        return self.log.frame()
+
+    @property
+    def client_losses(self) -> pd.DataFrame:
+        """The clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
+        return self.log.losses(self.population.names)
+
+    @property
+    def outbox(self) -> Tree:
+        """What the server sends out now."""
+        return self.algorithm.outbox(self.server)
+
+    def tensors(self, clients: Tensor | Sequence[int] | None = None) -> Tree:
+        """The tensors that clients (distinct numbers, default all) predict with, `(M, ...)`."""
+        ids = self._everybody if clients is None else torch.as_tensor(clients, dtype=torch.int64)
+        return self.clients.tensors(self.outbox, ids)
+
+    def client_module(self, client: int | str) -> nn.Module:
+        """A copy of the module with the tensors that `client` (number or name) predicts with."""
+        number = self._client(client)
+        module = self._module()
+        return functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+
+    def global_module(self) -> nn.Module:
+        """A copy of the module with the server's parameters, for algorithms that send out all of them.
+
+        Raises:
+            ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
+        """
+        module = self._module()
+        held = getattr(self.outbox, "parameters", self.outbox)
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        whole = {name for name, tensor in named.items() if tensor.is_floating_point()}  # counters do not predict
+        if not isinstance(held, dict) or not whole <= held.keys() <= named.keys():
+            raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
+        return functional.load(module, held)
+
+    def evaluate(
+        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets
+    ) -> dict[str, Score]:
+        """Scores of every client's model on its rows of `data`; see `ft.metrics`.
+
+        Args:
+            data: rows of the run's clients.
+            metrics: by name: torchmetrics with summed states, `ft.metrics`, or a function (prediction, target) ->
+                per-example values.
+            split: rows -> (inputs, targets).
+        """
+        if self.algorithm.predict is None:
+            raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
+        return evaluate(self.clients, self.outbox, self.algorithm.predict, data, metrics, split)
+
+    def _module(self) -> nn.Module:
+        if self.algorithm.module is None:
+            raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
+        return self.algorithm.module
+
+    def _client(self, client: int | str) -> int:
+        names = self.population.names
+        if isinstance(client, str):
+            if client not in names:
+                raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
+            return names.index(client)
+        if not 0 <= client < len(names):
+            raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
+        return client
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, flat: server and all clients' states, round, bytes, history, recorders.
+
+        Over ranks it is called on all of them, and each gets the whole.
+        """
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
+        """Goes on from what `state_dict` returned.
+
+        Args:
+            flat: of a run of the same algorithm, settings, population, cohort, faults and seed; chunks, device and
+                number of ranks may differ.
+            anyway: whether other settings are taken all the same.
+
+        Raises:
+            ValueError: it belongs to another run.
+        """
+        checkpoint.load_state_dict(self, flat, anyway)
+        self._ahead, self.last = [], None
+
+    def save(self, path: Path | str) -> None:
+        """Writes a safetensors file that appears whole under its name; over ranks, called on all of them."""
+        flat = self.state_dict()
+        if self.population.leads:
+            checkpoint.write(path, flat)
+        self.clients.meet()
+
+    def load(self, path: Path | str, *, anyway: bool = False) -> Run:
+        """Goes on from what `save` wrote, and returns itself; see `load_state_dict`."""
+        self.load_state_dict(checkpoint.read(path), anyway=anyway)
+        return self
+
+
+def run(
+    algorithm: Algorithm,
+    population: Population,
+    parameters: Tree = None,
+    *,
+    rounds: int | None = None,
+    until: Until | None = None,
+    cohort: int | Cohort | None = None,
+    faults: Faults | None = None,
+    seed: int = 0,
+    record: Recorder | Sequence[Recorder] = (),
+    progress: bool = False,
+) -> Run:
+    """A `Run` that has done its rounds; the arguments are those of `Run`, `Run.rounds`, and:
+
+    Args:
+        progress: whether a bar shows the rounds.
+
+    Raises:
+        ValueError: neither `rounds` nor `until` is given, or as for `Run`.
+    """
+    made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
+    with rounds_bar("Rounds", rounds, shown=progress) as bar:
+        for _ in made.rounds(rounds, until):
+            bar.update()
+    return made
+
+
+def _first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
+    """The total while all clients are in their initial state."""
+    assert algorithm.told is not None
+    initial = algorithm.told(tree.expand(state, 1))
+    everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
+    return sum_over(algorithm.exchange, everybody, slice(0, clients))
