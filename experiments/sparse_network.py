@@ -82,8 +82,8 @@ def analyse(data: ft.data.FederatedData, names: Sequence[str], sizes: Sizes, see
     began = time.perf_counter()
     start = graphical.start(len(names))
     population = ft.InProcess(data)
-    sampler = ft.Sampler(algorithm(sizes, names), population, start, burn_in=sizes.rounds // 5, seed=seed, watch=watch)
-    sampler.run(sizes.rounds)
+    sampler = ft.Sampler(burn_in=sizes.rounds // 5, watch=watch)
+    ft.run(algorithm(sizes, names), population, start, rounds=sizes.rounds, seed=seed, record=sampler)
     seconds = time.perf_counter() - began
     table = sampler.summary()
     r_hat = float(table.loc[[name for name in table.index if name.startswith("theta")], "r_hat"].max())

@@ -83,12 +83,12 @@ def federated(data: ft.data.FederatedData, local: sparse.LocalKernel, sizes: Siz
     algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=sizes.sweeps, chains=sizes.chains)
     start = torch.zeros(data[0][0].shape[1])
     began = time.perf_counter()
-    sampler = ft.Sampler(algorithm, ft.InProcess(data), start, burn_in=sizes.burn_in, seed=seed, watch=watched)
-    sampler.run(sizes.rounds)
+    sampler = ft.Sampler(burn_in=sizes.burn_in, watch=watched)
+    run = ft.run(algorithm, ft.InProcess(data), start, rounds=sizes.rounds, seed=seed, record=sampler)
     seconds = time.perf_counter() - began
     each = sampler.summary()["r_hat"]
     r_hat = {name: float(each[each.index.str.startswith(name)].max()) for name in ("theta", "log tau")}
-    traffic = (sampler.bytes_up + sampler.bytes_down) / 1e6
+    traffic = (run.bytes_up + run.bytes_down) / 1e6
     return Found(sampler.mean()["theta"], sampler.mean()["included"], seconds, traffic, r_hat)
 
 
@@ -104,8 +104,9 @@ def alone(data: ft.data.FederatedData, sizes: Sizes, seed: int, share: int = 1) 
 
     began = time.perf_counter()
     start = torch.zeros(data[0][0].shape[1])
-    sampler = ft.Sampler(algorithm, ft.InProcess(data), start, burn_in=sizes.burn_in, seed=seed, watch=watch)
-    draws = sampler.run(sizes.rounds).draws()
+    sampler = ft.Sampler(burn_in=sizes.burn_in, watch=watch)
+    ft.run(algorithm, ft.InProcess(data), start, rounds=sizes.rounds, seed=seed, record=sampler)
+    draws = sampler.draws()
     theta, included = (draws[name].flatten(0, 1).transpose(0, 1) for name in ("theta", "included"))
     return theta, included, time.perf_counter() - began
 
@@ -201,8 +202,9 @@ def calibration(sizes: Sizes, federations: int) -> list[common.Row]:
     for seed in range(federations):
         data, theta, effect = from_the_prior(seed)
         start = torch.zeros(COVARIATES)
-        sampler = ft.Sampler(algorithm, ft.InProcess(data), start, burn_in=sizes.burn_in, seed=seed, watch=watched)
-        draws = sampler.run(sizes.rounds).draws()["theta"].flatten(0, 1)
+        sampler = ft.Sampler(burn_in=sizes.burn_in, watch=watched)
+        ft.run(algorithm, ft.InProcess(data), start, rounds=sizes.rounds, seed=seed, record=sampler)
+        draws = sampler.draws()["theta"].flatten(0, 1)
         low, high = draws.quantile(torch.tensor([0.025, 0.975], dtype=draws.dtype), 0)
         inclusion = sampler.mean()["included"]
         numbers = {

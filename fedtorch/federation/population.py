@@ -317,7 +317,8 @@ class LocalClients:
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
         """The tensors that clients predict with; see `Clients.tensors`."""
-        return self.algorithm.model(self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids))
+        model = self.algorithm.model(self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids))
+        return tree.map(torch.clone, model)
 
     def _stacked(self, data: FederatedData) -> list[tuple[Tensor, ClientData]]:
         if id(data) not in self._validation:

@@ -60,9 +60,9 @@ def test_gibbs_sampling_without_a_server_is_that_with_one_to_the_bit(network: ft
     data = linear_clients(SIZES)
     faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.3))
     arguments: dict[str, Any] = {"rounds": 6, "seed": 4, "faults": faults}
-    served = ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), **arguments, rounds=None).last
+    served = ft.run(gibbs(), ft.InProcess(data), torch.zeros(3), **arguments).last
     algorithm = ft.without_server(gibbs(), network)
-    found = ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), **arguments, rounds=None).last
+    found = ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(3), **arguments).last
     for node in range(K):
         assert same_bits(tree.map(lambda leaf, node=node: leaf[node], found.server), served.server)
     assert same_bits(found.clients.state_dict(), served.clients.state_dict())

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from support.closed_forms import distance, linear_clients, same_bits
+from support.sampled import sampled
 from support.small_federations import trainer
 from torch import Tensor
 
@@ -49,7 +50,7 @@ def closed_form(data: ft.data.FederatedData, tau: float = 0.5, sigma: float = 0.
 def test_the_gaussian_posterior(sweeps: int) -> None:
     """Whatever the number of sweeps; errors from the spread over independent chains."""
     data, chains = linear_clients(SIZES), 30
-    sampler = ft.Sampler(conjugate(sweeps, chains), ft.InProcess(data), START, burn_in=15).run(90)
+    sampler = sampled(conjugate(sweeps, chains), ft.InProcess(data), START, rounds=90, burn_in=15)
     mean, covariance = closed_form(data)
     found = sampler.moments["theta"]
     bound = float(stats.norm.ppf(1 - 1e-4))
@@ -68,8 +69,10 @@ def test_one_sweep_and_a_hundred_have_one_stationary_distribution() -> None:
     found = []
     for sweeps, rounds in ((1, 2500), (100, 400)):
         population = ft.InProcess(data)
-        sampler = ft.Sampler(sparse_algorithm(sweeps, chains), population, START, burn_in=200, keep=False, seed=sweeps)
-        moments = sampler.run(rounds).moments
+        sampler = sampled(
+            sparse_algorithm(sweeps, chains), population, START, rounds=rounds, burn_in=200, keep=False, seed=sweeps
+        )
+        moments = sampler.moments
         found.append(torch.cat([moments[name].mean for name in ("theta", "prior.included")], -1))
     error = ((found[0].var(0) + found[1].var(0)) / chains).sqrt()
     z = (found[0].mean(0) - found[1].mean(0)) / error
@@ -119,8 +122,8 @@ def test_a_chain_does_not_depend_on_the_others() -> None:
 
 
 def means(algorithm: ft.Algorithm, data: ft.data.FederatedData, seed: int = 0, **arguments: Any) -> dict[str, Tensor]:
-    sampler = ft.Sampler(algorithm, ft.InProcess(data), START, burn_in=20, keep=False, seed=seed, **arguments)
-    return {name: moments.mean for name, moments in sampler.run(60).moments.items()}
+    sampler = sampled(algorithm, ft.InProcess(data), START, rounds=60, burn_in=20, keep=False, seed=seed, **arguments)
+    return {name: moments.mean for name, moments in sampler.moments.items()}
 
 
 def close(one: Tensor, two: Tensor) -> bool:

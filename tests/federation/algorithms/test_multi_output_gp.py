@@ -439,5 +439,3 @@ def test_settings_and_data_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             ft.Run(mixed, ft.InProcess(ft.data.from_tensors([(x, y, *extra)]))).step()
-    with pytest.raises(NotImplementedError, match="no local solver to use elsewhere"):
-        exact().local(None, None, None, None, None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import geweke
 from support.closed_forms import linear_clients, same_bits
+from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
@@ -72,8 +73,8 @@ def test_pooled_and_separate_sites() -> None:
     data = linear_clients([40, 60])
     algorithm = ft.gibbs(baselines.lone_regression(), baselines.nothing_shared(), sweeps=5, chains=2)
     watch = lambda round: {"included": round.clients.table.read(slice(0, 1)).variables.included[0]}
-    sampler = ft.Sampler(algorithm, ft.InProcess(data.pool()), torch.zeros(3), burn_in=10, watch=watch).run(40)
-    assert sampler.bytes_up == 0
+    sampler = sampled(algorithm, ft.InProcess(data.pool()), torch.zeros(3), rounds=40, burn_in=10, watch=watch)
+    assert ft.run(algorithm, ft.InProcess(data.pool()), torch.zeros(3), rounds=3).bytes_up == 0
     assert bool((sampler.mean()["included"] > 0).all())
     runs = [
         list(ft.Run(algorithm, ft.InProcess(data, chunk), torch.zeros(3)).rounds(3))[-1].clients.state_dict()

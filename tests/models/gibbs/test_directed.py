@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from support import geweke
 from support.closed_forms import same_bits
+from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
@@ -189,8 +190,10 @@ def test_a_cyclic_graph_is_found(p: int, rounds: int) -> None:
     """The last p variables, which the loop is among; errors of all are drawn."""
     truth = CYCLE[4 - p :, 4 - p :]
     data = ft.data.FederatedData(caused(truth, laplace(random.key(0), (500, p))), torch.full((5,), 100))
-    sampler = ft.Sampler(algorithm(8, 2), ft.InProcess(data), graphical.start(p), burn_in=rounds // 3, keep=False)
-    theta, inclusion = (graphical.square(sampler.run(rounds).mean()[name]) for name in ("theta", "prior.included"))
+    sampler = sampled(
+        algorithm(8, 2), ft.InProcess(data), graphical.start(p), rounds=rounds, burn_in=rounds // 3, keep=False
+    )
+    theta, inclusion = (graphical.square(sampler.mean()[name]) for name in ("theta", "prior.included"))
     assert torch.equal(graphical.arrows(inclusion, 0.1), truth != 0)
     assert float((theta - truth).abs().max()) < 0.3
 
@@ -208,8 +211,10 @@ def test_permuted_variables() -> None:
     data, order, chains = cyclic_sites([40, 30]).map(lambda y: y[:, 1:]), [2, 0, 1], 8
     means = []
     for turned in (data, data.map(lambda y: y[:, order])):
-        sampler = ft.Sampler(algorithm(4, chains), ft.InProcess(turned), graphical.start(3), burn_in=15, keep=False)
-        means.append(graphical.square(sampler.run(45).moments["theta"].mean))
+        sampler = sampled(
+            algorithm(4, chains), ft.InProcess(turned), graphical.start(3), rounds=45, burn_in=15, keep=False
+        )
+        means.append(graphical.square(sampler.moments["theta"].mean))
     first, second = means[0][:, order][:, :, order], means[1]
     off = ~torch.eye(3, dtype=torch.bool)
     z = ((first.mean(0) - second.mean(0)) / ((first.var(0) + second.var(0)) / chains).sqrt())[off]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from support.closed_forms import same_bits
+from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
@@ -46,8 +47,8 @@ def sample(data: ft.data.FederatedData, rounds: int = 60, seed: int = 0, sweeps:
     """Inclusion probabilities `(p, p)`."""
     start = graphical.start(data[0].shape[1])
     algorithm, population = field(sweeps, 4), ft.InProcess(data)
-    sampler = ft.Sampler(algorithm, population, start, burn_in=rounds // 4, seed=seed, keep=False)
-    return graphical.square(sampler.run(rounds).mean()["prior.included"])
+    sampler = sampled(algorithm, population, start, rounds=rounds, burn_in=rounds // 4, seed=seed, keep=False)
+    return graphical.square(sampler.mean()["prior.included"])
 
 
 def one_regression(j: int, intercept: bool) -> tuple[LocalKernel, GlobalKernel]:
@@ -102,7 +103,7 @@ def test_the_gaussian_posterior() -> None:
     local = graphical.neighbourhoods(deviation=deviations.normal(), noise_shape=sure)
     shared = sparse.hierarchy(global_priors.gaussian(1.5), scale=tau, noise_scale=sure)
     algorithm = ft.gibbs(local, graphical.every_response(shared), sweeps=3, chains=chains)
-    sampler = ft.Sampler(algorithm, ft.InProcess(data), graphical.start(3), burn_in=15, keep=False).run(90)
+    sampler = sampled(algorithm, ft.InProcess(data), graphical.start(3), rounds=90, burn_in=15, keep=False)
     found = sampler.moments["theta"].mean
     bound = float(stats.norm.ppf(1 - 1e-3 / 12))
     for j, others in enumerate(graphical.other_variables(3)):
@@ -167,8 +168,8 @@ def test_permuted_variables() -> None:
     data, order = normal_rows(CHAIN, [40, 60, 50]), [3, 1, 4, 0, 2]
     means = []
     for turned in (data, data.map(lambda y: y[:, order])):
-        sampler = ft.Sampler(field(4, 8), ft.InProcess(turned), graphical.start(5), burn_in=15, keep=False)
-        means.append(graphical.square(sampler.run(40).moments["theta"].mean))
+        sampler = sampled(field(4, 8), ft.InProcess(turned), graphical.start(5), rounds=40, burn_in=15, keep=False)
+        means.append(graphical.square(sampler.moments["theta"].mean))
     first, second = means[0][:, order][:, :, order], means[1]
     off = ~torch.eye(5, dtype=torch.bool)
     error = ((first.var(0) + second.var(0)) / 8).sqrt()
@@ -221,7 +222,7 @@ def test_bad_input() -> None:
         graphical.neighbourhoods().prepare(ft.data.ClientData(constant, counts))
     gap = y.clone()
     gap[0, 2, 2] = torch.nan
-    with pytest.raises(ft.BadClients, match=r"NaN or Inf; fill missing values by fedtorch\.models\.imputation"):
+    with pytest.raises(ft.BadClients, match=r"NaN or Inf; fill missing values by fedtorch\.models\.gibbs\.imputation"):
         prepare(ft.data.ClientData(gap, counts))
     single = ft.gibbs(graphical.neighbourhoods(), sparse.hierarchy())
     with pytest.raises(ValueError, match=r"but got a single one; use every_response\(hierarchy\)"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import geweke
 from support.closed_forms import distance, same_bits
+from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
@@ -139,7 +140,7 @@ def test_without_gaps_imputing_is_the_regression() -> None:
         (sparse.regression(), ft.data.from_tensors(rows)),
     ):
         algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=3, chains=12)
-        sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(3), burn_in=15, keep=False).run(60)
+        sampler = sampled(algorithm, ft.InProcess(data), torch.zeros(3), rounds=60, burn_in=15, keep=False)
         means.append(sampler.moments["theta"].mean)
     error = ((means[0].var(0) + means[1].var(0)) / 12).sqrt()
     assert float(((means[0].mean(0) - means[1].mean(0)) / error).abs().max()) < 4

@@ -8,6 +8,7 @@ import arviz
 import pytest
 import torch
 from support.closed_forms import distance, linear_clients
+from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
@@ -100,8 +101,8 @@ def test_silent_sites_leave_the_posterior_as_it_is() -> None:
     shared = sparse.hierarchy(global_priors.gaussian(), scale=tau, noise_scale=1e9 * sigma**2)
     algorithm = ft.gibbs(local, shared, sweeps=1, chains=chains)
     population = ft.InProcess(ft.data.from_tensors([*zip(x, y)]))
-    sampler = ft.Sampler(algorithm, population, torch.zeros(2), burn_in=40, faults=ft.dropouts(0.5))
-    draws = sampler.run(300).draws()["theta"]
+    sampler = sampled(algorithm, population, torch.zeros(2), rounds=300, burn_in=40, faults=ft.dropouts(0.5))
+    draws = sampler.draws()["theta"]
     for value, expected in ((draws, mean), ((draws - mean).square(), covariance.diagonal())):
         each = value.mean(1)
         assert float(((each.mean(0) - expected) / (each.std(0) / chains**0.5)).abs().max()) < 4
@@ -119,6 +120,6 @@ def test_chains_mix_faster(make: Any, logits: bool, rounds: int) -> None:
     found = []
     for interweave in (0, sparse.INTERWEAVE):
         algorithm = ft.gibbs(make(interweave=interweave), sparse.hierarchy(), sweeps=2, chains=6)
-        sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(4), burn_in=rounds // 5).run(rounds)
+        sampler = sampled(algorithm, ft.InProcess(data), torch.zeros(4), rounds=rounds, burn_in=rounds // 5)
         found.append(float(arviz.ess(sampler.inference_data())["theta"].median()))
     assert found[1] > 2 * found[0], found

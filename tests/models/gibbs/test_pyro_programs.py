@@ -9,6 +9,7 @@ import torch
 from pyro import poutine
 from scipy import stats
 from support import sparse_oracle
+from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
@@ -153,8 +154,8 @@ def test_gibbs_agrees_with_the_posterior(kind: str) -> None:
         return {"all": torch.cat([shared.theta, own.flatten(1), shared.prior.included], 1)}
 
     algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=10 if kind == "linear" else 3, chains=64)
-    sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(1), burn_in=50, watch=watch, keep=False)
-    found = sampler.run(450).moments["all"].mean
+    sampler = sampled(algorithm, ft.InProcess(data), torch.zeros(1), rounds=450, burn_in=50, watch=watch, keep=False)
+    found = sampler.moments["all"].mean
     check_agreement(found.mean(0), sd, oracle)
     error = ((found.std(0) / sd).square() / 64 + oracle.error.square()).sqrt()
     z = (found.mean(0) - torch.cat([oracle.theta, oracle.sites.flatten(), oracle.inclusion])) / sd / error

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from support import geweke, sparse_oracle
 from support.closed_forms import linear_clients
+from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
@@ -20,7 +21,7 @@ from fedtorch.models.gibbs.gaussian_conditional import least_norm
 def sample(data: ft.data.FederatedData, rounds: int = 60, prior: Any = None, sweeps: int = 5, **arguments: Any) -> Any:
     algorithm = ft.gibbs(sparse.regression(**arguments), sparse.hierarchy(prior), sweeps=sweeps, chains=4)
     start = torch.zeros(data[0][0].shape[1])
-    return ft.Sampler(algorithm, ft.InProcess(data), start, burn_in=rounds // 5).run(rounds)
+    return sampled(algorithm, ft.InProcess(data), start, rounds=rounds, burn_in=rounds // 5)
 
 
 def simulated(counts: list[int], effects: Tensor, seed: int = 0) -> ft.data.FederatedData:
@@ -58,8 +59,10 @@ def test_collinear_and_constant_columns_and_a_client_with_one_row(intercept: boo
     local = sparse.regression(deviation=deviations.normal(), noise_shape=1e9, intercept=intercept)
     shared = sparse.hierarchy(global_priors.gaussian(), scale=tau, noise_scale=1e9 * sigma**2)
     population = ft.InProcess(data)
-    sampler = ft.Sampler(ft.gibbs(local, shared, sweeps=2, chains=chains), population, torch.zeros(5), burn_in=15)
-    draws = sampler.run(55).draws()["theta"] @ contrasts.T
+    sampler = sampled(
+        ft.gibbs(local, shared, sweeps=2, chains=chains), population, torch.zeros(5), rounds=55, burn_in=15
+    )
+    draws = sampler.draws()["theta"] @ contrasts.T
     for value, expected in ((draws, mean), ((draws - mean).square(), sd.square())):
         each = value.mean(1)
         z = (each.mean(0) - expected) / (each.std(0) / chains**0.5)
@@ -81,7 +84,7 @@ def test_missing_values_are_refused_with_the_way_out() -> None:
     x[3, 1] = torch.nan
     with pytest.raises(
         ValueError,
-        match=r"client '0', row 3; remove or impute such rows, see fedtorch\.models\.imputation",
+        match=r"client '0', row 3; remove or impute such rows, see fedtorch\.models\.gibbs\.imputation",
     ):
         ft.data.from_tensors([(x, y)])
     block = ft.data.ClientData((x[None], y[None]), torch.tensor([5]))
@@ -172,8 +175,10 @@ def test_the_posterior_without_markov_chains(chains: int, rounds: int) -> None:
         return {"all": torch.cat([shared.theta, sites.flatten(1), shared.prior.included], 1)}
 
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=10, chains=chains)
-    sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(2), burn_in=rounds // 4, watch=watch, keep=False)
-    found = sampler.run(rounds).moments["all"].mean
+    sampler = sampled(
+        algorithm, ft.InProcess(data), torch.zeros(2), rounds=rounds, burn_in=rounds // 4, watch=watch, keep=False
+    )
+    found = sampler.moments["all"].mean
     unit = torch.cat([oracle.theta_sd, oracle.sites_sd.flatten(), torch.ones(2)])
     gap = (found.mean(0) - torch.cat([oracle.theta, oracle.sites.flatten(), oracle.inclusion])) / unit
     error = ((found.std(0) / unit).square() / chains + oracle.error.square()).sqrt()
