@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithms.ep import devices, fit
+from fedtorch.federation.algorithms.ep import devices, settled
 from fedtorch.models import hierarchical
 from fedtorch.tree import Tree
 
@@ -27,28 +27,26 @@ class Candidate(NamedTuple):
 def predictions_of(candidate: Candidate, training: FederatedData, test: FederatedData, seed: int = 0) -> list[Tensor]:
     """What every device predicts for its own rows of `test`, `(n_k,)` each."""
     if candidate.model is not None:
-        return _expected(candidate.algorithm, candidate.model, candidate.rounds, training, test)
+        return _expected(candidate, training, test)
     population = ft.InProcess(training.pool() if candidate.pooled else training)
-    last = ft.run(candidate.algorithm, population, seed=seed, rounds=candidate.rounds).last
-    local = candidate.algorithm.local
-    assert local is not None
+    run = ft.run(candidate.algorithm, population, seed=seed, rounds=candidate.rounds)
+    outputs = candidate.algorithm.predict
+    assert outputs is not None
 
     def predict(tensors: Tree, block: ClientData) -> Tensor:
         size = int(test.counts.max())
-        found = local.predict(tensors, block.batch[0])
+        found = outputs(tensors, block.batch[0])
         return torch.nn.functional.pad(found, (0, size - found.shape[1]))
 
-    every = last.clients.evaluate(candidate.algorithm.outbox(last.server), test, predict)
+    every = run.clients.evaluate(run.outbox, test, predict)
     return [row[:count] for row, count in zip(every, test.counts.tolist())]
 
 
-def _expected(
-    algorithm: ft.Algorithm, model: hierarchical.Model, rounds: int, training: FederatedData, test: FederatedData
-) -> list[Tensor]:
+def _expected(candidate: Candidate, training: FederatedData, test: FederatedData) -> list[Tensor]:
     """The posterior mean of every row of `test` under a hierarchical model."""
-    rows = training.map(_with_constant)
-    found = fit(algorithm, ft.InProcess(rows), rounds=rounds, tolerance=0.02)
-    means = devices(found.last, algorithm, model, rows).marginals().mean
+    rows = ft.InProcess(training.map(_with_constant))
+    run = ft.run(candidate.algorithm, rows, rounds=candidate.rounds, until=settled(0.02))
+    means = devices(run, tolerance=0.02).marginals().mean
     return [x @ mean for mean, (x, _) in zip(means, test.map(_with_constant))]
 
 

@@ -98,8 +98,7 @@ def hm2(rounds: int) -> dict[str, Candidate]:
     found = {}
     for name, which in sets.items():
         model = hierarchical.linear(hierarchical.normal(FEATURES + 1, random=which, sd=30.0, variance=variance))
-        algorithm = ft.ep(model)
-        found[name] = Candidate(algorithm, 60, model=model)
+        found[name] = Candidate(ft.ep(model), 60, model=model)
     return found
 
 

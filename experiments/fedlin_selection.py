@@ -26,7 +26,7 @@ from torch.distributions import Normal
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.federation.algorithms.ep import Fit, devices, fit
+from fedtorch.federation.algorithms.ep import devices, posterior, settled
 from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import credible_interval, selected
 from fedtorch.models.hierarchical import Model, shrinkage
@@ -55,10 +55,9 @@ METRICS = ("A-RMSE", "correct inclusion", "false inclusion")
 MEAN, VARIANCE = [1, 3, 0.5, 2], [1.17, 2.35, 2.52, 0.67]
 
 
-def infer(model: Model, data: ft.data.FederatedData) -> tuple[Fit, ft.Algorithm]:
+def infer(model: Model, data: ft.data.FederatedData) -> ft.Run:
     """Expectation propagation until it stands still."""
-    algorithm = ft.ep(model)
-    return fit(algorithm, ft.InProcess(data)), algorithm
+    return ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
 
 
 def simulate(coefficients: Tensor, rows: Sequence[int], generator: torch.Generator) -> ft.data.FederatedData:
@@ -77,8 +76,7 @@ def select(case: Case, seed: int) -> tuple[dict[str, float], tuple[Tensor, Tenso
     training = simulate(truth, case.rows, generator)
     testing = simulate(truth, [case.held_out] * len(case.rows), generator)
     model = shrinkage.penalised(shrinkage.lasso(truth.shape[1]))
-    found, algorithm = infer(model, training)
-    marginals = devices(found.last, algorithm, model, training).marginals()
+    marginals = devices(infer(model, training)).marginals()
     means, chosen = marginals.mean, selected(marginals, LEVEL)
     errors = [(y - x @ mean).square().mean().sqrt() for (x, y), mean in zip(testing, means)]
     figures = {
@@ -90,18 +88,18 @@ def select(case: Case, seed: int) -> tuple[dict[str, float], tuple[Tensor, Tenso
     return figures, (means[0], low[0], high[0])
 
 
-def shared(count: int, seed: int) -> tuple[Fit, tuple[Tensor, Tensor], Tensor]:
+def shared(count: int, seed: int) -> tuple[ft.Run, tuple[Tensor, Tensor], Tensor]:
     """The posterior of (μ, log τ) of devices that differ, its intervals, and the truth."""
     generator = torch.Generator().manual_seed(seed)
     mean, variance = (torch.tensor(values, dtype=torch.float64) for values in (MEAN, VARIANCE))
     coefficients = mean + variance.sqrt() * torch.randn(count, 4, generator=generator, dtype=torch.float64)
     data = simulate(coefficients, [100] * count, generator)
-    found, _ = infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE**2), data)
-    q = found.posterior
-    return found, credible_interval(Normal(q.mean, q.stddev), LEVEL), torch.cat([mean, variance.log()])
+    run = infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE**2), data)
+    q = posterior(run)
+    return run, credible_interval(Normal(q.mean, q.stddev), LEVEL), torch.cat([mean, variance.log()])
 
 
-def draw(device: tuple[Tensor, Tensor, Tensor], found: Fit, interval: tuple[Tensor, Tensor], truth: Tensor,
+def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Tensor, Tensor], truth: Tensor,
          folder: Path) -> Path:  # fmt: skip
     """Figure 4: means, intervals and truths of device 1 of case I, as errors, and of the shared parameters."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
@@ -111,7 +109,7 @@ def draw(device: tuple[Tensor, Tensor, Tensor], found: Fit, interval: tuple[Tens
     left.set_xlabel("coefficient of device 1, case I")
     left.set_ylabel("mean and 90 % interval, less the truth")
     left.legend(frameon=False)
-    mean = found.posterior.mean
+    mean = posterior(run).mean
     right.errorbar(range(8), mean, [mean - interval[0], interval[1] - mean], fmt="o", capsize=4, label="posterior")
     right.plot(range(8), truth, "x", color="C3", label="truth")
     right.set_xticks(range(8), [rf"$\mu_{j}$" for j in range(1, 5)] + [rf"$\log\tau_{j}$" for j in range(1, 5)])
@@ -137,15 +135,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             rows.append(common.Row(f"case {name}", metric, float(np.mean(values)), sd, published))
             line += [f"{np.mean(values):.3f}", "" if sd is None else f"{sd:.3f}", f"{published:.3f}"]
         lines.append(line)
-    found, interval, truth = shared(20 if options.smoke else 100, 0)
+    run, interval, truth = shared(20 if options.smoke else 100, 0)
     covered = (interval[0] <= truth) & (truth <= interval[1])
     rows.append(common.Row("Figure 4, right", "shared parameters in their intervals", float(covered.double().mean())))
-    rows.append(common.Row("Figure 4, right", "rounds", len(found.rounds)))
+    rows.append(common.Row("Figure 4, right", "rounds", run.number))
     columns = ["", *(name for metric in METRICS for name in (metric, "sd", "published"))]
     common.show(f"FedLin, Table 2, {options.seeds} runs", columns, lines)
     common.write("fedlin_selection", rows, options.json)
     if options.out is not None and first is not None:
-        common.show_path(draw(first, found, interval, truth, options.out))
+        common.show_path(draw(first, run, interval, truth, options.out))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.federation.algorithms.ep import devices, fit
+from fedtorch.federation.algorithms.ep import devices, settled
 from fedtorch.models.device_posterior import credible_interval, selected
 from fedtorch.models.hierarchical import shrinkage
 
@@ -71,9 +71,8 @@ def federated(penalty: str, training: ft.data.FederatedData, testing: Schools) -
     """HM2's figures, and the means and intervals `(3, 2, d)`."""
     kind = {"lasso": shrinkage.lasso, "ridge": shrinkage.ridge}[penalty]
     model = shrinkage.penalised(kind(testing[0][0].shape[1]))
-    algorithm = ft.ep(model)
-    found = fit(algorithm, ft.InProcess(training))
-    marginals = devices(found.last, algorithm, model, training).marginals()
+    run = ft.run(ft.ep(model), ft.InProcess(training), rounds=50, until=settled())
+    marginals = devices(run).marginals()
     chosen = selected(marginals, 0.9)
     refitted = [least_squares(x, y, own) for (x, y), own in zip(training, chosen)]
     figures = {
