@@ -36,37 +36,42 @@ class TreeOptimizer:
     A parameter's state is zero everywhere until its first gradient.
 
     Args:
-        original: has the hyperparameters, in its groups; its own parameters stay as they are.
-        names: of the parameters of each group.
-        stacked: the parameters are stacks `(K, ...)`. What the optimiser keeps once for a whole parameter, such as a
-            number of steps, then is a row `(K,)` of equal values in the state.
+        original: has the hyperparameters, in its groups.
+        parameters: that it was made for, by name; frozen ones are left out. They stay as they are.
+        stacked: the parameters of states and steps are stacks `(K, ...)`. What the optimiser keeps once for a whole
+            parameter, such as a number of steps, then is a row `(K,)` of equal values in the state.
         advice: what to do with an optimiser whose state is no tree; ends the error that says so.
+
+    Raises:
+        TypeError: it is no optimiser, or one of other parameters.
     """
 
     def __init__(
         self,
         original: Optimizer,
-        names: list[list[str]],
+        parameters: Mapping[str, Tensor],
         *,
         stacked: bool = False,
         advice: str = "and then it cannot be saved",
     ) -> None:
-        self.original, self.names, self.stacked, self.advice = original, names, stacked, advice
+        if not isinstance(original, Optimizer):
+            raise TypeError(f"Expected a torch.optim.Optimizer, but got {type(original).__name__}")
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        groups = [group["params"] for group in original.param_groups]
+        unknown = [tuple(p.shape) for group in groups for p in group if id(p) not in names]
+        if unknown:
+            raise TypeError(
+                f"Expected the optimiser to hold the module's parameters, but got others of shapes {unknown}"
+            )
+        self.names = [[names[id(p)] for p in group if p.requires_grad] for group in groups]
+        self.original, self.stacked, self.advice = original, stacked, advice
         self._numbers: dict[str, Any] | None = None  # parts that are one number, and its type; None: not looked
 
     @classmethod
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
-        """The optimiser that `make` gives for parameters of these names and shapes.
-
-        Raises:
-            TypeError: `make` returns something else.
-        """
+        """The optimiser that `make` gives for parameters of these names and shapes."""
         own = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
-        names = {id(parameter): name for name, parameter in own.items()}
-        original = make(own.values())
-        if not isinstance(original, Optimizer):
-            raise TypeError(f"Expected optimizer= to make a torch.optim.Optimizer, but got {type(original)}")
-        return cls(original, [[names[id(p)] for p in group["params"]] for group in original.param_groups])
+        return cls(make(own.values()), own)
 
     def init(self, parameters: Mapping[str, Tensor]) -> State:
         """The state before the first step, zeros in the structure of the state after it.

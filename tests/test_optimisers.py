@@ -62,8 +62,9 @@ def test_steps_are_those_of_an_optimiser_that_lives_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stacked_steps_are_those_of_each_client(name: str) -> None:
-    start, names = draw(0), [list(SHAPES)]
-    stacked = TreeOptimizer(OPTIMIZERS[name]([nn.Parameter(p) for p in start.values()]), names, stacked=True)
+    start = draw(0)
+    own = {n: nn.Parameter(leaf) for n, leaf in start.items()}
+    stacked = TreeOptimizer(OPTIMIZERS[name](own.values()), own, stacked=True)
     alone = TreeOptimizer.made(OPTIMIZERS[name], start)
     parameters = tree.stack([draw(0), draw(10)])
     state = stacked.init(parameters)
@@ -87,11 +88,14 @@ class Summing(SGD):
 
 
 def test_what_is_no_optimiser_or_has_a_state_that_is_no_tree_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Expected optimizer= to make a torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"Expected a torch\.optim\.Optimizer, but got NoneType"):
         TreeOptimizer.made(lambda p: None, draw(0))  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match="Expected an optimiser that needs no closure, but got LBFGS"):
         TreeOptimizer.made(lambda p: torch.optim.LBFGS(list(p)), draw(0)).init(draw(0))
-    summing = TreeOptimizer(Summing([torch.ones(2, 3)], lr=0.1), [["matrix"]], stacked=True, advice="use another one")
+    own = {"matrix": nn.Parameter(torch.ones(2, 3))}
+    with pytest.raises(TypeError, match=r"hold the module's parameters, but got others of shapes \[\(2, 3\)\]"):
+        TreeOptimizer(SGD(own.values(), lr=0.1), {"other": torch.ones(2, 3)})
+    summing = TreeOptimizer(Summing(own.values(), lr=0.1), own, stacked=True, advice="use another one")
     with pytest.raises(TypeError, match=r"Summing's state 'total' to have a row per client.* \(3,\) .*another one"):
         summing.init({"matrix": torch.ones(5, 3)})
 

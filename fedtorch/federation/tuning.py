@@ -21,8 +21,7 @@ import dataclasses
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -216,7 +215,8 @@ def _held_out(population: Population, validation: FederatedData | float, seed: i
 
 
 def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algorithm:
-    with _seeded(seed):
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         try:
             algorithm = build(**setting)
         except Exception as error:
@@ -227,17 +227,6 @@ def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algo
     if algorithm.predict is None:
         raise ValueError("Expected an algorithm that predicts, but got one without `predict`")
     return algorithm
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """torch's global generator at `seed`, and afterwards as before."""
-    before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)
 
 
 def _score(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:

@@ -80,7 +80,6 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
         TypeError: no optimiser, several, a scheduler that watches a metric, or several schedulers of different
             intervals.
     """
-    names = {id(p): name for name, p in module.named_parameters()}
     if make is not None:
         answer: Any = make(p for p in module.parameters() if p.requires_grad)
     elif isinstance(module, L.LightningModule):
@@ -95,27 +94,16 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
         raise TypeError(
             f"Expected one optimiser, but {type(module).__name__} configures {len(optimizers)}; use ft.lightning_fit"
         )
-    optimizer = optimizers[0]
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"Expected a torch.optim.Optimizer, but got {type(optimizer).__name__}")
-    groups = []
-    for group in optimizer.param_groups:
-        unknown = [tuple(p.shape) for p in group["params"] if id(p) not in names]
-        if unknown:
-            raise TypeError(
-                f"Expected the optimiser to hold the module's parameters, but got others of shapes {unknown}"
-            )
-        groups.append([names[id(p)] for p in group["params"] if p.requires_grad])
+    advice = "use reset='round'"
+    optimizer = TreeOptimizer(optimizers[0], dict(module.named_parameters()), stacked=True, advice=advice)
     for setting in schedulers:
         _check_scheduler(setting)
     settings = {(s["interval"], s["frequency"]) for s in schedulers}
     if len(settings) > 1:
         raise TypeError(f"Expected schedulers of one interval and frequency, but got {sorted(settings)}")
     interval, frequency = settings.pop() if settings else ("epoch", 1)
-    return Configured(
-        TreeOptimizer(optimizer, groups, stacked=True, advice="use reset='round'"),
-        Schedule(optimizer, [s["scheduler"] for s in schedulers], interval, frequency),
-    )
+    act_on = [setting["scheduler"] for setting in schedulers]
+    return Configured(optimizer, Schedule(optimizer.original, act_on, interval, frequency))
 
 
 def _check_scheduler(setting: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         >>> ft.Run(ft.fedavg(local), ft.InProcess(data)).step().server
         {'coefficients': tensor([1.])}
     """
+    module = copy.deepcopy(module)
     form = _form(module)
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     if frozen:
@@ -83,61 +85,68 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         raise ValueError(f"Expected steps to be a whole number of at least 1, or None, but got {steps}")
     if lr is not None and not lr > 0:
         raise ValueError(f"Expected a positive lr, but got {lr}; leave it out to have it from the data")
-    module = copy.deepcopy(module)
-    parameters = functional.parameters(module)
-    design = _form(module).design
-
-    def prepare(data: Any) -> Gram:
-        if isinstance(data, Gram):
-            return data
-        x, y = data.batch
-        y = (y[..., None] if y.ndim == 2 else y).to(torch.float64)
-        with torch.no_grad():
-            x = design(x).to(torch.float64)
-        if y.shape[2:] != (form.outputs,):
-            raise ValueError(f"Expected targets of shape ({form.outputs},), but got {tuple(y.shape[2:])}")
-        mask = (torch.arange(x.shape[1], device=x.device) < data.count[:, None]).to(x.dtype)[..., None]
-        n = data.count.clamp(min=1).to(x.dtype)[:, None, None]  # a client without rows stays at the start
-        x, y = x * mask, y * mask
-        values, vectors = torch.linalg.eigh(x.mT @ x / n)
-        response = (y.square().sum(1, keepdim=True) / n).sum((1, 2))
-        return Gram(values.clamp(min=0), vectors, vectors.mT @ (x.mT @ y / n), response, data.count)
-
-    def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-        gram = prepare(data)
-        old = form.join(start).to(torch.float64)
-        basis, curvature = gram.vectors, gram.values * (2 / form.outputs)
-        descent = gram.cross * (2 / form.outputs)  # minus the gradient, in the basis of the eigenvectors
-        if quadratic is not None:
-            if isinstance(quadratic.precision, Tensor):
-                curvature = curvature + quadratic.precision.to(torch.float64)[:, None]
-            else:
-                precision = _precisions(quadratic, start, form).to(torch.float64)
-                curvature, basis = torch.linalg.eigh((basis * curvature[:, None]) @ basis.mT + precision.diag_embed())
-                descent = basis.mT @ (gram.vectors @ descent)
-            descent = descent + basis.mT @ form.join(quadratic.shift).to(torch.float64)
-        descent = descent - curvature[..., None] * (basis.mT @ old)
-        if steps is None:
-            reach, taken = _minimiser(curvature), torch.zeros_like(curvature[:, 0])
-        else:
-            reach, taken = _gradient_steps(curvature, steps, lr)
-        new = old + basis @ (reach[..., None] * descent)
-        rotated = gram.vectors.mT @ new
-        fitted = (rotated * (gram.values[..., None] * rotated - 2 * gram.cross)).sum((1, 2))
-        loss = ((gram.response + fitted) / form.outputs).clamp(min=0)
-        solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
-        return Local(solution, state, taken, {"loss": loss})
-
     return LocalSolver(
-        solve=solve,
-        parameters=parameters,
+        solve=partial(_solve, form, steps, lr),
+        parameters=functional.parameters(module),
         init=lambda parameters: LocalState({}, {}, None),
         predict=predictor(module),
         tensors=lambda parameters, state: parameters,
-        prepare=prepare,
+        prepare=partial(_prepare, form),
         module=module,
         settings={"solver": "least_squares", "module": type(module), "steps": steps, "lr": lr},
     )
+
+
+def _prepare(form: _Form, data: Any) -> Gram:
+    if isinstance(data, Gram):
+        return data
+    x, y = data.batch
+    y = (y[..., None] if y.ndim == 2 else y).to(torch.float64)
+    with torch.no_grad():
+        x = form.design(x).to(torch.float64)
+    if y.shape[2:] != (form.outputs,):
+        raise ValueError(f"Expected targets of shape ({form.outputs},), but got {tuple(y.shape[2:])}")
+    mask = (torch.arange(x.shape[1], device=x.device) < data.count[:, None]).to(x.dtype)[..., None]
+    n = data.count.clamp(min=1).to(x.dtype)[:, None, None]  # a client without rows stays at the start
+    x, y = x * mask, y * mask
+    values, vectors = torch.linalg.eigh(x.mT @ x / n)
+    response = (y.square().sum(1, keepdim=True) / n).sum((1, 2))
+    return Gram(values.clamp(min=0), vectors, vectors.mT @ (x.mT @ y / n), response, data.count)
+
+
+def _solve(
+    form: _Form,
+    steps: int | None,
+    lr: float | None,
+    start: Tree,
+    state: Tree,
+    data: Any,
+    quadratic: Quadratic | None,
+    key: Tensor,
+) -> Local:
+    gram = _prepare(form, data)
+    old = form.join(start).to(torch.float64)
+    basis, curvature = gram.vectors, gram.values * (2 / form.outputs)
+    descent = gram.cross * (2 / form.outputs)  # minus the gradient, in the basis of the eigenvectors
+    if quadratic is not None:
+        if isinstance(quadratic.precision, Tensor):
+            curvature = curvature + quadratic.precision.to(torch.float64)[:, None]
+        else:
+            precision = _precisions(quadratic, start, form).to(torch.float64)
+            curvature, basis = torch.linalg.eigh((basis * curvature[:, None]) @ basis.mT + precision.diag_embed())
+            descent = basis.mT @ (gram.vectors @ descent)
+        descent = descent + basis.mT @ form.join(quadratic.shift).to(torch.float64)
+    descent = descent - curvature[..., None] * (basis.mT @ old)
+    if steps is None:
+        reach, taken = _minimiser(curvature), torch.zeros_like(curvature[:, 0])
+    else:
+        reach, taken = _gradient_steps(curvature, steps, lr)
+    new = old + basis @ (reach[..., None] * descent)
+    rotated = gram.vectors.mT @ new
+    fitted = (rotated * (gram.values[..., None] * rotated - 2 * gram.cross)).sum((1, 2))
+    loss = ((gram.response + fitted) / form.outputs).clamp(min=0)
+    solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
+    return Local(solution, state, taken, {"loss": loss})
 
 
 def _minimiser(curvature: Tensor) -> Tensor:

@@ -9,36 +9,31 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
-import os
-import random as python_random
-import signal
-import threading
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
-import numpy as np
 import torch
-import torchmetrics
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.federation.local_solvers.state import LocalState, divided_buffers
+from fedtorch.federation.local_solvers.state import LocalState, divided_buffers, refuse_changed_buffers
+from fedtorch.federation.local_solvers.surroundings import isolated
+from fedtorch.federation.local_solvers.watch import Watch
 from fedtorch.tree import Tree
 
 __all__ = ["lightning_fit"]
 
-_REFUSED = ("num_nodes", "strategy", "sync_batchnorm", "use_distributed_sampler")
+_SILENT = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    "num_sanity_val_steps": 0,
+}
+_ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
 
 
 def lightning_fit(
@@ -139,7 +134,7 @@ def _check(module: Any, batch_size: int | None, reset: str, arguments: dict[str,
     unknown = sorted(set(arguments) - set(inspect.signature(L.Trainer).parameters))
     if unknown:
         raise TypeError(f"Expected arguments of lightning.Trainer, but got {', '.join(unknown)}")
-    refused = [name for name in _REFUSED if name in arguments]
+    refused = [name for name in sorted(_ALONE) if name in arguments]
     devices = arguments.get("devices", 1)
     if devices not in (1, "1") and not (isinstance(devices, Sequence) and len(devices) == 1):
         refused.append(f"devices={devices!r}")
@@ -156,12 +151,7 @@ class _Fit:
     """The solver's fixed parts."""
 
     def __init__(
-        self,
-        module: L.LightningModule,
-        batch_size: int | None,
-        buffers: str,
-        shuffle: bool,
-        arguments: dict[str, Any],
+        self, module: nn.Module, batch_size: int | None, buffers: str, shuffle: bool, arguments: dict[str, Any]
     ) -> None:
         self.module = copy.deepcopy(module)
         self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
@@ -176,42 +166,33 @@ class _Fit:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
         fitted = []
         for k, count in enumerate(data.count.tolist()):
-            rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-            seed = int(random.fold_in(key[k], MODULE))
-            with _isolated(device, self.arguments.get("accelerator"), seed):
-                tensors = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), {**start, **state.buffers})
-                own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), quadratic)
-                order = _Order(random.fold_in(key[k], PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
-                loader = DataLoader(
-                    _Rows(rows, count),
-                    batch_size=self.batch_size or max(count, 1),
-                    sampler=order,
-                    collate_fn=default_convert,
-                )
-                fitted.append(self._fit(tensors, loader, own, device))
+            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(key[k], MODULE))):
+                alone = ({**start, **state.buffers}, quadratic)
+                tensors, own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
+                rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
+                fitted.append(self._fit(tensors, own, self._loader(rows, count, key[k]), device))
         tensors = tree.stack([each.tensors for each in fitted])
-        steps = torch.tensor([each.steps for each in fitted], dtype=torch.float64, device=device)
         names = dict.fromkeys(name for each in fitted for name in each.info)
-        info = {
-            name: torch.tensor(
-                [each.info.get(name, float("nan")) for each in fitted], dtype=torch.float64, device=device
-            )
-            for name in names
-        }
-        parameters = {name: tensors[name] for name in self.parameters}
-        new = LocalState(state.optimizer, {name: tensors[name] for name in self.buffers}, state.steps)
-        return Local(parameters, new, steps, info)
+        numbers = lambda values: torch.tensor(list(values), dtype=torch.float64, device=device)
+        return Local(
+            {name: tensors[name] for name in self.parameters},
+            LocalState(state.optimizer, {name: tensors[name] for name in self.buffers}, state.steps),
+            numbers(each.steps for each in fitted),
+            {name: numbers(each.info.get(name, float("nan")) for each in fitted) for name in names},
+        )
+
+    def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:
+        """A client's minibatches, which are those of `Batches`."""
+        order = _Order(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
+        size = self.batch_size or max(count, 1)
+        return DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
 
     def _fit(
-        self,
-        tensors: dict[str, Tensor],
-        loader: DataLoader,
-        quadratic: Quadratic | None,
-        device: torch.device,
+        self, tensors: dict[str, Tensor], quadratic: Quadratic | None, loader: DataLoader, device: torch.device
     ) -> _Fitted:
         module: Any = functional.load(self.module, tensors)
         before = {} if self.policy != "refuse" else functional.buffers(module)
-        watch = _Watch(quadratic)
+        watch = Watch(quadratic)
         trainer = L.Trainer(**self._trainer_arguments(watch, device))
         try:
             trainer.fit(module, train_dataloaders=loader)
@@ -223,7 +204,8 @@ class _Fit:
             module.trainer = None
         if isinstance(watch.exception, KeyboardInterrupt):
             raise KeyboardInterrupt
-        self._refuse_changes(module, before)
+        refuse_changed_buffers(module, before)
+        self._refuse_thawed(module)
         own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         done = {name: own[name].detach().to(old.device, old.dtype, copy=True) for name, old in tensors.items()}
         info = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
@@ -231,7 +213,7 @@ class _Fit:
             info["loss"] = float(torch.stack(watch.losses).double().mean())
         return _Fitted(done, watch.rates, info)
 
-    def _trainer_arguments(self, watch: _Watch, device: torch.device) -> dict[str, Any]:
+    def _trainer_arguments(self, watch: Watch, device: torch.device) -> dict[str, Any]:
         given = dict(self.arguments)
         single: Any = 1
         if device.type in ("cpu", "cuda") and "accelerator" not in given:
@@ -241,36 +223,14 @@ class _Fit:
         callbacks = [watch, *_as_list(copy.deepcopy(given.pop("callbacks", None)))]
         # Lightning must not find torchrun or SLURM, whose jobs it would requeue on signals.
         plugins = [*_as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
-        silent = {
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "devices": single,
-        }
-        alone = {
-            "strategy": "auto",
-            "num_nodes": 1,
-            "sync_batchnorm": False,
-            "use_distributed_sampler": False,
-        }
-        return {**silent, **given, **alone, "callbacks": callbacks, "plugins": plugins}
+        return {**_SILENT, "devices": single, **given, **_ALONE, "callbacks": callbacks, "plugins": plugins}
 
-    def _refuse_changes(self, module: nn.Module, before: dict[str, Tensor]) -> None:
-        name = type(module).__name__
-        after = dict(module.named_buffers())
-        changed = [n for n, old in before.items() if n not in after or _differ(old, after[n])]
-        if changed:
-            raise ValueError(
-                f"Training changes the buffers {', '.join(changed)} of {name}, and averaging them silently "
-                "would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
-            )
+    def _refuse_thawed(self, module: nn.Module) -> None:
         thawed = [n for n, p in module.named_parameters() if p.requires_grad and n not in self.trained]
         if thawed:
             raise ValueError(
-                f"Training unfreezes the parameters {', '.join(thawed)} of {name}, which are not sent; set "
-                "requires_grad=True before making the local solver"
+                f"Training unfreezes the parameters {', '.join(thawed)} of {type(module).__name__}, which are not "
+                "sent; set requires_grad=True before making the local solver"
             )
 
 
@@ -280,72 +240,6 @@ class _Fitted(NamedTuple):
     tensors: dict[str, Tensor]
     steps: float
     info: dict[str, float]
-
-
-class _Watch(L.Callback):
-    """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts."""
-
-    def __init__(self, quadratic: Quadratic | None) -> None:
-        self.quadratic = quadratic
-        self.losses: list[Tensor] = []
-        self.rates = 0.0
-        self.exception: BaseException | None = None
-        self._names: dict[int, str] = {}
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # without the quadratic's
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Looks at the optimisers, which exist by now."""
-        for metric in pl_module.modules():
-            if isinstance(metric, torchmetrics.Metric):  # it would gather over the ranks of the federation
-                metric.distributed_available_fn = lambda: False
-        self._names = {id(p): name for name, p in pl_module.named_parameters()}
-        for optimizer in trainer.optimizers:
-            line_search = any(group.get("line_search_fn") for group in optimizer.param_groups)
-            if self.quadratic is not None and line_search:
-                raise TypeError(
-                    f"{type(optimizer).__name__}'s line search reads the value of the loss, but what the "
-                    "others think enters as a gradient only; use line_search_fn=None"
-                )
-            optimizer.register_step_post_hook(self._after_step)
-        if trainer.optimizers:
-            trainer.optimizers[0].register_step_post_hook(self._count)
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Adds λx − h to the gradients of the optimiser's parameters."""
-        self._gradients = []
-        if self.quadratic is None:
-            return
-        with torch.no_grad():
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
-                name = self._names.get(id(p))
-                if name is None or name not in self.quadratic.shift:
-                    continue
-                precision, shift = self.quadratic.precision_of(name), self.quadratic.shift[name]
-                pull = precision.to(p.device, p.dtype) * p - shift.to(p.device, p.dtype)
-                self._gradients.append((p, p.grad))
-                p.grad = pull if p.grad is None else pull + p.grad
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Manual optimisation may go on with these gradients, and must not find the quadratic's in them.
-        for p, gradient in self._gradients:
-            p.grad = gradient
-        self._gradients = []
-
-    def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.rates += float(optimizer.param_groups[0].get("lr", float("nan")))
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Takes down the loss, which Lightning has divided by the number of accumulated batches."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.losses.append(loss.detach().reshape(()) * scale)
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Keeps what Lightning may swallow."""
-        self.exception = exception
 
 
 class _Rows(Dataset):
@@ -384,76 +278,7 @@ class _Order(Sampler[int]):
         return iter(random.permutation(random.fold_in(self.key, self.epoch), self.count).tolist())
 
 
-@contextmanager
-def _isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:
-    """Generators seeded from `seed`, gradients on, Lightning silent; afterwards everything is as it was."""
-    gpu = device.type == "cuda" or accelerator in ("auto", "cuda", "gpu")
-    # Asking for the state of a GPU's generator would initialise CUDA: left alone where nobody uses it.
-    seen = torch.cuda.is_initialized() or (gpu and torch.cuda.is_available())
-    gpus = list(range(torch.cuda.device_count())) if seen else []
-    with (
-        _restored(seen),
-        warnings.catch_warnings(),
-        torch.random.fork_rng(devices=gpus),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast(device.type, enabled=False),
-    ):
-        warnings.filterwarnings("ignore", module=r"lightning(_utilities)?\.")
-        # torch.manual_seed would also seed GPUs that are not initialised yet, for good.
-        torch.default_generator.manual_seed(seed)
-        for index in gpus:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        python_random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        yield
-
-
-@contextmanager
-def _restored(cuda: bool) -> Iterator[None]:
-    """Puts back what a Trainer or a module may leave changed in the process."""
-    cudnn = torch.backends.cudnn
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    flags, dtype = (cudnn.benchmark, cudnn.deterministic), torch.get_default_dtype()
-    generators = python_random.getstate(), np.random.get_state()  # noqa: NPY002
-    environment, rank = dict(os.environ), vars(rank_zero_only)["rank"]
-    current = torch.cuda.current_device() if cuda else None
-    handlers = {}
-    if threading.current_thread() is threading.main_thread():  # only there they can be set
-        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(max(logger.level, logging.WARNING))
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
-        for number, handler in handlers.items():
-            if handler is not None and signal.getsignal(number) != handler:
-                signal.signal(number, handler)
-        if current is not None:
-            torch.cuda.set_device(current)
-        vars(rank_zero_only)["rank"] = rank
-        for name in set(os.environ) - set(environment):
-            del os.environ[name]
-        os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
-        python_random.setstate(generators[0])
-        np.random.set_state(generators[1])  # noqa: NPY002
-        torch.set_default_dtype(dtype)
-        cudnn.benchmark, cudnn.deterministic = flags
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-
-
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _differ(old: Tensor, new: Tensor) -> bool:
-    new = new.to(old.device)
-    return old.shape != new.shape or not bool(((old == new) | ((old != old) & (new != new))).all())

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedtorch import functional, random, tree
 from fedtorch.federation.local_solvers.captured import IndexUsed, capture
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
+from fedtorch.federation.local_solvers.state import refuse_changed_buffers
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 
@@ -71,13 +72,7 @@ def _alone(
     stacked.random = drawn.calls > 0
     questions = set(trainer.asked)
     trainer.asked |= asked
-    after = functional.buffers(module)
-    changed = [n for n, b in after.items() if not torch.equal(b, before[n])]
-    if changed:
-        raise ValueError(
-            f"Training changes the buffers {', '.join(changed)} of {type(module).__name__}, and averaging them "
-            "silently would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
-        )
+    refuse_changed_buffers(module, before)
     return loss, new, questions
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fedtorch import functional
 from fedtorch.optimisers import State
 
-__all__ = ["LocalState", "divided_buffers"]
+__all__ = ["LocalState", "divided_buffers", "refuse_changed_buffers"]
 
 
 class LocalState(NamedTuple):
@@ -35,3 +35,19 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
     every = {} if policy == "refuse" else functional.buffers(module)
     averaged = {name: b for name, b in every.items() if policy == "average" and b.is_floating_point()}
     return averaged, {name: b for name, b in every.items() if name not in averaged}
+
+
+def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
+    """Raises ValueError if buffers of `module` are not what they were `before`; NaN is the same as NaN."""
+    after = dict(module.named_buffers())
+    changed = [name for name, old in before.items() if name not in after or _differ(old, after[name])]
+    if changed:
+        raise ValueError(
+            f"Training changes the buffers {', '.join(changed)} of {type(module).__name__}, and averaging them "
+            "silently would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
+        )
+
+
+def _differ(old: Tensor, new: Tensor) -> bool:
+    new = new.to(old.device)
+    return old.shape != new.shape or not bool(((old == new) | ((old != old) & (new != new))).all())

@@ -1,0 +1,88 @@
+"""A Trainer inside of another program: whatever it or a module changes in the process is put back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random as python_random
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+__all__ = ["isolated"]
+
+
+@contextmanager
+def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:
+    """Generators seeded from `seed`, gradients on, Lightning silent; afterwards everything is as it was.
+
+    Args:
+        device: of the data.
+        accelerator: what the Trainer is told to use; None leaves it to the device.
+        seed: of torch's, numpy's and Python's generators.
+    """
+    gpu = device.type == "cuda" or accelerator in ("auto", "cuda", "gpu")
+    # Asking for the state of a GPU's generator would initialise CUDA: left alone where nobody uses it.
+    seen = torch.cuda.is_initialized() or (gpu and torch.cuda.is_available())
+    gpus = list(range(torch.cuda.device_count())) if seen else []
+    with (
+        _restored(seen),
+        warnings.catch_warnings(),
+        torch.random.fork_rng(devices=gpus),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast(device.type, enabled=False),
+    ):
+        warnings.filterwarnings("ignore", module=r"lightning(_utilities)?\.")
+        # torch.manual_seed would also seed GPUs that are not initialised yet, for good.
+        torch.default_generator.manual_seed(seed)
+        for index in gpus:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        python_random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        yield
+
+
+@contextmanager
+def _restored(cuda: bool) -> Iterator[None]:
+    """Generators, torch's flags, the environment, signal handlers and Lightning's loggers as they were."""
+    cudnn, warn_only = torch.backends.cudnn, torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with ExitStack() as after:
+        after.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
+        for name in ("benchmark", "deterministic"):
+            after.callback(setattr, cudnn, name, getattr(cudnn, name))
+        after.callback(torch.set_default_dtype, torch.get_default_dtype())
+        after.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        after.callback(python_random.setstate, python_random.getstate())
+        after.callback(_restore_environment, dict(os.environ))
+        after.callback(setattr, rank_zero_only, "rank", vars(rank_zero_only)["rank"])
+        if cuda:
+            after.callback(torch.cuda.set_device, torch.cuda.current_device())
+        if threading.current_thread() is threading.main_thread():  # only there they can be set
+            for number in signal.valid_signals():
+                after.callback(_restore_handler, number, signal.getsignal(number))
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logger = logging.getLogger(name)
+            after.callback(logger.setLevel, logger.level)
+            logger.setLevel(max(logger.level, logging.WARNING))
+        yield
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+def _restore_handler(number: int, handler: Any) -> None:
+    if handler is not None and signal.getsignal(number) != handler:
+        signal.signal(number, handler)
