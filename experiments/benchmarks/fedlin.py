@@ -109,8 +109,8 @@ def many_devices(count: int, features: int, rank: int, rounds: int) -> list[comm
     x, y = devices(count, 12, features)
     data = ft.data.FederatedData((x.flatten(0, 1), y.flatten()), torch.full((count,), 12))
     local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
-    running = ft.run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
-    times = [seconds(lambda: next(running)) for _ in range(rounds + 1)]
+    begun = ft.Run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
+    times = [seconds(begun.step) for _ in range(rounds + 1)]
     title = f"HM1: K = {count}, d = {features}, Ω of rank {rank}"
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     return [
