@@ -3,6 +3,8 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12,$(if $(shell command -v 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
 
 .PHONY: demo test test-slow lint format bench bench-peers clean
@@ -10,8 +12,8 @@ PYTEST_ARGS ?=
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or 3.12 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) torch
+	$(INSTALL) --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP)

@@ -1,4 +1,4 @@
-"""What the experiments share: arguments, result rows, tables and the machine's name."""
+"""What the experiments share: arguments, result rows over seeds, tables, figures, clocks and the machine's name."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import json
 import logging
 import os
 import platform
+import resource
 import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from matplotlib.figure import Figure
+from torch import nn
+
+import fedtorch as ft
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,68 @@ class Row:
     published: float | None = None
 
 
-def arguments(description: str) -> argparse.ArgumentParser:
+def linear_module(features: int) -> nn.Linear:
+    """A linear model of float64 without intercept that starts at zero."""
+    linear = nn.Linear(features, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(linear.weight)
+    return linear
+
+
+def linear_descent(
+    features: int, *, steps: int, lr: float, weight_decay: float = 0.0, batch_size: int | None = None
+) -> ft.LocalSolver:
+    """Gradient steps on the mean squared error of `linear_module`."""
+    return ft.gradient_descent(
+        linear_module(features),
+        steps=steps,
+        batch_size=batch_size,
+        loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr, weight_decay=weight_decay),
+    )
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """The standard deviation of repetitions; None of a single one."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else None
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """That of the mean of independent repetitions; None of a single one."""
+    sd = spread(values)
+    return None if sd is None else sd / len(values) ** 0.5
+
+
+def row(setting: str, metric: str, values: Sequence[float], published: float | None = None) -> Row:
+    """One figure of repetitions: their mean and standard deviation."""
+    return Row(setting, metric, float(np.mean(values)), spread(values), published)
+
+
+def by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Each metric's values over the repetitions."""
+    return {metric: [run[metric] for run in runs] for metric in runs[0]}
+
+
+def over_seeds(
+    setting: str, runs: Sequence[Mapping[str, float]], published: Mapping[str, float | None] | None = None
+) -> list[Row]:
+    """A row for each metric of repeated runs, beside what is published of it."""
+    known = published or {}
+    return [row(setting, metric, values, known.get(metric)) for metric, values in by_metric(runs).items()]
+
+
+def number(value: float | None, spread: float | None = None, form: str = ".3f") -> str:
+    """A number of a table and its spread, of which None is left out."""
+    if value is None:
+        return ""
+    return f"{value:{form}}" + ("" if spread is None else f" ± {spread:{form}}")
+
+
+def mean_with_error(values: Sequence[float], form: str = ".3f") -> str:
+    """The mean of repetitions and its standard error, as a table has them."""
+    return number(float(np.mean(values)), standard_error(values), form)
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that every experiment has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="the same code path, small, in seconds")
@@ -63,6 +131,52 @@ def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> 
     sys.stderr.write("\n".join(["", title, "", *text, ""]) + "\n")
 
 
+def show_rows(title: str, rows: Sequence[Row], form: str = ".3f") -> None:
+    """Prints rows: ours, and beside it the standard deviation and the published figure where any row has them.
+
+    The setting is left out where there is but one, which the title names.
+    """
+    parts = [part for part in ("ours", "sd", "published") if any(getattr(row, part) is not None for row in rows)]
+    names = ["metric"] if len({row.setting for row in rows}) == 1 else ["setting", "metric"]
+    lines = [
+        [getattr(row, name) for name in names] + [number(getattr(row, part), form=form) for part in parts]
+        for row in rows
+    ]
+    show(title, [*("" for _ in names), *parts], lines)
+
+
+def finish(
+    name: str,
+    rows: Sequence[Row],
+    options: argparse.Namespace,
+    draw: Callable[[], Mapping[str, Figure]] | None = None,
+) -> None:
+    """Writes the rows where `--json` says, and with `--out` draws the figures, by name, and says where they are."""
+    write(name, rows, options.json)
+    if options.out is not None and draw is not None:
+        for title, figure in draw().items():
+            show_path(save(figure, options.out, title))
+
+
+def seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """What one call takes: by the wall's clock, or by `time.process_time` of all processors."""
+    start = clock()
+    work()
+    return clock() - start
+
+
+def peak_megabytes() -> float:
+    """The most memory, in MiB, that this program has had so far.
+
+    From `/proc` where there is one: what `getrusage` counts begins with the most that the parent had.
+    """
+    try:
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
 def machine() -> str:
     """This machine in words: processor, cores that may be used, PyTorch and its threads."""
     name = platform.processor() or platform.machine()
@@ -91,6 +205,12 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         log.setLevel(level)
+
+
+def subplots(rows: int = 1, columns: int = 1, **settings: Any) -> tuple[Figure, Any]:
+    """`plt.subplots` with a constrained layout, and axes without the frame's upper and right sides."""
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
+        return plt.subplots(rows, columns, layout="constrained", **settings)
 
 
 def save(figure: Figure, folder: Path, name: str) -> Path:

@@ -10,12 +10,10 @@ is FedAvg's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
-from torch import Tensor, nn
+from matplotlib.figure import Figure
+from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
@@ -40,14 +38,7 @@ def problem(clients: int, seed: int) -> ft.data.FederatedData:
 
 def algorithms() -> dict[str, ft.Algorithm]:
     """The family by name, all from zero."""
-    module = nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
-    nn.init.zeros_(module.weight)
-    local = ft.gradient_descent(
-        module,
-        steps=STEPS,
-        loss=lambda output, target: (output[:, 0] - target).square().mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE),
-    )
+    local = ft.least_squares(common.linear_module(FEATURES), steps=STEPS, lr=RATE)
     return {
         "FedAvg": ft.fedavg(local),
         "FedProx": ft.fedprox(local, 1.0),
@@ -68,9 +59,9 @@ def errors(algorithm: ft.Algorithm, data: ft.data.FederatedData, cohort: int | N
     return torch.stack(found)
 
 
-def draw(curves: dict[str, dict[str, Tensor]], folder: Path) -> Path:
+def draw(curves: dict[str, dict[str, Tensor]]) -> Figure:
     """The errors over the rounds, a panel per participation."""
-    figure, axes = plt.subplots(1, len(curves), figsize=(10, 4), sharey=True, layout="constrained")
+    figure, axes = common.subplots(1, len(curves), figsize=(10, 4), sharey=True)
     for axis, (title, lines) in zip(axes, curves.items()):
         for i, (name, values) in enumerate(lines.items()):
             style = {"FedAvg": {"linewidth": 5, "alpha": 0.35}, "Ditto (shared)": {"linestyle": "--"}}.get(name, {})
@@ -81,15 +72,14 @@ def draw(curves: dict[str, dict[str, Tensor]], folder: Path) -> Path:
         axis.set_title(title)
         axis.set_xlabel("communication round")
         axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("relative distance to the pooled optimum")
     axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return common.save(figure, folder, "fedavg_family")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs all algorithms at both participations, prints the final errors and draws their course."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     clients, cohort = (10, 2) if options.smoke else (40, 4)
     settings = {
         "all clients": (None, 20 if options.smoke else 100),
@@ -102,16 +92,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         for title, (size, rounds) in settings.items():
             runs = [errors(algorithm, problem(clients, s), size, rounds, s) for s in range(options.seeds)]
             curves[title][name] = runs[0]
-            final = [float(run[-1]) for run in runs]
-            sd = float(np.std(final, ddof=1)) if len(final) > 1 else None
-            rows.append(common.Row(name, f"relative error, {title}", float(np.mean(final)), sd))
-            line.append(f"{np.mean(final):.1e}")
+            rows.append(common.row(name, f"relative error, {title}", [float(run[-1]) for run in runs]))
+            line.append(f"{rows[-1].ours:.1e}")
         lines.append(line)
     columns = ["relative error after", *(f"{rounds} rounds, {title}" for title, (_, rounds) in settings.items())]
     common.show("Distance to the pooled optimum of heterogeneous least squares", columns, lines)
-    common.write("fedavg_family", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(curves, options.out))
+    common.finish("fedavg_family", rows, options, lambda: {"fedavg_family": draw(curves)})
 
 
 if __name__ == "__main__":

@@ -10,12 +10,9 @@ what comes later. *The authors'*: test rows are scaled by their own range, which
 settings are chosen on a random fifth, which lies among the training cycles and does not warn of what a polynomial does
 beyond them.
 
-What comes out. The paper's figures do not, with either preparation. Under the authors' separate training comes near
-its published errors; FedAvg's published errors are larger than ours, and the published order (Algorithm 1, Ditto,
-separate, FedAvg) is turned round on three sensors of four: the more is shared, the smaller the error. Honestly
-prepared, separate training and Algorithm 1 with α = 0.9 are best. What there is to predict, the wear of the last
-cycles, has hardly begun in the first 60 % of an engine's life, so that neither its own training rows nor the others'
-tell of it, and what is chosen on the last fifth of them need not be good beyond.
+The paper's figures do not come out, with either preparation (`results/fedlin_cmapss.md`). What there is to predict, the
+wear of the last cycles, has hardly begun in the first 60 % of an engine's life, so that neither its own training rows
+nor the others' tell of it, and what is chosen on the last fifth of them need not be good beyond.
 
 HM1's scale is in units of the sampling variance of a coefficient that an engine estimates alone. Of powers of time
 that variance is huge, so that scales near 1 share nothing.
@@ -24,11 +21,9 @@ that variance is huge, so that scales near 1 share nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
@@ -106,7 +101,7 @@ def equal(data: object) -> Tensor:
     return torch.ones_like(data.count)  # type: ignore[attr-defined]
 
 
-def draw(engines: int, rounds: int, folder: Path) -> Path:
+def draw(engines: int, rounds: int) -> Figure:
     """One sensor of four engines: training and test rows, and what HM1 and separate training predict."""
     training, test = prepare(SENSORS[0], engines, leak=False)
     fit, validation = held_out(training, False, 0)
@@ -114,7 +109,7 @@ def draw(engines: int, rounds: int, folder: Path) -> Path:
     for method in ("HM1", "separate"):
         settings = candidates(method, rounds)
         lines[method] = predictions_of(settings[choose(settings, fit, validation)], training, test)
-    figure, axes = plt.subplots(1, 4, figsize=(12, 3), sharey=True, layout="constrained")
+    figure, axes = common.subplots(1, 4, figsize=(12, 3), sharey=True)
     for k, axis in enumerate(axes):
         for (x, y), colour, label in ((training[k], "0.6", "training"), (test[k], "0.8", "test")):
             axis.plot(299 * x[:, 0] + 1, y, ".", color=colour, markersize=2, label=label)
@@ -124,15 +119,14 @@ def draw(engines: int, rounds: int, folder: Path) -> Path:
         axis.set_ylim(-0.5, 2)
         axis.set_title(f"engine {test.names[k]}")
         axis.set_xlabel("cycle")
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel(f"sensor {SENSORS[0]}, in units of the training range")
     axes[-1].legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return common.save(figure, folder, "fedlin_cmapss")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Table 4 under both preparations."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     engines, rounds = (8, 3) if options.smoke else (100, ROUNDS)
     rows, lines = [], []
     for leak in (False, True):
@@ -147,15 +141,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                     settings = candidates(method, rounds)
                     best = choose(settings, *held_out(training, leak, seed))
                     found.append(device_rmse(settings[best], training, test))
-                sd = float(np.std(found, ddof=1)) if len(found) > 1 else None
-                rows.append(common.Row(title, method, float(np.mean(found)), sd, published.get(method)))
+                rows.append(common.row(title, method, found, published.get(method)))
                 beside = f" ({published[method]:.3f})" if method in published else ""
-                line.append(f"{np.mean(found):.3f}{beside}")
+                line.append(f"{rows[-1].ours:.3f}{beside}")
             lines.append(line)
     common.show("FedLin Table 4: A-RMSE, published in brackets", ["", *METHODS], lines)
-    common.write("fedlin_cmapss", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(engines, rounds, options.out))
+    common.finish("fedlin_cmapss", rows, options, lambda: {"fedlin_cmapss": draw(engines, rounds)})
 
 
 if __name__ == "__main__":

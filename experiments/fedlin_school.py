@@ -8,22 +8,19 @@ error.
 
 Every school has few pupils for its 27 features and an intercept, some of which are constant within it.
 
-What comes out of ten splits. Borrowing strength shows: on the same split HM1 and HM2 explain some three points more
-than separate training and four more than the pooled model, many standard errors. HM1, HM2 and Ditto tie. The reason is
-in Ω: half of its trace is one direction in which all schools weigh nearly alike, and no other stands out, so that it is
-nearly aI + b11', under which every school is shrunk towards one common mean. That is what Ditto does. There is no finer
-structure between the schools to be learnt: HM1 with that one direction only ("rank 1") predicts as well as HM1.
+Why HM1, HM2 and Ditto tie (`results/fedlin_school.md`) can be seen in Ω: it is nearly aI + b11', under which every
+school is shrunk towards one common mean. That is what Ditto does. HM1 with that one direction only ("rank 1") tells
+whether there is finer structure between the schools to be learnt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
@@ -98,7 +95,7 @@ def hm2(rounds: int) -> dict[str, Candidate]:
     found = {}
     for name, which in sets.items():
         model = hierarchical.linear(hierarchical.normal(FEATURES + 1, random=which, sd=30.0, variance=variance))
-        found[name] = Candidate(ft.ep(model), 60, model=model)
+        found[name] = Candidate(None, 60, model=model)
     return found
 
 
@@ -155,8 +152,8 @@ def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, floa
     """
     found = np.subtract(first, second)
     n = len(found)
-    spread = float(np.std(found, ddof=1)) * (1 / n + (1 - TRAINING) / TRAINING) ** 0.5 if n > 1 else None
-    return float(found.mean()), spread
+    sd = common.spread(found)
+    return float(found.mean()), None if sd is None else sd * (1 / n + (1 - TRAINING) / TRAINING) ** 0.5
 
 
 def shared(covariance: LowRank) -> list[common.Row]:
@@ -170,7 +167,7 @@ def shared(covariance: LowRank) -> list[common.Row]:
     ]
 
 
-def draw(data: FederatedData, rounds: int, covariance: LowRank, folder: Path) -> list[Path]:
+def draw(data: FederatedData, rounds: int, covariance: LowRank) -> dict[str, Figure]:
     """The learnt correlation between schools, and every school's error under HM1 against separate training."""
     training, test = data.split(TRAINING, 0)
     found = {}
@@ -178,52 +175,37 @@ def draw(data: FederatedData, rounds: int, covariance: LowRank, folder: Path) ->
         best = chosen(method, training, rounds, 0)
         found[method] = (errors(best, training, test) / test.counts).sqrt()
     correlation = ft.plots.device_correlation(covariance, data.names)
-    figure, axis = plt.subplots(figsize=(4.6, 4.2), layout="constrained")
+    figure, axis = common.subplots(figsize=(4.6, 4.2))
     axis.scatter(found["separate"], found["HM1"], s=training.counts / 4, alpha=0.5, linewidths=0)
     limits = [min(axis.get_xlim()[0], axis.get_ylim()[0]), max(axis.get_xlim()[1], axis.get_ylim()[1])]
     axis.plot(limits, limits, color="0.6", linewidth=1)
     axis.set_xlabel("RMSE of a school on its own")
     axis.set_ylabel("RMSE of a school under HM1 (area: pupils)")
-    axis.spines[["top", "right"]].set_visible(False)
-    return [
-        common.save(figure, folder, "fedlin_school"),
-        common.save(correlation, folder, "fedlin_school_correlation"),
-    ]
-
-
-def cell(value: float, spread: float | None) -> str:
-    """A number of a table, and its spread where there is one."""
-    return f"{value:.2f}" + ("" if spread is None else f" ± {spread:.2f}")
+    return {"fedlin_school": figure, "fedlin_school_correlation": correlation}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """All methods on `--seeds` random splits; the literature uses ten."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     schools, rounds = (12, 5) if options.smoke else (139, 60)
     data = load(schools)
     runs = {method: [scores(method, data, rounds, seed) for seed in range(options.seeds)] for method in METHODS}
-    columns = {method: {name: [run[name] for run in each] for name in each[0]} for method, each in runs.items()}
-    rows, lines = [], []
-    for method, metrics in columns.items():
-        for metric, values in metrics.items():
-            sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-            rows.append(common.Row(method, metric, float(np.mean(values)), sd))
-        lines.append([method, *(cell(row.ours, row.sd) for row in rows[-len(metrics) :])])
+    found = {method: common.over_seeds(method, each) for method, each in runs.items()}
+    rows = [row for each in found.values() for row in each]
+    lines = [[method, *(common.number(row.ours, row.sd, ".2f") for row in each)] for method, each in found.items()]
     title = f"{schools} schools, {options.seeds} random splits"
-    common.show(f"{title}: mean ± sd", ["", *columns["HM1"]], lines)
+    common.show(f"{title}: mean ± sd", ["", *runs["HM1"][0]], lines)
+    explained = {method: common.by_metric(each)["explained"] for method, each in runs.items()}
     lines = []
     for method in OURS:
-        differences = [paired(columns[method]["explained"], columns[other]["explained"]) for other in OTHERS]
+        differences = [paired(explained[method], explained[other]) for other in OTHERS]
         rows += [common.Row(method, f"explained, more than {other}", *both) for other, both in zip(OTHERS, differences)]
-        lines.append([method, *(cell(*both) for both in differences)])
+        lines.append([method, *(common.number(*both, ".2f") for both in differences)])
     common.show(f"{title}: explained on the same split, more than …, ± standard error", ["", *OTHERS], lines)
     covariance = learnt_covariance(data, rounds)
-    found = shared(covariance)
-    common.show("HM1's Ω on the first split", ["", "measured"], [[row.metric, f"{row.ours:.2f}"] for row in found])
-    common.write("fedlin_school", rows + found, options.json)
-    if options.out is not None:
-        for path in draw(data, rounds, covariance, options.out):
-            common.show_path(path)
+    of_omega = shared(covariance)
+    common.show_rows("HM1's Ω on the first split", of_omega, ".2f")
+    common.finish("fedlin_school", rows + of_omega, options, lambda: draw(data, rounds, covariance))
 
 
 if __name__ == "__main__":

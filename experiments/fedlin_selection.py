@@ -15,21 +15,20 @@ Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.distributions import Normal
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.federation.algorithms.ep import devices, posterior, settled
+from experiments.fedlin_common import infer, mean_rmse
+from fedtorch.federation.algorithms.ep import posterior
 from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import credible_interval, selected
-from fedtorch.models.hierarchical import Model, shrinkage
+from fedtorch.models.hierarchical import shrinkage
 
 NOISE = 0.05
 LEVEL = 0.9
@@ -55,11 +54,6 @@ METRICS = ("A-RMSE", "correct inclusion", "false inclusion")
 MEAN, VARIANCE = [1, 3, 0.5, 2], [1.17, 2.35, 2.52, 0.67]
 
 
-def infer(model: Model, data: ft.data.FederatedData) -> ft.Run:
-    """Expectation propagation until it stands still."""
-    return ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
-
-
 def simulate(coefficients: Tensor, rows: Sequence[int], generator: torch.Generator) -> ft.data.FederatedData:
     """Rows of devices with coefficients `(K, d)`, standard normal predictors and noise of sd 0.05."""
     clients = []
@@ -75,12 +69,10 @@ def select(case: Case, seed: int) -> tuple[dict[str, float], tuple[Tensor, Tenso
     truth = torch.tensor(case.coefficients, dtype=torch.float64).expand(len(case.rows), -1)
     training = simulate(truth, case.rows, generator)
     testing = simulate(truth, [case.held_out] * len(case.rows), generator)
-    model = shrinkage.penalised(shrinkage.lasso(truth.shape[1]))
-    marginals = devices(infer(model, training)).marginals()
+    _, marginals = infer(shrinkage.penalised(shrinkage.lasso(truth.shape[1])), training)
     means, chosen = marginals.mean, selected(marginals, LEVEL)
-    errors = [(y - x @ mean).square().mean().sqrt() for (x, y), mean in zip(testing, means)]
     figures = {
-        "A-RMSE": float(torch.stack(errors).mean()),
+        "A-RMSE": mean_rmse(testing, means),
         "correct inclusion": float(chosen[truth != 0].double().mean()),
         "false inclusion": float(chosen[truth == 0].double().mean()),
     }
@@ -94,15 +86,14 @@ def shared(count: int, seed: int) -> tuple[ft.Run, tuple[Tensor, Tensor], Tensor
     mean, variance = (torch.tensor(values, dtype=torch.float64) for values in (MEAN, VARIANCE))
     coefficients = mean + variance.sqrt() * torch.randn(count, 4, generator=generator, dtype=torch.float64)
     data = simulate(coefficients, [100] * count, generator)
-    run = infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE**2), data)
+    run, _ = infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE**2), data)
     q = posterior(run)
     return run, credible_interval(Normal(q.mean, q.stddev), LEVEL), torch.cat([mean, variance.log()])
 
 
-def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Tensor, Tensor], truth: Tensor,
-         folder: Path) -> Path:  # fmt: skip
+def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Tensor, Tensor], truth: Tensor) -> Figure:
     """Figure 4: means, intervals and truths of device 1 of case I, as errors, and of the shared parameters."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, (left, right) = common.subplots(1, 2, figsize=(10, 3.6))
     means, low, high = (part - torch.tensor(EIGHT) for part in device)
     left.errorbar(range(1, 9), means, [means - low, high - means], fmt="o", capsize=4)
     left.axhline(0, color="grey", linewidth=1, label="truth")
@@ -115,35 +106,29 @@ def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Ten
     right.set_xticks(range(8), [rf"$\mu_{j}$" for j in range(1, 5)] + [rf"$\log\tau_{j}$" for j in range(1, 5)])
     right.set_ylabel("mean and 90 % interval")
     right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    return common.save(figure, folder, "fedlin_selection")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the cases, prints Table 2 beside the published figures and draws Figure 4."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     cases = {"I": CASES["I"]} if options.smoke else CASES
-    rows, lines, first = [], [], None
+    rows, lines, device = [], [], []
     for name, case in cases.items():
         runs = [select(case, seed) for seed in range(options.seeds)]
-        first = first or runs[0][1]
-        line = [f"lasso, case {name}"]
-        for metric, published in zip(METRICS, case.published):
-            values = [figures[metric] for figures, _ in runs]
-            sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-            rows.append(common.Row(f"case {name}", metric, float(np.mean(values)), sd, published))
-            line += [f"{np.mean(values):.3f}", "" if sd is None else f"{sd:.3f}", f"{published:.3f}"]
-        lines.append(line)
+        device.append(runs[0][1])
+        published = dict(zip(METRICS, case.published))
+        rows += common.over_seeds(f"case {name}", [figures for figures, _ in runs], published)
+        cells = [common.number(x) for row in rows[-len(METRICS) :] for x in (row.ours, row.sd, row.published)]
+        lines.append([f"lasso, case {name}", *cells])
     run, interval, truth = shared(20 if options.smoke else 100, 0)
     covered = (interval[0] <= truth) & (truth <= interval[1])
     rows.append(common.Row("Figure 4, right", "shared parameters in their intervals", float(covered.double().mean())))
     rows.append(common.Row("Figure 4, right", "rounds", run.number))
     columns = ["", *(name for metric in METRICS for name in (metric, "sd", "published"))]
     common.show(f"FedLin, Table 2, {options.seeds} runs", columns, lines)
-    common.write("fedlin_selection", rows, options.json)
-    if options.out is not None and first is not None:
-        common.show_path(draw(first, run, interval, truth, options.out))
+    draws = lambda: {"fedlin_selection": draw(device[0], run, interval, truth)}
+    common.finish("fedlin_selection", rows, options, draws)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,10 @@ Where sharing helps. Ω = BB'/3 + 0.01 I with B (K × 3), noise variance 0.1: fe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
@@ -159,9 +157,9 @@ def compare(problem: Problem, rounds: int, seed: int) -> dict[str, float]:
     return {name: error(problem, theta, seed) for name, theta in found.items()}
 
 
-def draw(devices: int, runs: int, rounds: int, folder: Path) -> Path:
+def draw(devices: int, runs: int, rounds: int) -> Figure:
     """Figure 3: the distance from the truth by round."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    figure, axes = common.subplots(1, 2, figsize=(9, 3.6), sharey=True)
     for axis, name in zip(axes, ("II", "III")):
         for seed in range(runs):
             problem = case(name, devices, seed)
@@ -170,15 +168,22 @@ def draw(devices: int, runs: int, rounds: int, folder: Path) -> Path:
         axis.set_yscale("log")
         axis.set_title(f"case {name}")
         axis.set_xlabel("communication round")
-        axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("‖Θ̂ − Θ*‖ / √K")
-    return common.save(figure, folder, "fedlin_simulation")
+    return figure
+
+
+def correlation(devices: int, rounds: int) -> Figure:
+    """What HM1 learns of related devices."""
+    problem = related(devices, 8, 20, 0)
+    algorithm = ft.matrix_normal(ft.least_squares(head(problem), steps=STEPS))
+    last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds).last
+    return ft.plots.device_correlation(last.server.covariance)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Table 1, the related devices, and with --out Figure 3 and the learnt correlation."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     devices, rounds = (12, 5) if options.smoke else (100, ROUNDS)
     settings = {f"case {name}": lambda seed, name=name: case(name, devices, seed) for name in PUBLISHED}
     for size in ((devices, 8, 20), (10 if options.smoke else 30, 40, 60)):
@@ -188,22 +193,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         runs = [compare(make(seed), rounds, seed) for seed in range(options.seeds)]
         published = PUBLISHED.get(title.removeprefix("case "), (None, None))
         beside = {"HM1": published[0], "separate": published[1]}
-        means = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
-        for name, mean in means.items():
-            sd = float(np.std([run[name] for run in runs], ddof=1)) if len(runs) > 1 else None
-            rows.append(common.Row(title, name, mean, sd, beside.get(name)))
+        found = common.over_seeds(title, runs, beside)
+        rows += found
         beside_text = "" if published[0] is None else "{:.3f} / {:.3f}".format(*published)
-        lines.append([title, *(f"{value:.4f}" for value in means.values()), beside_text])
-    columns = ["A-RMSE", *means, "published: Algorithm 1 / separate"]
+        lines.append([title, *(f"{row.ours:.4f}" for row in found), beside_text])
+    columns = ["A-RMSE", *runs[0], "published: Algorithm 1 / separate"]
     common.show(f"FedLin Table 1, and where sharing helps ({rounds} rounds, {options.seeds} runs)", columns, lines)
-    common.write("fedlin_simulation", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(devices, 3 if options.smoke else 10, rounds, options.out))
-        problem = related(devices, 8, 20, 0)
-        algorithm = ft.matrix_normal(ft.least_squares(head(problem), steps=STEPS))
-        last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds).last
-        figure = ft.plots.device_correlation(last.server.covariance)
-        common.show_path(common.save(figure, options.out, "fedlin_simulation_correlation"))
+    draws = lambda: {
+        "fedlin_simulation": draw(devices, 3 if options.smoke else 10, rounds),
+        "fedlin_simulation_correlation": correlation(devices, rounds),
+    }
+    common.finish("fedlin_simulation", rows, options, draws)
 
 
 if __name__ == "__main__":

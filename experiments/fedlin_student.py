@@ -8,11 +8,8 @@ The reading of the data is not certain: the paper counts "29 predictors" and doe
 (`student-por.csv`, 649 pupils) comes nearer to its figures and is the default. The paper uses the included predictors
 to predict and does not say how: "selected" is least squares on them at each school, "all" is the posterior mean of all.
 A centralised ridge regression has no coefficient at zero, so that its published count of 21 has no definition here.
-
-What comes out. Neither the published errors nor the published counts, 21 to 23 predictors a school. HM2's intervals
-leave 0 out for two to seven predictors; those of least squares and of scikit-learn's `BayesianRidge`, at each school
-alone, for three to eleven. Where all predictors predict, the error is near that of the centralised regressions; least
-squares on the few that are included is worse.
+Neither the published errors nor the published counts, 21 to 23 predictors a school, come out
+(`results/fedlin_student.md`), nor do intervals of other regressions include so many.
 
 Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study on linear models", section 6.1.
 """
@@ -20,16 +17,15 @@ Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.federation.algorithms.ep import devices, settled
+from experiments.fedlin_common import infer, mean_rmse
 from fedtorch.models.device_posterior import credible_interval, selected
 from fedtorch.models.hierarchical import shrinkage
 
@@ -53,13 +49,6 @@ def prepare(subject: str, seed: int) -> tuple[ft.data.FederatedData, Schools]:
     return ft.data.from_tensors([standardised(rows) for rows in training]), [standardised(rows) for rows in testing]
 
 
-def mean_error(testing: Schools, coefficients: Sequence[Tensor]) -> float:
-    """The schools' mean root mean squared error."""
-    return float(
-        torch.stack([(y - x @ own).square().mean().sqrt() for (x, y), own in zip(testing, coefficients)]).mean()
-    )
-
-
 def least_squares(x: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
     """Coefficients of the chosen predictors; 0 for the others."""
     full = torch.zeros(x.shape[1], dtype=x.dtype)
@@ -71,13 +60,12 @@ def federated(penalty: str, training: ft.data.FederatedData, testing: Schools) -
     """HM2's figures, and the means and intervals `(3, 2, d)`."""
     kind = {"lasso": shrinkage.lasso, "ridge": shrinkage.ridge}[penalty]
     model = shrinkage.penalised(kind(testing[0][0].shape[1]))
-    run = ft.run(ft.ep(model), ft.InProcess(training), rounds=50, until=settled())
-    marginals = devices(run).marginals()
+    _, marginals = infer(model, training)
     chosen = selected(marginals, 0.9)
     refitted = [least_squares(x, y, own) for (x, y), own in zip(training, chosen)]
     figures = {
-        "A-RMSE, selected": mean_error(testing, refitted),
-        "A-RMSE, all": mean_error(testing, list(marginals.mean)),
+        "A-RMSE, selected": mean_rmse(testing, refitted),
+        "A-RMSE, all": mean_rmse(testing, marginals.mean),
         "included, school 1": float(chosen[0].sum()),
         "included, school 2": float(chosen[1].sum()),
     }
@@ -96,9 +84,9 @@ def central(penalty: str, training: ft.data.FederatedData, testing: Schools, see
     return {"RMSE": error, "included": float((fitted.coef_ != 0).sum())}
 
 
-def draw(intervals: Tensor, folder: Path) -> Path:
+def draw(intervals: Tensor) -> Figure:
     """The lasso's coefficients at both schools."""
-    figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
+    figure, axes = common.subplots(figsize=(10, 3.6))
     for k, name in enumerate(("Gabriel Pereira", "Mousinho da Silveira")):
         mean, low, high = intervals[:, k]
         place = np.arange(1, len(mean) + 1) + 0.25 * (k - 0.5)
@@ -107,44 +95,30 @@ def draw(intervals: Tensor, folder: Path) -> Path:
     axes.set_xlabel("predictor")
     axes.set_ylabel("mean and 90 % interval")
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    return common.save(figure, folder, "fedlin_student")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Fits lasso and ridge, federated and centralised, and prints Table 3 beside the published figures."""
-    parser = common.arguments(__doc__ or "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--subject", choices=["por", "mat"], default="por", help="whose grades (default por)")
     options = parser.parse_args(argv)
-    rows, lines, intervals = [], [], None
+    rows, drawn = [], []
     for penalty in ["ridge"] if options.smoke else ["lasso", "ridge"]:
         runs, references = [], []
         for seed in range(options.seeds):
             training, testing = prepare(options.subject, seed)
             figures, found = federated(penalty, training, testing)
-            intervals = found if intervals is None else intervals
+            drawn.append(found)
             runs.append(figures)
             references.append(central(penalty, training, testing, seed))
         error, *counts = PUBLISHED[penalty]
         published = {"A-RMSE, selected": error, "included, school 1": counts[0], "included, school 2": counts[1]}
         together = {"RMSE": CENTRAL[penalty][0], "included": CENTRAL[penalty][1]}
-        for setting, found_in, known in (
-            (f"{penalty} (HM2)", runs, published),
-            (f"{penalty} (centralised)", references, together),
-        ):
-            for metric in found_in[0]:
-                values = [figures[metric] for figures in found_in]
-                sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-                row = common.Row(setting, metric, float(np.mean(values)), sd, known.get(metric))
-                rows.append(row)
-                cells = ["" if value is None else f"{value:.3f}" for value in (row.ours, row.sd, row.published)]
-                lines.append([setting, metric, *cells])
-    common.show(
-        f"FedLin, Table 3, {options.subject}, {options.seeds} splits", ["", "", "ours", "sd", "published"], lines
-    )
-    common.write("fedlin_student", rows, options.json)
-    if options.out is not None and intervals is not None:
-        common.show_path(draw(intervals, options.out))
+        rows += common.over_seeds(f"{penalty} (HM2)", runs, published)
+        rows += common.over_seeds(f"{penalty} (centralised)", references, together)
+    common.show_rows(f"FedLin, Table 3, {options.subject}, {options.seeds} splits", rows)
+    common.finish("fedlin_student", rows, options, lambda: {"fedlin_student": draw(drawn[0])})
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ process it will have: the multi-output models share one scale, the pooled root m
 normal prior about the common start. Two processes do not fit every cell to the precision of a measurement; what they
 leave is not noise from cycle to cycle: taken for noise, it makes the intervals of FedMGP and CenMGP far too narrow.
 "FedMGP, own processes" gives each cell an independent process besides, whose deviations are smooth and grow with the
-square of the cycle; their size is shared, since a test cell has shown little of it. Its intervals cover what they say,
-and are wide: six of the 23 cells die early, and they are no measure of the others. Its mean is the worse one, for the
-shared processes then explain what is left beside the deviations and no longer the whole curve. ModularGP's modules
-stand for eight values each; its lengthscales fall below the distance of the pseudo-inputs where modules vouch for these
-values to the precision of the noise, and predictions between these fall to zero.
+square of the cycle; their size is shared, since a test cell has shown little of it. Its intervals are wide, for six of
+the 23 cells die early, and they are no measure of the others; its mean is the worse one, for the shared processes then
+explain what is left beside the deviations and no longer the whole curve. ModularGP's modules stand for eight values
+each; its lengthscales fall below the distance of the pseudo-inputs where modules vouch for these values to the
+precision of the noise, and predictions between these fall to zero. What came out is in `results/fedmgp_battery.md`.
 
 What was chosen, and on what: the width of the weights' prior after about a dozen trials on several cells, the last of
 them on cells 2, 9 and 14, which are no test cells; two of the test cells (0 and 5) had been seen before. The own
@@ -28,12 +28,11 @@ tried, and no others, was settled with results on test cells in view. So the fig
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
@@ -99,15 +98,21 @@ def logarithmic(x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor) -> fm.Pred
     return fm.Prediction(1 - found.mean.exp(), None)
 
 
-def predictions(x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor, rounds: int) -> dict[str, fm.Prediction]:
-    """The first cell's lost capacity at `at` `(N,)`, by method."""
+def trained(x: Sequence[Tensor], y: Sequence[Tensor], rounds: int) -> tuple[ConvolvedGP, ConvolvedGP]:
+    """FedMGP's model of the first cell, without and with a process of its own."""
+    data, scale = fm.federated(x, y), fm.pooled_scale(y)
+    return federated(data, scale, rounds), federated(data, scale, rounds, deviations())
+
+
+def predictions(
+    x: Sequence[Tensor], y: Sequence[Tensor], at: Tensor, units: tuple[ConvolvedGP, ConvolvedGP]
+) -> dict[str, fm.Prediction]:
+    """The first cell's lost capacity at `at` `(N,)`, by method; `units` are its trained models."""
     inducing = torch.linspace(0, 1, 50, dtype=fm.DTYPE)
-    scale = fm.pooled_scale(y)
-    data = fm.federated(x, y)
-    modules, whole = (fm.model(inducing, 2, len(x), scale, WEIGHT_SD) for _ in range(2))
+    modules, whole = (fm.model(inducing, 2, len(x), fm.pooled_scale(y), WEIGHT_SD) for _ in range(2))
     return {
-        "FedMGP": fm.predict(federated(data, scale, rounds), at),
-        "FedMGP, own processes": fm.predict(federated(data, scale, rounds, deviations()), at),
+        "FedMGP": fm.predict(units[0], at),
+        "FedMGP, own processes": fm.predict(units[1], at),
         "FedPoly": logarithmic(x, y, at),
         "ModularGP": fm.modular(x, y, modules, 8, at),
         "IndGP": fm.alone(x[0], y[0], at),
@@ -123,23 +128,25 @@ def federated(data: ft.data.FederatedData, scale: float, rounds: int, own_kernel
     return models[0]
 
 
-def draw(x: Sequence[Tensor], y: Sequence[Tensor], cell: int, rounds: int, folder: Path) -> Path:
+def draw(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    at: Tensor,
+    lost: Tensor,
+    units: tuple[ConvolvedGP, ConvolvedGP],
+) -> Figure:
     """Figure 4, a cell observed up to 30 %; and Figure 5, what units share: pseudo-targets, or latent processes."""
-    inputs, outputs, at, lost = observed(x, y, cell, 0.3)
     grid, inducing = torch.linspace(0, 1, 200, dtype=fm.DTYPE), torch.linspace(0, 1, 50, dtype=fm.DTYPE)
-    data, scale = fm.federated(inputs, outputs), fm.pooled_scale(outputs)
-    unit, owning = federated(data, scale, rounds), federated(data, scale, rounds, deviations())
-    figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    unit, owning = units
+    figure, axes = common.subplots(1, 3, figsize=(13, 3.8))
     shown = {
         "FedMGP": fm.predict(unit, grid),
         "own processes": fm.predict(owning, grid),
         "IndGP": fm.alone(inputs[0], outputs[0], grid),
     }
     for i, (name, found) in enumerate(shown.items()):
-        assert found.sd is not None
         axes[0].plot(CYCLES * grid, found.mean, color=f"C{i}", label=f"{name}, 95 %")
-        low, high = found.mean - LEVEL * found.sd, found.mean + LEVEL * found.sd
-        axes[0].fill_between(CYCLES * grid, low, high, color=f"C{i}", alpha=0.2, linewidth=0)
+        fm.band(axes[0], CYCLES * grid, found, LEVEL, color=f"C{i}", alpha=0.2)
     axes[0].plot(CYCLES * grid, logarithmic(inputs, outputs, grid).mean, color="C4", label="FedPoly")
     axes[0].plot(CYCLES * inputs[0], outputs[0], ".", color="0.4", markersize=3, label="observed")
     axes[0].plot(CYCLES * at, lost, ".", color="C3", markersize=3, label="to come")
@@ -160,13 +167,12 @@ def draw(x: Sequence[Tensor], y: Sequence[Tensor], cell: int, rounds: int, folde
     for axis in axes:
         axis.set_xlabel("cycle")
         axis.legend(frameon=False, fontsize="small")
-        axis.spines[["top", "right"]].set_visible(False)
-    return common.save(figure, folder, "fedmgp_battery")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Scores five test cells at three fractions, prints them beside the published table and draws one."""
-    parser = common.arguments(__doc__ or "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--every", type=int, default=1, help="take only every so many cycles")
     options = parser.parse_args(argv)
     x, y = ([v[:: options.every] for v in part] for part in cells())
@@ -175,15 +181,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         x, y = [a[::4] for a in x[:6]], [b[::4] for b in y[:6]]
     whole = [k for k in range(len(x)) if len(x[k]) == max(map(len, x)) and k not in TUNED_ON]
     tests = [whole[i] for i in ft.random.choice(ft.random.key(0), len(whole), count)]
-    rows, errors, inside, widths = [], {}, {}, {}
+    rows, errors, inside, widths, drawn = [], {}, {}, {}, []
     for number, fraction in enumerate(fractions):
         for cell in tests:
             inputs, outputs, at, lost = observed(x, y, cell, fraction)
-            for name, found in predictions(inputs, outputs, at, rounds).items():
+            units = trained(inputs, outputs, rounds)
+            drawn.append((inputs, outputs, at, lost, units))
+            for name, found in predictions(inputs, outputs, at, units).items():
                 errors.setdefault((name, number), []).append(float((found.mean - lost).square().mean()))
                 if found.sd is not None:
-                    within = ((found.mean - lost).abs() < LEVEL * found.sd).double().mean()
-                    inside.setdefault(name, []).append(float(within))
+                    inside.setdefault(name, []).append(fm.cover(found, lost, LEVEL))
                     widths.setdefault(name, []).append(2 * LEVEL * float(found.sd.mean()))
     columns = ["MSE × 1000, ours (published, other cells)", *(f"{fraction:.0%}" for fraction in fractions)]
     columns += ["95 % intervals cover", "their width"]
@@ -191,11 +198,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, figures in PUBLISHED.items():
         line = [name]
         for number, fraction in enumerate(fractions):
-            values = np.array(errors[name, number]) * 1e3
-            sd = float(values.std(ddof=1)) if len(values) > 1 else None
             published = None if figures is None else figures[number]
-            rows.append(common.Row(name, f"MSE × 1000 at {fraction:.0%}", float(values.mean()), sd, published))
-            line.append(f"{values.mean():.3f}" + ("" if sd is None else f" ± {sd:.3f}") + f" ({published or '–'})")
+            values = [1e3 * error for error in errors[name, number]]
+            rows.append(common.row(name, f"MSE × 1000 at {fraction:.0%}", values, published))
+            line.append(common.number(rows[-1].ours, rows[-1].sd) + f" ({published or '–'})")
         if name in inside:
             cover, width = float(np.mean(inside[name])), float(np.mean(widths[name]))
             rows.append(common.Row(name, "95 % intervals cover", cover))
@@ -203,9 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             line += [f"{100 * cover:.0f} %", f"{width:.3f}"]
         lines.append(line + [""] * (len(columns) - len(line)))
     common.show(f"{len(x)} cells, {count} test cells, {rounds} rounds", columns, lines)
-    common.write("fedmgp_battery", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(x, y, tests[0], rounds, options.out))
+    common.finish("fedmgp_battery", rows, options, lambda: {"fedmgp_battery": draw(*drawn[0])})
 
 
 if __name__ == "__main__":

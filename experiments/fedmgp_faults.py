@@ -10,11 +10,9 @@ of the article, so there is nothing published beside ours.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
-import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
@@ -51,7 +49,7 @@ def error(
 
 def algorithms(units: int) -> dict[str, ft.Algorithm]:
     """The exact sums, and FedAvg of the same model with three ways of averaging."""
-    inducing = torch.linspace(-1.1, 1.1, 30, dtype=fm.DTYPE)
+    inducing = fm.inducing()
     ways = {"mean": None, "median": median(), "trimmed mean, 25 %": trimmed_mean(0.25)}
     found = {"fedmgp": ft.fedmgp(fm.model(inducing), accept_disclosure=True)}
     for name, exchange in ways.items():
@@ -59,14 +57,14 @@ def algorithms(units: int) -> dict[str, ft.Algorithm]:
     return found
 
 
-def draw(columns: dict[str, dict[str, np.ndarray]], folder: Path) -> Path:
+def draw(columns: dict[str, dict[str, list[float]]]) -> Figure:
     """The mean errors by setting and method, with two standard errors over seeds."""
-    figure, axes = plt.subplots(figsize=(8, 3.8), layout="constrained")
+    figure, axes = common.subplots(figsize=(8, 3.8))
     names = list(next(iter(columns.values())))
     for i, name in enumerate(names):
         at = np.arange(len(columns)) + 0.2 * (i - 1.5)
         errors = [column[name] for column in columns.values()]
-        means, bars = [float(e.mean()) for e in errors], [2 * standard_error(e) for e in errors]
+        means, bars = [float(np.mean(e)) for e in errors], [2 * (common.standard_error(e) or 0.0) for e in errors]
         axes.bar(at, means, 0.2, yerr=bars, ecolor="0.3", label=name, color=f"C{i}")
     axes.axhline(fm.NOISE**2, color="0.5", linestyle="--", linewidth=1, label="noise alone")
     axes.set_yscale("log")
@@ -74,19 +72,13 @@ def draw(columns: dict[str, dict[str, np.ndarray]], folder: Path) -> Path:
         range(len(columns)), [name.replace(" drop", "\ndrop").replace(" anom", "\nanom") for name in columns]
     )
     axes.set_ylabel("MSE in the lost range")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    return common.save(figure, folder, "fedmgp_faults")
-
-
-def standard_error(errors: np.ndarray) -> float:
-    """Of the mean over seeds, 0 of a single one."""
-    return float(errors.std(ddof=1) / len(errors) ** 0.5) if len(errors) > 1 else 0.0
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs every method in every setting, prints a table and draws it."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     units, rounds, slow = (5, 10, 10) if options.smoke else (20, 60, 600)
     settings = {f"{p:.0%} drop out": (p, 0) for p in DROPOUTS}
     settings |= {f"{count} of {units} anomalous": (0.0, count) for count in ANOMALOUS[1:]}
@@ -98,19 +90,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, algorithm in algorithms(units).items():
             count = rounds if name == "fedmgp" else slow
             values = [error(algorithm, problem(units, anomalous, s), count, drop) for s in range(options.seeds)]
-            columns[setting][name] = np.array(values)
-            sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-            rows.append(common.Row(setting, f"{name} MSE", float(np.mean(values)), sd))
-    names = list(next(iter(columns.values())))
+            columns[setting][name] = values
+            rows.append(common.row(setting, f"{name} MSE", values))
     lines = [
-        [setting, *(f"{found[name].mean():.4f} ± {standard_error(found[name]):.4f}" for name in names)]
-        for setting, found in columns.items()
+        [setting, *(common.mean_with_error(e, ".4f") for e in found.values())] for setting, found in columns.items()
     ]
     title = f"Unit 1's lost half, {units} units of 60 points, {options.seeds} seeds, {rounds} rounds (FedAvg {slow})"
-    common.show(title, ["MSE ± standard error", *names], lines)
-    common.write("fedmgp_faults", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(columns, options.out))
+    common.show(title, ["MSE ± standard error", *algorithms(units)], lines)
+    common.finish("fedmgp_faults", rows, options, lambda: {"fedmgp_faults": draw(columns)})
 
 
 if __name__ == "__main__":

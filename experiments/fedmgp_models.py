@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import fedtorch as ft
@@ -69,6 +70,11 @@ def signals(units: int, points: int, width: tuple[float, float], seed: int) -> S
         clean = (1 - part) * curves.gather(1, below) + part * curves.gather(1, below + 1)
     noise = NOISE * ft.random.normal(ft.random.fold_in(key[4], torch.arange(units)), (points,), DTYPE)
     return Signals(list(x), list(clean + noise), grid, curves)
+
+
+def inducing() -> Tensor:
+    """Thirty inducing inputs on and about [−1, 1], `(30,)`."""
+    return torch.linspace(-1.1, 1.1, 30, dtype=DTYPE)
 
 
 def federated(x: Sequence[Tensor], y: Sequence[Tensor]) -> ft.data.FederatedData:
@@ -151,6 +157,18 @@ def predict(unit: ConvolvedGP, x: Tensor) -> Prediction:
     with torch.no_grad():
         mean, variance = unit.marginals(x[:, None])
         return Prediction(mean, (variance + unit.likelihood.noise).sqrt())
+
+
+def cover(found: Prediction, truth: Tensor, level: float) -> float:
+    """The share of outputs within `level` standard deviations of what is predicted."""
+    assert found.sd is not None
+    return float(((found.mean - truth).abs() < level * found.sd).double().mean())
+
+
+def band(axis: Axes, x: Tensor, found: Prediction, level: float, **style: Any) -> None:
+    """Fills `level` standard deviations on either side of what is predicted at x `(N,)`."""
+    assert found.sd is not None
+    axis.fill_between(x, found.mean - level * found.sd, found.mean + level * found.sd, linewidth=0, **style)
 
 
 def central(x: Sequence[Tensor], y: Sequence[Tensor], whole: ConvolvedGP, at: Tensor) -> Prediction:

@@ -11,17 +11,15 @@ downloads the course's file.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
+from matplotlib.figure import Figure
 from sklearn.linear_model import Ridge
 from sklearn.metrics import adjusted_rand_score
-from sklearn.model_selection import train_test_split
-from torch import Tensor, nn
+from torch import Tensor
 
 import fedtorch as ft
 from experiments import common, gtv_fmi
@@ -46,11 +44,14 @@ class Found(NamedTuple):
     reference: float | None = None
 
 
+def observations(seed: int) -> list[Tensor]:
+    """x and y of 100 observations of all stations, each before that of the others: x, other x, y, other y."""
+    return gtv_fmi.halves(*weather.fmi_weather(torch.float64).rows, train_size=ROWS, random_state=seed)
+
+
 def ridge(seed: int, steps: int) -> list[Found]:
     """Gradient descent on (2.27) and scikit-learn's closed form, on the same 100 rows, without intercept."""
-    x, y = (leaf.numpy() for leaf in weather.fmi_weather(torch.float64).rows)
-    parts = train_test_split(x, y, train_size=ROWS, random_state=seed)
-    train_x, other_x, train_y, other_y = map(torch.from_numpy, parts)
+    train_x, other_x, train_y, other_y = observations(seed)
     final = ft.run(*descent(train_x, train_y, RATES[-1], steps), rounds=1).last
     ours = final.clients.tensors({}, 0)["weight"][0]
     fitted = Ridge(alpha=ROWS * RIDGE, fit_intercept=False).fit(train_x.numpy(), train_y.numpy())
@@ -68,21 +69,13 @@ def ridge(seed: int, steps: int) -> list[Found]:
 
 def descent(x: Tensor, y: Tensor, rate: float, steps: int) -> tuple[ft.Algorithm, ft.InProcess]:
     """Algorithm 4.1 from zero: full-batch steps, the penalty α‖w‖² as weight decay 2α."""
-    module = nn.Linear(x.shape[1], 1, bias=False, dtype=torch.float64)
-    nn.init.zeros_(module.weight)
-    local = ft.gradient_descent(
-        module,
-        steps=steps,
-        loss=lambda output, target: (output[:, 0] - target).square().mean(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate, weight_decay=2 * RIDGE),
-    )
+    local = common.linear_descent(x.shape[1], steps=steps, lr=rate, weight_decay=2 * RIDGE)
     return ft.pooled(local), ft.InProcess(ft.data.from_tensors([(x, y)]))
 
 
 def ridge_curves(seed: int, steps: int) -> dict[str, list[float]]:
     """By how much the objective is above its minimum after every step, for several learning rates."""
-    x, y = (leaf.numpy() for leaf in weather.fmi_weather(torch.float64).rows)
-    train_x, _, train_y, _ = map(torch.from_numpy, train_test_split(x, y, train_size=ROWS, random_state=seed))
+    train_x, _, train_y, _ = observations(seed)
 
     def objective(w: Tensor) -> float:
         return float((train_y - train_x @ w).square().mean() + RIDGE * w.square().sum())
@@ -193,9 +186,9 @@ def learnt_networks(iterations: int, smoke: bool) -> list[Found]:
     return found
 
 
-def draw(curves: dict[str, list[float]], iterations: int, folder: Path) -> Path:
+def draw(curves: dict[str, list[float]], iterations: int) -> Figure:
     """Gradient descent for ridge regression, and FedGD on the two nodes."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4), layout="constrained")
+    figure, (left, right) = common.subplots(1, 2, figsize=(10.5, 4))
     for name, values in curves.items():
         left.plot(range(1, len(values) + 1), values, label=name)
     left.set_xlabel("gradient step")
@@ -211,15 +204,14 @@ def draw(curves: dict[str, list[float]], iterations: int, folder: Path) -> Path:
     right.set_title(f"Two nodes, η = {TWO_NODE_RATE}")
     for axes in (left, right):
         axes.set_yscale("log")
-        axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
     right.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
-    return common.save(figure, folder, "gtv_assignments")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Does all assignments, prints ours beside the references and draws the curves."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     steps, iterations = (1000, 200) if options.smoke else (3000, 20_000)
     runs = [
         [
@@ -233,19 +225,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, lines = [], []
     for repeated in zip(*runs):
         setting, metric, _, reference = repeated[0]
-        ours = [found.ours for found in repeated]
-        sd = float(np.std(ours, ddof=1)) if len(ours) > 1 else None
-        rows.append(common.Row(setting, metric, float(np.mean(ours)), sd))
-        line = [setting, metric, f"{np.mean(ours):.8g}", ""]
+        rows.append(common.row(setting, metric, [found.ours for found in repeated]))
+        line = [setting, metric, f"{rows[-1].ours:.8g}", ""]
         if reference is not None:
-            known = float(np.mean([found.reference for found in repeated]))
+            known = statistics.mean(found.reference for found in repeated)
             rows.append(common.Row(setting, f"{metric}, reference", known))
             line[-1] = f"{known:.8g}"
         lines.append(line)
     common.show("Assignments of chapters 2 to 7", ["", "", "ours", "reference"], lines)
-    common.write("gtv_assignments", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(ridge_curves(1, 50 if options.smoke else 300), iterations, options.out))
+    draws = lambda: {"gtv_assignments": draw(ridge_curves(1, 50 if options.smoke else 300), iterations)}
+    common.finish("gtv_assignments", rows, options, draws)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
@@ -107,9 +106,9 @@ def verdict(found: dict[str, dict[float, list[Outcome]]], what: str) -> list[str
     return text
 
 
-def draw(sweeps: dict[str, dict[str, dict[float, list[Outcome]]]], folder: Path) -> Path:
+def draw(sweeps: dict[str, dict[str, dict[float, list[Outcome]]]]) -> Figure:
     """Errors and agreement with the true clusters against what varies."""
-    figure, panels = plt.subplots(2, len(sweeps), figsize=(10, 6.4), sharex="col", sharey="row", layout="constrained")
+    figure, panels = common.subplots(2, len(sweeps), figsize=(10, 6.4), sharex="col", sharey="row")
     styles = {"no sharing": ("0.5", ":"), "one model": ("0.5", "--"), "true clusters": ("black", "-")}
     for (what, found), (above, below) in zip(sweeps.items(), panels.T):
         for i, way in enumerate(WAYS):
@@ -132,17 +131,21 @@ def draw(sweeps: dict[str, dict[str, dict[float, list[Outcome]]]], folder: Path)
         below.set_xlabel(what)
         below.set_xticks(list(found["no sharing"]), [f"{value:g}" for value in found["no sharing"]])
         below.minorticks_off()
-        for axes in (above, below):
-            axes.spines[["top", "right"]].set_visible(False)
     panels[0, 0].set_ylabel("relative error of the parameters")
     panels[1, 0].set_ylabel("adjusted Rand index")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
-    return common.save(figure, folder, "gtv_clusters")
+    return figure
+
+
+def draw_network(nodes: int) -> Figure:
+    """The first federation, coloured by what GTV minimisation ties."""
+    case = draw_case(nodes, ROWS, BETWEEN, 0)
+    return ft.plots.network(case.network, clusters=primal_dual_clusters(case), names=False)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs both sweeps, prints errors and who recovers the clusters, says when sharing helps, and draws it."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     nodes = 15 if options.smoke else 20
     rows_of_node = (2, 10) if options.smoke else (1, 2, 3, 4, 6, 10, 20, 50)
     probabilities = (0.02, 0.5) if options.smoke else (0.005, 0.02, 0.05, 0.1, 0.2, 0.5)
@@ -160,19 +163,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             for value, outcomes in by_value.items():
                 for metric, name in (("relative error", "error"), ("adjusted Rand index", "agreement")):
                     figures = [getattr(one, name) for one in outcomes]
-                    sd = float(np.std(figures, ddof=1)) if len(figures) > 1 else None
-                    rows.append(common.Row(f"{way}, {what}: {value:g}", metric, float(np.mean(figures)), sd))
+                    rows.append(common.row(f"{way}, {what}: {value:g}", metric, figures))
             cells = [f"{mean(of, 'error'):.2f} ({mean(of, 'agreement'):.2f})" for of in by_value.values()]
             lines.append([way, *cells])
         title = f"Relative error (adjusted Rand index) by {what}: {CLUSTERS} clusters of {nodes} nodes, d = {FEATURES}"
         common.show(title, ["", *(f"{value:g}" for value in found["no sharing"])], lines)
         sys.stderr.write("\n".join(verdict(found, what)) + "\n")
-    common.write("gtv_clusters", rows, options.json)
-    if options.out is not None:
-        case = draw_case(nodes, ROWS, BETWEEN, 0)
-        figure = ft.plots.network(case.network, clusters=primal_dual_clusters(case), names=False)
-        common.show_path(common.save(figure, options.out, "gtv_clusters_network"))
-        common.show_path(draw(sweeps, options.out))
+    draws = lambda: {"gtv_clusters_network": draw_network(nodes), "gtv_clusters": draw(sweeps)}
+    common.finish("gtv_clusters", rows, options, draws)
 
 
 if __name__ == "__main__":

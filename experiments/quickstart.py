@@ -7,17 +7,15 @@ in one place as the reference. Nothing here is special to federation up to the f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import lightning as L
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import fedtorch as ft
@@ -62,6 +60,18 @@ class Result(NamedTuple):
     megabytes: float
     seconds: float
 
+    def figures(self) -> dict[str, float]:
+        """What the table has of it."""
+        accuracy = self.scores["accuracy"]
+        return {
+            "accuracy": accuracy.overall,
+            "mean client accuracy": accuracy.mean(),
+            "worst client accuracy": accuracy.worst(),
+            "calibration error": self.scores["calibration"].overall,
+            "megabytes": self.megabytes,
+            "seconds": self.seconds,
+        }
+
 
 def train(name: str, federation: ft.Federation, rounds: int) -> float:
     """Runs the rounds with a progress bar; returns the seconds."""
@@ -73,9 +83,7 @@ def train(name: str, federation: ft.Federation, rounds: int) -> float:
         enable_checkpointing=False,
         enable_model_summary=False,
     )
-    start = time.perf_counter()
-    trainer.fit(federation)
-    return time.perf_counter() - start
+    return common.seconds(lambda: trainer.fit(federation))
 
 
 def compare(clients: int, rounds: int, seed: int) -> list[Result]:
@@ -109,9 +117,9 @@ def compare(clients: int, rounds: int, seed: int) -> list[Result]:
     return results
 
 
-def draw(results: Sequence[Result], folder: Path) -> Path:
+def draw(results: Sequence[Result]) -> Figure:
     """Each client's accuracy, and the accuracy over all rows, one row per way of training."""
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    figure, axes = common.subplots(figsize=(8, 3.6))
     shift = np.random.Generator(np.random.PCG64(0)).uniform(-0.22, 0.22, 10_000)
     for i, result in enumerate(results):
         score = result.scores["accuracy"]
@@ -122,37 +130,25 @@ def draw(results: Sequence[Result], folder: Path) -> Path:
     axes.invert_yaxis()
     axes.set_xlim(-0.02, 1.02)
     axes.set_xlabel("accuracy on held-out rows: each dot a client, the bar all rows together")
-    axes.spines[["top", "right"]].set_visible(False)
-    return common.save(figure, folder, "quickstart")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compares the four ways, prints a table and draws it."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
-    clients, rounds = (10, 3) if options.smoke else (100, 50)
+    options = common.arguments(__doc__).parse_args(argv)
+    clients, rounds = (10, 2) if options.smoke else (100, 50)
     with common.quiet():
         runs = [compare(clients, rounds, seed) for seed in range(options.seeds)]
     rows, lines = [], []
-    for i, result in enumerate(runs[0]):
-        figures = {
-            "accuracy": [run[i].scores["accuracy"].overall for run in runs],
-            "mean client accuracy": [run[i].scores["accuracy"].mean() for run in runs],
-            "worst client accuracy": [run[i].scores["accuracy"].worst() for run in runs],
-            "calibration error": [run[i].scores["calibration"].overall for run in runs],
-            "megabytes": [run[i].megabytes for run in runs],
-            "seconds": [run[i].seconds for run in runs],
-        }
-        for metric, values in figures.items():
-            sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
-            rows.append(common.Row(result.name, metric, float(np.mean(values)), sd))
-        means = [float(np.mean(values)) for values in figures.values()]
-        lines.append([result.name, *(f"{v:.3f}" for v in means[:4]), f"{means[4]:.1f}", f"{means[5]:.1f}"])
+    for repeated in zip(*runs):
+        name = repeated[0].name
+        found = common.over_seeds(name, [result.figures() for result in repeated])
+        rows += found
+        lines.append([name, *(f"{row.ours:.3f}" for row in found[:4]), *(f"{row.ours:.1f}" for row in found[4:])])
     title = f"Digits over {clients} clients, {rounds} rounds ({common.machine()})"
     columns = ["", "accuracy", "mean client", "worst client", "calibration error", "MB sent", "seconds"]
     common.show(title, columns, lines)
-    common.write("quickstart", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(runs[0], options.out))
+    common.finish("quickstart", rows, options, lambda: {"quickstart": draw(runs[0])})
 
 
 if __name__ == "__main__":

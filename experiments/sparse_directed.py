@@ -7,10 +7,9 @@ of 100 rows, one of which lacks the first effect. It prints every effect beside 
 sites with more than 30 tumours (396 in all), each site's columns centred and scaled. It draws inclusion probabilities
 and the ten most probable arrows, and says which of them stand at an expected false discovery rate of 10 %.
 
-The chains do not agree here, so read its arrows as those of some modes: after 1000 rounds of 2 sweeps, R-hat of θ is
-2.3 at worst and 1.26 in the median, and the four chains' means of AXIN1 → DVL2 are 0.61, 0.03, 0.17 and 0.41.
-Directions of arrows are modes of their own; and with Laplace errors and a determinant the sites' likelihoods are not
-normal, so that θ cannot move with all θ_k as in the other models (`models/interweaving.py`).
+The chains do not agree there (`results/sparse_directed.md`), so read its arrows as those of some modes. Directions of
+arrows are modes of their own; and with Laplace errors and a determinant the sites' likelihoods are not normal, so that
+θ cannot move with all θ_k as in the other models (`models/gibbs/interweaving.py`).
 
 Published: Kidd et al. (2023), section 3.3, which prints no numbers: an arrow from AXIN1 to DVL1, and one from CTNNB1 to
 MMP7. The paper's extract (901 samples of 10 sites, its 16 genes not listed) is not public, and MMP7 is not in this one.
@@ -18,9 +17,7 @@ MMP7. The paper's extract (901 samples of 10 sites, its 16 genes not listed) is 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +26,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
+from experiments.sparse_common import Report, Sizes, finish, sample, share, shared, standardised
 from fedtorch.models.gibbs import directed, graphical, sparse
 
 GENES = (
@@ -52,14 +50,6 @@ GENES = (
 EFFECTS = {(1, 0): 0.8, (2, 1): 0.7, (3, 2): 0.6, (1, 3): -0.6, (4, 3): 0.5, (5, 4): -0.6}  # (effect, cause)
 LEVEL = 0.1  # of the false discovery rate
 SHOWN = 10  # arrows of the genes
-
-
-class Sizes(NamedTuple):
-    """How long the chains are."""
-
-    rounds: int
-    sweeps: int
-    chains: int
 
 
 class Found(NamedTuple):
@@ -93,17 +83,11 @@ def analyse(data: ft.data.FederatedData, names: Sequence[str], sizes: Sizes, see
 
     def watch(round: ft.Round) -> dict[str, Tensor]:
         accepted.append(float(round.clients.table.read(slice(0, len(data))).variables.accepted.mean()))
-        return {"theta": round.server.variables.theta, "included": round.server.variables.prior.included}
+        return shared(round)
 
-    began = time.perf_counter()
-    start, population = graphical.start(len(names)), ft.InProcess(data)
-    sampler = ft.Sampler(burn_in=sizes.rounds // 3, watch=watch)
-    ft.run(algorithm, population, start, rounds=sizes.rounds, seed=seed, record=sampler)
-    seconds = time.perf_counter() - began
-    table = sampler.summary()
-    r_hat = float(table.loc[[name for name in table.index if name.startswith("theta")], "r_hat"].max())
-    inclusion, effects = (graphical.square(sampler.mean()[name]) for name in ("included", "theta"))
-    return Found(inclusion, effects, r_hat, float(np.mean(accepted)), seconds)
+    done = sample(algorithm, data, graphical.start(len(names)), sizes.rounds, sizes.rounds // 3, seed, watch)
+    inclusion, effects = (graphical.square(done.sampler.mean()[name]) for name in ("included", "theta"))
+    return Found(inclusion, effects, done.largest_r_hat("theta"), float(np.mean(accepted)), done.seconds)
 
 
 def about(setting: str, found: Found) -> list[common.Row]:
@@ -115,48 +99,39 @@ def about(setting: str, found: Found) -> list[common.Row]:
     ]
 
 
-def simulated(sizes: Sizes, seeds: int, out: Path | None) -> list[common.Row]:
+def simulated(sizes: Sizes, seeds: int) -> Report:
     """A known graph."""
-    names, figures = [f"y{j + 1}" for j in range(6)], {}
+    names, figures, each = [f"y{j + 1}" for j in range(6)], [], []
     for seed in range(seeds):
         data, truth = simulated_sites(seed)
         found = analyse(data, names, sizes, seed)
         arrows, true = graphical.arrows(found.inclusion, LEVEL), truth != 0
         numbers = {
-            "false discoveries": float((arrows & ~true).sum() / arrows.sum().clamp(min=1)),
-            "effects found": float((arrows & true).sum() / true.sum()),
+            "false discoveries": share(~true, arrows),
+            "effects found": share(arrows, true),
             "inclusion of effects": float(found.inclusion[true].mean()),
             "inclusion of zeros": float(found.inclusion[~true & ~torch.eye(6, dtype=torch.bool)].mean()),
             "root mean squared error": float((found.effects - truth).square().sum().div(30).sqrt()),
         }
-        for name, value in numbers.items():
-            figures.setdefault(name, []).append(value)
-        if seed == 0:
-            first = found
+        figures.append(numbers)
+        each.append(found)
+    first = each[0]
     lines = [
         [f"{names[h]} → {names[j]}", f"{size:.2f}", f"{first.effects[j, h]:.2f}", f"{first.inclusion[j, h]:.3f}"]
         for (j, h), size in EFFECTS.items()
     ]
     title = f"simulated graph, R-hat {first.r_hat:.2f}, {first.accepted:.0%} accepted, {first.seconds:.0f} s"
     common.show(title, ["", "truth", "mean", "inclusion"], lines)
-    common.show(
-        f"simulated graph, {seeds} repetitions, level {LEVEL}",
-        ["", "ours"],
-        [[name, f"{np.mean(values):.3f}"] for name, values in figures.items()],
-    )
-    if out is not None:
-        shown = torch.where(graphical.arrows(first.inclusion, LEVEL), first.inclusion, 0.0)
-        figure = ft.plots.directed_network(shown, names, first.effects)
-        common.show_path(common.save(figure, out, "sparse_directed_simulated"))
-    sd = lambda values: float(np.std(values, ddof=1)) if len(values) > 1 else None
-    rows = [common.Row("simulated", name, float(np.mean(values)), sd(values)) for name, values in figures.items()]
-    return rows + about("simulated", first)
+    rows = common.over_seeds("simulated", figures)
+    common.show_rows(f"simulated graph, {seeds} repetitions, level {LEVEL}", rows)
+    shown = torch.where(graphical.arrows(first.inclusion, LEVEL), first.inclusion, 0.0)
+    figure = ft.plots.directed_network(shown, names, first.effects)
+    return Report([*rows, *about("simulated", first)], {"sparse_directed_simulated": figure})
 
 
-def expression(sizes: Sizes, out: Path | None) -> list[common.Row]:
+def expression(sizes: Sizes) -> Report:
     """The paper's section 3.3, on the samples that are public."""
-    data = ft.data.tcga_brca_expression(GENES, minimum=30, dtype=torch.float64)
-    data = data.map(lambda y: (y - y.mean(0)) / y.std(0))
+    data = standardised(ft.data.tcga_brca_expression(GENES, minimum=30, dtype=torch.float64))
     found = analyse(data, GENES, sizes, 0)
     arrows = graphical.arrows(found.inclusion, LEVEL)
     pairs = [(j, h) for j in range(len(GENES)) for h in range(len(GENES)) if j != h]
@@ -178,28 +153,27 @@ def expression(sizes: Sizes, out: Path | None) -> list[common.Row]:
     for cause, effect in (("AXIN1", "DVL1"), ("DVL1", "AXIN1")):
         q = float(found.inclusion[GENES.index(effect), GENES.index(cause)])
         rows.append(common.Row("expression", f"inclusion of {cause} → {effect}", q))
-    common.show("expression, named in the paper", ["", "inclusion"], [[r.metric, f"{r.ours:.3f}"] for r in rows[-2:]])
-    if out is not None:
-        figure = ft.plots.inclusion_map(found.inclusion, GENES, "effect", "cause")
-        common.show_path(common.save(figure, out, "sparse_directed_heat_map"))
-        figure = ft.plots.directed_network(strongest, GENES, found.effects)
-        common.show_path(common.save(figure, out, "sparse_directed_expression"))
-    return rows
+    common.show_rows("expression, named in the paper", rows[-2:])
+    figures = {
+        "sparse_directed_heat_map": ft.plots.inclusion_map(found.inclusion, GENES, "effect", "cause"),
+        "sparse_directed_expression": ft.plots.directed_network(strongest, GENES, found.effects),
+    }
+    return Report(rows, figures)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Both studies."""
-    parser = common.arguments(__doc__ or "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--study", choices=["simulated", "expression", "both"], default="both", help="default both")
     parser.add_argument("--rounds", type=int, default=600, metavar="T", help="global steps (default 600)")
     options = parser.parse_args(argv)
     sizes = Sizes(30, 3, 2) if options.smoke else Sizes(options.rounds, 10, 4)
-    rows: list[common.Row] = []
+    reports = []
     if options.study in ("simulated", "both"):
-        rows += simulated(sizes, options.seeds, options.out)
+        reports.append(simulated(sizes, options.seeds))
     if options.study in ("expression", "both"):
-        rows += expression(Sizes(9, 1, 2) if options.smoke else sizes, options.out)
-    common.write("sparse_directed", rows, options.json)
+        reports.append(expression(Sizes(9, 1, 2) if options.smoke else sizes))
+    finish("sparse_directed", reports, options)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ Published: Kidd et al. (2023), section 3.2: the order of the two edges; it print
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +23,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
+from experiments.sparse_common import Report, Sizes, finish, sample, share, shared, standardised
 from fedtorch.models.gibbs import graphical, sparse
 
 PROTEINS = (
@@ -45,14 +44,6 @@ LEVEL = 0.2  # of the false discovery rate; the paper does not say its own
 RULES: dict[str, Callable[[Tensor], Tensor]] = {"or": graphical.union, "and": graphical.intersection}
 
 
-class Sizes(NamedTuple):
-    """How long the chains are."""
-
-    rounds: int
-    sweeps: int
-    chains: int
-
-
 class Found(NamedTuple):
     """What the chains say."""
 
@@ -60,11 +51,6 @@ class Found(NamedTuple):
     effects: Tensor  # (p, p) posterior means
     r_hat: float
     seconds: float
-
-
-def standardised(data: ft.data.FederatedData) -> ft.data.FederatedData:
-    """Every site's columns with mean zero and standard deviation one."""
-    return data.map(lambda y: (y - y.mean(0)) / y.std(0))
 
 
 def algorithm(sizes: Sizes, names: Sequence[str]) -> ft.Algorithm:
@@ -75,20 +61,10 @@ def algorithm(sizes: Sizes, names: Sequence[str]) -> ft.Algorithm:
 
 def analyse(data: ft.data.FederatedData, names: Sequence[str], sizes: Sizes, seed: int) -> Found:
     """The federated analysis."""
-
-    def watch(round: ft.Round) -> dict[str, Tensor]:
-        return {"theta": round.server.variables.theta, "included": round.server.variables.prior.included}
-
-    began = time.perf_counter()
-    start = graphical.start(len(names))
-    population = ft.InProcess(data)
-    sampler = ft.Sampler(burn_in=sizes.rounds // 5, watch=watch)
-    ft.run(algorithm(sizes, names), population, start, rounds=sizes.rounds, seed=seed, record=sampler)
-    seconds = time.perf_counter() - began
-    table = sampler.summary()
-    r_hat = float(table.loc[[name for name in table.index if name.startswith("theta")], "r_hat"].max())
-    mean = sampler.mean()
-    return Found(graphical.square(mean["included"]), graphical.square(mean["theta"]), r_hat, seconds)
+    start, burn_in = graphical.start(len(names)), sizes.rounds // 5
+    done = sample(algorithm(sizes, names), data, start, sizes.rounds, burn_in, seed, shared)
+    inclusion, effects = (graphical.square(done.sampler.mean()[name]) for name in ("included", "theta"))
+    return Found(inclusion, effects, done.largest_r_hat("theta"), done.seconds)
 
 
 def ranked(matrix: Tensor, names: Sequence[str]) -> list[tuple[float, str, str]]:
@@ -117,11 +93,12 @@ def without_server(data: ft.data.FederatedData, names: Sequence[str], sizes: Siz
         "megabytes per round, with a server": megabytes[0],
         "megabytes per round, over a ring": megabytes[1],
     }
-    common.show("proteins, without a server", ["", "ours"], [[name, f"{x:.3g}"] for name, x in figures.items()])
-    return [common.Row("proteins, without a server", name, value) for name, value in figures.items()]
+    rows = [common.Row("proteins, without a server", name, value) for name, value in figures.items()]
+    common.show_rows("proteins, over a ring of the sites", rows, ".3g")
+    return rows
 
 
-def proteins(sizes: Sizes, out: Path | None) -> list[common.Row]:
+def proteins(sizes: Sizes) -> Report:
     """The paper's section 3.2."""
     data = standardised(ft.data.tcpa_brca_rppa(PROTEINS, dtype=torch.float64))
     found = analyse(data, PROTEINS, sizes, 0)
@@ -129,6 +106,7 @@ def proteins(sizes: Sizes, out: Path | None) -> list[common.Row]:
         common.Row("proteins", "largest R-hat", found.r_hat),
         common.Row("proteins", "seconds", found.seconds),
     ]
+    figures = {"sparse_network_heat_map": ft.plots.inclusion_map(found.inclusion, PROTEINS)}
     for rule, symmetrise in RULES.items():
         matrix = symmetrise(found.inclusion)
         order = ranked(matrix, PROTEINS)
@@ -141,19 +119,14 @@ def proteins(sizes: Sizes, out: Path | None) -> list[common.Row]:
             rank = next(i for i, (_, a, b) in enumerate(order, 1) if {a, b} == set(pair))
             rows.append(common.Row(f"proteins, {rule}", f"rank of {pair[0]}–{pair[1]}", rank, published=place))
             rows.append(common.Row(f"proteins, {rule}", f"inclusion of {pair[0]}–{pair[1]}", order[rank - 1][0]))
-        if out is not None:
-            figure = ft.plots.network(network(matrix, PROTEINS), names=True)
-            common.show_path(common.save(figure, out, f"sparse_network_{rule}"))
-    if out is not None:
-        figure = ft.plots.inclusion_map(found.inclusion, PROTEINS)
-        common.show_path(common.save(figure, out, "sparse_network_heat_map"))
-    return rows + without_server(data, PROTEINS, Sizes(5, 2, 2))
+        figures[f"sparse_network_{rule}"] = ft.plots.network(network(matrix, PROTEINS), names=True)
+    return Report([*rows, *without_server(data, PROTEINS, Sizes(5, 2, 2))], figures)
 
 
-def simulated(sizes: Sizes, seeds: int) -> list[common.Row]:
+def simulated(sizes: Sizes, seeds: int) -> Report:
     """Edges found of a known network."""
     p, names = 10, [f"y{j + 1}" for j in range(10)]
-    figures: dict[str, list[float]] = {}
+    figures = []
     for seed in range(seeds):
         key = ft.random.fold_in(ft.random.key(1), seed)
         every = torch.triu_indices(p, p, 1).T
@@ -166,30 +139,28 @@ def simulated(sizes: Sizes, seeds: int) -> list[common.Row]:
         y = ft.random.normal(ft.random.fold_in(key, 2), (600, p), torch.float64) @ factor.mT
         data = standardised(ft.data.FederatedData(y, torch.full((5,), 120)))
         found, truth = analyse(data, names, sizes, seed), (omega != 0) & ~torch.eye(p, dtype=torch.bool)
+        numbers = {}
         for rule, symmetrise in RULES.items():
             edge = graphical.edges(symmetrise(found.inclusion), LEVEL)
-            share = lambda part, whole: float(part.sum() / whole.sum().clamp(min=1))
-            figures.setdefault(f"false discoveries, {rule}", []).append(share(edge & ~truth, edge))
-            figures.setdefault(f"edges found, {rule}", []).append(share(edge & truth, truth))
-        figures.setdefault("largest R-hat", []).append(found.r_hat)
-    lines = [[name, f"{np.mean(values):.3f}"] for name, values in figures.items()]
-    common.show(f"simulated network, {seeds} repetitions, level {LEVEL}", ["share", "ours"], lines)
-    sd = lambda values: float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return [common.Row("simulated", name, float(np.mean(values)), sd(values)) for name, values in figures.items()]
+            numbers |= {f"false discoveries, {rule}": share(~truth, edge), f"edges found, {rule}": share(edge, truth)}
+        figures.append({**numbers, "largest R-hat": found.r_hat})
+    rows = common.over_seeds("simulated", figures)
+    common.show_rows(f"simulated network, {seeds} repetitions, level {LEVEL}", rows)
+    return Report(rows, {})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Both studies."""
-    parser = common.arguments(__doc__ or "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--study", choices=["simulated", "proteins", "both"], default="both", help="default both")
     options = parser.parse_args(argv)
     sizes = Sizes(40, 3, 2) if options.smoke else Sizes(2000, 5, 4)
-    rows: list[common.Row] = []
+    reports = []
     if options.study in ("simulated", "both"):
-        rows += simulated(sizes, options.seeds)
+        reports.append(simulated(sizes, options.seeds))
     if options.study in ("proteins", "both"):
-        rows += proteins(sizes, options.out)
-    common.write("sparse_network", rows, options.json)
+        reports.append(proteins(sizes))
+    finish("sparse_network", reports, options)
 
 
 if __name__ == "__main__":

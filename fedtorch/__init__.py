@@ -22,6 +22,7 @@ from fedtorch.federation.algorithms.matrix_normal import matrix_normal
 from fedtorch.federation.algorithms.multi_output_gp import fedmgp, fedmgp_average
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.algorithms.pooled import pooled
+from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
 from fedtorch.federation.algorithms.regressors import gtv_regressors
 from fedtorch.federation.algorithms.scaffold import scaffold
 from fedtorch.federation.algorithms.separate import separate
@@ -30,7 +31,7 @@ from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score
 from fedtorch.federation.exchange import Exchange, Mean, Sum, graph, private_rows, star
 from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
-from fedtorch.federation.history import History
+from fedtorch.federation.history import History, Round
 from fedtorch.federation.lightning import ClientSharding, Federation
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
 from fedtorch.federation.local_solvers.least_squares import least_squares
@@ -39,7 +40,7 @@ from fedtorch.federation.local_solvers.unlabelled import unlabelled
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.progress import RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered
-from fedtorch.federation.run import Round, Run, run
+from fedtorch.federation.run import Run, run
 from fedtorch.federation.sampler import Sampler
 from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
 from fedtorch.federation.tuning import Grid, grid
@@ -113,6 +114,7 @@ __all__ = [
     "plots",
     "poisson_cohort",
     "pooled",
+    "pooled_covariance",
     "private_rows",
     "random",
     "recipes",

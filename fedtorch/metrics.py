@@ -29,6 +29,7 @@ import torchmetrics
 from torch import Tensor
 from torchmetrics.utilities import dim_zero_sum
 
+from fedtorch import tree
 from fedtorch.tree import Tree
 
 __all__ = [
@@ -251,7 +252,7 @@ def _zero_padding(values: Tensor, mask: Tensor) -> Tensor:
         raise ValueError(
             f"Expected examples (K, N, ...) with a mask (K, N), but got {tuple(values.shape)} and {tuple(mask.shape)}"
         )
-    return values.detach().masked_fill(~mask.reshape(mask.shape + (1,) * (values.ndim - 2)), 0)
+    return values.detach().masked_fill(~tree.along(mask, values), 0)
 
 
 def _classification(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

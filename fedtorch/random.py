@@ -1,10 +1,9 @@
 """Randomness as an argument: every draw is a pure function of a key.
 
 A *key* is an `int64` scalar tensor and stacked keys are `(K,)` or any shape, so that one call draws for all
-clients. Keys of rounds, clients and purposes come from one seed by `fold_in`. Below is the counter-based
-generator Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) in integer
-tensor operations: the same bits on any device, stacked or one by one, and torch's global generator is neither
-read nor moved.
+clients. Keys of rounds, clients and purposes come from one seed by `fold_in`. The bits are those of the
+counter-based generator in `fedtorch.philox`: the same on any device, stacked or one by one, and torch's global
+generator is neither read nor moved.
 
 Element i of a draw depends on (key, i) only: drawing more leaves the first elements as they are, so padding a
 client's data or stacking it with others changes nothing.
@@ -23,11 +22,13 @@ tensor([3, 4, 5])
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy
 import torch
 from torch import Tensor
+
+from fedtorch import philox
+from fedtorch.philox import WORD, between, block_words, check_key, fill, integers, words_per
 
 __all__ = [
     "bernoulli",
@@ -46,95 +47,13 @@ __all__ = [
     "uniform",
 ]
 
-_ROUNDS = 10
-_WEYL = 0x9E3779B9, 0xBB67AE85
-_WORD = 0xFFFFFFFF
-_BLOCK = 2**17  # words drawn at a time, which bounds the memory of the temporaries
-_DRAW, _FOLD, _GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
-_BOOST = _WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
-
-# Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
-_CLEAR = torch.tensor(_WORD, device="cpu")
-_HALF = torch.tensor(32, device="cpu")
-_MULTIPLIERS = torch.tensor(0xD2511F53, device="cpu"), torch.tensor(0xCD9E8D57, device="cpu")
-
-
-def _philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
-    """Philox-4x32-10 on keys and four counter words that broadcast.
-
-    Returns:
-        words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
-    """
-    shape = numpy.broadcast_shapes(key.shape, *(word.shape for word in counter if isinstance(word, Tensor)))
-    even, odd, spare = key.new_empty((3, 2, *shape)).unbind()
-    words, low, spare_low = even.unbind(), odd.unbind(), spare.unbind()
-    for target, word in zip((words[0], low[0], words[1], low[1]), counter):
-        if isinstance(word, Tensor):
-            target.copy_(word)
-        else:
-            target.fill_(word)
-    padded = key.reshape((1,) * (len(shape) - key.ndim) + key.shape)
-    rounds = torch.arange(_ROUNDS, device=key.device, dtype=torch.int64).reshape(-1, *(1,) * len(shape))
-    round_keys = torch.stack((padded + rounds * _WEYL[0], (padded >> _HALF) + rounds * _WEYL[1]), 1)
-    # Only multiplication needs words without their upper half, so that is cleared once a round.
-    for round_key in round_keys.unbind():
-        torch.mul(words[1], _MULTIPLIERS[1], out=spare_low[0])
-        torch.mul(words[0], _MULTIPLIERS[0], out=spare_low[1])
-        torch.bitwise_right_shift(spare, _HALF, out=even)
-        even.bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(_CLEAR)
-        odd, spare, low, spare_low = spare, odd, spare_low, low
-    return even, odd
-
-
-def _words(key: Tensor, start: int, count: int) -> Tensor:
-    """Words `start` to `start + count` of each key, `(*key.shape, count)`; `start` is a multiple of four."""
-    blocks = torch.arange(start // 4, start // 4 + -(-count // 4), device=key.device, dtype=torch.int64)
-    even, odd = _philox(key.unsqueeze(-1), (blocks & _CLEAR, blocks >> _HALF, 0, _DRAW))
-    words = torch.stack((even[0], odd[0], even[1], odd[1]), -1).bitwise_and_(_CLEAR)
-    return words.flatten(-2)[..., :count]
-
-
-def _fill(
-    key: Tensor, shape: Sequence[int], dtype: torch.dtype, words: int, convert: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Draws `(*key.shape, *shape)` in blocks; `convert` turns `words` words an element into elements."""
-    _check_key(key)
-    count = math.prod(shape)
-    step = max(_BLOCK // max(key.numel(), 1) // 8, 1) * 8
-    if count * words <= step:
-        return convert(_words(key, 0, count * words)).to(dtype).reshape((*key.shape, *shape))
-    out = key.new_empty((*key.shape, count), dtype=dtype)
-    for start in range(0, count * words, step):
-        stop = min(start + step, count * words)
-        out[..., start // words : stop // words] = convert(_words(key, start, stop - start))
-    return out.reshape((*key.shape, *shape))
-
-
-def _check_key(key: Tensor) -> None:
-    if not isinstance(key, Tensor) or key.dtype != torch.int64:
-        got = key.dtype if isinstance(key, Tensor) else type(key).__name__
-        raise TypeError(f"Expected a key, an int64 tensor made by random.key and fold_in, but got {got}")
+_FOLD, _GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
+_BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
 
 
 def _check_real(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
         raise TypeError(f"Expected a floating-point dtype, but got {dtype}")
-
-
-def _integers(words: Tensor) -> Tensor:
-    """63 bits of each pair of words, `(..., 2n)` -> `(..., n)`."""
-    return words[..., ::2].bitwise_left_shift(31).bitwise_or_(words[..., 1::2] >> 1)
-
-
-def _inside(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform float64 strictly between 0 and 1: of 52 bits of two words for float64, else of one word."""
-    if dtype == torch.float64:
-        return (_integers(words) >> 11).to(torch.float64).add_(0.5).mul_(2.0**-52)
-    return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
-
-
-def _words_per(dtype: torch.dtype) -> int:
-    return 2 if dtype == torch.float64 else 1
 
 
 def key(seed: int) -> Tensor:
@@ -161,12 +80,12 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     Returns:
         keys in the broadcast shape, one for each (key, data).
     """
-    _check_key(key)
+    check_key(key)
     if isinstance(data, Tensor):
         if data.dtype.is_floating_point or data.dtype.is_complex:
             raise TypeError(f"Expected an integer to fold in, but got a tensor of {data.dtype}")
         data = data.to(key.device, torch.int64)
-    even, odd = _philox(key, (data & _WORD, (data >> 32) & _WORD, 0, _FOLD))
+    even, odd = philox.philox(key, (data & WORD, (data >> 32) & WORD, 0, _FOLD))
     return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
 
 
@@ -185,7 +104,7 @@ def bits(key: Tensor, count: int) -> Tensor:
     Returns:
         `(*key.shape, count)`, int64 from 0 to 2³² − 1.
     """
-    return _fill(key, (count,), torch.int64, 1, lambda words: words)
+    return fill(key, (count,), torch.int64, 1, lambda words: words)
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -199,10 +118,10 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
     _check_real(dtype)
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     if dtype == torch.float64:
-        convert = lambda words: (_integers(words) >> 10).to(dtype).mul_(2.0**-53)
+        convert = lambda words: (integers(words) >> 10).to(dtype).mul_(2.0**-53)
     else:
         convert = lambda words: (words >> 32 - digits).to(dtype).mul_(2.0**-digits)
-    return _fill(key, shape, dtype, _words_per(dtype), convert)
+    return fill(key, shape, dtype, words_per(dtype), convert)
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -218,13 +137,13 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
     _check_real(dtype)
 
     def convert(words: Tensor) -> Tensor:
-        inside = _inside(words, dtype)
+        inside = between(words, dtype)
         radius = inside[..., ::2].log().mul_(-2).sqrt_()
         angle = inside[..., 1::2].mul(2 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(-2)
 
     count = math.prod(shape)
-    pairs = _fill(key, (count + count % 2,), dtype, _words_per(dtype), convert)
+    pairs = fill(key, (count + count % 2,), dtype, words_per(dtype), convert)
     return pairs[..., :count].reshape((*key.shape, *shape))
 
 
@@ -235,7 +154,7 @@ def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = tor
         `(*key.shape, *shape)`.
     """
     _check_real(dtype)
-    return _fill(key, shape, dtype, _words_per(dtype), lambda words: _inside(words, dtype).log_().neg_())
+    return fill(key, shape, dtype, words_per(dtype), lambda words: between(words, dtype).log_().neg_())
 
 
 def gamma(
@@ -266,7 +185,7 @@ def gamma(
     Raises:
         ValueError: a concentration that is not finite and positive.
     """
-    _check_key(key)
+    check_key(key)
     _check_real(dtype)
     full = (*key.shape, *shape)
     a = torch.as_tensor(concentration, dtype=torch.float64, device=key.device)
@@ -279,7 +198,7 @@ def gamma(
     count = math.prod(shape)
     keys, a = key.reshape(-1, 1), a.reshape(key.numel(), count)
     out = key.new_empty((key.numel(), count), dtype=dtype)
-    step = max(_BLOCK // max(key.numel(), 1) // 4, 1)
+    step = max(philox.BLOCK // max(key.numel(), 1) // 4, 1)
     for start in range(0, count, step):
         stop = min(start + step, count)
         element = torch.arange(start, stop, device=key.device)
@@ -300,15 +219,15 @@ def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
         attempt += 1
     if bool(small.any()):
         row, column = small.nonzero(as_tuple=True)
-        words = _blocks(keys[row, 0], element[column], _BOOST)
-        value[row, column] *= (_inside(words, torch.float64)[..., 0].log() / a[row, column]).exp()
+        words = block_words(keys[row, 0], element[column], _BOOST, _GAMMA)
+        value[row, column] *= (between(words, torch.float64)[..., 0].log() / a[row, column]).exp()
     return value
 
 
 def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Tensor, Tensor]:
     """(numbers, whether they are accepted) of one attempt; a ≥ 1."""
-    words = _blocks(keys, element, attempt)
-    radius = _inside(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
+    words = block_words(keys, element, attempt, _GAMMA)
+    radius = between(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
     angle = words[..., 2].to(torch.float64).mul_(2 * math.pi * 2.0**-32)
     x = radius * angle.cos()
     d = a - 1 / 3
@@ -317,12 +236,6 @@ def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Te
     bound = x.square().div_(2).add_(d * (1 - v + v.clamp_min(torch.finfo(torch.float64).tiny).log()))
     coin = words[..., 3].to(torch.float64).add_(0.5).mul_(2.0**-32).log_()
     return d * v, (v > 0) & (coin < bound)
-
-
-def _blocks(keys: Tensor, element: Tensor, attempt: int) -> Tensor:
-    """The four words of counter (element, attempt) for proposals, `(..., 4)`."""
-    even, odd = _philox(keys, (element & _CLEAR, element >> _HALF, attempt, _GAMMA))
-    return torch.stack((even[0], odd[0], even[1], odd[1]), -1).bitwise_and_(_CLEAR)
 
 
 def inverse_gamma(
@@ -376,7 +289,7 @@ def bernoulli(key: Tensor, probability: float | Tensor, shape: Sequence[int] = (
     if not 0 <= probability <= 1:
         raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
     threshold = math.ceil(probability * 2**32)
-    return _fill(key, shape, torch.bool, 1, lambda words: words < threshold)
+    return fill(key, shape, torch.bool, 1, lambda words: words < threshold)
 
 
 def randint(key: Tensor, high: int | Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -396,7 +309,7 @@ def randint(key: Tensor, high: int | Tensor, shape: Sequence[int] = ()) -> Tenso
         raise ValueError(f"Expected a positive bound, but got high = {high}")
     else:
         modulus = high
-    return _fill(key, shape, torch.int64, 2, lambda words: _integers(words).remainder_(modulus))
+    return fill(key, shape, torch.int64, 2, lambda words: integers(words).remainder_(modulus))
 
 
 def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
@@ -412,7 +325,7 @@ def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
     Returns:
         `(*key.shape, size)`, int64.
     """
-    scores = _fill(key, (size,), torch.int64, 2, _integers)
+    scores = fill(key, (size,), torch.int64, 2, integers)
     if count is not None:
         rest = torch.arange(size, device=key.device) >= count.expand(key.shape).unsqueeze(-1)
         scores = scores.masked_fill_(rest, 2**63 - 1)

@@ -16,7 +16,7 @@ tensor([1., 5.])
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -146,8 +146,12 @@ def refill(like: Tree, leaves: Sequence[Tensor]) -> Tree:
     return map(lambda _: next(remaining), like)
 
 
+@overload
+def along(vector: Tensor, leaf: Tensor) -> Tensor: ...
+@overload
+def along(vector: float, leaf: Tensor) -> float: ...
 def along(vector: Tensor | float, leaf: Tensor) -> Tensor | float:
-    """`vector` `(K,)` shaped to multiply `leaf` `(K, ...)` row by row; numbers and scalars pass through."""
+    """`vector` `(K,)`, or of more leading dimensions, shaped to go with `leaf` `(K, ...)` row by row; numbers pass."""
     if not isinstance(vector, Tensor) or vector.ndim == 0:
         return vector
     return vector.reshape(vector.shape + (1,) * (leaf.ndim - vector.ndim))

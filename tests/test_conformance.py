@@ -36,7 +36,7 @@ from fedtorch.federation import run as running
 from fedtorch.federation.exchange import Exchange, Mean, Sum, client_count, sum_over
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs import imputation, sparse
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.tree import Tree
@@ -88,6 +88,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
+    "pooled_covariance": ft.pooled_covariance,
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
     "without_server": lambda: ft.without_server(
@@ -95,7 +96,13 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     ),
 }
 THETA = torch.full((3,), 0.5, dtype=torch.float64)
-STARTS = {"gibbs": THETA, "without_server": THETA, "gtv_regressors": {}}  # of algorithms without a local solver
+COMPLETE = imputation.Normal(torch.zeros(4).double(), torch.eye(4).double())
+STARTS = {
+    "pooled_covariance": COMPLETE,
+    "gibbs": THETA,
+    "without_server": THETA,
+    "gtv_regressors": {},
+}  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "graph": lambda: exchange.graph(ft.Network.ring(K)),
@@ -241,6 +248,8 @@ def start(name: str, algorithm: ft.Algorithm) -> Tree:
 
 def population(name: str, chunk: int | None = None) -> ft.InProcess:
     data = linear_clients(SIZES)
+    if name == "pooled_covariance":
+        data = imputation.incomplete(list(data))
     return ft.InProcess(data.pool() if name in POOLED else data, chunk)
 
 

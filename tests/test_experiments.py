@@ -31,7 +31,7 @@ from experiments import (
     vfl_poisson,
 )
 from experiments.benchmarks import __main__ as benchmarks
-from experiments.benchmarks import core, fedlin, gibbs, gtv, vfl, vfl_split
+from experiments.benchmarks import against, core, fedlin, gibbs, gtv, vfl, vfl_split, workloads
 from experiments.benchmarks import fedmgp as fedmgp_benchmark
 
 
@@ -362,10 +362,30 @@ def test_gtv_fmi_as_published(tmp_path):
     )
 
 
+def test_two_versions_side_by_side(tmp_path):
+    here, name = str(Path(__file__).parents[1]), "fedavg, linear, 100"
+    against.main(["--smoke", "--old", here, "--only", name, "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert {metric for _, metric in found} == {"old, s", "new, s", "new / old", "apart"}
+    assert [value for (_, metric), value in found.items() if metric == "apart"] == [0]
+    with pytest.raises(ValueError, match="a folder that has the package fedtorch"):
+        against.Worker(tmp_path, small=True)
+
+
+@pytest.mark.parametrize("name", workloads.WORKLOADS)
+def test_workloads_find_the_same_again(name):
+    first, again = (workloads.prepare(name, True)() for _ in range(2))
+    assert first == again
+    assert 0 < abs(first) < float("inf")
+
+
 def test_benchmarks_write_their_tables(tmp_path):
-    benchmarks.main(["fedlin", "--results", str(tmp_path), "--", "--smoke"])
+    (tmp_path / "fedlin.md").write_text("# Old\n\n## Notes\n\nWhy it is so.\n")
+    benchmarks.main(["fedlin", "--results", str(tmp_path), "--", "--smoke", "--part", "HM1"])
     text = (tmp_path / "fedlin.md").read_text()
-    assert "python -m experiments.benchmarks fedlin -- --smoke" in text
+    assert text.endswith(" |\n\n## Notes\n\nWhy it is so.\n")
+    assert "Old" not in text
+    assert "python -m experiments.benchmarks fedlin -- --smoke --part HM1" in text
     assert len(text.splitlines()) > 10
     with pytest.raises(SystemExit):
         benchmarks.main(["nothing"])

@@ -1,5 +1,7 @@
 """Runs benchmarks one after the other and writes each one's table to `experiments/benchmarks/results/<name>.md`.
 
+The notes below a table that was there are kept.
+
 `python -m experiments.benchmarks gtv fedlin` runs these two; what comes after `--` goes to each of them, as in
 `python -m experiments.benchmarks gtv -- --full`.
 """
@@ -12,13 +14,12 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments import common
+from experiments.benchmarks.measure import circumstances, table
 
-NAMES = ("fedlin", "fedmgp", "gibbs", "gtv", "vfl", "vfl_split")
+NAMES = ("core", "fedlin", "fedmgp", "gibbs", "gtv", "scaling", "vfl", "vfl_split")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -31,21 +32,14 @@ def measure(name: str, options: Sequence[str]) -> list[dict]:
         return json.loads(file.read_text())["rows"]
 
 
-def markdown(name: str, rows: Sequence[dict], options: Sequence[str], loads: tuple[float, float]) -> str:
+def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_before: float) -> str:
     """A benchmark's table, and where it was measured."""
     module = importlib.import_module(f"experiments.benchmarks.{name}")
     title = (module.__doc__ or name).strip().splitlines()[0]
     command = " ".join(["python -m experiments.benchmarks", name, *(["--", *options] if options else [])])
-    head = [
-        f"# {title}",
-        "",
-        f"`{command}` on {common.machine()}; {time.strftime('%Y-%m-%d')}; load average {loads[0]:.1f} before and",
-        f"{loads[1]:.1f} after, this work included.",
-        "",
-        "| setting | figure | measured |",
-        "| --- | --- | --- |",
-    ]
-    return "\n".join([*head, *(f"| {row['setting']} | {row['metric']} | {row['ours']:.4g} |" for row in rows), ""])
+    head = [f"# {title}", "", f"`{command}` on", *circumstances(load_before), ""]
+    lines = [[row["setting"], row["metric"], f"{row['ours']:.4g}"] for row in rows]
+    return "\n".join([*head, *table(["setting", "figure", "measured"], lines), ""])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         before = os.getloadavg()[0]
         rows = measure(name, options)
         arguments.results.mkdir(parents=True, exist_ok=True)
-        text = markdown(name, rows, options, (before, os.getloadavg()[0]))
-        (arguments.results / f"{name}.md").write_text(text)
+        file = arguments.results / f"{name}.md"
+        _, heading, notes = (file.read_text() if file.exists() else "").partition("\n## Notes\n")
+        file.write_text(markdown(name, rows, options, before) + heading + notes)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,14 @@
 """The core's speed: ratios against a plain PyTorch loop, the cost of the outer Trainer, and the cost of many clients.
 
 Ratios are medians over repetitions in which both sides run one after the other in the same process, so that they hold
-when the machine's speed drifts. `--write` puts the table into `experiments/benchmarks/README.md`.
+when the machine's speed drifts. Each part runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import resource
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import lightning as L
 import torch
@@ -25,6 +18,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common
+from experiments.benchmarks import measure
 
 Client = tuple[Tensor, Tensor]
 
@@ -115,13 +109,6 @@ def trainer(rounds: int, **arguments: object) -> L.Trainer:
     return L.Trainer(max_epochs=rounds, accelerator="cpu", enable_model_summary=False, **{**quiet, **arguments})
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def against_loop(
     name: str,
     make: Callable[[], L.LightningModule],
@@ -137,19 +124,14 @@ def against_loop(
     rows = []
     for label, compile in (("", False), (", compile=True", True)):
         local = ft.gradient_descent(make(), steps=steps, batch_size=size, compile=compile)
-        loop, ours = [], []
-        for i in range(repeat + 1):
-            federation = ft.Federation(ft.fedavg(local), population)
-            pair = (
-                seconds(lambda: plain_loop(make(), clients, rounds, steps, size)),
-                seconds(lambda: trainer(rounds).fit(federation)),  # noqa: B023
-            )
-            if i:  # the first is warm-up
-                loop.append(pair[0])
-                ours.append(pair[1])
-        ratio = statistics.median(a / b for a, b in zip(loop, ours))
-        rows.append(common.Row(name + label, "plain loop, s", statistics.median(loop)))
-        rows.append(common.Row(name + label, "fedtorch, s", statistics.median(ours)))
+        federations = iter([ft.Federation(ft.fedavg(local), population) for _ in range(repeat + 1)])
+        ways = {
+            "plain loop": lambda: plain_loop(make(), clients, rounds, steps, size),
+            "fedtorch": lambda: trainer(rounds).fit(next(federations)),  # noqa: B023
+        }
+        times = measure.interleaved(ways, repeat)
+        rows += [common.Row(name + label, f"{way}, s", value) for way, value in measure.medians(times).items()]
+        ratio = measure.ratio(times["plain loop"], times["fedtorch"])
         rows.append(common.Row(name + label, f"times faster (target {target:g})", ratio))
     return rows
 
@@ -173,8 +155,8 @@ def overhead(rounds: int, repeat: int) -> list[common.Row]:
             ("Lightning's progress bar and CSV logger", 4, {"enable_progress_bar": True, "logger": CSVLogger(folder)}),
             ("RoundProgressBar", 2, {"enable_progress_bar": True, "callbacks": ft.RoundProgressBar()}),
         ):
-            pairs = [(seconds(under(**arguments)), seconds(alone)) for _ in range(repeat + 1)][1:]
-            added = statistics.median((a - b) / rounds * 1e3 for a, b in pairs)
+            times = measure.interleaved({"with": under(**arguments), "without": alone}, repeat)
+            added = statistics.median((a - b) / rounds * 1e3 for a, b in zip(times["with"], times["without"]))
             rows.append(common.Row(f"outer Trainer, {name}", f"ms added to a round (target < {target})", added))
     return rows
 
@@ -183,11 +165,11 @@ def many_clients(count: int) -> list[common.Row]:
     """A round of many linear clients, and the memory of the process."""
     local = ft.gradient_descent(Linear(), steps=20)
     data = ft.data.from_tensors(linear_clients(count, 40))
-    times = _round_seconds(ft.run(ft.fedavg(local), ft.InProcess(data)), 6)
+    times = measure.round_seconds(ft.run(ft.fedavg(local), ft.InProcess(data)), 6)
     name = f"{count} linear clients, 20 full-batch steps"
     return [
         common.Row(name, "s a round (target < 0.5)", statistics.median(times[1:])),
-        common.Row(name, "peak memory of the process, MB (target < 1000)", _peak_megabytes()),
+        common.Row(name, "peak memory of the process, MB (target < 1000)", common.peak_megabytes()),
     ]
 
 
@@ -196,35 +178,19 @@ def touched_only(count: int, cohort: int) -> list[common.Row]:
     x = ft.random.normal(ft.random.key(0), (count, 5, 10))
     clients = list(zip(x, x.sum(-1)))
     algorithm = ft.personal_layers(ft.gradient_descent(Wide(), steps=5), personal="personal.*")
-    alone = _round_seconds(ft.run(algorithm, ft.InProcess(ft.data.from_tensors(clients[:cohort]))), 12)
-    every = _round_seconds(ft.run(algorithm, ft.InProcess(ft.data.from_tensors(clients)), cohort=cohort), 12)
+    few, many = (ft.InProcess(ft.data.from_tensors(those)) for those in (clients[:cohort], clients))
+    alone = measure.round_seconds(ft.run(algorithm, few), 12)
+    every = measure.round_seconds(ft.run(algorithm, many, cohort=cohort), 12)
     name = f"cohort of {cohort} among {count} clients, 10 000 personal parameters each"
     beyond = statistics.median(every[1:]) - statistics.median(alone[1:])
     return [
         common.Row(name, "s a round", statistics.median(every[1:])),
         common.Row(name, "s a round beyond training the cohort alone (target < 0.2)", beyond),
-        common.Row(name, "peak memory of the process, MB", _peak_megabytes()),
+        common.Row(name, "peak memory of the process, MB", common.peak_megabytes()),
     ]
 
 
-def _round_seconds(rounds: object, count: int) -> list[float]:
-    return [seconds(lambda: next(rounds)) for _ in range(count)]  # type: ignore[call-overload]
-
-
-def _peak_megabytes() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-
-
-def in_own_process(part: str, smoke: bool) -> list[common.Row]:
-    """Runs one part in a fresh process, so that its memory is its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", "experiments.benchmarks.core", "--part", part, "--json", str(target)]
-        subprocess.run(command + ["--smoke"] * smoke, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-        return [common.Row(**row) for row in json.loads(target.read_text())["rows"]]
-
-
-def parts(smoke: bool) -> dict[str, Callable[[], list[common.Row]]]:
+def parts(smoke: bool) -> measure.Parts:
     """The benchmarks by name."""
     repeat, rounds, clients = (1, 2, 10) if smoke else (5, 20, 100)
     return {
@@ -254,45 +220,9 @@ def parts(smoke: bool) -> dict[str, Callable[[], list[common.Row]]]:
     }
 
 
-def markdown(rows: Sequence[common.Row]) -> str:
-    """The rows as a table for the README."""
-    lines = [f"| {row.setting} | {row.metric} | {row.ours:.3g} |" for row in rows]
-    return "\n".join(
-        [
-            "# Benchmarks",
-            "",
-            "`make bench` measures the core; every figure below is from one run of `experiments/benchmarks/core.py` on",
-            f"{common.machine()}.",
-            "Ratios are medians over pairs, both sides in turn in one process.",
-            "",
-            "| setting | figure | measured |",
-            "| --- | --- | --- |",
-            *lines,
-            "",
-        ]
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures all parts, or one."""
-    parser = common.arguments(__doc__ or "")
-    parser.add_argument("--part", choices=sorted(parts(True)), help="one part only, in this process")
-    parser.add_argument("--write", action="store_true", help="write the table into experiments/benchmarks/README.md")
-    options = parser.parse_args(argv)
-    with common.quiet():
-        if options.part:
-            rows = parts(options.smoke)[options.part]()
-        else:
-            rows = [row for part in parts(options.smoke) for row in in_own_process(part, options.smoke)]
-    rows = [dataclasses.replace(row, ours=float(row.ours)) for row in rows]
-    common.show(
-        f"Core ({common.machine()})",
-        ["setting", "figure", "measured"],
-        [[row.setting, row.metric, f"{row.ours:.3g}"] for row in rows],
-    )
-    common.write("benchmarks.core", rows, options.json)
-    if options.write:
-        (Path(__file__).parent / "README.md").write_text(markdown(rows))
+    measure.run("core", __doc__, parts, argv, own_processes=True)
 
 
 if __name__ == "__main__":

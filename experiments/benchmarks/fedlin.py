@@ -1,26 +1,23 @@
 """FedLin's speed: HM1 against the paper's loop written plainly, a round of very many devices, HM2 against NUTS.
 
 Ratios are medians over repetitions in which both sides run one after the other in the same process, so that they hold
-when the machine's speed drifts. A section is one function that returns rows.
+when the machine's speed drifts.
 
-HM1 has two loops beside it. *Module*: a module, a loss and an optimiser for each device, as one writes it in PyTorch;
-the target, 50 times faster, is met. *Formula*: the gradient's bare formula, which nobody would train with but which is
-the leanest loop; the target is not met. So small a federation is bound by calls into torch: a round takes some 380
-of them (80 make the clients' keys, which full-batch steps do not draw from), the formula's loop more than 10 000.
+HM1 has two loops beside it. *Module*: a module, a loss and an optimiser for each device, as one writes it in PyTorch.
+*Formula*: the gradient's bare formula, which nobody would train with but which is the leanest loop.
 """
 
 from __future__ import annotations
 
-import resource
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common
+from experiments.benchmarks import measure
 from fedtorch.federation.algorithms.ep import settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.linear import LinearHead
@@ -76,13 +73,6 @@ def module_loop(x: Tensor, y: Tensor, rounds: int) -> Tensor:
     return theta
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Wall-clock seconds of one call."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def against_loops(count: int, rows: int, features: int, rounds: int, repeat: int) -> list[common.Row]:
     """HM1 under the coordinator, data preparation included, against both loops."""
     x, y = devices(count, rows, features)
@@ -94,12 +84,11 @@ def against_loops(count: int, rows: int, features: int, rounds: int, repeat: int
             pass
 
     title = f"HM1: K = {count}, N = {rows}, d = {features}, {rounds} rounds, T = {STEPS}, full batch"
-    works = {"loop, formula": lambda: formula_loop(x, y, rounds), "loop, module": lambda: module_loop(x, y, rounds)}
-    times = [{"fedtorch": seconds(ours), **{n: seconds(work) for n, work in works.items()}} for _ in range(repeat + 1)]
-    times = times[1:]  # the first is warm-up
-    found = [common.Row(title, f"{name}, s", statistics.median(run[name] for run in times)) for name in times[0]]
-    for name in works:
-        ratio = statistics.median(run[name] / run["fedtorch"] for run in times)
+    loops = {"loop, formula": lambda: formula_loop(x, y, rounds), "loop, module": lambda: module_loop(x, y, rounds)}
+    times = measure.interleaved({"fedtorch": ours, **loops}, repeat)
+    found = [common.Row(title, f"{name}, s", value) for name, value in measure.medians(times).items()]
+    for name in loops:
+        ratio = measure.ratio(times[name], times["fedtorch"])
         found.append(common.Row(title, f"times faster than the {name} (target 50)", ratio))
     return found
 
@@ -109,14 +98,13 @@ def many_devices(count: int, features: int, rank: int, rounds: int) -> list[comm
     x, y = devices(count, 12, features)
     data = ft.data.FederatedData((x.flatten(0, 1), y.flatten()), torch.full((count,), 12))
     local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
-    begun = ft.Run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
-    times = [seconds(begun.step) for _ in range(rounds + 1)]
+    running = ft.Run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
+    times = measure.round_seconds(running.rounds(rounds + 1), rounds + 1)
     title = f"HM1: K = {count}, d = {features}, Ω of rank {rank}"
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     return [
         common.Row(title, "the first round, with preparation, s", times[0]),
         common.Row(title, "s a round (target < 2)", statistics.median(times[1:])),
-        common.Row(title, "peak memory of the process, MB (target < 4000)", memory),
+        common.Row(title, "peak memory of the process, MB (target < 4000)", common.peak_megabytes()),
     ]
 
 
@@ -133,8 +121,7 @@ def _propagation(count: int, features: int, draws: int) -> list[common.Row]:
     """One K; NUTS where there are draws."""
     data = ft.data.from_tensors(list(zip(*devices(count, 40, features))))
     model = hierarchical.linear(hierarchical.normal(features))
-    begun = ft.Run(ft.ep(model), ft.InProcess(data))
-    times = [seconds(begun.step) for _ in range(6)]
+    times = measure.round_seconds(ft.Run(ft.ep(model), ft.InProcess(data)).rounds(6), 6)
 
     def whole() -> ft.Run:
         return ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
@@ -145,8 +132,8 @@ def _propagation(count: int, features: int, draws: int) -> list[common.Row]:
         common.Row(title, "rounds to convergence", whole().number),
     ]
     if draws:
-        ours = seconds(whole)
-        theirs = seconds(lambda: nuts(model, data, draws))
+        ours = common.seconds(whole)
+        theirs = common.seconds(lambda: nuts(model, data, draws))
         found.append(common.Row(title, "a whole run, s", ours))
         found.append(common.Row(title, f"NUTS, {draws} draws after as many, s", theirs))
         found.append(common.Row(title, "times faster than NUTS", theirs / ours))
@@ -174,7 +161,7 @@ def nuts(model: hierarchical.Model, data: ft.data.FederatedData, draws: int) -> 
     return chain.get_samples()["phi"]
 
 
-def sections(smoke: bool) -> dict[str, Callable[[], list[common.Row]]]:
+def parts(smoke: bool) -> measure.Parts:
     """The benchmarks by name."""
     return {
         "HM1": lambda: against_loops(*((10, 20, 8, 2, 1) if smoke else (100, 200, 8, ROUNDS, 5))),
@@ -185,15 +172,8 @@ def sections(smoke: bool) -> dict[str, Callable[[], list[common.Row]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all sections, or one."""
-    parser = common.arguments(__doc__ or "")
-    parser.add_argument("--section", choices=sorted(sections(True)), help="one section only")
-    options = parser.parse_args(argv)
-    chosen = sections(options.smoke)
-    rows = [row for name, work in chosen.items() if options.section in (None, name) for row in work()]
-    lines = [[row.setting, row.metric, f"{row.ours:.3g}"] for row in rows]
-    common.show(f"FedLin ({common.machine()})", ["setting", "figure", "measured"], lines)
-    common.write("benchmarks.fedlin", rows, options.json)
+    """Measures all parts, or one."""
+    measure.run("fedlin", __doc__, parts, argv)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 
 import fedtorch as ft
 from experiments import common
@@ -79,30 +78,29 @@ def until(curve: Curve, goal: float) -> tuple[float, float]:
     return (float("inf"), float("inf")) if first is None else (curve.seconds[first], curve.floats[first])
 
 
-def draw(runs: dict[str, Curve], folder: Path) -> Path:
+def draw(runs: dict[str, Curve]) -> Figure:
     """The bound against floats and against seconds."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharey=True, layout="constrained")
+    figure, axes = common.subplots(1, 2, figsize=(9, 3.8), sharey=True)
     for name, curve in runs.items():
         axes[0].plot(curve.floats, curve.bound, label=name)
         axes[1].plot(curve.seconds, curve.bound, label=name)
     for axis, label in zip(axes, ("floats up and down so far", "seconds so far")):
         axis.set_xscale("log")
         axis.set_xlabel(label)
-        axis.spines[["top", "right"]].set_visible(False)
     best = max(max(curve.bound) for curve in runs.values())
     axes[0].set_ylim(best - 4000, best + 200)
     axes[0].set_ylabel("bound of the marginal likelihood")
     axes[1].legend(frameon=False)
-    return common.save(figure, folder, "fedmgp_benchmark")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs both in turns, prints the medians of the ratios and draws the bound against floats and time."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
-    rounds, most, repeats = (10, 40, 1) if options.smoke else (40, 1500, 3)
+    options = common.arguments(__doc__).parse_args(argv)
+    rounds, most, repeats = (10, 20, 1) if options.smoke else (40, 1500, 3)
     drawn = fm.signals(5, 60 if options.smoke else 200, (2, 10), 0)
     data = fm.federated(drawn.x, drawn.y)
-    inducing = torch.linspace(-1.1, 1.1, 30, dtype=fm.DTYPE)
+    inducing = fm.inducing()
     tried = {lr: averaged(data, inducing, most, lr) for lr in RATES}
     rate = max(tried, key=lambda lr: max(tried[lr].bound))
     ratios, runs = [], {}
@@ -124,12 +122,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     values = [statistics.median(column) for column in zip(*ratios)]
     rows = [common.Row("to the same bound", label, value) for label, value in zip(labels, values)]
-    lines = [[label, f"{value:.4g}"] for label, value in zip(labels, values)]
     title = f"5 units of {len(drawn.x[0])} points, 30 inducing inputs, FedAvg at lr {rate} ({common.machine()})"
-    common.show(title, ["", "median"], lines)
-    common.write("benchmarks.fedmgp", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(runs, options.out))
+    common.show_rows(title, rows, ".4g")
+    common.finish("benchmarks.fedmgp", rows, options, lambda: {"fedmgp_benchmark": draw(runs)})
 
 
 if __name__ == "__main__":

@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 import fedtorch as ft
 from experiments import common
+from experiments.benchmarks import measure
 from experiments.sparse_regression import COVARIATES, simulated
 from fedtorch.models.gibbs import sparse
 
 REPETITIONS = 3
-
-
-def seconds(function: Callable[[], object]) -> float:
-    """Of one call."""
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def sweeps(smoke: bool) -> list[common.Row]:
@@ -40,23 +34,17 @@ def sweeps(smoke: bool) -> list[common.Row]:
     population = ft.InProcess(simulated(0))
     run = lambda count: ft.Sampler(algorithm, population, torch.zeros(COVARIATES), keep=False).run(count)
     run(1)
-    spent = statistics.median(seconds(lambda: run(rounds)) for _ in range(1 if smoke else REPETITIONS))
+    spent = statistics.median(common.seconds(lambda: run(rounds)) for _ in range(1 if smoke else REPETITIONS))
     setting = f"4 sites, {COVARIATES} covariates, 4 chains, {100 * rounds} sweeps"
     return [common.Row(setting, "seconds", spent), common.Row(setting, "µs a sweep", spent / rounds / 100 * 1e6)]
-
-
-def cpu_seconds(function: Callable[[], object]) -> float:
-    """Processor time of one call, which other programs on the machine hardly change."""
-    began = time.process_time()
-    function()
-    return time.process_time() - began
 
 
 def nuts(smoke: bool) -> list[common.Row]:
     """Effective samples of θ, of the worst coefficient, per second of processor time: ours and NUTS' in its best form.
 
-    NUTS has γ and θ_k integrated out, its density traced by TorchScript, and trees of at most 2⁸ steps. Its worst
-    coefficient has few effective samples of 300 draws, so the ratio is no more than an order of magnitude.
+    Other programs on the machine hardly change that time. NUTS has γ and θ_k integrated out, its density traced by
+    TorchScript, and trees of at most 2⁸ steps. Its worst coefficient has few effective samples of 300 draws, so the
+    ratio is no more than an order of magnitude.
     """
     import arviz
 
@@ -74,7 +62,7 @@ def nuts(smoke: bool) -> list[common.Row]:
         algorithm = ft.gibbs(sparse.regression(interweave=interweave), sparse.hierarchy(), sweeps=10, chains=chains)
         watch = lambda round: {"theta": round.server.variables.theta}
         sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(COVARIATES), burn_in=rounds // 10, watch=watch)
-        spent = cpu_seconds(partial(sampler.run, rounds))
+        spent = common.seconds(partial(sampler.run, rounds), time.process_time)
         table = sampler.summary()
         ours[name] = float(table["ess_bulk"].min()) / spent
         setting = f"Gibbs, {name}, {rounds} rounds of 10 sweeps"
@@ -87,7 +75,7 @@ def nuts(smoke: bool) -> list[common.Row]:
     def run() -> None:
         found.update(pyro_programs.nuts(program, draws=sizes[0], warmup=sizes[1], depth=depth, compile=not smoke))
 
-    spent = cpu_seconds(run)
+    spent = common.seconds(run, time.process_time)
     draws = arviz.convert_to_dataset({"theta": found["theta"][None].numpy()})
     theirs = float(arviz.ess(draws)["theta"].min()) / spent
     rows.append(common.Row(f"NUTS, one chain of {sizes[0]} draws", "effective samples a second", theirs))
@@ -103,31 +91,21 @@ def clients(smoke: bool) -> list[common.Row]:
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=20, chains=1)
     ways = {}
     for name, chunk in (("stacked", None), ("a loop over clients", 1)):
-        ways[name] = ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(covariates))
-        next(ways[name])
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(1 if smoke else REPETITIONS):
-        for name, steps in ways.items():
-            spent[name].append(seconds(partial(next, steps)))
-    medians = {name: statistics.median(each) for name, each in spent.items()}
+        ways[name] = partial(next, ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(covariates)))
+    medians = measure.medians(measure.interleaved(ways, 1 if smoke else REPETITIONS))
     found = [common.Row(f"{count} clients, {name}", "s a round of 20 sweeps", value) for name, value in medians.items()]
     ratio = medians["a loop over clients"] / medians["stacked"]
     return [*found, common.Row(f"{count} clients, stacked against a loop", "ratio", ratio)]
 
 
-PARTS = {"clients": clients, "nuts": nuts, "sweeps": sweeps}
+def parts(smoke: bool) -> measure.Parts:
+    """The benchmarks by name."""
+    return {"clients": partial(clients, smoke), "nuts": partial(nuts, smoke), "sweeps": partial(sweeps, smoke)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints."""
-    parser = common.arguments(__doc__ or "")
-    parser.add_argument("--part", choices=[*PARTS, "all"], default="all", help="default all")
-    options = parser.parse_args(argv)
-    parts = PARTS.values() if options.part == "all" else [PARTS[options.part]]
-    rows = [row for part in parts for row in part(options.smoke)]
-    lines = [[row.setting, row.metric, f"{row.ours:.4g}"] for row in rows]
-    common.show(f"Federated Gibbs sampling ({common.machine()})", ["", "", "measured"], lines)
-    common.write("benchmarks.gibbs", rows, options.json)
+    """Measures all parts, or one."""
+    measure.run("gibbs", __doc__, parts, argv)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,16 @@ Ratios are medians over repetitions in which all ways run one after the other in
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import core
+from experiments.benchmarks import measure
 from fedtorch.networks import solvers
 from fedtorch.networks.solvers.fedgd import gradient_step
 
@@ -85,41 +82,30 @@ def round_times(nodes: int, repeat: int) -> Timed:
         "sparse product (SciPy)": lambda: scipy_matrix @ array,
         "copy of the memory a round touches": lambda: target.copy_(source),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for i in range(repeat + 1):
-        for name, work in ways.items():
-            seconds = core.seconds(work)
-            if i:  # the first is warm-up
-                found[name].append(seconds)
+    found = measure.interleaved(ways, repeat)
     first = found["sparse product (torch CSR)"]
-    ratios = {name: statistics.median(a / b for a, b in zip(times, first)) for name, times in found.items()}
-    return Timed({name: statistics.median(times) for name, times in found.items()}, ratios)
+    return Timed(measure.medians(found), {name: measure.ratio(times, first) for name, times in found.items()})
 
 
-def one_size(nodes: int) -> tuple[int, float, float]:
-    """(directed edges, seconds of a round, megabytes beyond the imports) of a graph; in a process of its own."""
-    before = peak_megabytes()
+def one_size(nodes: int) -> list[common.Row]:
+    """A round's seconds and the megabytes beyond the imports on a graph; in a process of its own."""
+    before = common.peak_megabytes()
     problem = random_problem(nodes)
     w, step = torch.zeros_like(problem.cross), gradient_step(problem, RATE)
     out = torch.empty_like(w)
-    seconds = statistics.median(core.seconds(lambda: step(w, out)) for _ in range(5))
-    return 2 * len(problem.network.edges), seconds, peak_megabytes() - before
+    seconds = statistics.median(common.seconds(lambda: step(w, out)) for _ in range(5))
+    setting = f"{2 * len(problem.network.edges)} directed edges"
+    return [
+        common.Row(setting, "s a FedGD round", seconds),
+        common.Row(setting, "MB", common.peak_megabytes() - before),
+    ]
 
 
-def peak_megabytes() -> float:
-    """The most memory that this program has had so far; `getrusage` would count what its parent had."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
-
-
-def against_edges(sizes: Sequence[int]) -> list[tuple[int, float, float]]:
-    """`one_size` for several graphs."""
-    found = []
-    for nodes in sizes:
-        command = [sys.executable, "-m", "experiments.benchmarks.gtv", "--one-size", str(nodes)]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        found.append((int(text[0]), float(text[1]), float(text[2])))
-    return found
+def against_edges(sizes: Sequence[int]) -> tuple[list[common.Row], list[tuple[int, float, float]]]:
+    """`one_size` for several graphs: its rows, and (directed edges, seconds, megabytes) of each."""
+    each = [measure.in_own_process("experiments.benchmarks.gtv", "--one-size", str(nodes)) for nodes in sizes]
+    growth = [(int(time.setting.split()[0]), time.ours, memory.ours) for time, memory in each]
+    return [row for rows in each for row in rows], growth
 
 
 def notebook(clients: Sequence[tuple[Tensor, Tensor]], network: ft.Network, alpha: float, rounds: int) -> list[Tensor]:
@@ -156,8 +142,9 @@ def against_notebook(count: int, rounds: int, repeat: int) -> tuple[float, float
         return solvers.fedgd(solvers.linear_problem(data, network, 0.5), rate=0.1, rounds=rounds, tolerance=0)
 
     assert torch.allclose(ours().parameters, torch.stack(notebook(clients, network, 0.5, rounds)))
-    pairs = [(core.seconds(lambda: notebook(clients, network, 0.5, rounds)), core.seconds(ours)) for _ in range(repeat)]
-    return statistics.median(loop for loop, _ in pairs), statistics.median(loop / own for loop, own in pairs)
+    ways = {"loop": lambda: notebook(clients, network, 0.5, rounds), "ours": ours}
+    times = measure.interleaved(ways, repeat, warm=0)  # both have just run
+    return statistics.median(times["loop"]), measure.ratio(times["loop"], times["ours"])
 
 
 def rounds_to(nodes: int, error: float, limit: int, seed: int) -> dict[str, tuple[int, int, str]]:
@@ -186,9 +173,9 @@ def rounds_to(nodes: int, error: float, limit: int, seed: int) -> dict[str, tupl
     return found
 
 
-def draw(found: Sequence[tuple[int, float, float]], folder: Path) -> Path:
+def draw(found: Sequence[tuple[int, float, float]]) -> Figure:
     """Seconds and memory against edges on logarithmic axes, with lines of slope one."""
-    figure, panels = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    figure, panels = common.subplots(1, 2, figsize=(8, 3.4))
     edges = [e for e, _, _ in found]
     for axes, values, label in zip(
         panels,
@@ -199,19 +186,18 @@ def draw(found: Sequence[tuple[int, float, float]], folder: Path) -> Path:
         axes.loglog(edges, [values[-1] * e / edges[-1] for e in edges], color="grey", linestyle=":", label="linear")
         axes.set_xlabel("directed edges")
         axes.set_ylabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-    return common.save(figure, folder, "gtv_edges")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the tables and draws the plot."""
-    parser = common.arguments(__doc__ or "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--full", action="store_true", help="the sizes of the targets: minutes, 15 GB")
-    parser.add_argument("--one-size", type=int, metavar="NODES", help="print edges, seconds and MB of one graph")
+    parser.add_argument("--one-size", type=int, metavar="NODES", help="one graph only")
     options = parser.parse_args(argv)
     if options.one_size is not None:
-        print(*one_size(options.one_size))
+        common.write("benchmarks.gtv", one_size(options.one_size), options.json)
         return
     nodes, repeat = (1_000_000, 7) if options.full else (2000, 2) if options.smoke else (100_000, 5)
     sizes = [3000] if options.smoke else [1000, 10_000, 100_000]
@@ -224,10 +210,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append([name, f"{1e3 * seconds:.2f}", f"{timed.ratios[name]:.2f}"])
     title = f"{nodes} nodes, {NEIGHBOURS * nodes} directed edges, d = {FEATURES}, float32 ({common.machine()})"
     common.show(title, ["", "ms", "times the sparse product (FedGD: target 1.5)"], lines)
-    growth = against_edges(sizes)
-    for edges, seconds, megabytes in growth:
-        rows.append(common.Row(f"{edges} directed edges", "s a FedGD round", seconds))
-        rows.append(common.Row(f"{edges} directed edges", "MB", megabytes))
+    of_sizes, growth = against_edges(sizes)
+    rows += of_sizes
     common.show(
         "Time and memory against edges, each size in a process of its own",
         ["directed edges", "ms a round", "ns an edge", "MB"],
@@ -235,13 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     count, iterations = (20, 20) if options.smoke else (207, 1000 if options.full else 50)
     loop, faster = against_notebook(count, iterations, 1)
-    rows.append(common.Row(f"{count} stations, {iterations} iterations", "s, loop over nodes", loop))
-    rows.append(common.Row(f"{count} stations, {iterations} iterations", "times faster (target 50)", faster))
-    common.show(
-        f"{iterations} FedGD iterations over {count} stations",
-        ["", "s"],
-        [["loop over nodes", f"{loop:.3g}"], ["times faster (target 50)", f"{faster:.0f}"]],
-    )
+    setting = f"{count} stations, {iterations} iterations"
+    of_loop = [
+        common.Row(setting, "s, loop over nodes", loop),
+        common.Row(setting, "times faster (target 50)", faster),
+    ]
+    rows += of_loop
+    common.show_rows(f"FedGD, {setting}", of_loop, ".3g")
     points, limit = (60, 150) if options.smoke else (1000, 30_000 if options.full else 500)
     reached = rounds_to(points, 1e-8, limit, seed=0)
     metric = f"rounds to 1e-8, stopped at {limit}"
@@ -251,9 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ["", "rounds", "sums over the network", "scope"],
         [[name, f"{found[0]}", f"{found[1]}", found[2]] for name, found in reached.items()],
     )
-    common.write("benchmarks.gtv", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(growth, options.out))
+    common.finish("benchmarks.gtv", rows, options, lambda: {"gtv_edges": draw(growth)})
 
 
 if __name__ == "__main__":

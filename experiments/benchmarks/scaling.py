@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import core
+from experiments.benchmarks import core, measure
 
 
 def seconds_per_round(clients: int, compile: bool) -> float:
@@ -21,28 +20,26 @@ def seconds_per_round(clients: int, compile: bool) -> float:
     y = x.sum(-1) + ft.random.normal(ft.random.fold_in(key, 1), (clients * 40,))
     data = ft.data.FederatedData((x, y), torch.full((clients,), 40))
     rounds = ft.run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=5, compile=compile)), ft.InProcess(data))
-    next(rounds)
     count = 20 if clients < 10_000 else 5
-    return statistics.median(core.seconds(lambda: next(rounds)) for _ in range(count))
+    return statistics.median(measure.round_seconds(rounds, count + 1)[1:])
 
 
-def draw(counts: Sequence[int], found: dict[str, list[float]], folder: Path) -> Path:
+def draw(counts: Sequence[int], found: dict[str, list[float]]) -> Figure:
     """Seconds of a round, and of a round per client, on logarithmic axes."""
-    figure, (whole, each) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained")
+    figure, (whole, each) = common.subplots(1, 2, figsize=(8, 3.4))
     for name, seconds in found.items():
         whole.loglog(counts, seconds, marker="o", label=name)
         each.loglog(counts, [s / k for s, k in zip(seconds, counts)], marker="o", label=name)
     for axes, label in ((whole, "seconds per round"), (each, "seconds per round and client")):
         axes.set_xlabel("clients")
         axes.set_ylabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
     whole.legend(frameon=False)
-    return common.save(figure, folder, "scaling")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table and draws it."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     counts = [10, 100] if options.smoke else [10, 100, 1000, 10_000, 100_000]
     names = {"stacked": False, "compile=True": True}
     with common.quiet():
@@ -57,9 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             lines[-1] += [f"{seconds:.3g}", f"{seconds / k * 1e6:.3g}"]
     columns = ["clients", *(f"{name}, {unit}" for name in names for unit in ("s a round", "µs a client"))]
     common.show(f"A round of 5 full-batch steps of a linear model ({common.machine()})", columns, lines)
-    common.write("benchmarks.scaling", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(counts, found, options.out))
+    common.finish("benchmarks.scaling", rows, options, lambda: {"scaling": draw(counts, found)})
 
 
 if __name__ == "__main__":

@@ -123,13 +123,8 @@ def quantity_skew(alpha: float, minimum: int = 1) -> Partitioner:
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         total = _count_rows(rows)
-        return _cut(
-            torch.zeros(total, dtype=torch.int64),
-            alpha,
-            _check_clients(clients, total, minimum),
-            minimum,
-            key,
-        )
+        count = _check_clients(clients, total, minimum)
+        return _cut(torch.zeros(total, dtype=torch.int64), alpha, count, minimum, key)
 
     return assign
 

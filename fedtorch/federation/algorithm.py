@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fedtorch.federation.exchange import Exchange, star
+from fedtorch import tree
+from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
-__all__ = ["Algorithm", "Local", "LocalSolver", "Quadratic", "Reply", "identity", "solved_by"]
+__all__ = ["Algorithm", "Local", "LocalSolver", "Quadratic", "Reply", "first_total", "identity", "solved_by"]
 
 
 class Reply(NamedTuple):
@@ -131,3 +132,11 @@ def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     """The fields of an algorithm whose clients work with `local`: where it starts, how it predicts, all settings."""
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
     return {"settings": settings, "start": local.parameters, "predict": local.predict, "module": local.module}
+
+
+def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
+    """The total of what clients tell while all of them are in their initial `state`."""
+    assert algorithm.told is not None
+    initial = algorithm.told(tree.expand(state, 1))
+    everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
+    return sum_over(algorithm.exchange, everybody, slice(0, clients))

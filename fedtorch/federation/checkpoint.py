@@ -14,48 +14,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedtorch import tree
-
-if TYPE_CHECKING:
-    from fedtorch.federation.run import Run
-
-__all__ = ["below", "describe", "fingerprint", "load_state_dict", "read", "state_dict", "write"]
+__all__ = ["below", "check_fingerprint", "check_structure", "describe", "read", "write"]
 
 _DEEPEST = 4  # functions within functions that a description follows
-
-
-def state_dict(run: Run) -> dict[str, Tensor]:
-    """All of a run, flat; see `Run.state_dict`."""
-    flat = {f"clients.{name}": leaf for name, leaf in run.clients.state_dict().items()}
-    flat.update(tree.flatten(tree.to(run.server, "cpu", copy=True), "server"))
-    flat.update({f"history.{name}": leaf for name, leaf in run.log.state_dict().items()})
-    for i, recorder in enumerate(run.recorders):
-        flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
-    for name, count in (("round", run.number), ("bytes_up", run.bytes_up), ("bytes_down", run.bytes_down)):
-        flat[name] = torch.tensor(count)
-    flat["fingerprint"] = torch.tensor(list(json.dumps(fingerprint(run)).encode()), dtype=torch.uint8)
-    return flat
-
-
-def load_state_dict(run: Run, flat: Mapping[str, Tensor], anyway: bool) -> None:
-    """Puts a run where `flat` says; see `Run.load_state_dict`."""
-    _check(flat, state_dict(run))
-    if not anyway:
-        _check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), fingerprint(run))
-    run.clients.load_state_dict(below("clients.", flat))
-    run.log.load_state_dict(below("history.", flat))
-    for i, recorder in enumerate(run.recorders):
-        recorder.load_state_dict(below(f"recorders.{i}.", flat))
-    loaded = tree.unflatten(flat, run.server, "server")
-    run.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, run.server)
-    run.number, run.bytes_up, run.bytes_down = (int(flat[name]) for name in ("round", "bytes_up", "bytes_down"))
 
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
@@ -86,18 +54,6 @@ def read(path: Path | str) -> dict[str, Tensor]:
         raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
 
 
-def fingerprint(run: Run) -> dict[str, Any]:
-    """What a checkpoint belongs to, by name."""
-    names = json.dumps(run.population.names).encode()
-    return {
-        **{name: describe(value) for name, value in run.algorithm.settings.items()},
-        "seed": run.seed,
-        "clients": f"{len(run.population.names)} of digest {hashlib.sha256(names).hexdigest()[:16]}",
-        "cohort": describe(run.cohort),
-        "faults": describe(run.faults),
-    }
-
-
 def describe(value: Any, depth: int = 0) -> str:
     """A value as text that is the same in another process; functions by name and by what they close over."""
     if isinstance(value, Tensor):
@@ -107,6 +63,8 @@ def describe(value: Any, depth: int = 0) -> str:
         return "{" + ", ".join(f"{name}: {describe(part, depth)}" for name, part in value.items()) + "}"
     if hasattr(value, "__dataclass_fields__"):
         return f"{type(value).__qualname__}({describe(vars(value), depth)})"
+    if isinstance(value, tuple) and value and all(isinstance(part, str) for part in value):
+        return f"{len(value)} names of digest {hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]}"
     if isinstance(value, (list, tuple)):
         return "(" + ", ".join(describe(part, depth) for part in value) + ")"
     if isinstance(value, functools.partial):
@@ -121,7 +79,8 @@ def describe(value: Any, depth: int = 0) -> str:
     return type(value).__qualname__ if not isinstance(value, type) else value.__qualname__
 
 
-def _check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Refuses what another run wrote, by the first thing in which the two differ."""
     for name in {**mine, **theirs}:
         if theirs.get(name) != mine.get(name):
             raise ValueError(
@@ -130,7 +89,7 @@ def _check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> No
             )
 
 
-def _check(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
     """Refuses the state of a run unlike `mine`, which may differ in the clients that have taken part."""
     loose = ("history.", "recorders.", "fingerprint")  # which check their own
     missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()

@@ -17,7 +17,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["History", "Round", "means"]
+__all__ = ["History", "Recorder", "Round", "means"]
 
 _COUNTS = (
     "round",
@@ -63,6 +63,22 @@ class Round(NamedTuple):
     lost_after: Tensor  # ids of those whose message was lost
     repeated: Tensor  # ids of those whose message came more than once, and was taken once
     report: Mapping[str, float | Tensor]  # what the algorithm says of the server's state
+
+
+class Recorder(Protocol):
+    """What follows a run and goes on with it after a resumption."""
+
+    def record(self, round: Round) -> None:
+        """Takes in a round."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that it knows, flat."""
+        ...
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Goes on from there."""
+        ...
 
 
 class History:

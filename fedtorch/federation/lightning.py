@@ -22,9 +22,9 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.client_sharding import ClientSharding, check_place
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.faults import Faults
-from fedtorch.federation.history import means
+from fedtorch.federation.history import Recorder, means
 from fedtorch.federation.population import Population
-from fedtorch.federation.run import Recorder, Run
+from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort
 from fedtorch.tree import Tree
 

@@ -18,6 +18,7 @@ Rows are (x `(d,)`, y `()`) where nothing else is said, and linear models have n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,18 +28,11 @@ from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.regressors import Regressor, gtv_regressors
+from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import discrepancy
 from fedtorch.networks.clustering import k_means
 from fedtorch.networks.network import Network
-from fedtorch.networks.solvers import (
-    LinearProblem,
-    Solution,
-    admm,
-    equal,
-    linear_problem,
-    norm2,
-    primal_dual,
-)
+from fedtorch.networks.solvers import LinearProblem, Solution, admm, equal, linear_problem, norm2, primal_dual
 from fedtorch.tree import Tree
 
 __all__ = [
@@ -184,10 +178,8 @@ def horizontal(
     True
     """
     problem = linear_problem(data, network, alpha, unlabelled=True)
-    gram, cross, response = (leaf.clone() for leaf in (problem.gram, problem.cross, problem.response))
-    for leaf in (gram, cross, response):
-        leaf[unlabelled] = 0.0
-    return LinearProblem(network, problem.alpha, gram, cross, response)
+    without = torch.as_tensor(unlabelled, device=problem.cross.device)
+    return replace(problem, statistics=tree.map(lambda leaf: leaf.index_fill(0, without, 0.0), problem.statistics))
 
 
 def vertical(
@@ -351,10 +343,7 @@ def few_shot(x: Tensor, y: Tensor, network: Network, alpha: float) -> LinearProb
     total = rows.new_zeros(nodes, x.shape[1]).index_add_(0, y, rows)
     gram = torch.stack([rows[y == c].T @ rows[y == c] for c in range(nodes)])
     others = gram.sum(0) - gram
+    gram = tree.along(scale, gram) * gram + tree.along(rest, gram) * others
     return LinearProblem(
-        network,
-        alpha,
-        scale[:, None, None] * gram + rest[:, None, None] * others,
-        scale[:, None] * total,
-        0.5 * labelled.to(torch.float64),
+        network, alpha, SufficientStatistics(gram, scale[:, None] * total, 0.5 * labelled.to(torch.float64), own)
     )

@@ -18,10 +18,11 @@ who records it; research code steps through it, `ft.run` goes to the end, and a 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +30,11 @@ from torch import Tensor, nn
 from fedtorch import functional, random, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithm import Algorithm, first_total
+from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
-from fedtorch.federation.exchange import sum_over
 from fedtorch.federation.faults import Faults, fates
-from fedtorch.federation.history import History, Round
+from fedtorch.federation.history import History, Recorder, Round
 from fedtorch.federation.population import Clients, Population
 from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.sampling import Cohort, check_cohort, check_ids, cohort_function
@@ -42,28 +43,13 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Recorder", "Round", "Run", "run"]
+__all__ = ["Run", "run"]
 
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
+_COUNTS = ("number", "bytes_up", "bytes_down")
 _KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
 Until = Callable[[History], bool]
-
-
-class Recorder(Protocol):
-    """What follows a run and goes on with it after a resumption."""
-
-    def record(self, round: Round) -> None:
-        """Takes in a round."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """All that it knows, flat."""
-        ...
-
-    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Goes on from there."""
-        ...
 
 
 class _Keys(NamedTuple):
@@ -127,7 +113,7 @@ class Run:
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
         self.clients: Clients = population.bind(algorithm, state)
         if algorithm.told is not None:
-            server = server._replace(total=_first_total(algorithm, state, clients))
+            server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
         self._draw, self._everybody = cohort_function(cohort, clients), torch.arange(clients)
         self._ahead: list[_Keys] = []  # of the rounds to come, the next one last
@@ -286,7 +272,14 @@ class Run:
 
         Over ranks it is called on all of them, and each gets the whole.
         """
-        return checkpoint.state_dict(self)
+        flat = {f"clients.{name}": leaf for name, leaf in self.clients.state_dict().items()}
+        flat.update(tree.flatten(tree.to(self.server, "cpu", copy=True), "server"))
+        flat.update({f"history.{name}": leaf for name, leaf in self.log.state_dict().items()})
+        for i, recorder in enumerate(self.recorders):
+            flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
+        flat.update({name: torch.tensor(getattr(self, name)) for name in _COUNTS})
+        flat["fingerprint"] = torch.tensor(list(json.dumps(self._fingerprint()).encode()), dtype=torch.uint8)
+        return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
         """Goes on from what `state_dict` returned.
@@ -299,8 +292,22 @@ class Run:
         Raises:
             ValueError: it belongs to another run.
         """
-        checkpoint.load_state_dict(self, flat, anyway)
+        checkpoint.check_structure(flat, self.state_dict())
+        if not anyway:
+            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self._fingerprint())
+        self.clients.load_state_dict(below("clients.", flat))
+        self.log.load_state_dict(below("history.", flat))
+        for i, recorder in enumerate(self.recorders):
+            recorder.load_state_dict(below(f"recorders.{i}.", flat))
+        loaded = tree.unflatten(flat, self.server, "server")
+        self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
+        self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
         self._ahead, self.last = [], None
+
+    def _fingerprint(self) -> dict[str, str]:
+        """What a checkpoint belongs to, by name."""
+        about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
+        return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
 
     def save(self, path: Path | str) -> None:
         """Writes a safetensors file that appears whole under its name; over ranks, called on all of them."""
@@ -341,11 +348,3 @@ def run(
         for _ in made.rounds(rounds, until):
             bar.update()
     return made
-
-
-def _first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
-    """The total while all clients are in their initial state."""
-    assert algorithm.told is not None
-    initial = algorithm.told(tree.expand(state, 1))
-    everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
-    return sum_over(algorithm.exchange, everybody, slice(0, clients))

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
+from fedtorch import linalg
+
 __all__ = ["Moments", "Natural", "distribution", "is_proper", "moments", "natural", "pack", "unpack"]
 
 
@@ -94,7 +96,7 @@ def _inverse(matrix: Tensor) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(matrix)
     good = (info == 0)[..., None, None]
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    half = torch.linalg.solve_triangular(torch.where(good, factor, eye), eye.expand_as(matrix), upper=False)
+    half = linalg.inverse_factor(torch.where(good, factor, eye))
     return torch.where(good, half.mT @ half, torch.nan)
 
 

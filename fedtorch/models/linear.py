@@ -15,17 +15,24 @@ tensor([ 0.,  -3.,  1.], dtype=torch.float64)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from fedtorch import tree
+from fedtorch.data import FederatedData
+from fedtorch.models.rows import regression_fields, regression_rows
 
 __all__ = [
     "FeatureMap",
     "LeastSquares",
     "LinearHead",
     "Reduced",
+    "Spectral",
     "SufficientStatistics",
+    "block_statistics",
+    "client_statistics",
     "least_norm",
     "polynomial",
     "raw",
@@ -33,6 +40,7 @@ __all__ = [
     "residual_sum",
     "residual_variance",
     "ridge",
+    "spectral",
     "sufficient_statistics",
 ]
 
@@ -115,9 +123,14 @@ class SufficientStatistics(NamedTuple):
     """What a linear model with squared loss has to know of the rows, in float64; `(...)` are the clients, if any."""
 
     gram: Tensor  # (..., p, p) X'X
-    cross: Tensor  # (..., p) X'y
-    power: Tensor  # (...) y'y
-    rows: Tensor  # (...) n
+    cross: Tensor  # (..., p) X'y, or (..., p, o) of o responses
+    power: Tensor  # (...) y'y, of all responses
+    count: Tensor  # type: ignore[assignment]  # (...) n
+
+    def per_row(self) -> SufficientStatistics:
+        """X'X / n, X'y / n and y'y / n, zeros where there are no rows."""
+        n = self.count.clamp(min=1)
+        return tree.map(lambda leaf: leaf / tree.along(n, leaf), self)._replace(count=self.count)
 
 
 def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None) -> SufficientStatistics:
@@ -125,22 +138,42 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
 
     Args:
         design: `(..., N, p)`, the features of every row.
-        y: `(..., N)`.
+        y: `(..., N)`, or `(..., N, o)` of o responses.
         mask: `(..., N)` bool, which rows are data; all of them if None. A client without rows has zeros.
 
     Raises:
         ValueError: the shapes do not belong together.
     """
-    if y.shape != design.shape[:-1] or (mask is not None and mask.shape != y.shape):
+    shape = design.shape[:-1]
+    if y.shape[: len(shape)] != shape or y.ndim > design.ndim or (mask is not None and mask.shape != shape):
         shapes = ", ".join(str(tuple(part.shape)) for part in (design, y, mask) if part is not None)
         raise ValueError(f"Expected design (..., N, p), y (..., N) and mask (..., N), but got {shapes}")
     design, y = design.to(torch.float64), y.to(torch.float64)
     if mask is None:
-        rows = torch.full(y.shape[:-1], y.shape[-1], dtype=torch.float64, device=y.device)
+        rows = torch.full(shape[:-1], shape[-1], dtype=torch.float64, device=y.device)
     else:
         rows = mask.sum(-1, dtype=torch.float64)
-        design, y = torch.where(mask[..., None], design, 0.0), torch.where(mask, y, 0.0)
-    return SufficientStatistics(design.mT @ design, (design.mT @ y[..., None])[..., 0], y.square().sum(-1), rows)
+        design, y = torch.where(mask[..., None], design, 0.0), torch.where(tree.along(mask, y), y, 0.0)
+    power = y.square().flatten(len(shape) - 1).sum(-1)
+    return SufficientStatistics(design.mT @ design, _times(design.mT, y, len(shape)), power, rows)
+
+
+def block_statistics(data: Any, features: int | None = None) -> SufficientStatistics:
+    """Sufficient statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`; errors as for `regression_rows`."""
+    return sufficient_statistics(*regression_rows(data, features))._replace(count=data.count.to(torch.float64))
+
+
+def client_statistics(data: FederatedData) -> SufficientStatistics:
+    """Sufficient statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block."""
+    ids, blocks = zip(*data.buckets())
+    found = [sufficient_statistics(*regression_fields(block.batch))._replace(count=block.count) for block in blocks]
+    joined = tree.take(tree.concatenate(found), torch.cat(ids).argsort())  # padding is zeros, and all are finite
+    return joined._replace(count=joined.count.to(torch.float64))
+
+
+def _times(matrix: Tensor, values: Tensor, vector: int) -> Tensor:
+    """The product of matrices with matrices, or with vectors, which have `vector` dimensions."""
+    return matrix @ values if values.ndim > vector else (matrix @ values[..., None])[..., 0]
 
 
 def ridge(statistics: SufficientStatistics, penalty: Tensor | float = 0.0) -> Tensor:
@@ -170,10 +203,28 @@ def ridge(statistics: SufficientStatistics, penalty: Tensor | float = 0.0) -> Te
 
 def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
     features = statistics.gram.shape[-1]
-    rows = statistics.rows.flatten()[int((~unique).flatten().int().argmax())]
+    rows = statistics.count.flatten()[int((~unique).flatten().int().argmax())]
     why = f"got {int(rows)} rows for {features} features" if rows < features else "got features that are dependent"
     which = f" (data set {int((~unique).flatten().int().argmax())} of {unique.numel()})" if unique.ndim else ""
     return f"Expected a unique least squares solution, but {why}{which}; pass a positive penalty"
+
+
+class Spectral(NamedTuple):
+    """Sufficient statistics in the basis of the eigenvectors of X'X = V diag(m) V'."""
+
+    values: Tensor  # (..., p) m, zero where it is rounding
+    vectors: Tensor  # (..., p, p) V
+    cross: Tensor  # (..., p) V'X'y, or (..., p, o)
+    power: Tensor  # (...) y'y
+    count: Tensor  # type: ignore[assignment]  # (...) n
+
+
+def spectral(statistics: SufficientStatistics) -> Spectral:
+    """The statistics in the basis of the eigenvectors of X'X; directions that the rows leave open have eigenvalue 0."""
+    gram, cross, power, rows = statistics
+    values, vectors = torch.linalg.eigh(gram)
+    known = values > _ROUNDING * values.shape[-1] * values.amax(-1, keepdim=True).clamp(min=0)
+    return Spectral(torch.where(known, values, 0.0), vectors, _times(vectors.mT, cross, gram.ndim - 1), power, rows)
 
 
 class LeastSquares(NamedTuple):
@@ -186,12 +237,11 @@ class LeastSquares(NamedTuple):
 
 def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     """The least squares solution of least norm; defined for any rows, also none."""
-    values, vectors = torch.linalg.eigh(statistics.gram)
-    known = values > _ROUNDING * values.shape[-1] * values.amax(-1, keepdim=True).clamp(min=0)
+    values, vectors, cross, _, _ = spectral(statistics)
+    known = values > 0
     inverse = torch.where(known, 1 / torch.where(known, values, 1.0), 0.0)
-    rotated = (vectors.mT @ statistics.cross[..., None])[..., 0]
     rank = known.sum(-1)
-    solution = (vectors @ (inverse * rotated)[..., None])[..., 0]
+    solution = (vectors @ (inverse * cross)[..., None])[..., 0]
     return LeastSquares(solution, rank, inverse.sum(-1) / rank.clamp(min=1))
 
 
@@ -201,18 +251,16 @@ class Reduced(NamedTuple):
     root: Tensor  # (..., d, d) B with BB' = X'X
     response: Tensor  # (..., d) z with B z = X'y
     rest: Tensor  # (...) ‖y‖² − ‖z‖²
-    count: Tensor  # type: ignore[assignment]  # (...) of all rows
+    count: Tensor  # type: ignore[assignment]  # (...) n
 
 
 def reduced(statistics: SufficientStatistics) -> Reduced:
     """B = V Λ^½ of X'X = V Λ V'; directions that the rows leave open are zero."""
-    values, vectors = torch.linalg.eigh(statistics.gram)
-    known = values > _ROUNDING * values.shape[-1] * values.amax(-1, keepdim=True).clamp(min=0)
-    scale = torch.where(known, values, 0.0).sqrt()
-    rotated = (vectors.mT @ statistics.cross[..., None])[..., 0]
-    response = torch.where(known, rotated / torch.where(known, scale, 1.0), 0.0)
-    rest = (statistics.power - response.square().sum(-1)).clamp(min=0)
-    return Reduced(vectors * scale[..., None, :], response, rest, statistics.rows)
+    values, vectors, cross, power, rows = spectral(statistics)
+    scale = values.sqrt()
+    response = torch.where(values > 0, cross / torch.where(values > 0, scale, 1.0), 0.0)
+    rest = (power - response.square().sum(-1)).clamp(min=0)
+    return Reduced(vectors * scale[..., None, :], response, rest, rows)
 
 
 def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:
@@ -228,11 +276,11 @@ def residual_variance(statistics: SufficientStatistics) -> Tensor:
         ValueError: no degree of freedom is left, because there are not more rows than features.
     """
     fit = least_norm(statistics)
-    freedom = statistics.rows - fit.rank
+    freedom = statistics.count - fit.rank
     if not bool((freedom > 0).all()):
         worst = int(freedom.flatten().argmin())
         raise ValueError(
             f"Expected more rows than features to estimate a residual variance, but got "
-            f"{int(statistics.rows.flatten()[worst])} rows of rank {int(fit.rank.flatten()[worst])}; pool data sets"
+            f"{int(statistics.count.flatten()[worst])} rows of rank {int(fit.rank.flatten()[worst])}; pool data sets"
         )
     return residual_sum(statistics, fit.solution) / freedom

@@ -192,9 +192,9 @@ def posterior_mode(
         ValueError: a noise variance is not positive, or the numbers of units differ.
     """
     noise = noise.to(torch.float64)
-    if noise.shape != statistics.rows.shape or len(covariance.vectors) != len(noise):
+    if noise.shape != statistics.count.shape or len(covariance.vectors) != len(noise):
         raise ValueError(
-            f"Expected a noise variance and a row of the covariance for each of {len(statistics.rows)} units, but got "
+            f"Expected a noise variance and a row of the covariance for each of {len(statistics.count)} units, but got "
             f"{tuple(noise.shape)} and {len(covariance.vectors)}"
         )
     if not bool((noise > 0).all()):

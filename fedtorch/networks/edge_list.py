@@ -1,15 +1,25 @@
-"""Edges, weights, names and positions as a `Network` keeps them, checked."""
+"""Edges, weights, names and positions as a `Network` keeps them, checked, and edges from what users bring."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_edges", "as_names", "as_positions", "as_weights", "canonical", "node_count"]
+__all__ = [
+    "as_edges",
+    "as_names",
+    "as_positions",
+    "as_weights",
+    "canonical",
+    "node_count",
+    "of_matrix",
+    "of_points",
+    "of_tuples",
+]
 
 
 def as_edges(edges: Any) -> Tensor:
@@ -95,3 +105,57 @@ def as_positions(positions: Any, nodes: int) -> Tensor | None:
     if found.ndim != 2 or len(found) != nodes or found.shape[1] < 2:
         raise ValueError(f"Expected positions ({nodes}, 2) or more, but got shape {tuple(found.shape)}")
     return found
+
+
+def of_tuples(
+    edges: Iterable[Sequence[Any]], names: Sequence[str] | None
+) -> tuple[Tensor, list[float] | None, Sequence[str] | None]:
+    """Pairs `(E, 2)`, weights if there are any, and nodes' names, of tuples (i, j) or (i, j, weight) of one length."""
+    rows = [tuple(edge) for edge in edges]
+    lengths = {len(row) for row in rows}
+    if len(lengths) > 1 or not lengths <= {2, 3}:
+        raise ValueError(f"Expected edges (i, j), or all of them (i, j, weight), but got lengths {sorted(lengths)}")
+    ends: list[Hashable] = [end for row in rows for end in row[:2]]
+    if any(isinstance(end, str) for end in ends):
+        known = tuple(dict.fromkeys(ends)) if names is None else tuple(names)
+        number: dict[Hashable, int] = {name: i for i, name in enumerate(known)}
+        unknown = [end for end in ends if end not in number]
+        if unknown:
+            raise ValueError(f"Expected nodes among names=, but got {unknown[0]!r}")
+        ends, names = [number[end] for end in ends], [str(name) for name in known]
+    pairs = torch.as_tensor(ends).reshape(-1, 2) if ends else torch.empty(0, 2, dtype=torch.int64)
+    return pairs, [row[2] for row in rows] if lengths == {3} else None, names
+
+
+def of_matrix(matrix: Any) -> tuple[Tensor, np.ndarray]:
+    """Pairs `(E, 2)` and weights of a symmetric matrix: a tensor (dense or sparse), array or SciPy matrix."""
+    from scipy.sparse import coo_matrix
+
+    if isinstance(matrix, Tensor) and matrix.layout != torch.strided:
+        sparse = matrix.to_sparse_coo().coalesce()
+        row, column = sparse.indices().cpu().numpy()
+        matrix = coo_matrix((sparse.values().cpu().double().numpy(), (row, column)), tuple(matrix.shape))
+    elif isinstance(matrix, Tensor):
+        matrix = matrix.cpu().double().numpy()
+    if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"Expected a square matrix, but got shape {tuple(matrix.shape)}")
+    found = coo_matrix(matrix, dtype=np.float64)
+    found.sum_duplicates()
+    difference = found - found.T
+    if difference.nnz and not np.abs(difference.data).max() == 0:
+        raise ValueError("Expected a symmetric matrix, but got one that differs from its transpose; symmetrise it")
+    kept = (found.data != 0) & (found.row <= found.col)
+    return torch.from_numpy(np.stack((found.row[kept], found.col[kept]), 1).astype(np.int64)), found.data[kept]
+
+
+def of_points(points: Tensor, k: int) -> Tensor:
+    """Pairs `(n k, 2)` of each of the points `(n, dimensions)` and its k nearest others."""
+    from sklearn.neighbors import NearestNeighbors
+
+    if points.ndim != 2 or not bool(points.isfinite().all()):
+        raise ValueError(f"Expected finite points (n, dimensions), but got shape {tuple(points.shape)} or NaN or inf")
+    if not 1 <= k < len(points):
+        raise ValueError(f"Expected k from 1 to {len(points) - 1}, one less than the points, but got {k}")
+    found = NearestNeighbors(n_neighbors=k).fit(points.numpy()).kneighbors(return_distance=False)
+    ends = torch.from_numpy(found.astype(np.int64)).flatten()
+    return torch.stack((torch.arange(len(points)).repeat_interleave(k), ends), 1)

@@ -19,7 +19,7 @@ tensor([ 2., -1.,  0., -1.], dtype=torch.float64)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -27,9 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch import random
-from fedtorch.networks.edge_list import as_edges, as_names, as_positions, as_weights, canonical, node_count
-from fedtorch.networks.random_edges import check_count, check_probability, independent_pairs, within_blocks
+from fedtorch.networks import edge_list, random_edges
 from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
 if TYPE_CHECKING:
@@ -84,12 +82,11 @@ class Network:
         names: Sequence[str] | None = None,
         positions: Any = None,
     ) -> None:
-        edges = as_edges(edges)
-        weights = as_weights(weights, len(edges))
-        nodes = node_count(edges, nodes, names, positions)
-        ordered, kept_weights = canonical(edges, weights, nodes)
-        values = {"edges": ordered, "weights": kept_weights, "nodes": nodes}
-        values |= {"positions": as_positions(positions, nodes), "_names": as_names(names, nodes), "_adjacencies": {}}
+        edges = edge_list.as_edges(edges)
+        nodes = edge_list.node_count(edges, nodes, names, positions)
+        ordered, kept = edge_list.canonical(edges, edge_list.as_weights(weights, len(edges)), nodes)
+        values = {"edges": ordered, "weights": kept, "nodes": nodes, "_adjacencies": {}}
+        values |= {"positions": edge_list.as_positions(positions, nodes), "_names": edge_list.as_names(names, nodes)}
         self.__dict__.update(values)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -231,22 +228,8 @@ class Network:
         >>> Network.from_edges([("Helsinki", "Turku", 0.5), ("Turku", "Oulu", 1.0)]).names
         ('Helsinki', 'Turku', 'Oulu')
         """
-        rows = [tuple(edge) for edge in edges]
-        lengths = {len(row) for row in rows}
-        if len(lengths) > 1 or not lengths <= {2, 3}:
-            raise ValueError(f"Expected edges (i, j), or all of them (i, j, weight), but got lengths {sorted(lengths)}")
-        ends: list[tuple[Hashable, Hashable]] = [(row[0], row[1]) for row in rows]
-        if any(isinstance(end, str) for pair in ends for end in pair):
-            known = tuple(dict.fromkeys(end for pair in ends for end in pair)) if names is None else tuple(names)
-            number = {name: i for i, name in enumerate(known)}
-            unknown = [end for pair in ends for end in pair if end not in number]
-            if unknown:
-                raise ValueError(f"Expected nodes among names=, but got {unknown[0]!r}")
-            pairs, names = [(number[i], number[j]) for i, j in ends], [str(name) for name in known]
-        else:
-            pairs = ends  # type: ignore[assignment]
-        weights = [row[2] for row in rows] if lengths == {3} else None
-        return cls(pairs or torch.empty(0, 2, dtype=torch.int64), weights, nodes, names, positions)
+        pairs, weights, names = edge_list.of_tuples(edges, names)
+        return cls(pairs, weights, nodes, names, positions)
 
     @classmethod
     def from_matrix(cls, matrix: Any, names: Sequence[str] | None = None, positions: Any = None) -> Network:
@@ -255,25 +238,8 @@ class Network:
         Raises:
             ValueError: a matrix that is not square or not symmetric, or has a negative weight or a diagonal.
         """
-        from scipy.sparse import coo_matrix
-
-        if isinstance(matrix, Tensor):
-            if matrix.layout != torch.strided:
-                sparse = matrix.to_sparse_coo().coalesce()
-                row, column = sparse.indices().cpu().numpy()
-                matrix = coo_matrix((sparse.values().cpu().double().numpy(), (row, column)), tuple(matrix.shape))
-            else:
-                matrix = matrix.cpu().double().numpy()
-        if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
-            raise ValueError(f"Expected a square matrix, but got shape {tuple(matrix.shape)}")
-        found = coo_matrix(matrix, dtype=np.float64)
-        found.sum_duplicates()
-        difference = found - found.T
-        if difference.nnz and not np.abs(difference.data).max() == 0:
-            raise ValueError("Expected a symmetric matrix, but got one that differs from its transpose; symmetrise it")
-        kept = (found.data != 0) & (found.row <= found.col)
-        pairs = np.stack((found.row[kept], found.col[kept]), 1).astype(np.int64)
-        return cls(torch.from_numpy(pairs), found.data[kept], matrix.shape[0], names, positions)
+        pairs, weights = edge_list.of_matrix(matrix)
+        return cls(pairs, weights, matrix.shape[0], names, positions)
 
     @classmethod
     def from_networkx(cls, graph: networkx.Graph, weight: str = "weight", position: str = "pos") -> Network:
@@ -322,36 +288,21 @@ class Network:
         Raises:
             ValueError: points that are not finite or not a matrix, or k out of range.
         """
-        from sklearn.neighbors import NearestNeighbors
-
         places = torch.as_tensor(points).detach().cpu().to(torch.float64)
-        if places.ndim != 2 or not bool(places.isfinite().all()):
-            raise ValueError(
-                f"Expected finite points (n, dimensions), but got shape {tuple(places.shape)} or NaN or inf"
-            )
-        if not 1 <= k < len(places):
-            raise ValueError(f"Expected k from 1 to {len(places) - 1}, one less than the points, but got {k}")
-        found = NearestNeighbors(n_neighbors=k).fit(places.numpy()).kneighbors(return_distance=False)
-        ends = torch.from_numpy(found.astype(np.int64)).flatten()
-        starts = torch.arange(len(places)).repeat_interleave(k)
-        return cls(
-            torch.stack((starts, ends), 1),
-            nodes=len(places),
-            names=names,
-            positions=places if places.shape[1] in (2, 3) else None,
-        )
+        pairs, positions = edge_list.of_points(places, k), places if places.shape[1] in (2, 3) else None
+        return cls(pairs, nodes=len(places), names=names, positions=positions)
 
     @classmethod
     def star(cls, nodes: int) -> Network:
         """Node 0 in the middle and an edge from it to each of the others: a server and its clients."""
-        check_count(nodes)
+        random_edges.check_count(nodes)
         leaves = torch.arange(1, nodes)
         return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)
 
     @classmethod
     def ring(cls, nodes: int) -> Network:
         """Each node and the next one, the last and the first."""
-        check_count(nodes)
+        random_edges.check_count(nodes)
         here = torch.arange(nodes if nodes > 1 else 0)
         return cls(torch.stack((here, (here + 1) % nodes), 1), nodes=nodes)
 
@@ -362,9 +313,8 @@ class Network:
         Edges are found by skipping a geometric number of pairs each, so that the time is that of the edges (Batagelj
         and Brandes, 2005, "Efficient generation of large random networks").
         """
-        check_count(nodes)
-        check_probability("p", p)
-        return cls(independent_pairs(nodes, p, key), nodes=nodes)
+        random_edges.check_count(nodes)
+        return cls(random_edges.independent_pairs(nodes, p, key), nodes=nodes)
 
     @classmethod
     def stochastic_blocks(
@@ -381,19 +331,7 @@ class Network:
         Raises:
             ValueError: a size below one, a probability outside [0, 1], or another number of them than of blocks.
         """
-        counts = torch.as_tensor(sizes, dtype=torch.int64)
-        inside = torch.as_tensor(within, dtype=torch.float64).expand(counts.shape)
-        if counts.ndim != 1 or not len(counts) or int(counts.min()) < 1:
-            raise ValueError(f"Expected sizes of at least one node each, but got {sizes}")
-        for p in (float(inside.min()), float(inside.max())):
-            check_probability("within", p)
-        check_probability("between", between)
-        nodes = int(counts.sum())
-        block = torch.arange(len(counts)).repeat_interleave(counts)
-        across = independent_pairs(nodes, between, random.fold_in(key, 0))
-        across = across[block[across[:, 0]] != block[across[:, 1]]]
-        within_edges = within_blocks(counts, inside, random.fold_in(key, 1))
-        return cls(torch.cat((across, within_edges)), nodes=nodes)
+        return cls(random_edges.stochastic_blocks(sizes, within, between, key), nodes=int(sum(sizes)))
 
 
 def _as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

@@ -7,23 +7,40 @@ pairs from edge to edge.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fedtorch import random
 
-__all__ = ["check_count", "check_probability", "independent_pairs", "pair", "within_blocks"]
+__all__ = ["check_count", "independent_pairs", "pair", "stochastic_blocks"]
 
 _BLOCK = 2**20  # skips drawn at a time
 
 
 def independent_pairs(nodes: int, p: float, key: Tensor) -> Tensor:
     """The pairs i < j of `nodes` that coins of probability p choose, `(E, 2)` in lexicographic order."""
+    _check_probability("p", p)
     return pair(_skips(nodes * (nodes - 1) // 2, p, key), nodes)
 
 
-def within_blocks(sizes: Tensor, probabilities: Tensor, key: Tensor) -> Tensor:
+def stochastic_blocks(sizes: Sequence[int], within: float | Sequence[float], between: float, key: Tensor) -> Tensor:
+    """Edges `(E, 2)` within and between blocks of consecutive nodes; see `Network.stochastic_blocks`."""
+    counts = torch.as_tensor(sizes, dtype=torch.int64)
+    inside = torch.as_tensor(within, dtype=torch.float64).expand(counts.shape)
+    if counts.ndim != 1 or not len(counts) or int(counts.min()) < 1:
+        raise ValueError(f"Expected sizes of at least one node each, but got {sizes}")
+    for p in (float(inside.min()), float(inside.max())):
+        _check_probability("within", p)
+    _check_probability("between", between)
+    block = torch.arange(len(counts)).repeat_interleave(counts)
+    across = independent_pairs(int(counts.sum()), between, random.fold_in(key, 0))
+    across = across[block[across[:, 0]] != block[across[:, 1]]]
+    return torch.cat((across, _within_blocks(counts, inside, random.fold_in(key, 1))))
+
+
+def _within_blocks(sizes: Tensor, probabilities: Tensor, key: Tensor) -> Tensor:
     """Edges within blocks: drawn with the largest probability, then kept in proportion to their own."""
     pairs = sizes * (sizes - 1) // 2
     ends = pairs.cumsum(0)
@@ -44,7 +61,7 @@ def check_count(nodes: int) -> None:
         raise ValueError(f"Expected at least one node, but got {nodes}")
 
 
-def check_probability(name: str, p: float) -> None:
+def _check_probability(name: str, p: float) -> None:
     """Raises a ValueError that names a number which is no probability."""
     if not 0 <= p <= 1:
         raise ValueError(f"Expected {name} as a probability between 0 and 1, but got {p}")

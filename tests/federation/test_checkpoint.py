@@ -146,7 +146,7 @@ def test_checkpoints_of_other_federations_are_refused() -> None:
     adam = ft.gradient_descent(linear(), steps=1, reset="never", loss=mean_squared_error, optimizer=torch.optim.Adam)
     others = {
         "a run with seed 3, but got one with 0": quadratic(seed=3),
-        "a run with clients 2 of digest .*, but got one with 3 of digest": quadratic(clients=data.select([0, 1])),
+        "a run with clients 2 names of digest .*, but got one with 3 names": quadratic(clients=data.select([0, 1])),
         "server.weight in the checkpoint to be torch.float64 of shape \\(1, 2\\)": quadratic(
             sgd(0.05, linear(2)), linear_clients([4, 5, 6], features=2)
         ),

@@ -8,18 +8,28 @@ import pytest
 import torch
 
 import fedtorch as ft
+from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import diagnostics
-from fedtorch.networks.diagnostics import (
-    chebyshev_rounds,
-    conjugate_gradient_rounds,
-    contraction,
-    gradient_rounds,
-    perturbed_gradient_bound,
-    system_matrix,
-)
+from fedtorch.networks.bounds import contraction, perturbed_gradient_bound
+from fedtorch.networks.solvers import LinearProblem
 
 D, ROWS = 3, 6
 SEEDS = range(12)
+
+
+def stated(network, gram, alpha, b=None):
+    """The problem of given Gram matrices and right-hand sides, zeros by default."""
+    cross = torch.zeros_like(gram[..., 0]) if b is None else b
+    ones = torch.ones(len(gram), dtype=gram.dtype)
+    return LinearProblem(network, alpha, SufficientStatistics(gram, cross, ones, ones))
+
+
+def system_matrix(network, gram, alpha):
+    return stated(network, gram, alpha).matrix()
+
+
+def diagnose(network, gram, alpha, right_hand_side=None, **kwargs):
+    return ft.networks.diagnose(stated(network, gram, alpha, right_hand_side), **kwargs)
 
 
 class Instance:
@@ -47,7 +57,8 @@ class Instance:
         return torch.linalg.solve(q, b.flatten()).reshape(b.shape)
 
     def diagnose(self, **kwargs):
-        return ft.networks.diagnose(self.network, self.gram, self.alpha, **kwargs)
+        b = (self.x.mT @ self.y[..., None])[..., 0] / ROWS
+        return diagnose(self.network, self.gram, self.alpha, b, **kwargs)
 
 
 def connected(seed, nodes=14):
@@ -157,16 +168,6 @@ def test_chebyshev_and_conjugate_gradients_arrive_in_the_expected_rounds():
     assert (w - solution).norm() <= 1e-8 * solution.norm()
 
 
-def test_rounds_in_closed_form():
-    assert gradient_rounds(1.0, 1e-8) == chebyshev_rounds(1.0, 1e-8) == conjugate_gradient_rounds(1.0, 1e-8) == 1
-    assert gradient_rounds(3.0, 2.0**-20) == 20  # (κ − 1)/(κ + 1) = 1/2
-    for condition in (2.0, 100.0, 1e6):
-        rounds = chebyshev_rounds(condition, 1e-8)
-        shrink = (math.sqrt(condition) - 1) / (math.sqrt(condition) + 1)
-        error, before = (2 * shrink**k / (1 + shrink ** (2 * k)) for k in (rounds, rounds - 1))
-        assert error <= 1e-8 < before
-
-
 def test_lost_messages_move_the_iterates_no_further_than_the_bound():
     problem = Instance(1)
     report = problem.diagnose()
@@ -198,9 +199,9 @@ def test_the_sparse_eigenvalues_are_those_of_the_whole_matrix(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for network, gram in ((problem.network, problem.gram), (problem.network, singular), (pairs, singular)):
-            dense = ft.networks.diagnose(network, gram, 2.0)
+            dense = diagnose(network, gram, 2.0)
             monkeypatch.setattr(diagnostics, "_DENSE", 0)
-            sparse = ft.networks.diagnose(network, gram, 2.0)
+            sparse = diagnose(network, gram, 2.0)
             monkeypatch.undo()
             assert sparse.nullity == dense.nullity
             assert sparse.smallest == pytest.approx(dense.smallest, rel=1e-8)
@@ -211,7 +212,7 @@ def test_singular_problems_and_components_are_warned_of():
     network = ft.Network.ring(4)
     gram = torch.diag(torch.tensor([1.0, 0.0])).expand(4, 2, 2)
     with pytest.warns(UserWarning, match=r"singular in 1 dimensions.*minimum norm"):
-        report = ft.networks.diagnose(network, gram, 1.0)
+        report = diagnose(network, gram, 1.0)
     assert report.nullity == 1
     assert report.smallest == pytest.approx(1.0)
     assert report.lower_bound == 0
@@ -219,12 +220,12 @@ def test_singular_problems_and_components_are_warned_of():
     assert "minimum-norm solution" in str(report)
     split = ft.Network([(0, 1), (2, 3)])
     with pytest.warns(UserWarning, match="2 components"):
-        report = ft.networks.diagnose(split, torch.eye(2).expand(4, 2, 2), 1.0)
+        report = diagnose(split, torch.eye(2).expand(4, 2, 2), 1.0)
     assert report.deviation_bound(1.0) == math.inf
     assert [bound.deviation(1.0, 0.0, 0.0) for bound in report.clusters] == pytest.approx([0.5, 0.5])
     unlabelled = torch.eye(2).expand(4, 2, 2) * torch.tensor([1.0, 1, 0, 0])[:, None, None]
     with pytest.warns(UserWarning, match="components|singular") as caught:
-        assert ft.networks.diagnose(split, unlabelled, 1.0).nullity == 2  # a component without labels
+        assert diagnose(split, unlabelled, 1.0).nullity == 2  # a component without labels
     assert len(caught) == 2
 
 
@@ -234,7 +235,7 @@ def test_minimum_norm_is_where_gradient_descent_from_zero_arrives():
     gram = problem.x.mT @ problem.x / ROWS
     b = (problem.x.mT @ problem.y[..., None])[..., 0] / ROWS
     with pytest.warns(UserWarning, match="singular"):
-        report = ft.networks.diagnose(problem.network, gram, problem.alpha, right_hand_side=b, tolerance=1e-9)
+        report = diagnose(problem.network, gram, problem.alpha, right_hand_side=b, tolerance=1e-9)
     q = torch.from_numpy(system_matrix(problem.network, gram, problem.alpha).toarray())
     expected = torch.linalg.pinv(q, hermitian=True) @ b.flatten()
     w = torch.zeros_like(expected)
@@ -242,7 +243,7 @@ def test_minimum_norm_is_where_gradient_descent_from_zero_arrives():
         w = w - 2 * report.learning_rate * (q @ w - b.flatten())
     assert (w - expected).norm() <= 1.01e-9 * expected.norm()  # the tolerance and rounding
     with pytest.raises(ValueError, match="the objective has no minimum"):
-        ft.networks.diagnose(problem.network, gram, problem.alpha, right_hand_side=b + 1)
+        diagnose(problem.network, gram, problem.alpha, right_hand_side=b + 1)
 
 
 def test_the_report_prints_every_bound():
@@ -253,7 +254,7 @@ def test_the_report_prints_every_bound():
 
 
 def test_one_node_is_a_problem_too():
-    report = ft.networks.diagnose(ft.Network.star(1), torch.eye(3)[None], 1.0)
+    report = diagnose(ft.Network.star(1), torch.eye(3)[None], 1.0)
     assert (report.smallest, report.largest) == (1.0, 1.0)
     assert report.gradient_rounds == 1
     assert contraction(report.learning_rate, 1.0, 1.0) == 0
@@ -261,21 +262,23 @@ def test_one_node_is_a_problem_too():
 
 def test_bad_input():
     network, gram = ft.Network.ring(4), torch.eye(2).expand(4, 2, 2)
-    with pytest.raises(ValueError, match=r"gram \(4, d, d\)"):
-        ft.networks.diagnose(network, gram[:3], 1.0)
+    with pytest.raises(ValueError, match=r"Expected statistics of shapes \(4, 2, 2\)"):
+        diagnose(network, gram[:3], 1.0)
     with pytest.raises(ValueError, match="finite Gram"):
-        ft.networks.diagnose(network, gram * math.nan, 1.0)
+        diagnose(network, gram * math.nan, 1.0)
     with pytest.raises(ValueError, match="above zero"):
-        ft.networks.diagnose(network, gram * 0, 1.0)
+        diagnose(network, gram * 0, 1.0)
     with pytest.raises(ValueError, match="symmetric"):
-        ft.networks.diagnose(network, gram + torch.tensor([[0.0, 1.0], [0.0, 0.0]]), 1.0)
+        diagnose(network, gram + torch.tensor([[0.0, 1.0], [0.0, 0.0]]), 1.0)
     with pytest.raises(ValueError, match="positive semi-definite"):
-        ft.networks.diagnose(network, -gram, 1.0)
+        diagnose(network, -gram, 1.0)
     with pytest.raises(ValueError, match="alpha > 0"):
-        ft.networks.diagnose(network, gram, 0.0)
+        diagnose(network, gram, 0.0)
     with pytest.raises(ValueError, match="tolerance between"):
-        ft.networks.diagnose(network, gram, 1.0, tolerance=0.0)
+        diagnose(network, gram, 1.0, tolerance=0.0)
     with pytest.raises(ValueError, match="cluster of each node"):
-        ft.networks.diagnose(network, gram, 1.0, clusters=torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="right-hand side"):
-        ft.networks.diagnose(network, gram, 1.0, right_hand_side=torch.zeros(4, 3))
+        diagnose(network, gram, 1.0, clusters=torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="Expected statistics of shapes"):
+        diagnose(network, gram, 1.0, right_hand_side=torch.zeros(4, 3))
+    with pytest.raises(ValueError, match="Expected finite right-hand sides"):
+        diagnose(network, gram, 1.0, right_hand_side=torch.full((4, 2), math.nan))

@@ -14,7 +14,6 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch.networks import solvers
 from fedtorch.networks.solvers import LinearProblem, Solution
-from fedtorch.networks.solvers.direct import matrix
 
 SIZES = [7, 4, 9, 5, 12, 6, 8, 5]
 N = len(SIZES)
@@ -127,7 +126,7 @@ def test_the_product_is_that_of_the_matrix_and_half_the_gradient_of_the_objectiv
     q, _ = dense_system(data, network, 0.7)
     w = torch.randn(N, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     assert distance(one.product(w).flatten(), q @ w.flatten()) < ROUNDING
-    assert distance(torch.from_numpy(matrix(one).toarray()), q) < ROUNDING
+    assert distance(torch.from_numpy(one.matrix().toarray()), q) < ROUNDING
     rows = w.clone().requires_grad_()
     loss = sum((y - x @ rows[i]).square().mean() for i, (x, y) in enumerate(data))
     ends = network.edges
@@ -347,9 +346,9 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected alpha of at least 0 and finite, but got -1"):
         solvers.linear_problem(data, network, -1.0)
     with pytest.raises(ValueError, match=r"Expected rows \(x, y\) of shapes \(d,\) and \(\)"):
-        solvers.linear_problem(ft.data.from_tensors([(torch.ones(2, 3), torch.ones(2, 1))] * N), network, 1.0)
-    with pytest.raises(ValueError, match="Expected gram, cross and response of shapes"):
-        LinearProblem(network, 1.0, one.gram, one.cross[:, :2], one.response)
+        solvers.linear_problem(ft.data.from_tensors([(torch.ones(2, 3), torch.ones(2, 2))] * N), network, 1.0)
+    with pytest.raises(ValueError, match="Expected statistics of shapes"):
+        LinearProblem(network, 1.0, one.statistics._replace(cross=one.cross[:, :2]))
     for solve, setting in (
         (solvers.fedgd, "rate"),
         (solvers.admm, "rho"),

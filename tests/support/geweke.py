@@ -20,6 +20,7 @@ from fedtorch import exact, random
 from fedtorch.models.gibbs import interweaving, sparse
 from fedtorch.models.gibbs.gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
+from fedtorch.models.linear import SufficientStatistics
 
 LEVEL = 1e-3  # the probability that a right sampler fails one of its statistics
 
@@ -28,7 +29,7 @@ class Joint(NamedTuple):
     """Variables of all replicates: R replicates of M sites."""
 
     shared: sparse.Global  # (R, ...)
-    sites: sparse.Site  # (R · M, 1, ...)
+    sites: sparse.RegressionSite  # (R · M, 1, ...)
 
 
 def keys(purpose: int, count: int, step: int = 0) -> Tensor:
@@ -108,16 +109,16 @@ def draw_joint(setting: Setting, count: int, purpose: int) -> Joint:
     noise = random.gamma(random.fold_in(each, 2), setting.shape, (), torch.float64) / repeat(rate)
     local = repeat(theta) + z / (w * repeat(precision)).sqrt()
     place, *rest = (leaf[:, None] for leaf in (local, w, u, noise))
-    return Joint(shared, sparse.Site(place, place, *rest, interweaving.nothing(local)))
+    return Joint(shared, sparse.RegressionSite(place, place, *rest, interweaving.nothing(local)))
 
 
-def draw_responses(setting: Setting, sites: sparse.Site, key: Tensor) -> Tensor:
+def draw_responses(setting: Setting, sites: sparse.RegressionSite, key: Tensor) -> Tensor:
     """y `(R · M, n)` given the sites' variables."""
     mean = (setting.x * sites.theta).sum(-1)
     return mean + random.normal(key, (len(setting.x),), torch.float64) / sites.noise.sqrt()
 
 
-def regression_data(setting: Setting, sites: sparse.Site, key: Tensor) -> Design:
+def regression_data(setting: Setting, sites: sparse.RegressionSite, key: Tensor) -> Design:
     """Simulated data of all sites; computed from the residuals, so that huge coefficients cost no digits."""
     x, count = setting.x, len(sites.theta)
     n, p = x.shape
@@ -129,8 +130,9 @@ def regression_data(setting: Setting, sites: sparse.Site, key: Tensor) -> Design
     rss = (error - error @ inverse.mT @ x.mT).square().sum(-1)
     rows = (x.expand(count, n, p), draw_responses(setting, sites, key)) if p > 32 or n < p else (None, None)
     gram = (x.mT @ x).expand(count, p, p)
-    full = lambda number: torch.full((count,), number)
-    return Design(gram, estimate, rss, full(float(n)), full(n), *rows)
+    cross, full = (gram @ estimate[..., None])[..., 0], torch.full((count,), float(n), dtype=torch.float64)
+    statistics = SufficientStatistics(gram, cross, rss + (estimate * cross).sum(-1), full)
+    return Design(statistics, estimate, rss, full, *rows)
 
 
 def step(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import common
+from experiments.benchmarks import measure as measuring
 from experiments.benchmarks.peers import ours, work
 
 ROOT = Path(__file__).parents[3]
@@ -68,7 +69,8 @@ def python(environment: str | None) -> str:
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         torch = next(line for line in lines if line.startswith("torch=="))  # the peers' other pins differ from ours
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        subprocess.run([interpreter, "-m", "pip", "install", "--quiet", torch, "-r", requirements], check=True)
+        install = [interpreter, "-m", "pip", "install", "--quiet", "--quiet"]  # errors only
+        subprocess.run([*install, torch, "-r", requirements], check=True)
         ready.write_text(requirements.read_text())
     return str(interpreter)
 
@@ -114,8 +116,8 @@ def median(runs: Sequence[dict], part: str) -> float:
 
 
 def ratio(found: dict[str, list[dict]], name: str, ours: str) -> float:
-    """How many times slower than one of ours: the median over pairs of the same repetition."""
-    return statistics.median(a["seconds"] / b["seconds"] for a, b in zip(found[name], found[ours]))
+    """How many times slower than one of ours."""
+    return measuring.ratio(*([run["seconds"] for run in found[which]] for which in (name, ours)))
 
 
 def rows(runs: dict[str, dict[str, list[dict]]]) -> list[common.Row]:
@@ -151,7 +153,7 @@ def lines(task: str, found: dict[str, list[dict]]) -> list[list[str]]:
     return table
 
 
-def markdown(runs: dict[str, dict[str, list[dict]]], repeat: int, loads: tuple[float, float]) -> str:
+def markdown(runs: dict[str, dict[str, list[dict]]], repeat: int, load_before: float) -> str:
     """The tables for PEERS.md."""
     text = [
         "# Beside other simulators",
@@ -159,9 +161,8 @@ def markdown(runs: dict[str, dict[str, list[dict]]], repeat: int, loads: tuple[f
         "`make bench-peers` runs the same FedAvg in every system: the same data, first parameters, cohorts and",
         "minibatches, read from one file, in a process of its own. Flower simulates on ray with one CPU per client;",
         f"the others use one process. Medians of {repeat} interleaved repetitions on",
-        f"{common.machine()};",
-        f"the load average was {loads[0]:.1f} before and {loads[1]:.1f} after, this work included. × is how many times",
-        "longer a system takes than ours, beside the target.",
+        *measuring.circumstances(load_before),
+        "× is how many times longer a system takes than ours, beside the target.",
         "",
         "Seconds are those of all rounds after one round of warm-up; start-up is the system's start and that round,",
         "without imports (except in Flower's actors). Loss and accuracy are the final model's on the same rows.",
@@ -170,9 +171,7 @@ def markdown(runs: dict[str, dict[str, list[dict]]], repeat: int, loads: tuple[f
         "Closed form is `ft.least_squares(module, steps=20, lr=0.05)`: the same steps from Gram matrices, by `ft.run`.",
     ]
     for task, found in runs.items():
-        text += ["", f"## {describe(task, work.FULL[task])}", "", f"| {' | '.join(COLUMNS)} |"]
-        text += ["| --- |" + " --- |" * (len(COLUMNS) - 1)]
-        text += [f"| {' | '.join(line)} |" for line in lines(task, found)]
+        text += ["", f"## {describe(task, work.FULL[task])}", "", *measuring.table(COLUMNS, lines(task, found))]
     return "\n".join([*text, ""])
 
 
@@ -183,7 +182,7 @@ def describe(task: str, size: work.Size) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compares all systems; with --smoke only ours and the plain loop, on tiny work, in one process."""
-    parser = common.arguments(__doc__ or "")
+    parser = common.arguments(__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="interleaved repetitions (default 3)")
     parser.add_argument("--task", choices=sorted(work.TASKS), help="one task only")
     parser.add_argument("--write", action="store_true", help="write the tables into experiments/benchmarks/PEERS.md")
@@ -196,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         common.show(f"{describe(task, sizes[task])} ({common.machine()})", COLUMNS, lines(task, found))
     common.write("benchmarks.peers", rows(runs), options.json)
     if options.write:
-        (Path(__file__).parents[1] / "PEERS.md").write_text(markdown(runs, repeat, (before, os.getloadavg()[0])))
+        (Path(__file__).parents[1] / "PEERS.md").write_text(markdown(runs, repeat, before))
 
 
 if __name__ == "__main__":

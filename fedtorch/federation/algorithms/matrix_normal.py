@@ -232,21 +232,18 @@ def outbox(server: Server, *, dtype: torch.dtype, chosen: Chosen) -> Outbox:
 
 def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     """Statistics of a block's rows, once."""
-    if isinstance(data, PreparedRows):
-        return data
     x, y = data.batch
     with torch.no_grad():
         statistics = sufficient_statistics(local.module.design(x), y, data.mask)
     fit = least_norm(statistics)
     residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
-    freedom = statistics.rows - fit.rank
+    freedom = statistics.count - fit.rank
     summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return PreparedRows(local.prepare(data), summary, statistics.rows)
+    return PreparedRows(local.prepare(data), summary, statistics.count)
 
 
-def client(inbox: Outbox, state: Tree, data: Any, key: Tensor, *, local: LocalSolver) -> Reply:
+def client(inbox: Outbox, state: Tree, data: PreparedRows, key: Tensor, *, local: LocalSolver) -> Reply:
     """The device's steps on its misfit with the prior in each, in units of its mean squared error."""
-    data = prepare(data, local=local)
     unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, key)

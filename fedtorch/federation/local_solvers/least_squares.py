@@ -30,22 +30,12 @@ from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.state import LocalState
-from fedtorch.models.linear import LinearHead
+from fedtorch.models.linear import LinearHead, Spectral, spectral, sufficient_statistics
 from fedtorch.tree import Tree
 
-__all__ = ["Gram", "least_squares"]
+__all__ = ["least_squares"]
 
 _NOISE = 64 * torch.finfo(torch.float64).eps  # eigenvalues below, times p, are rounding of the sums over rows
-
-
-class Gram(NamedTuple):
-    """Second moments of each client's rows, per row, in float64; p counts the features and the constant one."""
-
-    values: Tensor  # (K, p) eigenvalues of X'X / n
-    vectors: Tensor  # (K, p, p) its eigenvectors V, as columns
-    cross: Tensor  # (K, p, o) V'X'Y / n
-    response: Tensor  # (K,) ‖Y‖² / n
-    count: Tensor  # type: ignore[assignment]  # (K,)
 
 
 def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, lr: float | None = None) -> LocalSolver:
@@ -97,21 +87,15 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
     )
 
 
-def _prepare(form: _Form, data: Any) -> Gram:
-    if isinstance(data, Gram):
-        return data
+def _prepare(form: _Form, data: Any) -> Spectral:
     x, y = data.batch
-    y = (y[..., None] if y.ndim == 2 else y).to(torch.float64)
+    y = y[..., None] if y.ndim == 2 else y
     with torch.no_grad():
-        x = form.design(x).to(torch.float64)
+        x = form.design(x)
     if y.shape[2:] != (form.outputs,):
         raise ValueError(f"Expected targets of shape ({form.outputs},), but got {tuple(y.shape[2:])}")
-    mask = (torch.arange(x.shape[1], device=x.device) < data.count[:, None]).to(x.dtype)[..., None]
-    n = data.count.clamp(min=1).to(x.dtype)[:, None, None]  # a client without rows stays at the start
-    x, y = x * mask, y * mask
-    values, vectors = torch.linalg.eigh(x.mT @ x / n)
-    response = (y.square().sum(1, keepdim=True) / n).sum((1, 2))
-    return Gram(values.clamp(min=0), vectors, vectors.mT @ (x.mT @ y / n), response, data.count)
+    # Per row, and zeros for a client without rows, which stays at the start.
+    return spectral(sufficient_statistics(x, y, data.mask).per_row())._replace(count=data.count)
 
 
 def _solve(
@@ -120,21 +104,20 @@ def _solve(
     lr: float | None,
     start: Tree,
     state: Tree,
-    data: Any,
+    data: Spectral,
     quadratic: Quadratic | None,
     key: Tensor,
 ) -> Local:
-    gram = _prepare(form, data)
     old = form.join(start).to(torch.float64)
-    basis, curvature = gram.vectors, gram.values * (2 / form.outputs)
-    descent = gram.cross * (2 / form.outputs)  # minus the gradient, in the basis of the eigenvectors
+    basis, curvature = data.vectors, data.values * (2 / form.outputs)
+    descent = data.cross * (2 / form.outputs)  # minus the gradient, in the basis of the eigenvectors
     if quadratic is not None:
         if isinstance(quadratic.precision, Tensor):
             curvature = curvature + quadratic.precision.to(torch.float64)[:, None]
         else:
             precision = _precisions(quadratic, start, form).to(torch.float64)
             curvature, basis = torch.linalg.eigh((basis * curvature[:, None]) @ basis.mT + precision.diag_embed())
-            descent = basis.mT @ (gram.vectors @ descent)
+            descent = basis.mT @ (data.vectors @ descent)
         descent = descent + basis.mT @ form.join(quadratic.shift).to(torch.float64)
     descent = descent - curvature[..., None] * (basis.mT @ old)
     if steps is None:
@@ -142,9 +125,9 @@ def _solve(
     else:
         reach, taken = _gradient_steps(curvature, steps, lr)
     new = old + basis @ (reach[..., None] * descent)
-    rotated = gram.vectors.mT @ new
-    fitted = (rotated * (gram.values[..., None] * rotated - 2 * gram.cross)).sum((1, 2))
-    loss = ((gram.response + fitted) / form.outputs).clamp(min=0)
+    rotated = data.vectors.mT @ new
+    fitted = (rotated * (data.values[..., None] * rotated - 2 * data.cross)).sum((1, 2))
+    loss = ((data.power + fitted) / form.outputs).clamp(min=0)
     solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
     return Local(solution, state, taken, {"loss": loss})
 

@@ -63,7 +63,7 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
         solved = local(start, state, rows, quadratic, key)
 
         def of_empty(new: Tensor, instead: Tensor) -> Tensor:
-            return torch.where(_along(empty, new), instead, new)
+            return torch.where(tree.along(empty, new), instead, new)
 
         drawn = start if quadratic is None else _minimiser(start, quadratic)
         return Local(
@@ -80,11 +80,6 @@ def _minimiser(start: Tree, quadratic: Quadratic) -> Tree:
     """h/λ of every parameter, the start where λ is zero."""
     found = {}
     for name, leaf in start.items():
-        precision = _along(quadratic.precision_of(name), leaf).to(leaf.dtype)
+        precision = tree.along(quadratic.precision_of(name), leaf).to(leaf.dtype)
         found[name] = torch.where(precision > 0, quadratic.shift[name] / precision, leaf)
     return found
-
-
-def _along(vector: Tensor, leaf: Tensor) -> Tensor:
-    """`(K,)` shaped to go with `(K, ...)`."""
-    return vector.reshape(-1, *[1] * (leaf.ndim - 1))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.models.hierarchical.projections import symmetric
+from fedtorch.linalg import symmetric
 
 __all__ = ["Site", "block_diagonal", "evidence", "log_determinant", "posterior", "stable_cholesky"]
 

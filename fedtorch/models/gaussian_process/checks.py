@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedtorch.models.gaussian_process.geometry import Geometry
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-
-if TYPE_CHECKING:
-    from fedtorch.models.gaussian_process.model import ConvolvedGP
 
 __all__ = ["check_gaussian", "check_parts", "check_rows", "check_values"]
 
@@ -23,7 +21,7 @@ def check_gaussian(likelihood: Any, what: str, instead: str) -> None:
         raise TypeError(f"Expected a GaussianLikelihood for {what}, but got {type(likelihood).__name__}; {instead}")
 
 
-def check_parts(model: ConvolvedGP) -> None:
+def check_parts(model: Geometry) -> None:
     """Raises ValueError unless the kernels and the likelihood have the units' batch shape."""
     batch = tuple(model.batch_shape)
     if tuple(model.kernel.scale.shape) != batch:
@@ -48,7 +46,7 @@ def check_parts(model: ConvolvedGP) -> None:
         )
 
 
-def check_rows(model: ConvolvedGP, x: Tensor, y: Tensor) -> None:
+def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
     """Raises ValueError unless x is `(*b, N, d)` and y `(*b, N)` for the model's units, finite and in its dtype."""
     batch, dims, dtype = tuple(model.batch_shape), model.inducing.shape[-1], model.inducing.dtype
     if y.ndim != len(batch) + 1 or y.shape[:-1] != batch or x.shape[-2:] != (y.shape[-1], dims):
@@ -64,7 +62,7 @@ def check_rows(model: ConvolvedGP, x: Tensor, y: Tensor) -> None:
     check_values(model, x)
 
 
-def check_values(model: ConvolvedGP, x: Tensor, *extra: Tensor) -> None:
+def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
     """Asks the model's features about inputs and its likelihood about `extra`, where they have a `check`."""
     for part, values in ((model.features, (x,)), (model.likelihood, extra)):
         check = getattr(part, "check", None)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, stable_cholesky
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_parts
 from fedtorch.models.gaussian_process.geometry import Features, Geometry
@@ -15,7 +16,6 @@ from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputK
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
 from fedtorch.models.gaussian_process.rows import row_fit, row_sites
 from fedtorch.models.gaussian_process.units import full
-from fedtorch.models.hierarchical.projections import symmetric
 
 __all__ = ["ConvolvedGP"]
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fedtorch.models.gaussian_process.algebra import Site, evidence, posterior
 from fedtorch.models.gaussian_process.checks import check_rows
-
-if TYPE_CHECKING:
-    from fedtorch.models.gaussian_process.model import ConvolvedGP
+from fedtorch.models.gaussian_process.model import ConvolvedGP
 
 __all__ = ["fit", "join"]
 

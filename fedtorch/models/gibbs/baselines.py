@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.models.gibbs import sparse
-from fedtorch.models.gibbs.gaussian_conditional import Design, columns, gaussian_conditional
-from fedtorch.models.gibbs.global_priors import slab_evidence
+from fedtorch.models.gibbs.gaussian_conditional import Design, columns, from_columns, gaussian_conditional
+from fedtorch.models.gibbs.global_priors import flip, slab_evidence
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
 
 __all__ = ["LoneSite", "consensus", "lone_regression", "majority_vote", "nothing_shared"]
@@ -69,25 +69,23 @@ def lone_regression(
     def sweep(heard: dict[str, Tensor], site: LoneSite, data: Design, keys: Tensor, sweeps: int) -> LoneSite:
         clients, chains, p = site.theta.shape
         for_theta, for_flips, for_variance, for_noise, for_draw = random.split(keys, 5)
-        blocks = lambda draws: draws.flatten(0, 1).movedim(0, -1).contiguous()
-        normals = blocks(random.normal(for_theta, (sweeps, p), torch.float64))
-        logits = torch.logit(blocks(random.uniform(for_flips, (sweeps, p), torch.float64)))
-        etas = blocks(random.gamma(for_variance, variance[0] + 0.5 / sites, (sweeps, p), torch.float64))
+        normals = columns(random.normal(for_theta, (sweeps, p), torch.float64))
+        coins = columns(random.uniform(for_flips, (sweeps, p), torch.float64))
+        etas = columns(random.gamma(for_variance, variance[0] + 0.5 / sites, (sweeps, p), torch.float64))
         degrees = noise[0] + data.degrees[:, None, None] / 2
-        precisions = blocks(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
+        precisions = columns(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
         draw = gaussian_conditional(data, torch.zeros_like(site.theta), for_draw)
         theta, included, eta = (columns(leaf) for leaf in site[:3])
         precision = site.noise.reshape(-1)
-        a, b = inclusion
         for s in range(sweeps):
             factor = included + spike * (1 - included)
             theta, rss = draw(precision, 1 / (sites * factor * eta), normals[s])
             precision = precisions[s] / (noise[1] + rss / 2)
             energy = theta.square() / (2 * sites)
-            included = _flip(included, slab_evidence(energy, spike, *variance, 1 / sites), logits[s], a, b)
+            evidence = slab_evidence(energy, spike, *variance, 1 / sites)
+            included = flip(included.mT, evidence.mT, coins[s].mT, *inclusion).mT
             eta = (variance[1] + energy / (included + spike * (1 - included))) / etas[s]
-        rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
-        return LoneSite(rows(theta), rows(included), rows(eta), rows(precision))
+        return LoneSite(*(from_columns(leaf, clients, chains) for leaf in (theta, included, eta, precision)))
 
     return LocalKernel(init, sparse.design, sweep, lambda site: {})
 
@@ -131,15 +129,3 @@ def consensus(draws: Tensor) -> Tensor:
     factor = torch.linalg.cholesky(centred.mT @ centred / (draws.shape[1] - 1))
     weights = torch.cholesky_inverse(factor)
     return torch.linalg.solve(weights.sum(0), (draws @ weights).sum(0).mT).mT
-
-
-def _flip(included: Tensor, evidence: Tensor, threshold: Tensor, a: float, b: float) -> Tensor:
-    """Draws each γ given the others', with ρ integrated out; all `(p, B)`."""
-    p, result = len(included), included.clone()
-    count = result.sum(0)
-    for j in range(p):
-        others = count - result[j]
-        odds = evidence[j] + ((a + others) / (b + p - 1 - others)).log()
-        result[j] = (threshold[j] < odds).to(result.dtype)
-        count = others + result[j]
-    return result

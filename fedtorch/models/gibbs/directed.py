@@ -36,9 +36,10 @@ from torch import Tensor
 from fedtorch import exact, random
 from fedtorch.models.gibbs import graphical
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
-from fedtorch.models.gibbs.gaussian_conditional import Design, Fold, elimination
+from fedtorch.models.gibbs.gaussian_conditional import Fold, elimination
 from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
 from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
+from fedtorch.models.rows import client_by_client
 
 __all__ = ["DirectedSite", "Observations", "regression", "spectral_radius"]
 
@@ -154,12 +155,8 @@ def report(site: DirectedSite) -> Sums:
 
 def observations(data: Any, names: Sequence[str] | None = None) -> Observations:
     """The clients' rows, checked as `fedtorch.models.gibbs.graphical.rows` does."""
-    if isinstance(data, Observations):
-        return data
     y = graphical.rows(data, names)
-    grams = [y[k, :n].clone().mT @ y[k, :n].clone() for k, n in enumerate(data.count.tolist())]
-    p = y.shape[-1]
-    return Observations(y, torch.stack(grams) if grams else y.new_zeros(0, p, p), data.count)
+    return Observations(y, client_by_client(lambda own: own.mT @ own, data.count, y), data.count)
 
 
 def spectral_radius(matrix: Tensor) -> Tensor:
@@ -266,7 +263,7 @@ def _proposals(data: Observations, chains: int) -> Any:
     gram = data.gram[:, others[:, :, None], others[:, None]].flatten(0, 1)
     nothing = gram.new_zeros(clients * p)
     centre = gram.new_zeros(clients * p, chains, p - 1)
-    draw = elimination(Design(gram, centre[:, 0], nothing, nothing, nothing, None, None), centre)
+    draw = elimination(gram, centre[:, 0], nothing, centre)
 
     def propose(noise: Tensor, prior: Tensor, z: Tensor) -> Tensor:
         flat = lambda leaf: leaf.unflatten(0, (p, p - 1)).permute(1, 2, 0, 3).reshape(p - 1, -1)

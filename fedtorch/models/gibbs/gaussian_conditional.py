@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random
+from fedtorch import linalg, random
+from fedtorch.models.linear import SufficientStatistics
 
 __all__ = [
     "SIDE_BY_SIDE",
@@ -35,6 +36,7 @@ __all__ = [
     "data_space",
     "elimination",
     "factorisation",
+    "from_columns",
     "gaussian_conditional",
     "least_norm",
 ]
@@ -45,11 +47,10 @@ SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above,
 class Design(NamedTuple):
     """What a linear regression needs of each client's rows; float64."""
 
-    gram: Tensor  # (K, p, p) X'X
+    statistics: SufficientStatistics  # (K, ...)
     estimate: Tensor  # (K, p) the least squares estimate of least norm
     rss: Tensor  # (K,) its residual sum of squares
     degrees: Tensor  # (K,) rows that count for the noise: n, or n − 1 with an intercept
-    count: Tensor  # type: ignore[assignment]  # (K,) rows
     x: Tensor | None  # (K, N, p), where there are many coefficients, and
     y: Tensor | None  # (K, N)
 
@@ -67,7 +68,7 @@ def gaussian_conditional(design: Design, centre: Tensor, keys: Tensor) -> Draw:
         keys: `(K, C)`, for what a way draws beyond the standard normals that it is given.
     """
     if design.x is None:
-        return elimination(design, centre)
+        return elimination(design.statistics.gram, design.estimate, design.rss, centre)
     return factorisation(design, centre, keys)
 
 
@@ -101,15 +102,21 @@ def least_norm(x: Tensor, y: Tensor) -> Tensor:
     return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)
 
 
-def elimination(design: Design, centre: Tensor) -> Draw:
+def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> Draw:
     """Elimination of the columns of (A, s X'r) side by side.
 
     With A = U' diag(u)⁻¹ U, u the diagonal of U, elimination leaves (U, c); then U δ = c + √u z for standard normal z.
+
+    Args:
+        gram: G, `(K, p, p)`.
+        estimate: the least squares estimates, `(K, p)`.
+        rss: their residual sums of squares, `(K,)`.
+        centre: what δ is the deviation from, `(K, C, p)`.
     """
     chains, p = centre.shape[1:]
-    gram = columns(design.gram[:, None].expand(-1, chains, -1, -1))
-    estimate = columns(design.estimate[:, None].expand(-1, chains, -1))
-    least = design.rss[:, None].expand(-1, chains).reshape(-1)
+    gram = columns(gram[:, None].expand(-1, chains, -1, -1))
+    estimate = columns(estimate[:, None].expand(-1, chains, -1))
+    least = rss[:, None].expand(-1, chains).reshape(-1)
     gap = estimate - columns(centre)
     products = torch.empty_like(gram)
     of_products, of_errors = Fold(products), Fold(products[0])
@@ -167,14 +174,14 @@ def factorisation(design: Design, centre: Tensor, keys: Tensor) -> Draw:
     for k in range(clients):
         assert design.x is not None
         assert design.y is not None
-        n = int(design.count[k])
+        n = int(design.statistics.count[k])
         x, y = design.x[k, :n].clone(), design.y[k, :n].clone()
         for c in range(chains):
             residual = y - x @ centre[k, c]
             if n < p:
                 draws.append(data_space(x, residual, keys[k, c]))
             else:
-                draws.append(_cholesky(design.gram[k].clone(), x, residual))
+                draws.append(_cholesky(design.statistics.gram[k].clone(), x, residual))
 
     def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         if not draws:
@@ -186,13 +193,12 @@ def factorisation(design: Design, centre: Tensor, keys: Tensor) -> Draw:
 
 
 def _cholesky(gram: Tensor, x: Tensor, residual: Tensor) -> Draw:
-    """L L' = A, δ = L'⁻¹ (L⁻¹ s X'r + z)."""
+    """One problem by a Cholesky factor of A."""
     right = x.mT @ residual
 
     def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         factor = torch.linalg.cholesky(gram * noise + prior.diag())
-        half = torch.linalg.solve_triangular(factor, (right * noise)[:, None], upper=False)
-        delta = torch.linalg.solve_triangular(factor.mT, half + z[:, None], upper=True)[:, 0]
+        delta = linalg.normal_draw(factor, right * noise, z)
         return delta, (residual - x @ delta).square().sum()
 
     return draw
@@ -231,3 +237,8 @@ def data_space(x: Tensor, residual: Tensor, key: Tensor) -> Draw:
 def columns(values: Tensor) -> Tensor:
     """`(K, C, ...)` as `(..., B)`, contiguous."""
     return values.flatten(0, 1).movedim(0, -1).contiguous()
+
+
+def from_columns(values: Tensor, clients: int, chains: int) -> Tensor:
+    """`(..., B)` as `(K, C, ...)`, the inverse of `columns`."""
+    return values.movedim(-1, 0).reshape(clients, chains, *values.shape[:-1])

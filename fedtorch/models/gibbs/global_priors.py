@@ -23,6 +23,7 @@ __all__ = [
     "Mixture",
     "SpikeAndSlab",
     "bayesian_lasso",
+    "flip",
     "gaussian",
     "regularised_horseshoe",
     "spike_and_slab",
@@ -111,18 +112,18 @@ def spike_and_slab(
         index = (torch.arange(p) if blocks is None else blocks).to(estimate.device)
         count = int(index.max()) + 1
 
-        def flip(each: Tensor, evidence: Tensor, for_uniform: Tensor) -> Tensor:
+        def flip_blocks(each: Tensor, evidence: Tensor, for_uniform: Tensor) -> Tensor:
             total = evidence.new_zeros(len(keys), count).index_add_(1, index, evidence)
-            return _flip(each, total, random.uniform(for_uniform, (count,), torch.float64), *inclusion)
+            return flip(each, total, random.uniform(for_uniform, (count,), torch.float64), *inclusion)
 
         evidence = _log_density(estimate, state.variance + 1 / precision)
         evidence = evidence - _log_density(estimate, spike * state.variance + 1 / precision)
-        each = flip(state.included[:, _first_of_each(index)], evidence, for_flips)
+        each = flip_blocks(state.included[:, _first_of_each(index)], evidence, for_flips)
         posterior = precision + 1 / (_factor(each, spike)[:, index] * state.variance)
         theta = precision * estimate / posterior
         theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()
         if not shared_variance:
-            each = flip(each, slab_evidence(theta.square() / 2, spike, *variance), for_more_flips)
+            each = flip_blocks(each, slab_evidence(theta.square() / 2, spike, *variance), for_more_flips)
         energy = theta.square() / _factor(each, spike)[:, index] / 2
         shape, rate = variance
         if shared_variance:
@@ -236,8 +237,15 @@ def _factor(included: Tensor, spike: float) -> Tensor:
     return included + spike * (1 - included)
 
 
-def _flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float) -> Tensor:
-    """Draws each block's γ given the others', with ρ integrated out; all `(C, G)`."""
+def flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float) -> Tensor:
+    """Draws each block's γ given the others', with ρ ~ Beta(a, b) integrated out.
+
+    Args:
+        included: γ before, `(C, G)`.
+        evidence: the log ratios of slab to spike, `(C, G)`.
+        uniform: random numbers, `(C, G)`.
+        a, b: of ρ.
+    """
     blocks = included.shape[1]
     result, count = included.clone(), included.sum(-1)
     threshold = torch.logit(uniform)

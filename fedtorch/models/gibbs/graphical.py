@@ -21,17 +21,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.data import BadClients
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs.deviations import Deviation
 from fedtorch.models.gibbs.gaussian_conditional import Design, least_norm
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, check_start
+from fedtorch.models.linear import SufficientStatistics
+from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
 __all__ = [
@@ -112,7 +114,9 @@ def neighbourhoods(
     """
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
-    def sweep(heard: sparse.Heard, site: sparse.Site, data: Fields, keys: Tensor, sweeps: int) -> sparse.Site:
+    def sweep(
+        heard: sparse.Heard, site: sparse.RegressionSite, data: Fields, keys: Tensor, sweeps: int
+    ) -> sparse.RegressionSite:
         p = data.gram.shape[-1]
         if heard.theta.ndim != 4:
             raise ValueError(
@@ -232,53 +236,33 @@ def fields(data: Any, intercept: bool = False, names: Sequence[str] | None = Non
     Raises:
         BadClients: NaN or Inf, or a constant variable; `ValueError`: rows of another form.
     """
-    if isinstance(data, Fields):
-        return data
-    y = rows(data, names)
-    parts = [_one_site(y[k, :n], intercept) for k, n in enumerate(data.count.tolist())]
-    p = y.shape[-1]
-    shapes = ((p, p), (p, p - 1), (p,))
-    gram, estimate, rss = (
-        torch.stack([part[i] for part in parts]) if parts else y.new_zeros(0, *shape) for i, shape in enumerate(shapes)
-    )
-    return Fields(gram, estimate, rss, (data.count - int(intercept)).to(y.dtype), data.count)
+    own = partial(_one_site, intercept=intercept)
+    gram, estimate, rss, count = client_by_client(own, data.count, rows(data, names))
+    return Fields(gram, estimate, rss, count - int(intercept), count)
 
 
 def designs(data: Fields) -> Design:
     """The regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place."""
     p = data.gram.shape[-1]
     others = other_variables(p).to(data.gram.device)
-    gram = data.gram[:, others[:, :, None], others[:, None]].flatten(0, 1)
     each = lambda leaf: leaf.repeat_interleave(p, 0)
-    return Design(
-        gram, data.estimate.flatten(0, 1), data.rss.flatten(), each(data.degrees), each(data.count), None, None
+    statistics = SufficientStatistics(
+        data.gram[:, others[:, :, None], others[:, None]].flatten(0, 1),
+        data.gram.gather(2, others.expand(len(data.gram), -1, -1)).flatten(0, 1),
+        data.gram.diagonal(dim1=1, dim2=2).flatten(),
+        each(data.count),
     )
+    return Design(statistics, data.estimate.flatten(0, 1), data.rss.flatten(), each(data.degrees), None, None)
 
 
 def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
-    """y `(K, N, p)` of a block in float64, checked."""
-    leaves = tree.leaves(data.batch)
-    if len(leaves) != 1 or leaves[0].ndim != 3:
-        shapes = [tuple(leaf.shape[2:]) for leaf in leaves]
-        raise ValueError(f"Expected rows y of shape (p,) and nothing else, but got rows of shapes {shapes}")
-    y = leaves[0].to(torch.float64)
-    if y.shape[-1] < 2:
-        raise ValueError(f"Expected at least 2 variables, but got {y.shape[-1]}")
-    bad = ~y.isfinite().all(-1).all(-1)
-    if bool(bad.any()):
-        raise BadClients(
-            bad.nonzero()[:, 0],
-            "Expected finite y, but got NaN or Inf; fill missing values by fedtorch.models.gibbs.imputation.impute",
-        )
+    """y `(K, N, p)` of a block as `variable_rows` takes it in; `BadClients` are also those with a constant variable."""
+    y = variable_rows(data)
     inside = data.mask[..., None]
     constant = (torch.where(inside, y, y[:, :1]) == y[:, :1]).all(1) & (data.count > 1)[:, None]
-    if bool(constant.any()):
-        which = constant.any(0).nonzero()[:, 0].tolist()
-        called = [names[j] if names is not None else f"number {j}" for j in which]
-        raise BadClients(
-            constant.any(1).nonzero()[:, 0],
-            f"Expected variables that vary, but got constant {', '.join(called)}; leave them out",
-        )
+    which = constant.any(0).nonzero()[:, 0].tolist()
+    called = [names[j] if names is not None else f"number {j}" for j in which]
+    refuse(constant.any(1), f"Expected variables that vary, but got constant {', '.join(called)}; leave them out")
     return y
 
 
@@ -302,16 +286,15 @@ def variables(coefficients: int) -> int:
     return p
 
 
-def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(Y'Y, the p least squares estimates, their residual sums of squares) from one triangular factor of the rows."""
-    y = y.clone()  # aligned alike, wherever the client lies in its block
+def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(Y'Y, the p least squares estimates, their residual sums of squares, n), from one triangular factor."""
     if intercept:
         y = y - y.mean(0)
     factor = torch.linalg.qr(y, mode="r").R
     x = factor[:, other_variables(y.shape[1]).to(y.device)].movedim(1, 0)  # (p, m, p − 1)
     target = factor.mT[..., None]
     estimate = least_norm(x, target)
-    return y.mT @ y, estimate[..., 0], (target - x @ estimate).square().sum((1, 2))
+    return y.mT @ y, estimate[..., 0], (target - x @ estimate).square().sum((1, 2)), y.new_tensor(float(len(y)))
 
 
 def _responses(start: Tensor) -> Tensor:

@@ -1,13 +1,10 @@
 r"""Missing covariates, filled in from the mean and covariance of all sites together.
 
 Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
-altogether. EM finds its mean and covariance, and needs from each site only Σ E[z] and Σ E[z z'] given what is observed,
-which are sums. Then every site fills its gaps: `impute` once, by conditional means or, for multiple imputation, by
-conditional draws; `imputing` in every round of a Gibbs sampler, so that what the regression learns of a covariate's
-effect helps to fill it in: the second of the future directions that Kidd et al. (2023, section 4) name.
-
-Source: Dempster, Laird and Rubin (1977), "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39,
-section 4.1.3 (normal data).
+altogether. `fedtorch.federation.algorithms.pooled_covariance` finds its mean and covariance. Then every site fills its
+gaps: `impute` once, by conditional means or, for multiple imputation, by conditional draws; `imputing` in every round
+of a Gibbs sampler, so that what the regression learns of a covariate's effect helps to fill it in: the second of the
+future directions that Kidd et al. (2023, section 4) name.
 """
 
 from __future__ import annotations
@@ -18,15 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
-from fedtorch.data import BadClients, ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.exchange import Mean
+from fedtorch import linalg, random, tree
+from fedtorch.data import ClientData, FederatedData
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs.gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
+from fedtorch.models.rows import refuse
 
-__all__ = ["Incomplete", "Normal", "impute", "imputing", "incomplete", "pooled_covariance"]
+__all__ = ["Incomplete", "Normal", "conditional", "impute", "imputing", "incomplete", "incomplete_rows"]
 
 
 class Normal(NamedTuple):
@@ -60,47 +56,6 @@ def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = 
     return FederatedData(Incomplete(torch.where(observed, values, 0.0), observed), counts, tuple(names))
 
 
-def pooled_covariance() -> Algorithm:
-    """EM for the normal distribution of all sites' rows; a round is an iteration. Run it on `incomplete(...)` data.
-
-    Its parameters are where it starts, a `Normal` such as mean 0 and covariance I; the server's state is a `Normal`.
-
-    Columns that are exact linear functions of others, constant ones too, have no such distribution and end in a
-    `torch.linalg.LinAlgError`; leave them out.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.models.gibbs import imputation
-        >>> x = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]])
-        >>> data = imputation.incomplete([(x, torch.tensor([1.0, 3.0, 2.5, 4.0]))])
-        >>> start = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
-        >>> final = ft.run(imputation.pooled_covariance(), ft.InProcess(data), start, rounds=200)
-        >>> imputation.impute(data, final.server)[0][0][2].round(decimals=3)
-        tensor([2.1790], dtype=torch.float64)
-    """
-
-    def client(inbox: Normal, state: Any, data: Any, key: Tensor) -> Reply:
-        expected, spread, _ = _conditional(_incomplete(data.batch), inbox)
-        rows = data.mask.to(expected.dtype)
-        count = data.count.clamp(min=1).to(expected.dtype)
-        first = (expected * rows[..., None]).sum(1) / count[:, None]
-        outer = expected[..., :, None] * expected[..., None, :] + spread
-        second = (outer * rows[..., None, None]).sum(1) / count[:, None, None]
-        return Reply(Mean(Normal(first, second), data.count.to(expected.dtype)), state, {})
-
-    def server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
-        mean, second = aggregate.value
-        return Normal(mean, second - mean[:, None] * mean)
-
-    return Algorithm(
-        init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
-        outbox=lambda server: server,
-        client=client,
-        server=server,
-        model=lambda inbox, state: inbox,
-    )
-
-
 def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> FederatedData:
     """The data with gaps filled, rows (x `(p,)`, y `()`): each site does this with its own rows.
 
@@ -112,7 +67,7 @@ def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> Fe
     """
 
     def fill(rows: Incomplete) -> tuple[Tensor, Tensor]:
-        expected, spread, values = _conditional(rows, tree.to(normal, _incomplete(rows).values))
+        expected, spread, values = conditional(rows, tree.to(normal, incomplete_rows(rows).values))
         if key is not None:
             p = expected.shape[-1]
             factor = _root(spread)
@@ -156,8 +111,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         >>> normal = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
         >>> local = imputation.imputing(sparse.regression(), normal)
         >>> algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=5, chains=2)
-        >>> sampler = ft.Sampler(burn_in=20)
-        >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=60, record=sampler)
+        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(2), burn_in=20).run(60)
         >>> sampler.mean()["theta"].round()
         tensor([1., 1.], dtype=torch.float64)
     """
@@ -165,7 +119,9 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
     mean = normal.mean[:-1].to(torch.float64)
     precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
 
-    def sweep(heard: sparse.Heard, site: sparse.Site, data: _Gaps, keys: Tensor, sweeps: int) -> sparse.Site:
+    def sweep(
+        heard: sparse.Heard, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
+    ) -> sparse.RegressionSite:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)
         theta = heard.theta + (site.place - heard.centre)
@@ -188,15 +144,19 @@ def _check_regression(regression: LocalKernel, covariates: int) -> None:
     """Refuses what is no linear regression through the origin, as its preparation of a client of one row shows."""
     nothing = torch.zeros(1, 1, covariates + 1, dtype=torch.float64)
     design = regression.prepare(ClientData((nothing[..., 1:], nothing[..., 0]), torch.ones(1, dtype=torch.int64)))
-    if not isinstance(design, Design) or not torch.equal(design.degrees, design.count.to(design.degrees)):
+    if not isinstance(design, Design) or not torch.equal(design.degrees, design.statistics.count):
         raise ValueError(
             "Expected sparse.regression(...) without intercepts, but got another kernel; centre the columns instead of "
             "intercept=True"
         )
 
 
-def _incomplete(rows: Any) -> Incomplete:
-    """The rows, if they are of `incomplete`."""
+def incomplete_rows(rows: Any) -> Incomplete:
+    """The rows of a block or data set of `incomplete`.
+
+    Raises:
+        ValueError: rows of another form.
+    """
     if not isinstance(rows, Incomplete):
         raise ValueError(
             f"Expected rows of imputation.incomplete(...), but got a {type(rows).__name__}; make the data by it"
@@ -212,18 +172,13 @@ def _check_columns(normal: Normal, columns: int) -> None:
 
 
 def _gaps(data: Any, normal: Normal) -> _Gaps:
-    if isinstance(data, _Gaps):
-        return data
-    values, seen = _incomplete(data.batch)
+    values, seen = incomplete_rows(data.batch)
     _check_columns(normal, values.shape[-1])
     values = values.to(torch.float64)
-    missing = (~seen[..., -1] & data.mask).any(1)
-    if bool(missing.any()):
-        raise BadClients(
-            missing.nonzero()[:, 0],
-            "Expected a response in every row, but got rows without one, which say nothing of the effects; "
-            "leave them out",
-        )
+    refuse(
+        (~seen[..., -1] & data.mask).any(1),
+        "Expected a response in every row, but got rows without one, which say nothing of the effects; leave them out",
+    )
     return _Gaps(values[..., :-1], values[..., -1], seen[..., :-1], data.count)
 
 
@@ -238,18 +193,23 @@ def _draw(own: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Ten
     joint = precision + noise * theta[:, None] * theta
     system = joint * (open[:, :, None] * open[:, None, :]) + torch.diag_embed(1 - open)
     shift = precision @ mean + noise * y[some, None] * theta - known @ joint
-    factor = torch.linalg.cholesky(system)
-    half = torch.linalg.solve_triangular(factor, (shift * open)[..., None], upper=False)
-    drawn = torch.linalg.solve_triangular(factor.mT, half + z[some, :, None], upper=True)[..., 0]
+    drawn = linalg.normal_draw(torch.linalg.cholesky(system), shift * open, z[some])
     filled = x.clone()
     filled[some] = torch.where(seen[some], known, drawn)
     return filled
 
 
-def _conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
+def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
     """(E[z | observed] `(..., p)`, its covariance `(..., p, p)`, the values) of every row.
 
     Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
+
+    Args:
+        rows: with gaps, `(..., p)`.
+        normal: of all columns, in the rows' dtype.
+
+    Raises:
+        ValueError: a normal distribution of another number of columns.
     """
     seen = rows.observed.to(normal.covariance.dtype)
     p = seen.shape[-1]

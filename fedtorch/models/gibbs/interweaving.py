@@ -28,10 +28,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch import exact, random
+from fedtorch import exact, linalg, random
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
-from fedtorch.models.gibbs.gaussian_conditional import Design, Fold, columns
+from fedtorch.models.gibbs.gaussian_conditional import Design, Fold, columns, from_columns
 
 __all__ = ["linear", "logistic", "move", "nothing", "report"]
 
@@ -50,12 +50,14 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
         place: `(K, C, p)`.
         noise: 1/σ², `(K, C)`.
     """
-    clients, chains, p = place.shape
-    gram = columns(design.gram[:, None].expand(-1, chains, -1, -1))
+    clients, chains, _ = place.shape
+    gram = columns(design.statistics.gram[:, None].expand(-1, chains, -1, -1))
     gap = columns(design.estimate[:, None].expand(-1, chains, -1)) - columns(place)
     score = Fold(gram * gap.unsqueeze(1))()  # gram is symmetric
-    score = score.movedim(-1, 0).reshape(clients, chains, p)
-    return Natural(score * noise[..., None], gaussian.pack(design.gram)[:, None] * noise[..., None])
+    return Natural(
+        from_columns(score, clients, chains) * noise[..., None],
+        gaussian.pack(design.statistics.gram)[:, None] * noise[..., None],
+    )
 
 
 def logistic(x: Tensor, residual: Tensor, weight: Tensor) -> Natural:
@@ -98,5 +100,4 @@ def _draw(information: Tensor, score: Tensor, theta: Tensor, centre: Tensor, pri
     factor, failed = torch.linalg.cholesky_ex(information + prior.diag())
     if failed:
         return theta
-    half = torch.linalg.solve_triangular(factor, (score + information @ centre)[:, None], upper=False)
-    return torch.linalg.solve_triangular(factor.mT, half + z[:, None], upper=True)[:, 0]
+    return linalg.normal_draw(factor, score + information @ centre, z)

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
-from fedtorch.data import BadClients
+from fedtorch import linalg, random, tree
 from fedtorch.models.gibbs import interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, check_start
 from fedtorch.models.gibbs.polya_gamma import polya_gamma
+from fedtorch.models.rows import refuse, regression_rows
 from fedtorch.tree import Tree
 
 __all__ = ["LogisticSite", "logistic_regression"]
@@ -109,8 +109,7 @@ def _sweep_one(
         weighted = omega[:, :, None] * x
         factor = torch.linalg.cholesky(x.mT @ weighted + torch.diag_embed(ridge))
         right = (y - omega * offset) @ x
-        half = torch.linalg.solve_triangular(factor, right[..., None], upper=False)
-        coefficients = torch.linalg.solve_triangular(factor.mT, half + normals[:, s, :, None], upper=True)[..., 0]
+        coefficients = linalg.normal_draw(factor, right, normals[:, s])
         energy = coefficients[:, 1:].square() * heard.precision / 2
         w, u = deviation.update(w, u, energy, tuple(part[:, s] for part in mixing))
     theta, place = heard.theta + coefficients[:, 1:], heard.centre + coefficients[:, 1:]
@@ -124,10 +123,6 @@ def _sweep_one(
 
 def prepare(data: Any) -> _Rows:
     """The rows with a column of ones, checked."""
-    if isinstance(data, _Rows):
-        return data
-    x, y = sparse.rows(data)
-    bad = ((y != 0) & (y != 1)).any(-1)
-    if bool(bad.any()):
-        raise BadClients(bad.nonzero()[:, 0], "Expected responses of 0 and 1, but got others; recode y")
+    x, y = regression_rows(data)
+    refuse(((y != 0) & (y != 1)).any(-1), "Expected responses of 0 and 1, but got others; recode y")
     return _Rows(torch.cat([torch.ones_like(x[..., :1]), x], -1), y - 0.5, data.count)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import random as stdlib_random
 import warnings
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy
 import pyro
@@ -27,72 +28,73 @@ import torch
 from pyro.infer import MCMC, NUTS
 from torch import Tensor
 
-from fedtorch import random
+from fedtorch import linalg, random
 from fedtorch.data import FederatedData
 
-__all__ = ["collapsed_regression", "inclusion", "logistic_regression", "nuts", "regression", "site_coefficients"]
+__all__ = [
+    "PRIORS",
+    "Priors",
+    "collapsed_regression",
+    "inclusion",
+    "logistic_regression",
+    "nuts",
+    "regression",
+    "site_coefficients",
+]
 
 Program = Callable[[], None]
+Sites = list[tuple[Tensor, Tensor]]
 
 
-def regression(
-    data: FederatedData,
-    *,
-    spike: float = 0.01,
-    variance: tuple[float, float] = (2.0, 0.5),
-    inclusion: tuple[float, float] = (1.0, 1.0),
-    noise: tuple[float, float] = (1.0, 1.0),
-) -> Program:
+class Priors(NamedTuple):
+    """The numbers of the priors, as in `sparse` and `global_priors.spike_and_slab`."""
+
+    spike: float = 0.01  # c₀
+    variance: tuple[float, float] = (2.0, 0.5)  # (a_η, b_η)
+    inclusion: tuple[float, float] = (1.0, 1.0)  # (a_ρ, b_ρ)
+    noise: tuple[float, float] = (1.0, 1.0)  # (a_σ, b_σ), of linear regression
+    intercept_scale: float = 10.0  # the standard deviation of the sites' intercepts, of logistic regression
+
+
+PRIORS = Priors()
+
+
+def regression(data: FederatedData, priors: Priors = PRIORS) -> Program:
     """Linear regression with horseshoe deviations and a spike-and-slab mean: `sparse.regression`, `sparse.hierarchy()`.
 
     Args:
         data: rows (x `(d,)`, y `()`) of all sites, at hand.
-        spike: c₀.
-        variance: (a_η, b_η).
-        inclusion: (a_ρ, b_ρ).
-        noise: (a_σ, b_σ).
+        priors: their numbers.
 
     Returns:
         a Pyro program with sites `theta`, `z`, `lambda`, `tau`, `eta`, `rho`, `sigma2`, and `theta_k` as deterministic.
     """
-    sites = [(x.double(), y.double()) for x, y in data]
+    sites = _in_double(data)
 
     def program() -> None:
-        theta_k = _coefficients(len(sites), sites[0][0].shape[1], spike, variance, inclusion)
-        with pyro.plate("noises", len(sites)):
-            sigma2 = pyro.sample("sigma2", dist.InverseGamma(_number(noise[0]), _number(noise[1])))
+        theta_k = _coefficients(sites, priors)
+        sigma2 = _each_site("sigma2", sites, dist.InverseGamma(_number(priors.noise[0]), _number(priors.noise[1])))
         for k, (x, y) in enumerate(sites):
             pyro.sample(f"y_{k}", dist.Normal(x @ theta_k[k], sigma2[k].sqrt()).to_event(1), obs=y)
 
     return program
 
 
-def collapsed_regression(
-    data: FederatedData,
-    *,
-    spike: float = 0.01,
-    variance: tuple[float, float] = (2.0, 0.5),
-    inclusion: tuple[float, float] = (1.0, 1.0),
-    noise: tuple[float, float] = (1.0, 1.0),
-) -> Program:
+def collapsed_regression(data: FederatedData, priors: Priors = PRIORS) -> Program:
     """The model of `regression` with the sites' coefficients θ_k integrated out; `site_coefficients` draws them.
 
     Args:
         data: rows (x `(d,)`, y `()`) of all sites, at hand.
-        spike: c₀.
-        variance: (a_η, b_η).
-        inclusion: (a_ρ, b_ρ).
-        noise: (a_σ, b_σ).
+        priors: their numbers.
 
     Returns:
         a Pyro program with sites `theta`, `lambda`, `tau`, `eta`, `rho`, `sigma2`.
     """
-    sites = [(x.double(), y.double()) for x, y in data]
+    sites = _in_double(data)
 
     def program() -> None:
-        theta, scale = _hierarchy(len(sites), sites[0][0].shape[1], spike, variance, inclusion)
-        with pyro.plate("noises", len(sites)):
-            sigma2 = pyro.sample("sigma2", dist.InverseGamma(_number(noise[0]), _number(noise[1])))
+        theta, scale = _hierarchy(sites, priors)
+        sigma2 = _each_site("sigma2", sites, dist.InverseGamma(_number(priors.noise[0]), _number(priors.noise[1])))
         for k, (x, y) in enumerate(sites):
             law = dist.LowRankMultivariateNormal(x @ theta, x * scale[k], sigma2[k].expand(len(y)))
             pyro.sample(f"y_{k}", law, obs=y)
@@ -110,43 +112,30 @@ def site_coefficients(data: FederatedData, samples: dict[str, Tensor], key: Tens
     """
     precision = (samples["lambda"] * samples["tau"].unsqueeze(-2)).square().reciprocal()
     found = []
-    for k, (x, y) in enumerate(data):
-        x, y = x.double(), y.double()
+    for k, (x, y) in enumerate(_in_double(data)):
         noise = samples["sigma2"][:, k, None]
         factor = torch.linalg.cholesky(x.mT @ x / noise[..., None] + torch.diag_embed(precision[:, k]))
         shift = y @ x / noise + precision[:, k] * samples["theta"]
         z = random.normal(random.fold_in(key, k), shift.shape, torch.float64)
-        half = torch.linalg.solve_triangular(factor, shift[..., None], upper=False)
-        found.append(torch.linalg.solve_triangular(factor.mT, half + z[..., None], upper=True)[..., 0])
+        found.append(linalg.normal_draw(factor, shift, z))
     return torch.stack(found, 1)
 
 
-def logistic_regression(
-    data: FederatedData,
-    *,
-    spike: float = 0.01,
-    variance: tuple[float, float] = (2.0, 0.5),
-    inclusion: tuple[float, float] = (1.0, 1.0),
-    intercept_scale: float = 10.0,
-) -> Program:
+def logistic_regression(data: FederatedData, priors: Priors = PRIORS) -> Program:
     """Logistic regression: `logistic.logistic_regression`, `sparse.hierarchy()`.
 
     Args:
         data: rows (x `(d,)`, y `()`), y 0 or 1, of all sites, at hand.
-        spike: c₀.
-        variance: (a_η, b_η).
-        inclusion: (a_ρ, b_ρ).
-        intercept_scale: the standard deviation of the sites' intercepts.
+        priors: their numbers.
 
     Returns:
         a Pyro program with sites as `regression`, `intercept` instead of `sigma2`.
     """
-    sites = [(x.double(), y.double()) for x, y in data]
+    sites = _in_double(data)
 
     def program() -> None:
-        theta_k = _coefficients(len(sites), sites[0][0].shape[1], spike, variance, inclusion)
-        with pyro.plate("intercepts", len(sites)):
-            intercept = pyro.sample("intercept", dist.Normal(_number(0.0), _number(intercept_scale)))
+        theta_k = _coefficients(sites, priors)
+        intercept = _each_site("intercept", sites, dist.Normal(_number(0.0), _number(priors.intercept_scale)))
         for k, (x, y) in enumerate(sites):
             pyro.sample(f"y_{k}", dist.Bernoulli(logits=intercept[k] + x @ theta_k[k]).to_event(1), obs=y)
 
@@ -201,30 +190,35 @@ def inclusion(samples: dict[str, Tensor], spike: float = 0.01) -> Tensor:
     return torch.sigmoid(slab - zero).mean(0)
 
 
-def _coefficients(
-    sites: int, p: int, spike: float, variance: tuple[float, float], inclusion: tuple[float, float]
-) -> Tensor:
+def _in_double(data: FederatedData) -> Sites:
+    return [(x.double(), y.double()) for x, y in data]
+
+
+def _each_site(name: str, sites: Sites, law: Any) -> Tensor:
+    """A sample of its own for each site, `(M,)`."""
+    with pyro.plate(f"{name} of sites", len(sites)):
+        return pyro.sample(name, law)
+
+
+def _coefficients(sites: Sites, priors: Priors) -> Tensor:
     """Samples the hierarchy and the coefficients of the sites; returns these, `(M, p)`."""
-    theta, scale = _hierarchy(sites, p, spike, variance, inclusion)
-    wide = torch.ones(sites, p, dtype=torch.float64)
-    z = pyro.sample("z", dist.Normal(torch.zeros_like(wide), wide).to_event(2))
+    theta, scale = _hierarchy(sites, priors)
+    z = pyro.sample("z", dist.Normal(torch.zeros_like(scale), torch.ones_like(scale)).to_event(2))
     return pyro.deterministic("theta_k", theta + scale * z)
 
 
-def _hierarchy(
-    sites: int, p: int, spike: float, variance: tuple[float, float], inclusion: tuple[float, float]
-) -> tuple[Tensor, Tensor]:
+def _hierarchy(sites: Sites, priors: Priors) -> tuple[Tensor, Tensor]:
     """Samples θ `(p,)` and the scales λ τ of the sites' deviations from it, `(M, p)`."""
-    ones = torch.ones(p, dtype=torch.float64)
-    rho = pyro.sample("rho", dist.Beta(_number(inclusion[0]), _number(inclusion[1])))
-    eta = pyro.sample("eta", dist.InverseGamma(variance[0] * ones, variance[1] * ones).to_event(1))
-    slab, zero = dist.Normal(0.0, eta.sqrt()), dist.Normal(0.0, (spike * eta).sqrt())
+    ones = torch.ones(sites[0][0].shape[1], dtype=torch.float64)
+    rho = pyro.sample("rho", dist.Beta(_number(priors.inclusion[0]), _number(priors.inclusion[1])))
+    eta = pyro.sample("eta", dist.InverseGamma(*(number * ones for number in priors.variance)).to_event(1))
+    slab, zero = dist.Normal(0.0, eta.sqrt()), dist.Normal(0.0, (priors.spike * eta).sqrt())
     theta = pyro.sample("theta", slab.to_event(1))
     # What the mixture of slab and spike has beyond the slab that θ was sampled from.
     ratio = torch.logaddexp(rho.log(), torch.log1p(-rho) + zero.log_prob(theta) - slab.log_prob(theta))
     pyro.factor("spike", ratio.sum(-1))
     tau = pyro.sample("tau", dist.HalfCauchy(ones).to_event(1))
-    scale = pyro.sample("lambda", dist.HalfCauchy(torch.ones(sites, p, dtype=torch.float64)).to_event(2))
+    scale = pyro.sample("lambda", dist.HalfCauchy(ones.expand(len(sites), -1)).to_event(2))
     return theta, scale * tau
 
 

@@ -20,22 +20,31 @@ missing from the text and Algorithm 3 lacks the factors ½ of the conditionals o
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import exact, random
-from fedtorch.data import BadClients
 from fedtorch.models import device_posterior
 from fedtorch.models.gibbs import interweaving
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
-from fedtorch.models.gibbs.gaussian_conditional import SIDE_BY_SIDE, Design, columns, gaussian_conditional, least_norm
+from fedtorch.models.gibbs.gaussian_conditional import (
+    SIDE_BY_SIDE,
+    Design,
+    columns,
+    from_columns,
+    gaussian_conditional,
+    least_norm,
+)
 from fedtorch.models.gibbs.global_priors import GlobalPrior, spike_and_slab
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums, check_start
+from fedtorch.models.linear import SufficientStatistics, sufficient_statistics
+from fedtorch.models.rows import client_by_client, regression_rows
 from fedtorch.tree import Tree
 
-__all__ = ["INTERWEAVE", "Global", "Heard", "Site", "discoveries", "hierarchy", "regression"]
+__all__ = ["INTERWEAVE", "Global", "Heard", "RegressionSite", "discoveries", "hierarchy", "regression"]
 
 MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
 INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
@@ -50,7 +59,7 @@ class Heard(NamedTuple):
     noise: Tensor  # (...) b_σ
 
 
-class Site(NamedTuple):
+class RegressionSite(NamedTuple):
     """A client's variables; `(K, C, ...)`."""
 
     theta: Tensor  # (..., p) θ_k
@@ -99,19 +108,19 @@ def regression(
         raise ValueError(f"Expected a positive noise_shape, but got {noise_shape}")
     deviation = horseshoe() if deviation is None else deviation
 
-    def init(start: Tensor) -> Site:
+    def init(start: Tensor) -> RegressionSite:
         ones = torch.ones_like(start)
         likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
-        return Site(start, start, ones, ones, ones[:, 0], likelihood)
+        return RegressionSite(start, start, ones, ones, ones[:, 0], likelihood)
 
-    def sweep(heard: Heard, site: Site, data: Design, keys: Tensor, sweeps: int) -> Site:
+    def sweep(heard: Heard, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
         clients, chains, p = site.theta.shape
-        check_start(p, data.gram.shape[-1])
+        check_start(p, data.estimate.shape[-1])
         for_normals, for_noise, for_mixing, for_draw = random.split(keys, 4)
-        normals = _blocks(random.normal(for_normals, (sweeps, p), torch.float64))
+        normals = columns(random.normal(for_normals, (sweeps, p), torch.float64))
         degrees = noise_shape + data.degrees[:, None, None] / 2
-        gammas = _blocks(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
-        mixing = [_blocks(part) for part in deviation.noise(for_mixing, (sweeps, p))]
+        gammas = columns(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
+        mixing = [columns(part) for part in deviation.noise(for_mixing, (sweeps, p))]
         draw = gaussian_conditional(data, heard.theta, for_draw)
         shared = columns(heard.precision)
         half, scale = shared / 2, heard.noise.reshape(-1)
@@ -121,15 +130,15 @@ def regression(
             delta, rss = draw(noise, w * shared, normals[s])
             w, u = deviation.update(w, u, delta * delta * half, tuple(part[s] for part in mixing))
             noise = gammas[s] / (scale + rss / 2)
-        rows = lambda leaf: leaf.movedim(-1, 0).reshape(clients, chains, *leaf.shape[:-1])
+        rows = partial(from_columns, clients=clients, chains=chains)
         theta, place, noise = heard.theta + rows(delta), heard.centre + rows(delta), rows(noise)
         likelihood = interweaving.linear(data, place, noise) if p <= interweave else {}
-        return Site(theta, place, rows(w.clamp_max(MOST_PRECISE)), rows(u), noise, likelihood)
+        return RegressionSite(theta, place, rows(w.clamp_max(MOST_PRECISE)), rows(u), noise, likelihood)
 
     return LocalKernel(init, lambda data: design(data, intercept), sweep, report)
 
 
-def report(site: Site) -> Sums:
+def report(site: RegressionSite) -> Sums:
     """What the server needs of the sites, as sums: how many, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods."""
     first, second = exact.products(site.precision, site.place)
     return {
@@ -234,52 +243,24 @@ def design(data: Any, intercept: bool = False) -> Design:
         intercept: whether columns and response are centred.
 
     Raises:
-        BadClients: rows of another form, or NaN or Inf in them.
+        ValueError: rows of another form; `BadClients`: NaN or Inf in them.
     """
-    if isinstance(data, Design):
-        return data
-    x, y = rows(data)
-    parts = [_one_design(x[k, :n], y[k, :n], intercept) for k, n in enumerate(data.count.tolist())]
-    p = x.shape[-1]
-    shapes = ((p, p), (p,), ())
-    gram, estimate, rss = (
-        torch.stack([part[i] for part in parts]) if parts else x.new_zeros(0, *shape) for i, shape in enumerate(shapes)
-    )
-    degrees = (data.count - int(intercept)).to(x.dtype)
-    if p <= SIDE_BY_SIDE:
-        return Design(gram, estimate, rss, degrees, data.count, None, None)
+    x, y = regression_rows(data)
+    own = partial(_one_design, intercept=intercept)
+    statistics, estimate, rss = client_by_client(own, data.count, x, y)
+    degrees = statistics.count - int(intercept)
+    if x.shape[-1] <= SIDE_BY_SIDE:
+        return Design(statistics, estimate, rss, degrees, None, None)
     if intercept:
         mask = data.mask[..., None]
         x = (x - x.sum(1, keepdim=True) / data.count[:, None, None]) * mask
         y = (y - y.sum(1, keepdim=True) / data.count[:, None]) * mask[..., 0]
-    return Design(gram, estimate, rss, degrees, data.count, x, y)
+    return Design(statistics, estimate, rss, degrees, x, y)
 
 
-def rows(data: Any) -> tuple[Tensor, Tensor]:
-    """x `(K, N, p)` and y `(K, N)` of a block in float64, checked."""
-    batch = data.batch
-    if not isinstance(batch, tuple) or len(batch) < 2 or batch[0].ndim != 3 or batch[1].ndim != 2:
-        raise ValueError("Expected rows (x, y) of shapes (p,) and (); pass ft.data.from_tensors([(x, y), …])")
-    x, y = batch[0].to(torch.float64), batch[1].to(torch.float64)
-    bad = ~(x.isfinite().all(-1) & y.isfinite()).all(-1)
-    if bool(bad.any()):
-        raise BadClients(
-            bad.nonzero()[:, 0],
-            "Expected finite x and y, but got NaN or Inf; fill missing covariates once by "
-            "fedtorch.models.gibbs.imputation.impute, or in every round by imputation.imputing",
-        )
-    return x, y
-
-
-def _one_design(x: Tensor, y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(X'X, least squares estimate of least norm, residual sum of squares) of one client's rows."""
-    x, y = x.clone(), y.clone()  # aligned alike, wherever the client lies in its block
+def _one_design(x: Tensor, y: Tensor, intercept: bool) -> tuple[SufficientStatistics, Tensor, Tensor]:
+    """(sufficient statistics, least squares estimate of least norm, residual sum of squares) of one client's rows."""
     if intercept:
         x, y = x - x.mean(0), y - y.mean()
     estimate = least_norm(x, y[:, None])[:, 0]
-    return x.mT @ x, estimate, (y - x @ estimate).square().sum()
-
-
-def _blocks(draws: Tensor) -> Tensor:
-    """Draws `(K, C, sweeps, ...)` as `(sweeps, ..., B)`."""
-    return draws.flatten(0, 1).movedim(0, -1).contiguous()
+    return sufficient_statistics(x, y), estimate, (y - x @ estimate).square().sum()

@@ -4,20 +4,18 @@
 coefficients hang together; `of` joins any two.
 """
 
-from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, of
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy, normal
-from fedtorch.models.hierarchical.linear_devices import adapted, expected_residual, linear, rows, statistics
+from fedtorch.models.hierarchical.linear_devices import adapted, expected_residual, linear
 
 __all__ = [
+    "Conditional",
+    "DeviceLikelihood",
     "Hierarchy",
-    "Likelihood",
-    "Local",
     "Model",
     "adapted",
     "expected_residual",
     "linear",
     "normal",
     "of",
-    "rows",
-    "statistics",
 ]

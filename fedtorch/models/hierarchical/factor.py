@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import linalg, tree
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
@@ -28,12 +28,12 @@ from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
 
-__all__ = ["Likelihood", "Local", "Model", "derivatives", "of"]
+__all__ = ["Conditional", "DeviceLikelihood", "Model", "derivatives", "of"]
 
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 
 
-class Local(NamedTuple):
+class Conditional(NamedTuple):
     """What a likelihood tells of θ_k ~ N(mean, covariance) and the device's rows; the functions compute when asked."""
 
     log_evidence: Tensor  # (K, R)
@@ -42,12 +42,12 @@ class Local(NamedTuple):
     moments: Callable[[], Moments]  # of θ_k given the rows (K, R, d), (K, R, d, d)
 
 
-class Likelihood(NamedTuple):
+class DeviceLikelihood(NamedTuple):
     """How rows depend on θ_k."""
 
     prepare: Callable[[Any], Any]  # block -> what `local` needs
-    # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Local
-    local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Local]
+    # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Conditional
+    local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Conditional]
     residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
     rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)
     size: Callable[[Any], int]  # numbers a node of one client needs
@@ -68,7 +68,7 @@ class Model(NamedTuple):
 
 
 def of(
-    hierarchy: Hierarchy, likelihood: Likelihood, *, noise: Hyperprior | None = None, rule: Rule | None = None
+    hierarchy: Hierarchy, likelihood: DeviceLikelihood, *, noise: Hyperprior | None = None, rule: Rule | None = None
 ) -> Model:
     """The model of a hierarchy and a likelihood.
 
@@ -92,7 +92,7 @@ def of(
     def tilted(cavity: Moments, data: Any) -> tuple[Nodes, _Given]:
         given = _Given.of(cavity, means.to(cavity.mean))
 
-        def factor(zeta: Tensor) -> tuple[Tensor, Local]:
+        def factor(zeta: Tensor) -> tuple[Tensor, Conditional]:
             inner, log_noise = split(zeta)
             mean, covariance = given.mean(zeta) @ given.design.mT, hierarchy.covariance(inner) + given.spread[:, None]
             found = likelihood.local(data, mean, covariance, inner, log_noise)
@@ -113,13 +113,13 @@ def of(
 
         return _in_chunks(mixture, (cavity, data), _numbers(data, len(rule.weights)))
 
-    def mixed(weights: Tensor, found: Local, zeta: Tensor) -> DevicePosterior:
+    def mixed(weights: Tensor, found: Conditional, zeta: Tensor) -> DevicePosterior:
         _, log_noise = split(zeta)
         log_noise = torch.full_like(weights, torch.nan) if log_noise is None else log_noise
         moments = found.moments()
         return DevicePosterior(weights, moments.mean, moments.covariance, log_noise)
 
-    def at(phi: Tensor, data: Any) -> Local:
+    def at(phi: Tensor, data: Any) -> Conditional:
         mu, (inner, log_noise) = phi[..., :m], split(phi[..., m:])
         spread = hierarchy.covariance(inner)
         fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
@@ -201,7 +201,7 @@ class _Given(NamedTuple):
 
 
 def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`Local.derivatives` from the moments of θ_k before and after the rows."""
+    """`Conditional.derivatives` from the moments of θ_k before and after the rows."""
     factor = torch.linalg.cholesky_ex(covariance).L
     gradient = torch.cholesky_solve((found.mean - mean)[..., None], factor)[..., 0]
     lost = torch.cholesky_solve(torch.cholesky_solve(covariance - found.covariance, factor).mT, factor)
@@ -218,7 +218,7 @@ def _moments(nodes: Nodes, given: _Given) -> Moments:
     away = phi - centre[:, None]
     total = (nodes.weights[..., None] * away).mT @ away
     total[:, :m, :m] += given.covariance - across @ information @ across.mT
-    return Moments(centre, (total + total.mT) / 2)
+    return Moments(centre, linalg.symmetric(total))
 
 
 def _in_chunks(function: Callable[[Any], Any], stacked: Any, numbers: int) -> Any:

@@ -20,9 +20,10 @@ from torch.nn.functional import softplus
 
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, derivatives
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import Rule, gauss_hermite, two_shells
+from fedtorch.models.rows import regression_rows
 
 __all__ = ["Rows", "generalised", "logistic", "poisson"]
 
@@ -93,12 +94,10 @@ def generalised(
         inner = gauss_hermite(features, 7) if features <= _PRODUCT else two_shells(features)
 
     def prepare(data: Any) -> Rows:
-        if isinstance(data, Rows):
-            return data
-        x, y, mask = hierarchical.rows(data, features)
-        return Rows(x, y, mask, (constant(y) * mask).sum(1), data.count)
+        x, y = regression_rows(data, features)
+        return Rows(x, y, data.mask, (constant(y) * data.mask).sum(1), data.count)
 
-    def local(data: Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Local:
+    def local(data: Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         root = torch.linalg.cholesky_ex(covariance).L
         design, offset = data.x[:, None] @ root, mean @ data.x.mT
         y, mask = data.y[:, None], data.mask[:, None]
@@ -118,12 +117,12 @@ def generalised(
         whole = root @ half
         centre = mean + (root @ u[..., None] + whole @ shift[..., None])[..., 0]
         found = Moments(centre, whole @ spread @ whole.mT)
-        return Local(log_evidence, lambda weights: derivatives(mean, covariance, found, weights), lambda: found)
+        return Conditional(log_evidence, lambda weights: derivatives(mean, covariance, found, weights), lambda: found)
 
     def size(data: Rows) -> int:
         return data.x.shape[1] * (features + (1 if inner is None else len(inner.weights)))
 
-    return hierarchical.of(hierarchy, Likelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
+    return hierarchical.of(hierarchy, DeviceLikelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
 
 
 def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:

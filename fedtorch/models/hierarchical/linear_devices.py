@@ -28,30 +28,18 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedtorch import tree
-from fedtorch.data import BadClients
+from fedtorch import linalg, tree
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
-from fedtorch.models.hierarchical.factor import Likelihood, Local, Model, of
-from fedtorch.models.hierarchical.hierarchy import Hierarchy, normal
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
+from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
-from fedtorch.models.linear import Reduced, SufficientStatistics, reduced, residual_sum, sufficient_statistics
+from fedtorch.models.linear import Reduced, SufficientStatistics, block_statistics, reduced, residual_sum
 from fedtorch.models.quadrature import Rule
+from fedtorch.models.rows import refuse
 
-__all__ = [
-    "Hierarchy",
-    "Likelihood",
-    "Local",
-    "Model",
-    "adapted",
-    "expected_residual",
-    "linear",
-    "normal",
-    "of",
-    "rows",
-    "statistics",
-]
+__all__ = ["adapted", "expected_residual", "linear"]
 
 
 def linear(
@@ -76,27 +64,21 @@ def linear(
     if isinstance(noise, (int, float)) and not noise > 0:
         raise ValueError(f"Expected a positive noise variance, but got {noise}")
 
-    def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Local:
+    def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         known = data.log_noise[:, None].expand(mean.shape[:2])
         return _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
 
     def prepare(data: Any) -> _Data:
-        if isinstance(data, _Data):
-            return data
-        found = statistics(data, hierarchy.mean.shape[0])
+        found = block_statistics(data, hierarchy.mean.shape[0])
         if isinstance(noise, Hyperprior):
             known = torch.ones_like(found.power)
         else:
             known = noise(found) if callable(noise) else torch.full_like(found.power, noise)
         bad = ~((known > 0) & known.isfinite())
-        if bool(bad.any()):
-            raise BadClients(
-                bad.nonzero()[:, 0],
-                f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below",
-            )
+        refuse(bad, f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below")
         return _Data(reduced(found), known.log())
 
-    likelihood = Likelihood(
+    likelihood = DeviceLikelihood(
         prepare,
         local,
         lambda data, mean, covariance: _residual(data.rows, mean, covariance),
@@ -119,33 +101,9 @@ def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePos
     return model.devices(Moments(*tree.expand(moments, count)), model.prepare(data))
 
 
-def statistics(data: Any, features: int) -> SufficientStatistics:
-    """Sufficient statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`.
-
-    Raises:
-        ValueError: the rows have another shape.
-    """
-    return data if isinstance(data, SufficientStatistics) else sufficient_statistics(*rows(data, features))
-
-
 def expected_residual(data: SufficientStatistics, mean: Tensor, covariance: Tensor) -> Tensor:
     """E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`."""
     return residual_sum(data, mean) + (data.gram * covariance).sum((1, 2))
-
-
-def rows(data: Any, features: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x `(K, N, d)`, y `(K, N)` and the mask `(K, N)` of a block, in float64, zero where there is no row.
-
-    Raises:
-        ValueError: the rows are not (x, y) of these shapes.
-    """
-    batch = data.batch
-    shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(batch)]
-    if shapes not in ([(features,), ()], [(features,), (1,)]):
-        raise ValueError(f"Expected rows (x, y) of shapes ({features},) and (), but got {shapes}")
-    x, y = (leaf.to(torch.float64) for leaf in tree.leaves(batch))
-    mask = data.mask
-    return x * mask[..., None], y.reshape(y.shape[:2]) * mask, mask
 
 
 class _Data(NamedTuple):
@@ -161,7 +119,7 @@ def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
     return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
 
 
-def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor) -> Local:
+def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor) -> Conditional:
     """The linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows."""
     (clients, nodes, d), root = mean.shape, data.root
     variance = log_noise.exp()
@@ -180,8 +138,7 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
     )
 
     def derivatives(weights: Tensor) -> tuple[Tensor, Tensor]:
-        eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
-        inverse = torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
+        inverse = linalg.inverse_factor(factor)
         every = (inverse * weights[..., None, None].sqrt()).reshape(clients, nodes * d, d)
         return (inverse.mT @ white)[..., 0] @ root.mT, root @ (every.mT @ every) @ root.mT
 
@@ -195,4 +152,4 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
         gain = whole.mT @ (whole @ (root[:, None] @ scaled[..., None]))
         return Moments(mean + gain[..., 0], whole.mT @ whole)
 
-    return Local(log_evidence, derivatives, moments)
+    return Conditional(log_evidence, derivatives, moments)

@@ -24,12 +24,12 @@ from torch import Tensor
 from fedtorch.models.hierarchical import sites
 from fedtorch.models.hierarchical.sites import Moments1
 
-__all__ = ["Penalty", "elastic_net", "fused_lasso", "horseshoe", "lasso", "ridge"]
+__all__ = ["ShrinkagePrior", "elastic_net", "fused_lasso", "horseshoe", "lasso", "ridge"]
 
 _FUSED_REACH, _FUSED_POINTS = 40.0, 16_001  # of the grid of the fused lasso's normaliser
 
 
-class Penalty(NamedTuple):
+class ShrinkagePrior(NamedTuple):
     """A prior of θ_k given the logarithms ζ of its penalties and log σ²."""
 
     names: tuple[str, ...]  # of the penalties
@@ -41,17 +41,17 @@ class Penalty(NamedTuple):
     site: Callable[[Tensor, Tensor, Tensor], Moments1]  # (m, v, rate) -> moments of N(u; m, v) t(u)
 
 
-def ridge(features: int) -> Penalty:
+def ridge(features: int) -> ShrinkagePrior:
     """θ_kj ~ N(0, σ²/λ)."""
     return elastic_net(features, l1=0.0)
 
 
-def lasso(features: int) -> Penalty:
+def lasso(features: int) -> ShrinkagePrior:
     """θ_kj Laplace with diversity σ/λ."""
     return elastic_net(features, l2=0.0)
 
 
-def elastic_net(features: int, *, l1: float | None = None, l2: float | None = None) -> Penalty:
+def elastic_net(features: int, *, l1: float | None = None, l2: float | None = None) -> ShrinkagePrior:
     """exp(−λ₁|θ_kj|/σ − λ₂θ_kj²/(2σ²)).
 
     Args:
@@ -83,7 +83,7 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
         return torch.stack([value for value, given in ((first, l1), (second, l2)) if given is None])
 
     contrasts = torch.eye(features, dtype=torch.float64)[: 0 if l1 == 0 else None]
-    return Penalty(
+    return ShrinkagePrior(
         names,
         contrasts,
         lambda zeta, noise: parts(zeta, noise)[1],
@@ -94,7 +94,7 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
     )
 
 
-def fused_lasso(features: int) -> Penalty:
+def fused_lasso(features: int) -> ShrinkagePrior:
     """exp(−λ₁ Σ|θ_j|/σ − λ₂ Σ|θ_j − θ_{j−1}|/σ); coefficients in an order that means something."""
     if features < 2:
         raise ValueError(f"Expected at least 2 features to fuse, but got {features}; use lasso")
@@ -113,15 +113,15 @@ def fused_lasso(features: int) -> Penalty:
     def log_normaliser(zeta: Tensor, log_noise: Tensor) -> Tensor:
         return _interpolated(zeta[..., 1] - zeta[..., 0], ratios, table) - features * (zeta[..., 0] - log_noise / 2)
 
-    return Penalty(
+    return ShrinkagePrior(
         ("log l1", "log l2"), torch.cat([eye, eye[1:] - eye[:-1]]), lambda zeta, noise: torch.zeros_like(noise),
         rates, log_normaliser, scales, sites.laplace,
     )  # fmt: skip
 
 
-def horseshoe(features: int) -> Penalty:
+def horseshoe(features: int) -> ShrinkagePrior:
     """θ_kj ~ N(0, s_kj² τ² σ²), s_kj half-Cauchy; τ is learnt."""
-    return Penalty(
+    return ShrinkagePrior(
         ("log tau",),
         torch.eye(features, dtype=torch.float64),
         lambda zeta, noise: torch.zeros_like(noise),

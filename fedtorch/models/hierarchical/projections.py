@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fedtorch import random
+from fedtorch import linalg, random
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.quadrature import Rule, default_rule, tilt
@@ -145,15 +145,10 @@ def _derivatives(objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Ten
         (gradient,) = torch.autograd.grad(value.sum(), at, create_graph=True)
         rows = [torch.autograd.grad(gradient[:, j].sum(), at, retain_graph=True)[0] for j in range(at.shape[1])]
     curvature = torch.stack(rows, 1)
-    return value.detach(), gradient.detach(), ((curvature + curvature.mT) / 2).detach()
+    return value.detach(), gradient.detach(), linalg.symmetric(curvature).detach()
 
 
 def _weighted(nodes: Tensor, weights: Tensor) -> Moments:
     mean = (weights[..., None] * nodes).sum(1)
     centred = nodes - mean[:, None]
-    return Moments(mean, symmetric((weights[..., None] * centred).mT @ centred))
-
-
-def symmetric(matrix: Tensor) -> Tensor:
-    """The symmetric part, which rounding leaves."""
-    return (matrix + matrix.mT) / 2
+    return Moments(mean, linalg.symmetric((weights[..., None] * centred).mT @ centred))

@@ -21,18 +21,19 @@ import math
 import torch
 from torch import Tensor
 
+from fedtorch import linalg
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
-from fedtorch.models.hierarchical.factor import Likelihood, Local, Model
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
-from fedtorch.models.hierarchical.penalties import Penalty, elastic_net, fused_lasso, horseshoe, lasso, ridge
+from fedtorch.models.hierarchical.penalties import ShrinkagePrior, elastic_net, fused_lasso, horseshoe, lasso, ridge
 from fedtorch.models.hierarchical.sites import LOG_SCALES
-from fedtorch.models.linear import SufficientStatistics
+from fedtorch.models.linear import SufficientStatistics, block_statistics
 from fedtorch.models.quadrature import Rule
 
-__all__ = ["Penalty", "elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
+__all__ = ["ShrinkagePrior", "elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
@@ -41,7 +42,7 @@ _LEAST_PRECISION = 1e-10  # of a horseshoe's site, relative to its cavity
 
 
 def penalised(
-    penalty: Penalty,
+    penalty: ShrinkagePrior,
     *,
     penalties: Hyperprior | None = None,
     noise: Hyperprior | None = None,
@@ -70,25 +71,22 @@ def penalised(
 
     def local(
         data: SufficientStatistics, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None
-    ) -> Local:
+    ) -> Conditional:
         assert log_noise is not None
         return _sparse(penalty, data, zeta, log_noise)
 
-    def prepare(data: object) -> SufficientStatistics:
-        return hierarchical.statistics(data, features)
-
-    likelihood = Likelihood(
-        prepare,
+    likelihood = DeviceLikelihood(
+        lambda data: block_statistics(data, features),
         local,
         hierarchical.expected_residual,
-        lambda data: data.rows,
+        lambda data: data.count,
         lambda data: len(penalty.contrasts) * len(LOG_SCALES),
     )
     last = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
     return hierarchical.of(hierarchy, likelihood, noise=last, rule=rule)
 
 
-def _sparse(penalty: Penalty, data: SufficientStatistics, zeta: Tensor, log_noise: Tensor) -> Local:
+def _sparse(penalty: ShrinkagePrior, data: SufficientStatistics, zeta: Tensor, log_noise: Tensor) -> Conditional:
     """Expectation propagation over the factors of θ, at each node of φ."""
     contrasts = penalty.contrasts.to(log_noise)
     features = contrasts.shape[1]
@@ -115,7 +113,7 @@ def _sparse(penalty: Penalty, data: SufficientStatistics, zeta: Tensor, log_nois
             break
     total = pull + shift @ contrasts
     log_evidence = (
-        -0.5 * data.rows[:, None] * (math.log(2 * math.pi) + log_noise)
+        -0.5 * data.count[:, None] * (math.log(2 * math.pi) + log_noise)
         - 0.5 * data.power[:, None] * precision
         + 0.5 * (total * mean).sum(-1)
         - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -129,7 +127,7 @@ def _sparse(penalty: Penalty, data: SufficientStatistics, zeta: Tensor, log_nois
         both = 0.5 * ((m * left + shift).square() / (left + weight) - m.square() * left) - 0.5 * (weight * v).log1p()
         log_evidence = log_evidence + (penalty.site(m, v, rates).log_normaliser - both).sum(-1)
     none = torch.zeros_like(mean), covariance.new_zeros(covariance[:, 0].shape)  # no mean is shared
-    return Local(log_evidence, lambda weights: none, lambda: Moments(mean, covariance))
+    return Conditional(log_evidence, lambda weights: none, lambda: Moments(mean, covariance))
 
 
 def _first_precision(rates: Tensor, precision: Tensor) -> Tensor:
@@ -142,8 +140,7 @@ def _posterior(
 ) -> tuple[Tensor, Tensor, Tensor]:
     precision = base + (contrasts.mT * weight[..., None, :]) @ contrasts
     factor = torch.linalg.cholesky_ex(precision).L
-    eye = torch.eye(base.shape[-1], dtype=base.dtype, device=base.device)
-    half = torch.linalg.solve_triangular(factor, eye.expand_as(base), upper=False)
+    half = linalg.inverse_factor(factor)
     covariance = half.mT @ half
     return (covariance @ (pull + shift @ contrasts)[..., None])[..., 0], covariance, factor
 

@@ -22,7 +22,7 @@ import torch
 from fedtorch.networks.solvers.edges import EdgeProblem
 from fedtorch.networks.solvers.penalties import Penalty, squared
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Progress, Solution, Watch
+from fedtorch.networks.solvers.solution import Monitor, Solution, Watch
 
 __all__ = ["admm"]
 
@@ -55,7 +55,7 @@ def admm(
     rho = edges.scale if rho is None else rho
     if not rho > 0:
         raise ValueError(f"Expected a positive rho, but got {rho}")
-    progress = Progress(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
     w = edges.proximal(torch.zeros_like(problem.cross), torch.zeros_like(edges.neighbours))
     u = torch.zeros_like(edges.differences(w))
     while True:
@@ -64,8 +64,8 @@ def admm(
         u = (gap - s) / 2
         middle, push = (w[edges.first] + w[edges.second]) / 2, s / 2 - u
         w = edges.proximal(rho * edges.gathered(middle + push, middle - push), rho * edges.neighbours)
-        stop = progress.tell(w)
-        if stop or progress.due():
-            progress.sums += 1
+        stop = monitor.tell(w)
+        if stop or monitor.due():
+            monitor.sums += 1
             if stop or edges.optimality(w, rho * u) <= tolerance:
-                return edges.solution(progress, w, rho * u, s, "local")
+                return edges.solution(monitor, w, rho * u, s, "local")

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from fedtorch.networks.solvers.conjugate_gradient import ConjugateGradients
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Progress, Solution, Watch, start_at
+from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
 __all__ = ["chebyshev"]
 
 _CHECK_EVERY = 20  # rounds
-_SLOW = 0.3  # a fall of the residual in a window that is no sign of progress
+_SLOW = 0.3  # a fall of the residual in a window that is no sign of monitor
 _MARGIN = 0.5  # Ritz values come down to the eigenvalue; too small an estimate costs less than too large a one
 
 
@@ -59,46 +59,46 @@ def chebyshev(
         raise ValueError(f"Expected the smallest eigenvalue between 0 and 2, but got {smallest}")
     if smallest is None and lanczos_rounds < 2:
         raise ValueError(f"Expected at least 2 Lanczos rounds, but got {lanczos_rounds}; or pass smallest=")
-    progress = Progress(problem, tolerance, rounds, _CHECK_EVERY, watch)
-    first = ConjugateGradients(problem, start_at(problem, start), progress, started=start is not None)
-    stop = progress.small(first.residual.norm())
+    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    first = ConjugateGradients(problem, start_at(problem, start), monitor, started=start is not None)
+    stop = monitor.small(first.residual.norm())
     if smallest is None:
         for _ in range(lanczos_rounds):
             stop = stop or first.step()
         smallest = 2.0 if stop else _MARGIN * first.smallest_eigenvalue()
     while not stop:
-        stop = _iterate(first, progress, smallest)
+        stop = _iterate(first, monitor, smallest)
         if not stop:
-            smallest = min(_MARGIN * _rayleigh_quotient(first, progress), smallest / 2)
-    return progress.solution(problem.minimum_norm(first.w), "local")
+            smallest = min(_MARGIN * _rayleigh_quotient(first, monitor), smallest / 2)
+    return monitor.solution(problem.minimum_norm(first.w), "local")
 
 
-def _iterate(state: ConjugateGradients, progress: Progress, smallest: float) -> bool:
+def _iterate(state: ConjugateGradients, monitor: Monitor, smallest: float) -> bool:
     """Iterates from `state`, in place, until there is nothing left to do, or (False) `smallest` is found too large."""
     w, r, problem = state.w, state.residual, state.problem
     middle, half = (2 + smallest) / 2, (2 - smallest) / 2
     window = max(_CHECK_EVERY, int(2 * (2 / smallest) ** 0.5))  # in which the residual has to fall by e⁻⁴ or so
     rho, delta = half / middle, state.precondition(r) / middle
-    since, before = progress.rounds, progress.optimality
+    since, before = monitor.rounds, monitor.optimality
     while True:
         w.add_(delta)
         r.sub_(problem.product(delta))
-        stop = progress.tell(w)
-        if stop or progress.due():
-            if progress.small(r.norm()) or stop:
+        stop = monitor.tell(w)
+        if stop or monitor.due():
+            if monitor.small(r.norm()) or stop:
                 return True
-            if progress.rounds - since >= window:
-                if progress.optimality > _SLOW * before:
+            if monitor.rounds - since >= window:
+                if monitor.optimality > _SLOW * before:
                     return False
-                since, before = progress.rounds, progress.optimality
+                since, before = monitor.rounds, monitor.optimality
         following = 1 / (2 * middle / half - rho)
         delta.mul_(following * rho).add_(state.precondition(r), alpha=2 * following / half)
         rho = following
 
 
-def _rayleigh_quotient(state: ConjugateGradients, progress: Progress) -> float:
+def _rayleigh_quotient(state: ConjugateGradients, monitor: Monitor) -> float:
     """z'Qz / z'Pz at z = P⁻¹r, which is not below the smallest eigenvalue; a round of messages and two sums."""
     z = state.precondition(state.residual)
-    progress.rounds += 1
-    progress.sums += 2
+    monitor.rounds += 1
+    monitor.sums += 2
     return float((z * state.problem.product(z)).sum() / (z * state.residual).sum())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedtorch.networks.solvers.fedrelax import block_inverses
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Progress, Solution, Watch, start_at
+from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
 __all__ = ["ConjugateGradients", "conjugate_gradient"]
 
@@ -30,12 +30,12 @@ def conjugate_gradient(
 
     Returns the solution of least norm. See `fedgd` for the arguments; optimality is known in every round.
     """
-    progress = Progress(problem, tolerance, rounds, watch=watch)
-    iteration = ConjugateGradients(problem, start_at(problem, start), progress, started=start is not None)
-    stop = progress.small(iteration.residual.norm())
+    monitor = Monitor(problem, tolerance, rounds, watch=watch)
+    iteration = ConjugateGradients(problem, start_at(problem, start), monitor, started=start is not None)
+    stop = monitor.small(iteration.residual.norm())
     while not stop:
         stop = iteration.step()
-    return progress.solution(problem.minimum_norm(iteration.w), "reference")
+    return monitor.solution(problem.minimum_norm(iteration.w), "reference")
 
 
 class ConjugateGradients:
@@ -44,17 +44,17 @@ class ConjugateGradients:
     Args:
         problem: that is solved.
         w: where it starts, overwritten.
-        progress: counts rounds and sums.
+        monitor: counts rounds and sums.
         started: False if `w` is zero, which saves a round.
     """
 
-    def __init__(self, problem: LinearProblem, w: Tensor, progress: Progress, started: bool) -> None:
-        self.problem, self.w, self.progress = problem, w, progress
+    def __init__(self, problem: LinearProblem, w: Tensor, monitor: Monitor, started: bool) -> None:
+        self.problem, self.w, self.monitor = problem, w, monitor
         self.inverse = block_inverses(problem)
         self.residual = problem.cross.clone()
         if started:
             self.residual -= problem.product(w)
-            progress.rounds += 1
+            monitor.rounds += 1
         self._conditioned = self.precondition(self.residual)
         self._direction = self._conditioned.clone()
         self._size = self._dot(self.residual, self._conditioned)
@@ -71,7 +71,7 @@ class ConjugateGradients:
         length = self._size / self._dot(self._direction, image)
         self.w.add_(length * self._direction)
         self.residual.sub_(length * image)
-        if self.progress.tell(self.w) | self.progress.small(self.residual.norm()):
+        if self.monitor.tell(self.w) | self.monitor.small(self.residual.norm()):
             return True
         self._conditioned = self.precondition(self.residual)
         size = self._dot(self.residual, self._conditioned)
@@ -90,5 +90,5 @@ class ConjugateGradients:
         return float(torch.linalg.eigvalsh(diagonal.diag() + beside.diag(1) + beside.diag(-1))[0])
 
     def _dot(self, first: Tensor, second: Tensor) -> Tensor:
-        self.progress.sums += 1
+        self.monitor.sums += 1
         return torch.dot(first.flatten(), second.flatten())

@@ -10,17 +10,12 @@ whose matrix is regular. Source: Jung, "Federated learning: from theory to pract
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Solution
 
-if TYPE_CHECKING:
-    from scipy.sparse import csc_matrix
-
-__all__ = ["direct", "matrix"]
+__all__ = ["direct"]
 
 
 def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
@@ -36,10 +31,10 @@ def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
     from scipy.sparse.linalg import splu
 
     n, d = problem.cross.shape
-    system, right = matrix(problem), problem.cross.double().cpu().numpy().reshape(-1)
-    component, vectors = problem.null_space()
+    system, right = problem.matrix().T, problem.cross.double().cpu().numpy().reshape(-1)
+    component, vectors = problem.null_space
     if len(component):
-        labels = problem._components()[0]
+        labels = problem.components.labels
         node, which = (labels[:, None] == component).nonzero().unbind(1)
         rows = (node[:, None] * d + torch.arange(d, device=node.device)).flatten().cpu().numpy()
         values = vectors[which].double().flatten().cpu().numpy()
@@ -50,13 +45,3 @@ def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
     optimality = problem.optimality(w)
     sent = n * (d * (d + 1) // 2 + 2 * d) * problem.cross.element_size()
     return Solution(w, optimality, optimality <= tolerance, 1, 0, sent, "reference")
-
-
-def matrix(problem: LinearProblem) -> csc_matrix:
-    """Q as a SciPy CSC matrix of float64, `(nd, nd)`; the parameters of a node are side by side."""
-    from scipy.sparse import bsr_matrix, eye, kron
-
-    n, d = problem.cross.shape
-    own = problem.gram.double().cpu().numpy()
-    blocks = bsr_matrix((own, range(n), range(n + 1)), shape=(n * d, n * d))
-    return (blocks + problem.alpha * kron(problem.network.scipy_laplacian, eye(d))).tocsc()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedtorch.networks.solvers.penalties import Penalty
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Progress, Scope, Solution
+from fedtorch.networks.solvers.solution import Monitor, Scope, Solution
 
 __all__ = ["EdgeProblem"]
 
@@ -62,7 +62,7 @@ class EdgeProblem:
         stationary = stationary / (2 * self.problem.cross.norm()).clamp(min=tiny)
         return max(float(stationary), float(feasible / w.norm().clamp(min=tiny)))
 
-    def solution(self, progress: Progress, w: Tensor, dual: Tensor, s: Tensor, scope: Scope) -> Solution:
+    def solution(self, monitor: Monitor, w: Tensor, dual: Tensor, s: Tensor, scope: Scope) -> Solution:
         """The result, with parameters made equal where an edge's difference `s` `(E, d)` is exactly zero."""
         tied = s == 0
         w = w.clone()
@@ -70,9 +70,9 @@ class EdgeProblem:
             labels, count = self._components(tied[:, c])
             size = torch.bincount(labels, minlength=count)
             w[:, c] = (w.new_zeros(count).index_add_(0, labels, w[:, c]) / size)[labels]
-        progress.optimality = self.optimality(w, dual)
+        monitor.optimality = self.optimality(w, dual)
         clusters = self._components(tied.all(1))[0] if bool(tied.any()) else None
-        return progress.solution(w, scope, clusters)
+        return monitor.solution(w, scope, clusters)
 
     def _components(self, kept: Tensor) -> tuple[Tensor, int]:
         from scipy.sparse import coo_matrix

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Progress, Solution, Watch, start_at
+from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
 __all__ = ["fedgd", "gradient_step", "safe_rate"]
 
@@ -47,18 +47,18 @@ def fedgd(
     rate = safe_rate(problem) if rate is None else rate
     if not rate > 0:
         raise ValueError(f"Expected a positive rate, but got {rate}")
-    progress = Progress(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
     step = gradient_step(problem, rate)
     w = start_at(problem, start)
     new = torch.empty_like(w)
     while True:
         step(w, new)
-        stop = progress.tell(new)
-        if (stop or progress.due()) and progress.small((new - w).norm() / (2 * rate)):
+        stop = monitor.tell(new)
+        if (stop or monitor.due()) and monitor.small((new - w).norm() / (2 * rate)):
             stop = True
         w, new = new, w
         if stop:
-            return progress.solution(w, "local")
+            return monitor.solution(w, "local")
 
 
 def gradient_step(problem: LinearProblem, rate: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Progress, Solution, Watch, start_at
+from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
 __all__ = ["block_inverses", "fedrelax"]
 
@@ -33,19 +33,19 @@ def fedrelax(
 
     Where there are several solutions the one of least norm is returned: nodes of a component then average once.
     """
-    progress = Progress(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
     inverse, blocks, adjacency = block_inverses(problem), problem.blocks, problem.adjacency
     w = start_at(problem, start)
     heard = torch.empty_like(w)
     while True:
         torch.addmm(problem.cross, adjacency, w, alpha=problem.alpha, out=heard)
         new = torch.bmm(inverse, heard.unsqueeze(2)).squeeze(2)
-        stop = progress.tell(new)
-        if (stop or progress.due()) and progress.small(torch.bmm(blocks, (new - w).unsqueeze(2)).norm()):
+        stop = monitor.tell(new)
+        if (stop or monitor.due()) and monitor.small(torch.bmm(blocks, (new - w).unsqueeze(2)).norm()):
             stop = True
         w = new
         if stop:
-            return progress.solution(problem.minimum_norm(w), "local")
+            return monitor.solution(problem.minimum_norm(w), "local")
 
 
 def block_inverses(problem: LinearProblem) -> Tensor:

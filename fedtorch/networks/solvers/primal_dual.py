@@ -19,7 +19,7 @@ import torch
 from fedtorch.networks.solvers.edges import EdgeProblem
 from fedtorch.networks.solvers.penalties import Penalty, norm2
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Progress, Solution, Watch
+from fedtorch.networks.solvers.solution import Monitor, Solution, Watch
 
 __all__ = ["primal_dual"]
 
@@ -53,7 +53,7 @@ def primal_dual(
     theta = 1 / edges.scale if theta is None else theta
     if not theta > 0:
         raise ValueError(f"Expected a positive theta, but got {theta}")
-    progress = Progress(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
     pull, sigma = edges.neighbours / theta, 1 / (2 * theta)  # pull is 1 / τ
     w = edges.proximal(torch.zeros_like(problem.cross), torch.zeros_like(edges.neighbours))
     y = torch.zeros_like(edges.differences(w))
@@ -62,8 +62,8 @@ def primal_dual(
         v = y + sigma * edges.differences(2 * new - w)
         s = penalty.prox(v / sigma, edges.strength / sigma)
         w, y = new, v - sigma * s
-        stop = progress.tell(w)
-        if stop or progress.due():
-            progress.sums += 1
+        stop = monitor.tell(w)
+        if stop or monitor.due():
+            monitor.sums += 1
             if stop or edges.optimality(w, y) <= tolerance:
-                return edges.solution(progress, w, y, s, "local")
+                return edges.solution(monitor, w, y, s, "local")

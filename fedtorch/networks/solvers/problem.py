@@ -17,13 +17,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.data import FederatedData
-from fedtorch.networks.network import Network
+from fedtorch.models.linear import SufficientStatistics, client_statistics
+from fedtorch.networks.network import Components, Network
 from fedtorch.networks.solvers.penalties import Penalty, squared
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 __all__ = ["LinearProblem", "linear_problem"]
 
@@ -37,26 +43,33 @@ class LinearProblem:
     Attributes:
         network: n nodes.
         alpha: strength α of the coupling.
-        gram: `(n, d, d)` Q_i.
-        cross: `(n, d)` b_i.
-        response: `(n,)` ‖y_i‖² / m_i.
+        statistics: of the nodes, per row: Q_i `(n, d, d)`, b_i `(n, d)` and ‖y_i‖² / m_i `(n,)`, beside m_i.
     """
 
     network: Network
     alpha: float
-    gram: Tensor
-    cross: Tensor
-    response: Tensor
+    statistics: SufficientStatistics
 
     def __post_init__(self) -> None:
         n, d = self.network.nodes, self.cross.shape[-1]
-        if self.gram.shape != (n, d, d) or self.cross.shape != (n, d) or self.response.shape != (n,):
+        shapes = [tuple(leaf.shape) for leaf in self.statistics]
+        if shapes != [(n, d, d), (n, d), (n,), (n,)]:
             raise ValueError(
-                f"Expected gram, cross and response of shapes {(n, d, d)}, {(n, d)} and {(n,)} for {n} nodes, but got "
-                f"{tuple(self.gram.shape)}, {tuple(self.cross.shape)} and {tuple(self.response.shape)}"
+                f"Expected statistics of shapes {(n, d, d)}, {(n, d)}, {(n,)} and {(n,)} for {n} nodes, "
+                f"but got {shapes}"
             )
         if not (self.alpha >= 0 and math.isfinite(self.alpha)):
             raise ValueError(f"Expected alpha of at least 0 and finite, but got {self.alpha}")
+
+    @property
+    def gram(self) -> Tensor:
+        """Q_i, `(n, d, d)`."""
+        return self.statistics.gram
+
+    @property
+    def cross(self) -> Tensor:
+        """b_i, `(n, d)`."""
+        return self.statistics.cross
 
     @cached_property
     def adjacency(self) -> Tensor:
@@ -91,19 +104,20 @@ class LinearProblem:
 
     def objective(self, w: Tensor, penalty: Penalty = squared) -> float:
         """f at `w` `(n, d)`."""
-        loss = self.response.sum() + (w * (torch.bmm(self.gram, w.unsqueeze(2)).squeeze(2) - 2 * self.cross)).sum()
+        loss = (
+            self.statistics.power.sum() + (w * (torch.bmm(self.gram, w.unsqueeze(2)).squeeze(2) - 2 * self.cross)).sum()
+        )
         ends = self.network.edges.to(w.device)
         variation = penalty.value(w[ends[:, 0]] - w[ends[:, 1]])
         return float(loss + self.alpha * (self.network.weights.to(w) * variation).sum())
 
+    @cached_property
     def null_space(self) -> tuple[Tensor, Tensor]:
-        """Directions along which f does not change.
+        """Directions along which f does not change: components `(Z,)` and orthonormal vectors v `(Z, d)` of each.
 
-        Returns:
-            components `(Z,)` and vectors `(Z, d)` of norm one: w_i = v for all nodes i of a component. Where α is zero
-            every node is a component of its own.
+        They are w_i = v for all nodes i of a component, see `components`.
         """
-        labels, count = self._components()
+        labels, count = self.components
         total = self.gram.new_zeros(count, *self.gram.shape[1:]).index_add_(0, labels, self.gram)
         values, vectors = torch.linalg.eigh(total)
         limit = _NOISE * values.shape[1] * torch.finfo(values.dtype).eps * values[:, -1:]
@@ -112,20 +126,31 @@ class LinearProblem:
 
     def minimum_norm(self, w: Tensor) -> Tensor:
         """`w` without its part along which f does not change: a minimiser becomes the one of least norm."""
-        component, vectors = self.null_space()
+        component, vectors = self.null_space
         if not len(component):
             return w
-        labels, count = self._components()
+        labels, count = self.components
         size = torch.bincount(labels, minlength=count).to(w)
         mean = w.new_zeros(count, w.shape[1]).index_add_(0, labels, w) / size[:, None]
         excess = (mean[component] * vectors).sum(1, keepdim=True) * vectors
         return w - w.new_zeros(count, w.shape[1]).index_add_(0, component, excess)[labels]
 
-    def _components(self) -> tuple[Tensor, int]:
+    @cached_property
+    def components(self) -> Components:
+        """Those of the network; where α is zero every node is one of its own."""
         if self.alpha == 0:
-            return torch.arange(self.network.nodes, device=self.cross.device), self.network.nodes
+            return Components(torch.arange(self.network.nodes, device=self.cross.device), self.network.nodes)
         labels, count = self.network.components
-        return labels.to(self.cross.device), count
+        return Components(labels.to(self.cross.device), count)
+
+    def matrix(self) -> csr_matrix:
+        """Q (3.24) as a SciPy CSR matrix of float64, `(n d, n d)`, d consecutive rows a node."""
+        from scipy.sparse import bsr_matrix, identity, kron
+
+        n, d = self.cross.shape
+        own = self.gram.detach().double().cpu().numpy()
+        blocks = bsr_matrix((own, range(n), range(n + 1)), shape=(n * d, n * d))
+        return (blocks + self.alpha * kron(self.network.scipy_laplacian, identity(d))).tocsr()
 
 
 def linear_problem(
@@ -136,7 +161,7 @@ def linear_problem(
     dtype: torch.dtype = torch.float64,
     unlabelled: bool = False,
 ) -> LinearProblem:
-    """The problem of data whose rows are (x `(d,)`, y `()`), without intercept.
+    """The problem of data whose rows are (x `(d,)`, y `()` or `(1,)`), without intercept.
 
     Args:
         data: a client per node, in the order of the network's nodes.
@@ -160,23 +185,10 @@ def linear_problem(
         raise ValueError(
             f"Expected a network of as many nodes as there are clients, {len(data)}, but got {network.nodes} nodes"
         )
-    rows = data.rows
-    if not (isinstance(rows, tuple) and len(rows) == 2 and rows[0].ndim == 2 and rows[1].ndim == 1):
-        raise ValueError(f"Expected rows (x, y) of shapes (d,) and (), but got {data!r}")
     empty = (data.counts == 0).nonzero()[:, 0]
     if len(empty) and not unlabelled:
         raise ValueError(
             f"Expected every node to have rows, but node {data.names[int(empty[0])]!r} has none; pass unlabelled=True "
             "if it is to follow its neighbours"
         )
-    n, d, device = len(data), rows[0].shape[1], rows[0].device
-    gram = torch.zeros(n, d, d, dtype=torch.float64, device=device)
-    cross, response = gram.new_zeros(n, d), gram.new_zeros(n)
-    for ids, block in data.buckets():
-        x, y = (leaf.to(torch.float64) for leaf in block.batch)  # padded by zeros
-        m = block.count.clamp(min=1).to(torch.float64)
-        at = ids.to(device)
-        gram[at] = x.mT @ x / m[:, None, None]
-        cross[at] = (x * y[..., None]).sum(1) / m[:, None]
-        response[at] = y.square().sum(1) / m
-    return LinearProblem(network, float(alpha), gram.to(dtype), cross.to(dtype), response.to(dtype))
+    return LinearProblem(network, float(alpha), tree.to(client_statistics(data).per_row(), dtype))

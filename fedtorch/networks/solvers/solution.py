@@ -29,7 +29,7 @@ class Solution(NamedTuple):
     clusters: Tensor | None = None  # (n,) int64, nodes with equal parameters; for penalties that make ties
 
 
-class Progress:
+class Monitor:
     """Counts rounds and checks now and then whether to go on.
 
     Args:

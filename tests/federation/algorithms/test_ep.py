@@ -434,7 +434,7 @@ def test_bad_settings_are_refused() -> None:
         ft.Run(algorithm(linear(2)), ft.InProcess(devices(3, 1))).step()
     with pytest.raises(ValueError, match="Expected a positive noise variance, but got 0"):
         linear(1, noise=0.0)
-    exactly = linear(1, noise=lambda statistics: statistics.rows * 0.0)
+    exactly = linear(1, noise=lambda statistics: statistics.count * 0.0)
     with pytest.raises(ValueError, match="Client '0': Expected positive noise variances, but noise= gave"):
         ft.Run(algorithm(exactly), ft.InProcess(devices(3, 1))).step()
 

@@ -24,21 +24,20 @@ def pull(parameters: Tree, seed: int = 0) -> ft.Quadratic:
 
 
 def solve(
-    module: nn.Linear, data: ft.data.FederatedData, quadratic: bool = False, prepared: bool = True
+    module: nn.Linear, data: ft.data.FederatedData, quadratic: bool = False
 ) -> tuple[ft.Local, Tree, ft.Quadratic | None]:
     local = ft.least_squares(module)
     block = data.stack(range(len(data)))
     start = tree.expand(local.parameters, len(data))
     added = pull(start) if quadratic else None
-    given = local.prepare(block) if prepared else block
-    return local(start, tree.expand(local.init(local.parameters), len(data)), given, added, KEYS), start, added
+    state = tree.expand(local.init(local.parameters), len(data))
+    return local(start, state, local.prepare(block), added, KEYS), start, added
 
 
 @pytest.mark.parametrize("outputs", [0, 1, 2])
-@pytest.mark.parametrize("prepared", [True, False])
-def test_solves_the_normal_equations_with_a_quadratic(outputs: int, prepared: bool) -> None:
+def test_solves_the_normal_equations_with_a_quadratic(outputs: int) -> None:
     data = linear_clients(SIZES, outputs=outputs)
-    found, start, added = solve(linear(outputs=max(outputs, 1)), data, quadratic=True, prepared=prepared)
+    found, start, added = solve(linear(outputs=max(outputs, 1)), data, quadratic=True)
     for k, (x, y) in enumerate(data):
         matrix, vector = moments(x, y)
         matrix = matrix + added.precision[k] * torch.eye(4, dtype=torch.float64)
@@ -260,7 +259,9 @@ def test_a_linear_head_is_a_linear_layer_of_its_features(steps: int | None) -> N
     assert distance(found.parameters["coefficients"], joined(expected.parameters)[..., 0]) < ROUNDING
     assert distance((found.steps, found.info), (expected.steps, expected.info)) < ROUNDING
     squares = ft.least_squares(ft.LinearHead(6, lambda x: torch.cat([x, x.square()], -1), dtype=torch.float64))
-    theta = squares(tree.expand(squares.parameters, 1), state, data.stack([2]), None, KEYS[:1]).parameters
+    theta = squares(
+        tree.expand(squares.parameters, 1), state, squares.prepare(data.stack([2])), None, KEYS[:1]
+    ).parameters
     x, y = data[2]
     design = torch.cat([x, x.square(), torch.ones_like(x[:, :1])], 1)
     assert distance(theta["coefficients"][0], torch.linalg.lstsq(design, y[:, None]).solution[:, 0]) < 100 * ROUNDING
@@ -272,13 +273,15 @@ def test_the_default_step_never_increases_the_loss_and_ends_at_the_minimiser() -
 
     def end(steps: int | None) -> ft.Local:
         local = ft.least_squares(linear(), steps=steps)
-        return local(start, tree.expand(local.init(start), 1), data.stack(range(len(SIZES))), pull(start), KEYS)
+        return local(
+            start, tree.expand(local.init(start), 1), local.prepare(data.stack(range(len(SIZES)))), pull(start), KEYS
+        )
 
     assert distance(end(10**7).parameters, end(None).parameters) < 1e-9  # (1 − 1/condition number)^T
     local = ft.least_squares(linear(), steps=1)
     block, now, before = data.stack(range(len(SIZES))), start, torch.full((len(SIZES),), torch.inf).double()
     for _ in range(5):
-        found = local(now, None, block, None, KEYS)
+        found = local(now, None, local.prepare(block), None, KEYS)
         assert bool((found.info["loss"] <= before).all())
         now, before = found.parameters, found.info["loss"]
 
@@ -292,7 +295,7 @@ def test_a_precision_for_each_parameter() -> None:
         lr = None if steps is None else 0.05
         local = ft.least_squares(linear(), steps=steps, lr=lr)
         state = tree.expand(local.init(local.parameters), len(SIZES))
-        found = local(start, state, data.stack(range(len(SIZES))), each, KEYS)
+        found = local(start, state, local.prepare(data.stack(range(len(SIZES)))), each, KEYS)
         if steps is None:
             for k, (x, y) in enumerate(data):
                 matrix, vector = moments(x, y)

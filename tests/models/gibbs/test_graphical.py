@@ -12,7 +12,7 @@ from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch import random
+from fedtorch import random, tree
 from fedtorch.models.gibbs import deviations, global_priors, graphical, sparse
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
 
@@ -93,7 +93,7 @@ def test_each_client_has_one_gram_matrix_and_no_copies_of_its_rows() -> None:
     for j in range(5):
         others = graphical.other_variables(5)[j]
         direct = sparse.design(data.map(lambda y, j=j, o=others: (y[:, o], y[:, j])).stack(range(2)))
-        for mine, theirs in zip(design[:3], direct[:3]):
+        for mine, theirs in zip(tree.leaves(design), tree.leaves(direct)):
             assert torch.allclose(mine[j::5], theirs, rtol=1e-11, atol=1e-13)
 
 

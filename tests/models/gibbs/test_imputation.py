@@ -1,4 +1,4 @@
-"""EM against the closed form without gaps, the likelihood's gradient with gaps, and conditional draws."""
+"""Conditional draws against their moments, imputation within the chain by Geweke's test, and rows that are refused."""
 
 from __future__ import annotations
 
@@ -7,63 +7,15 @@ from typing import Any
 import pytest
 import torch
 from support import geweke
-from support.closed_forms import distance, same_bits
+from support.closed_forms import same_bits
+from support.gaps import START, clients, fit
 from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
+from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
 from fedtorch.models.gibbs import global_priors, imputation, logistic, sparse
-
-START = imputation.Normal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
-
-
-def clients(missing: float) -> list[tuple[Tensor, Tensor]]:
-    """Three sites; with gaps, the second has no first covariate at all."""
-    found = []
-    for k, n in enumerate((40, 25, 60)):
-        keys = random.fold_in(random.key(k), torch.arange(2))
-        z = random.normal(keys[0], (n, 4), torch.float64)
-        z = z @ torch.tensor([[1.0, 0.5, 0, 0.8], [0, 1, 0.6, 0], [0, 0, 1, -0.5], [0, 0, 0, 0.7]]).double() + 1.0
-        x, y = z[:, :3].clone(), z[:, 3]
-        x[random.uniform(keys[1], (n, 3), torch.float64) < missing] = torch.nan
-        if missing and k == 1:
-            x[:, 0] = torch.nan
-        found.append((x, y))
-    return found
-
-
-def fit(data: ft.data.FederatedData, rounds: int, chunk: int | None = None) -> imputation.Normal:
-    return ft.run(imputation.pooled_covariance(), ft.InProcess(data, chunk), START, rounds=rounds).last.server
-
-
-def test_without_gaps_it_is_the_sample_covariance_at_once() -> None:
-    data = imputation.incomplete(clients(0.0))
-    found = fit(data, 1)
-    values = data.rows.values
-    assert distance(found.mean, values.mean(0)) < 1e-12
-    assert distance(found.covariance, values.T.cov(correction=0)) < 1e-12
-
-
-def test_with_gaps_the_gradient_of_the_observed_likelihood_vanishes() -> None:
-    data = imputation.incomplete(clients(0.2))
-    found = fit(data, 400)
-    mean, factor = found.mean.clone().requires_grad_(), torch.linalg.cholesky(found.covariance).requires_grad_()
-    total = torch.zeros((), dtype=torch.float64)
-    for values, observed in zip(*data.rows):
-        part = (factor @ factor.T)[observed][:, observed]
-        normal = torch.distributions.MultivariateNormal(mean[observed], part)
-        total = total + normal.log_prob(values[observed])
-    gradients = torch.autograd.grad(total, (mean, factor))
-    assert float(gradients[0].abs().max()) < 1e-6 * len(data.rows.values)
-    assert float(gradients[1].tril().abs().max()) < 1e-6 * len(data.rows.values)
-
-
-def test_chunks_and_permuted_clients() -> None:
-    data = imputation.incomplete(clients(0.2))
-    found = fit(data, 5)
-    for other in (fit(data, 5, chunk=1), fit(data.select([2, 0, 1]), 5)):
-        assert distance(found, other) < 1e-12
 
 
 def test_draws_have_the_conditional_moments() -> None:
@@ -182,14 +134,14 @@ def test_bad_rows_are_refused() -> None:
     pair = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
     gibbs = ft.gibbs(imputation.imputing(sparse.regression(), pair), sparse.hierarchy())
     for use in (
-        lambda: ft.Run(imputation.pooled_covariance(), ft.InProcess(complete), pair).step(),
+        lambda: ft.Run(pooled_covariance(), ft.InProcess(complete), pair).step(),
         lambda: ft.Run(gibbs, ft.InProcess(complete), torch.zeros(1)).step(),
         lambda: imputation.impute(complete, pair),
     ):
         with pytest.raises(ValueError, match=r"Expected rows of imputation\.incomplete\(\.\.\.\), but got a tuple"):
             use()
     for use in (
-        lambda: ft.Run(imputation.pooled_covariance(), ft.InProcess(gaps), START).step(),
+        lambda: ft.Run(pooled_covariance(), ft.InProcess(gaps), START).step(),
         lambda: imputation.impute(gaps, START),
         lambda: imputation.imputing(sparse.regression(), START).prepare(gaps.stack([0])),
     ):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
+from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
 from fedtorch.models.gibbs import deviations, directed, global_priors, graphical, imputation, logistic, sparse, splines
-from fedtorch.models.gibbs.gaussian_conditional import least_norm
 
 
 def sample(data: ft.data.FederatedData, rounds: int = 60, prior: Any = None, sweeps: int = 5, **arguments: Any) -> Any:
@@ -101,7 +101,7 @@ def test_imputed_covariates_keep_an_effect() -> None:
     rows[1][0][:, 0] = torch.nan
     gaps = imputation.incomplete(rows)
     start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
-    final = ft.run(imputation.pooled_covariance(), ft.InProcess(gaps), start, rounds=60).last
+    final = ft.run(pooled_covariance(), ft.InProcess(gaps), start, rounds=60).last
     found = sample(imputation.impute(gaps, final.server, random.key(1)))
     assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
 
@@ -259,16 +259,6 @@ def test_a_start_of_another_size_is_refused(kernels: Any, coefficients: int) -> 
     start = torch.zeros(3 if coefficients == 2 else 12)
     with pytest.raises(ValueError, match=f"Expected a start of {coefficients} coefficients for these rows, but got"):
         ft.Run(ft.gibbs(*kernels), ft.InProcess(data), start).step()
-
-
-@pytest.mark.parametrize("shape", [(7, 4), (3, 6), (0, 3)])
-def test_estimates_of_least_norm(shape: tuple[int, int]) -> None:
-    """Of collinear columns, of more columns than rows, and of no rows."""
-    x = random.normal(random.key(0), shape, torch.float64)
-    x[:, -1] = x[:, 0]
-    y = random.normal(random.key(1), (shape[0], 2), torch.float64)
-    found = least_norm(x, y)
-    assert float((found - torch.linalg.pinv(x) @ y).abs().amax()) < 1e-12
 
 
 def test_discoveries_keep_their_rate() -> None:

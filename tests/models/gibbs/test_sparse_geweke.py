@@ -154,7 +154,7 @@ def test_one_problem_after_another(rows: int, length: tuple[int, int], monkeypat
     monkeypatch.setattr(sparse, "gaussian_conditional", gaussian_conditional.factorisation)
     x = design(rows, 4)
 
-    def simulate(setting: geweke.Setting, sites: sparse.Site, key: Tensor) -> gaussian_conditional.Design:
+    def simulate(setting: geweke.Setting, sites: sparse.RegressionSite, key: Tensor) -> gaussian_conditional.Design:
         y = geweke.draw_responses(setting, sites, key)
         data = geweke.regression_data(setting, sites, key)
         return data._replace(x=x.expand(len(y), *x.shape), y=y)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.closed_forms import distance
 from torch import Tensor
-from torch.distributions import Bernoulli, MultivariateNormal, Poisson
+from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import Factors, converged, corrected, devices, posterior, settled
@@ -209,14 +209,7 @@ def test_generalised_models_find_what_their_devices_share(kind: str) -> None:
     assert bool((devices(run).marginals().stddev < 1).all())
 
 
-def test_responses_and_settings_that_do_not_fit() -> None:
-    x = torch.ones(3, 1).double()
-    block = ft.data.from_tensors([(x, torch.tensor([0.0, 1.0, 2.0]).double())]).stack([0])
-    with pytest.raises(ValueError, match=r"Expected responses 0 or 1, but got 0\.0 to 2\.0"):
-        generalised.logistic(hierarchical.normal(1)).prepare(block)
-    negative = ft.data.from_tensors([(x, torch.tensor([0.0, -1.0, 2.0]).double())]).stack([0])
-    with pytest.raises(ValueError, match=r"Expected counts, but got -1\.0 to 2\.0"):
-        generalised.poisson(hierarchical.normal(1)).prepare(negative)
+def test_settings_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="Expected one of the coefficients"):
         hierarchical.normal(2, random=["slope"])
     with pytest.raises(ValueError, match="Expected the number of a coefficient below 2, but got 2"):
@@ -358,27 +351,6 @@ def test_a_device_factor_is_the_evidence_of_its_rows() -> None:
         covariance = zeta.exp() * torch.outer(x[:, 1], x[:, 1]) + log_noise.exp() * torch.eye(2).double()
         expected = MultivariateNormal(x @ torch.stack([a, b, c]), covariance).log_prob(y)
         assert abs(float(value - expected)) < 1e-10
-
-
-@pytest.mark.parametrize("kind", ["logistic", "poisson"])
-@pytest.mark.parametrize("random", [[], [1]])
-def test_a_generalised_device_factor_is_the_evidence_of_its_rows(kind: str, random: list[int]) -> None:
-    """Against the likelihood itself where all effects are fixed, and a fine grid over the one that is not."""
-    x, y = draw(6, 2, seed=4), torch.tensor([0.0, 1, 1, 0, 1, 1]).double()
-    phi = draw(1, 5, 2 + len(random), seed=5)
-    found = []
-    for inner in ("default", gauss_hermite(2, 25)):
-        model = getattr(generalised, kind)(hierarchical.normal(2, random=random), inner=inner)
-        found.append(model.log_factor(phi, model.prepare(ft.data.from_tensors([(x, y)]).stack([0])))[0])
-    standard = torch.linspace(-8, 8, 4001).double() if random else torch.zeros(1).double()
-    weight = torch.softmax(-0.5 * standard.square(), 0)
-    for default, fine, (a, b, *zeta) in zip(*found, phi[0]):
-        slope = b + standard * (zeta[0] / 2).exp() if random else b + standard
-        eta = x[:, :1] * a + x[:, 1:] * slope
-        law = Bernoulli(logits=eta) if kind == "logistic" else Poisson(eta.exp())
-        expected = (law.log_prob(y[:, None]).sum(0) + weight.log()).logsumexp(0)
-        assert abs(float(fine - expected)) < 1e-6  # the fixed effect has a variance of one rounding error
-        assert abs(float(default - expected)) < 1e-3  # seven nodes a coordinate
 
 
 @pytest.mark.slow

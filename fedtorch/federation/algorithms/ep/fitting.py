@@ -18,6 +18,7 @@ __all__ = ["checked", "converged", "posterior", "settled"]
 
 _SHOWN = 5  # names of clients in a warning
 _LARGEST = 10  # change of a last round, in tolerances
+_READ = "mean_change", "sd_change", "damping", "remaining"
 _WHYS = {
     "improper": "the cavity is no density, as the prior and the others know too little of what is shared",
     "failed": "the projection found no moments; use more nodes, a narrower prior, or less damping=",
@@ -38,14 +39,15 @@ def settled(tolerance: float = 0.01, patience: int = 1) -> Callable[[Any], bool]
 
 
 def _settled(history: Any, *, tolerance: float, patience: int) -> bool:
-    heard = np.asarray(history["answered"]) > 0  # the others repeat what the last one has moved
-    mean, sd, damping, remaining = (
-        np.asarray(history[name])[heard][-patience:] for name in ("mean_change", "sd_change", "damping", "remaining")
-    )
-    change = np.maximum(mean, sd) / damping
-    near = (remaining <= tolerance) & (change <= _LARGEST * tolerance)
-    still = near | ((change <= tolerance / _LARGEST) & (remaining < math.inf))
-    return len(still) == patience and bool(still.all())
+    heard = np.flatnonzero(history["answered"])[-patience:]  # the other rounds repeat what the last one has moved
+    return len(heard) == patience and all(_still(history, row, tolerance) for row in heard)
+
+
+def _still(history: Any, row: int, tolerance: float) -> bool:
+    mean, sd, damping, remaining = (float(np.asarray(history[name])[row]) for name in _READ)
+    change = max(mean, sd) / damping
+    near = remaining <= tolerance and change <= _LARGEST * tolerance
+    return near or (change <= tolerance / _LARGEST and remaining < math.inf)
 
 
 def converged(run: Run, tolerance: float = 0.01, patience: int = 1) -> bool:
@@ -67,7 +69,7 @@ def posterior(run: Run, *, tolerance: float = 0.01) -> MultivariateNormal:
         RuntimeError: q is no density, or no cavity is, as with an improper prior and one client.
     """
     checked(run, tolerance)
-    return gaussian.distribution(run.server.posterior)
+    return MultivariateNormal(*gaussian.moments(run.server.posterior))
 
 
 def checked(run: Run, tolerance: float) -> Any:

@@ -1,0 +1,68 @@
+r"""The mean and covariance of all sites' rows, some of whose values are missing, by EM.
+
+Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
+altogether. An iteration needs from each site only Σ E[z] and Σ E[z z'] given what is observed, which are sums.
+`fedtorch.models.gibbs.imputation` fills the gaps with what is found.
+
+Source: Dempster, Laird and Rubin (1977), "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39,
+section 4.1.3 (normal data).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.exchange import Mean
+from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
+
+__all__ = ["pooled_covariance"]
+
+
+def pooled_covariance() -> Algorithm:
+    """EM for the normal distribution of all sites' rows; a round is an iteration.
+
+    Run it on data of `imputation.incomplete(...)`. Its parameters are where it starts, a `Normal` such as mean 0 and
+    covariance I; the server's state is a `Normal`.
+
+    Columns that are exact linear functions of others, constant ones too, have no such distribution and end in a
+    `torch.linalg.LinAlgError`; leave them out.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
+        >>> from fedtorch.models.gibbs import imputation
+        >>> x = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]])
+        >>> data = imputation.incomplete([(x, torch.tensor([1.0, 3.0, 2.5, 4.0]))])
+        >>> start = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
+        >>> final = ft.run(pooled_covariance(), ft.InProcess(data), start, rounds=200)
+        >>> imputation.impute(data, final.server)[0][0][2].round(decimals=3)
+        tensor([2.1790], dtype=torch.float64)
+    """
+    return Algorithm(
+        settings={"algorithm": "pooled_covariance"},
+        init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
+        outbox=lambda server: server,
+        client=_client,
+        server=_server,
+        model=lambda inbox, state: inbox,
+    )
+
+
+def _client(inbox: Normal, state: Any, data: Any, key: Tensor) -> Reply:
+    expected, spread, _ = conditional(incomplete_rows(data.batch), inbox)
+    rows = data.mask.to(expected.dtype)
+    count = data.count.clamp(min=1).to(expected.dtype)
+    first = (expected * rows[..., None]).sum(1) / count[:, None]
+    outer = expected[..., :, None] * expected[..., None, :] + spread
+    second = (outer * rows[..., None, None]).sum(1) / count[:, None, None]
+    return Reply(Mean(Normal(first, second), data.count.to(expected.dtype)), state, {})
+
+
+def _server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
+    mean, second = aggregate.value
+    return Normal(mean, second - mean[:, None] * mean)

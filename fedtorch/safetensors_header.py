@@ -1,0 +1,199 @@
+"""The header of a safetensors payload: made from the fields that are expected, and compared with them when it arrives.
+
+Nothing of it is believed: a header that is not what was expected is refused, naming client, round and field.
+
+Reference: https://github.com/huggingface/safetensors, section Format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Field", "PayloadError", "Sender", "check_header", "loads", "make_header", "ordered", "read_header", "texts"]
+
+JSON = Any  # None, bool, int, float, str, list or dict of these
+
+METADATA_LIMIT = 2**20  # bytes that a header may have beyond what its tensors need
+LENGTH = 8  # bytes that count the header
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxstring = 2, 8, 8, 60
+
+
+class PayloadError(ValueError):
+    """A payload was refused; the message names client, round and field, what was expected and what came."""
+
+
+class Field(NamedTuple):
+    """A leaf as the header describes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Sender(NamedTuple):
+    """Whom a payload came from, for the messages."""
+
+    client: str | int | None
+    round: int | None
+
+    def refuse(self, expected: str, got: object, field: str | None = None) -> PayloadError:
+        """The error to raise."""
+        of_client = "" if self.client is None else f" of client {self.client!r}"
+        in_round = "" if self.round is None else f" in round {self.round}"
+        at = "" if field is None else f", field {field!r}"
+        return PayloadError(f"payload{of_client}{in_round}{at}: expected {expected}, but got {got}")
+
+
+def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
+    """The fields as they follow each other in a payload: wide elements first, so that all are aligned."""
+    for name, dtype, _ in leaves:
+        if name == "__metadata__":
+            raise ValueError("Expected leaf names other than '__metadata__', which safetensors keeps for itself")
+        if dtype not in _CODES:
+            known = ", ".join(str(d).removeprefix("torch.") for d in _CODES)
+            raise TypeError(f"Expected a dtype that safetensors knows ({known}), but got {dtype} in {name!r}")
+    fields = [Field(name, dtype, tuple(shape)) for name, dtype, shape in leaves]
+    return sorted(fields, key=lambda field: (-field.dtype.itemsize, field.name))
+
+
+def make_header(fields: Sequence[Field], text: str | None = None) -> bytes:
+    """The count and the header, padded with spaces to a multiple of eight bytes."""
+    header: dict[str, JSON] = {} if text is None else {"__metadata__": {"fedtorch": text}}
+    start = 0
+    for field in fields:
+        place = [start, start + field.nbytes]
+        header[field.name] = {"dtype": _CODES[field.dtype], "shape": field.shape, "data_offsets": place}
+        start += field.nbytes
+    encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(LENGTH, "little") + encoded
+
+
+def read_header(payload: bytes, limit: int, sender: Sender) -> tuple[dict[str, JSON], memoryview]:
+    """The header as a JSON object, and the numbers after it."""
+    length = int.from_bytes(payload[:LENGTH], "little")
+    longest = min(limit, len(payload) - LENGTH)
+    if length > longest:
+        raise sender.refuse(f"a header of at most {longest} bytes", f"a header length of {length}")
+    stop = LENGTH + length
+    try:
+        text = payload[LENGTH:stop].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise sender.refuse("a header in UTF-8", f"{error.reason} at byte {error.start}") from None
+    return loads(text, "header", sender), memoryview(payload)[stop:]
+
+
+def loads(text: str, what: str, sender: Sender) -> dict[str, JSON]:
+    """A JSON object; names that come twice and numbers outside JSON are errors, not choices."""
+
+    def distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+        names: dict[str, JSON] = {}
+        for name, value in pairs:
+            if name in names:
+                raise ValueError(f"the name {_short(name)} twice")
+            names[name] = value
+        return names
+
+    def constant(name: str) -> JSON:
+        raise ValueError(f"the number {name}")
+
+    try:
+        value = json.loads(text, object_pairs_hook=distinct, parse_constant=constant)
+    except RecursionError:
+        raise sender.refuse(f"a {what} in JSON", "one nested too deeply") from None
+    except ValueError as error:
+        raise sender.refuse(f"a {what} in JSON", error) from None
+    if not isinstance(value, dict):
+        raise sender.refuse(f"a {what} that is a JSON object", _short(value))
+    return value
+
+
+def texts(header: dict[str, JSON], sender: Sender) -> dict[str, str]:
+    """The `__metadata__` of the format: texts by name."""
+    found = header.get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise sender.refuse("__metadata__ to map names to texts", _short(found))
+    return found
+
+
+def check_header(header: dict[str, JSON], fields: Sequence[Field], available: int, sender: Sender) -> dict[str, slice]:
+    """Where each field lies in the data, once names, dtypes, shapes and offsets are the expected ones."""
+    texts(header, sender)
+    got = header.keys() - {"__metadata__"}
+    wanted = {field.name for field in fields}
+    if got != wanted:
+        differences = f"missing {_names(wanted - got)} and extra {_names(got - wanted)}"
+        raise sender.refuse("the fields of the tree", differences)
+    places = {field.name: _place(header[field.name], field, sender) for field in fields}
+    stop = 0
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if place.start != stop:
+            raise sender.refuse(f"no gap or overlap before it, a start at {stop}", _short(place.start), name)
+        stop = place.stop
+    if stop != available:
+        raise sender.refuse(f"{stop} bytes of numbers after the header", available)
+    return places
+
+
+def _place(entry: JSON, field: Field, sender: Sender) -> slice:
+    """Where a field lies in the data, by a header's entry that is otherwise as expected."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise sender.refuse("dtype, shape and data_offsets", _short(entry), field.name)
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if code != _CODES[field.dtype]:
+        came = _DTYPES[code] if isinstance(code, str) and code in _DTYPES else _short(code)
+        raise sender.refuse(f"dtype {field.dtype}", came, field.name)
+    if not _is_integers(shape) or tuple(shape) != field.shape:
+        came = _short(tuple(shape) if isinstance(shape, list) else shape)
+        raise sender.refuse(f"shape {field.shape}", came, field.name)
+    if not _is_integers(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != field.nbytes:
+        raise sender.refuse(f"two offsets {field.nbytes} bytes apart", _short(offsets), field.name)
+    return slice(*offsets)
+
+
+def _is_integers(value: JSON) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)  # True and 2.0 are not
+
+
+def _short(value: JSON) -> str:
+    """A value of the sender for a message: escaped, and never long or deep."""
+    return _REPR.repr(value)
+
+
+def _names(names: set[str]) -> str:
+    first = [_short(name) for name in sorted(names)[:3]]
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join(first + more) or "none"

@@ -1,0 +1,26 @@
+"""Least squares of least norm, and problems laid out in columns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedtorch import random
+from fedtorch.models.gibbs.gaussian_conditional import columns, from_columns, least_norm
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (3, 6), (0, 3)])
+def test_estimates_of_least_norm(shape: tuple[int, int]) -> None:
+    """Of collinear columns, of more columns than rows, and of no rows."""
+    x = random.normal(random.key(0), shape, torch.float64)
+    x[:, -1] = x[:, 0]
+    y = random.normal(random.key(1), (shape[0], 2), torch.float64)
+    found = least_norm(x, y)
+    assert float((found - torch.linalg.pinv(x) @ y).abs().amax()) < 1e-12
+
+
+@pytest.mark.parametrize("clients", [0, 3])
+def test_columns_and_back(clients: int) -> None:
+    values = random.normal(random.key(0), (clients, 2, 4, 5), torch.float64)
+    assert columns(values).shape == (4, 5, 2 * clients)
+    assert torch.equal(from_columns(columns(values), clients, 2), values)
