@@ -26,27 +26,10 @@ Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study o
 Vehtari et al. (2020), "Expectation propagation as a way of life".
 """
 
-from fedtorch.federation.algorithms.ep.algorithm import ep
-from fedtorch.federation.algorithms.ep.correction import Corrected, corrected
-from fedtorch.federation.algorithms.ep.damping import Moved, Pace
-from fedtorch.federation.algorithms.ep.devices import devices
-from fedtorch.federation.algorithms.ep.fitting import converged, posterior, settled
-from fedtorch.federation.algorithms.ep.start import Factors
-from fedtorch.federation.algorithms.ep.state import Outbox, Server, State, Told
-
-__all__ = [
-    "Corrected",
-    "Factors",
-    "Moved",
-    "Outbox",
-    "Pace",
-    "Server",
-    "State",
-    "Told",
-    "converged",
-    "corrected",
-    "devices",
-    "ep",
-    "posterior",
-    "settled",
-]
+from fedtorch.federation.algorithms.ep.algorithm import ep as ep
+from fedtorch.federation.algorithms.ep.correction import Corrected as Corrected, corrected as corrected
+from fedtorch.federation.algorithms.ep.damping import Moved as Moved, Pace as Pace
+from fedtorch.federation.algorithms.ep.devices import devices as devices
+from fedtorch.federation.algorithms.ep.fitting import converged as converged, posterior as posterior, settled as settled
+from fedtorch.federation.algorithms.ep.start import Factors as Factors
+from fedtorch.federation.algorithms.ep.state import Outbox as Outbox, Server as Server, State as State, Told as Told
