@@ -103,14 +103,13 @@ def paper_average(problem: Problem, rounds: int) -> Tensor:
     """HM1 with the paper's rate, its update of Ω and its start, the prior in every step and the noise estimated."""
     local = ft.least_squares(head(problem), steps=STEPS, lr=RATE)
     algorithm = ft.matrix_normal(local, covariance=exponential_average(ALPHA), start=1.0)
-    last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds).last
-    return last.server.parameters
+    return ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds).server.parameters
 
 
 def as_printed(problem: Problem, rounds: int) -> Tensor:
     """Algorithm 1 as printed, with mean gradients: both step sizes are η₂, and the shrinkage comes once a round."""
     known = statistics(problem)
-    gram, cross = known.gram / known.rows[:, None, None], known.cross / known.rows[:, None]
+    gram, cross = known.per_row().gram, known.per_row().cross
     theta = torch.zeros_like(problem.theta)
     omega = torch.eye(len(theta), dtype=torch.float64)
     for _ in range(rounds):
@@ -124,8 +123,7 @@ def as_printed(problem: Problem, rounds: int) -> Tensor:
 def separate(problem: Problem, rounds: int) -> Tensor:
     """As many local steps, each device on its own."""
     local = ft.least_squares(head(problem), steps=STEPS, lr=RATE)
-    last = ft.run(ft.separate(local), ft.InProcess(problem.data), rounds=rounds).last
-    return torch.stack([last.clients.tensors({}, k)["coefficients"] for k in range(len(problem.data))])
+    return ft.run(ft.separate(local), ft.InProcess(problem.data), rounds=rounds).tensors()["coefficients"]
 
 
 def oracle(problem: Problem) -> Tensor:
@@ -177,8 +175,8 @@ def correlation(devices: int, rounds: int) -> Figure:
     """What HM1 learns of related devices."""
     problem = related(devices, 8, 20, 0)
     algorithm = ft.matrix_normal(ft.least_squares(head(problem), steps=STEPS))
-    last = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds).last
-    return ft.plots.device_correlation(last.server.covariance)
+    run = ft.run(algorithm, ft.InProcess(problem.data), rounds=rounds)
+    return ft.plots.device_correlation(run.server.covariance)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -54,7 +54,7 @@ def normalised() -> torch.nn.Module:
 def hierarchical_ep() -> ft.Algorithm:
     """A hierarchical linear model with two shared means, variances and the noise."""
     model = hierarchical.linear(hierarchical.normal(3, random=[0, 2]))
-    return ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    return ft.ep(model)
 
 
 def gaussian_process() -> torch.nn.Module:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
-from fedtorch.federation.algorithms.ep import fit
+from fedtorch.federation.algorithms.ep import settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.linear import LinearHead
 
@@ -98,8 +98,8 @@ def many_devices(count: int, features: int, rank: int, rounds: int) -> list[comm
     x, y = devices(count, 12, features)
     data = ft.data.FederatedData((x.flatten(0, 1), y.flatten()), torch.full((count,), 12))
     local = ft.least_squares(LinearHead(features, intercept=False, dtype=x.dtype), steps=STEPS)
-    running = ft.run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
-    times = measure.round_seconds(running, rounds + 1)
+    running = ft.Run(ft.matrix_normal(local, rank=rank), ft.InProcess(data))
+    times = measure.round_seconds(running.rounds(rounds + 1), rounds + 1)
     title = f"HM1: K = {count}, d = {features}, Ω of rank {rank}"
     return [
         common.Row(title, "the first round, with preparation, s", times[0]),
@@ -121,17 +121,18 @@ def _propagation(count: int, features: int, draws: int) -> list[common.Row]:
     """One K; NUTS where there are draws."""
     data = ft.data.from_tensors(list(zip(*devices(count, 40, features))))
     model = hierarchical.linear(hierarchical.normal(features))
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
-    running = ft.run(algorithm, ft.InProcess(data))
-    times = measure.round_seconds(running, 6)
+    times = measure.round_seconds(ft.Run(ft.ep(model), ft.InProcess(data)).rounds(6), 6)
+
+    def whole() -> ft.Run:
+        return ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+
     title = f"HM2: K = {count}, d = {features}, σ² learnt"
-    rounds = len(fit(algorithm, ft.InProcess(data)).rounds)
     found = [
         common.Row(title, "s a round", statistics.median(times[1:])),
-        common.Row(title, "rounds to convergence", rounds),
+        common.Row(title, "rounds to convergence", whole().number),
     ]
     if draws:
-        ours = common.seconds(lambda: fit(algorithm, ft.InProcess(data)))
+        ours = common.seconds(whole)
         theirs = common.seconds(lambda: nuts(model, data, draws))
         found.append(common.Row(title, "a whole run, s", ours))
         found.append(common.Row(title, f"NUTS, {draws} draws after as many, s", theirs))
