@@ -38,8 +38,6 @@ from torch import Tensor
 
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 
-__all__ = ["Holder", "Intersection", "Points", "Positions", "check_identifiers", "following", "intersect", "leading"]
-
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
 _CURVE = ec.SECP256R1()
 _BYTES = 32

@@ -22,8 +22,6 @@ from fedtorch.vfl.likelihoods import ResponseLikelihood
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior, normal_prior
 
-__all__ = ["attenuation", "augmented"]
-
 
 def augmented(
     likelihood: ResponseLikelihood,

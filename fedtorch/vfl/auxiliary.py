@@ -36,8 +36,6 @@ from fedtorch.vfl.encoder import EncoderFactory, encoded, perceptron
 from fedtorch.vfl.gaussians import Tensors
 from fedtorch.vfl.model import VerticalModel
 
-__all__ = ["Auxiliary", "Sampled", "amortised", "mean_field", "noiseless", "sums"]
-
 
 class Sampled(NamedTuple):
     """A draw at the server."""

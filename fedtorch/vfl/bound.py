@@ -25,8 +25,6 @@ from fedtorch.vfl.guide import Guide, Parameters, draw_theta, fixed
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.noise import Noise
 
-__all__ = ["ascend", "bound", "party_bound", "server_bound", "shared_terms"]
-
 Groups = dict[str, dict[str, Tensor]]
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["VerticalData", "check_known"]
-
 
 class VerticalData(NamedTuple):
     """Aligned rows, or a minibatch of them."""

@@ -30,8 +30,6 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random
 
-__all__ = ["Encoder", "EncoderFactory", "affine", "encoded", "perceptron"]
-
 
 class Encoder(nn.Module):
     """One hidden layer of hyperbolic tangents beside a linear part.

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GaussianFamily", "Shares", "Tensors", "diagonal", "full_covariance", "low_rank", "point"]
-
 Tensors = dict[str, Tensor]
 
 

@@ -20,8 +20,6 @@ from fedtorch.vfl.auxiliary import Auxiliary, amortised
 from fedtorch.vfl.gaussians import GaussianFamily, full_covariance
 from fedtorch.vfl.model import VerticalModel
 
-__all__ = ["Guide", "Parameters", "count_parameters", "draw_own", "draw_theta", "fixed", "initial"]
-
 _ENCODER = 2  # purpose of a node's key
 
 

@@ -44,8 +44,6 @@ from fedtorch import random
 from fedtorch.vfl.nodes import Backward, Gradient, Iteration, PartyNode, ServerNode, Share
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, together
 
-__all__ = ["bounded_delay", "exchange", "party_half", "server_half"]
-
 
 def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1) -> Half:
     """A party's side of every iteration.

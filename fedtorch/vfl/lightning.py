@@ -13,8 +13,6 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.vfl.data import VerticalData
 
-__all__ = ["StackedEarlyStopping", "VerticalLoader"]
-
 
 class _Epoch:
     """The number of an epoch, which Lightning sets through `loader.sampler`: a resumed training goes on with it."""

@@ -28,8 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ResponseLikelihood", "bernoulli", "categorical", "gaussian", "negative_binomial", "poisson"]
-
 _CHECKED = 2**16  # rows that are checked at a time, so that a check takes no memory that grows with the rows
 
 

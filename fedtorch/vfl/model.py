@@ -19,11 +19,6 @@ from fedtorch.vfl.likelihoods import ResponseLikelihood
 from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
 from fedtorch.vfl.split_nn import Stacked
 
-__all__ = [
-    "VerticalModel", "check_features", "check_response", "check_rows", "concatenated", "prepared",
-    "summed",
-]  # fmt: skip
-
 _CHECKED = 2**16  # rows that are checked at a time, so that checks take no memory that grows with the rows
 
 

@@ -21,10 +21,6 @@ from fedtorch.vfl.model import check_response, check_rows, summed
 from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import Part
 
-__all__ = [
-    "Backward", "Gradient", "Iteration", "Optimizers", "PartyNode", "Pooled", "ServerNode", "Share", "Value",
-]  # fmt: skip
-
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 fused_adam: Optimizers = partial(torch.optim.Adam, lr=1.0, fused=True)
 

@@ -13,8 +13,6 @@ from fedtorch import random
 from fedtorch.vfl.guide import Guide
 from fedtorch.vfl.model import VerticalModel
 
-__all__ = ["NodeNoise", "Noise", "draw_noise", "iterations"]
-
 _THETA, _Z = 0, 1  # purposes of a node's key in `draw_noise`
 _DRAWS, _DROPOUT = 0, 1  # and in `NodeNoise`
 _STEPS, _ROWS = 1, 2  # purposes of the key of `iterations`

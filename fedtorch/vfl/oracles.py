@@ -16,8 +16,6 @@ from fedtorch.vfl.collapsed import collapsed_log_likelihood
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.model import VerticalModel, prepared
 
-__all__ = ["Draws", "log_joint", "nuts", "nuts_posterior"]
-
 
 class Draws(NamedTuple):
     """Draws of a sampler."""

@@ -14,8 +14,6 @@ from fedtorch.vfl.guide import Guide, Parameters, draw_own
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.noise import NodeNoise, Noise
 
-__all__ = ["Part", "draw_noises", "parts"]
-
 _PREDICT = 3  # purpose of a node's key
 
 

@@ -24,8 +24,6 @@ from fedtorch.vfl.leakage import warn_of_leakage
 if TYPE_CHECKING:
     from fedtorch.data import VerticalTable
 
-__all__ = ["Aligned", "Party", "align", "from_table", "joined", "party_named"]
-
 
 @dataclass(frozen=True)
 class Party:

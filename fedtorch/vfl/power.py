@@ -37,8 +37,6 @@ from fedtorch.vfl.likelihoods import ResponseLikelihood
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
 
-__all__ = ["power"]
-
 
 def power(
     likelihood: ResponseLikelihood,

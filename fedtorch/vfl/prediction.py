@@ -18,8 +18,6 @@ from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.model import VerticalModel, prepared
 from fedtorch.vfl.sfvi import VariationalFit
 
-__all__ = ["log_score", "lost_score", "noise_variance", "predictor", "spread"]
-
 
 def noise_variance(model: VerticalModel) -> Tensor:
     """Variance of the model's noise on the sum of the predictors, `(1 or B,)`."""

@@ -19,11 +19,6 @@ from torch import Tensor, nn
 from fedtorch import functional
 from fedtorch.vfl.split_nn import Stacked
 
-__all__ = [
-    "NetworkPredictor", "Predictor", "by_level", "flat_prior", "laplace_prior", "linear", "multilevel", "normal_prior",
-    "slopes",
-]  # fmt: skip
-
 Prior = Callable[[Tensor], Tensor]
 
 

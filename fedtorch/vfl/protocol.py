@@ -28,8 +28,6 @@ from typing import Any, NamedTuple
 from fedtorch import tree, wire
 from fedtorch.tree import Tree
 
-__all__ = ["Half", "Receive", "Send", "Traffic", "decode", "drive", "encode", "together"]
-
 Name = int | str
 
 

@@ -23,8 +23,6 @@ from fedtorch import wire
 from fedtorch.tree import Tree
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, decode, drive, encode
 
-__all__ = ["TIMEOUT", "Link", "over_ranks"]
-
 TIMEOUT = timedelta(minutes=10)
 _LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
 

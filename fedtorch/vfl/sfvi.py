@@ -24,8 +24,6 @@ from fedtorch.vfl.guide import Guide, Parameters, draw_theta, initial
 from fedtorch.vfl.model import VerticalModel, prepared
 from fedtorch.vfl.noise import draw_noise, iterations
 
-__all__ = ["VariationalFit", "cosine", "sfvi"]
-
 _START = 0  # purpose of the key
 
 Schedule = Callable[[int], float]

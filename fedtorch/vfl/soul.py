@@ -33,8 +33,6 @@ from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.model import VerticalModel, prepared
 from fedtorch.vfl.sfvi import Schedule
 
-__all__ = ["Soul", "langevin", "soul"]
-
 _LANGEVIN = 0  # purpose of the key
 
 

@@ -57,8 +57,6 @@ from fedtorch.vfl.part import Part, draw_noises, parts
 from fedtorch.vfl.predictors import NetworkPredictor, Prior, flat_prior, normal_prior
 from fedtorch.vfl.split_nn import Stacked
 
-__all__ = ["HierarchicalBayes", "SplitNetwork", "adam"]
-
 _WEIGHTS = 100  # purpose of an element's key
 
 

@@ -43,8 +43,6 @@ from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
 from fedtorch.tree import Tree
 
-__all__ = ["Server", "Shrinkage", "Summary", "in_every_step", "matrix_normal", "noise_variance", "proximal"]
-
 _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
 _EXACT = 1e-14  # residuals below, relative to y'y, are rounding
 

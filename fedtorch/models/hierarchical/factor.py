@@ -28,8 +28,6 @@ from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
 
-__all__ = ["Conditional", "DeviceLikelihood", "Model", "derivatives", "of"]
-
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 
 

@@ -21,8 +21,6 @@ from fedtorch.models.hierarchical.hyperpriors import Prior, renewed
 from fedtorch.models.hierarchical.projections import Projection
 from fedtorch.tree import Tree
 
-__all__ = ["client", "ep", "init", "outbox", "server"]
-
 
 def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
     """Expectation propagation.

@@ -36,8 +36,6 @@ from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor
 from fedtorch.models.quadrature import quasi_random
 
-__all__ = ["Corrected", "corrected"]
-
 _WIDER = 2.0  # variance of the second half of the nodes
 _FEWEST = 100  # effective nodes
 

@@ -28,8 +28,6 @@ from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
-__all__ = ["Moved", "Pace", "begun", "changes", "halfway", "is_near", "last_good", "update"]
-
 _FARTHEST = 5.0  # sds that a mean of q may move in a round
 _RETREATS = 5  # for the sake of cavities; from then on clients without one keep their sites
 _SETTLED = 4  # rounds after which changes should shrink

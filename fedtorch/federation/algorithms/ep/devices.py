@@ -14,8 +14,6 @@ from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical import Model
 
-__all__ = ["devices"]
-
 
 def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01) -> DevicePosterior:
     """Each device's own posterior given all devices' rows (section 4.2.1), made where its rows are.

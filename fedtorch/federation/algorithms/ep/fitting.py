@@ -14,8 +14,6 @@ from torch.distributions import MultivariateNormal
 from fedtorch.federation.run import Run
 from fedtorch.models import gaussian
 
-__all__ = ["checked", "converged", "posterior", "settled"]
-
 _SHOWN = 5  # names of clients in a warning
 _LARGEST = 10  # change of a last round, in tolerances
 _READ = "mean_change", "sd_change", "damping", "remaining"

@@ -18,8 +18,6 @@ from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projection, Start
 from fedtorch.tree import Tree
 
-__all__ = ["AnyPrior", "Completed", "Factors", "as_prior", "completed"]
-
 AnyPrior = Prior | Natural | MultivariateNormal
 
 

@@ -11,8 +11,6 @@ from fedtorch.federation.exchange import Mean
 from fedtorch.models.gaussian import Natural
 from fedtorch.tree import Tree
 
-__all__ = ["Message", "Outbox", "Server", "State", "Told"]
-
 
 class Told(NamedTuple):
     """All that a client has told, or the sum over clients."""

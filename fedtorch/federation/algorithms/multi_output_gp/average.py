@@ -28,8 +28,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
-__all__ = ["fedmgp_average", "init", "solve"]
-
 
 class Unit(NamedTuple):
     """What a unit keeps between rounds; leaves `(K, ...)`."""

@@ -27,8 +27,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
-__all__ = ["client", "fedmgp", "init", "model", "outbox", "prepare", "server"]
-
 
 class Message(NamedTuple):
     """What a unit tells the server of the round."""

@@ -18,8 +18,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP, Site
 
-__all__ = ["POSTERIOR", "StackedGP", "Told"]
-
 POSTERIOR = ("posterior_mean", "posterior_root")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
-__all__ = ["AdamMoments", "UnitSteps", "adam", "in_parts", "no_moments", "some_rows"]
-
 _MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together
 _BETAS = 0.9, 0.99
 
