@@ -70,7 +70,9 @@ class Equilibrated(NamedTuple):
         """X `(..., p, p)` with XX' = A⁺, the pseudo-inverse in the units of A, from what `null()` gives."""
         known = self.values > 0
         root = torch.where(known, self.values, 1.0).rsqrt() * known
-        found = self.scale[..., None] * self.vectors * root[..., None, :]
+        found = self.vectors * root[..., None, :] * self.scale[..., None]
+        if bool(known.all()):
+            return found
         # A column of zeros has zeros here: its coefficient is zero, not rounding.
         return torch.where(found.any(-1, keepdim=True), found - null @ (null.mT @ found), 0.0)
 

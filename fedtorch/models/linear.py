@@ -214,27 +214,33 @@ def spectral(statistics: SufficientStatistics) -> Spectral:
     """
     gram = statistics.gram
     values, vectors = torch.linalg.eigh(gram)
-    doubtful = values[..., :1].sum(-1) <= CLEAR * values[..., -1:].sum(-1)
+    rank = (values > CLEAR * values[..., -1:]).sum(-1)
+    doubtful = rank < _most(statistics)
     if bool(doubtful.any()):
-        rank = torch.full_like(doubtful, gram.shape[-1], dtype=torch.int64)
         rank[doubtful] = linalg.equilibrated(gram[doubtful]).rank
-        _warn_of_dependence(statistics, rank)
-        place = torch.arange(gram.shape[-1], device=gram.device)
-        known = place >= gram.shape[-1] - rank[..., None]
-        values = torch.where(known, values.clamp(min=torch.finfo(values.dtype).tiny), 0.0)
+        warn_of_dependence(statistics, rank)
+    place = torch.arange(gram.shape[-1], device=gram.device)
+    known = place >= gram.shape[-1] - rank[..., None]
+    values = torch.where(known, values.clamp(min=torch.finfo(values.dtype).tiny), 0.0)
     cross = _times(vectors.mT, statistics.cross, gram.ndim - 1)
     return Spectral(statistics, values, vectors, cross, statistics.count)
 
 
-def _warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
-    filled = (statistics.gram.diagonal(dim1=-2, dim2=-1) > 0).sum(-1)
-    missing = (statistics.count.minimum(filled) - rank).flatten()
+def _most(statistics: SufficientStatistics) -> Tensor:
+    """The rank of X if its columns are independent but for those of zeros, `(...)`."""
+    return statistics.count.minimum((statistics.gram.diagonal(dim1=-2, dim2=-1) > 0).sum(-1))
+
+
+def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
+    """Warns where X has a smaller rank `(...)` than its rows and its columns that are not zeros let it have."""
+    most = _most(statistics).flatten()
+    missing = most - rank.flatten()
     if bool((missing > 0).any()):
         worst = int(missing.argmax())
         warnings.warn(
-            f"Expected independent columns, but got {int(filled.flatten()[worst])} of rank {int(rank.flatten()[worst])}"
-            f" in data set {worst} of {missing.numel()} ({int((missing > 0).sum())} have such): of the solutions that "
-            "fit alike, the one of least norm is taken; leave columns out, centre them, or add a penalty",
+            f"Expected columns of rank {int(most[worst])}, but got rank {int(rank.flatten()[worst])} in data set {worst} "
+            f"of {missing.numel()} ({int((missing > 0).sum())} have dependent columns): of the solutions that fit alike, "
+            "the one of least norm is taken; leave columns out, centre them, or add a penalty",
             stacklevel=4,
         )
 
@@ -253,7 +259,7 @@ def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     Warns of columns that depend on each other.
     """
     parts = linalg.equilibrated(statistics.gram)
-    _warn_of_dependence(statistics, parts.rank)
+    warn_of_dependence(statistics, parts.rank)
     root = parts.inverse_root(parts.null())
     solution = (root @ (root.mT @ statistics.cross[..., None]))[..., 0]
     return LeastSquares(solution, parts.rank, root.square().sum((-2, -1)) / parts.rank.clamp(min=1))

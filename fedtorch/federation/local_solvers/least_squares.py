@@ -133,7 +133,9 @@ def _minimiser(data: Spectral, share: float, precision: Tensor | None, shift: Te
     if precision is not None:
         curvature, target = curvature + precision, target + data.vectors.mT @ shift
     known = curvature > 0
-    inside = torch.where(known[..., None], target / curvature[..., None], data.vectors.mT @ old)
+    inside = target / curvature[..., None]
+    if not bool(known.all()):
+        inside = torch.where(known[..., None], inside, data.vectors.mT @ old)
     new = data.vectors @ inside
     inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
     if bool(inexact.any()):
