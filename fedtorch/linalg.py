@@ -58,7 +58,8 @@ class Equilibrated(NamedTuple):
             # Elimination with pivots keeps directions apart that the scales make all but parallel; what it leaves of
             # other columns is rounding, which in their units could be large.
             order, lower, _ = torch.linalg.lu(scale * vectors)
-            basis = order @ lower
+            top = lower[..., :count, :]
+            basis = torch.linalg.solve_triangular(top, order @ lower, upper=False, left=False, unitriangular=True)
             size = (basis / scale).abs()
             basis = torch.where(size > 64 * _noise(vectors) * size.amax(-2, keepdim=True), basis, 0.0)
             upper = torch.linalg.qr(basis, mode="r").R

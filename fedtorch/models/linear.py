@@ -238,9 +238,9 @@ def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
     if bool((missing > 0).any()):
         worst = int(missing.argmax())
         warnings.warn(
-            f"Expected columns of rank {int(most[worst])}, but got rank {int(rank.flatten()[worst])} in data set {worst} "
-            f"of {missing.numel()} ({int((missing > 0).sum())} have dependent columns): of the solutions that fit alike, "
-            "the one of least norm is taken; leave columns out, centre them, or add a penalty",
+            f"Expected columns of rank {int(most[worst])}, but got rank {int(rank.flatten()[worst])} in data set "
+            f"{worst} of {missing.numel()} ({int((missing > 0).sum())} have dependent columns): of the solutions that fit "
+            "alike, the one of least norm is taken; leave columns out, centre them, or add a penalty",
             stacklevel=4,
         )
 

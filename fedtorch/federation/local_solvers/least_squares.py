@@ -43,8 +43,9 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
 
     Where the minimiser is not unique (fewer rows than features, or features that depend on each other, and no
     quadratic), it is the one nearest to the start in the units of the features, which is where gradient descent would
-    have gone; a feature that is always zero keeps its coefficient. Dependent features are warned of. With `steps` it is where full-batch `torch.optim.SGD` on
-    `torch.nn.functional.mse_loss` stops. `Local.info` has the mean squared `loss` at the solution.
+    have gone; a feature that is always zero keeps its coefficient. Dependent features are warned of. With `steps` it is
+    where full-batch `torch.optim.SGD` on `torch.nn.functional.mse_loss` stops. `Local.info` has the mean squared `loss`
+    at the solution.
 
     Args:
         module: an `nn.Linear`, whose data are rows `(x, y)` with x `(N, d)` and y `(N, o)` or, for one output, `(N,)`;

@@ -64,6 +64,5 @@ def admm(
         middle, push = (w[edges.first] + w[edges.second]) / 2, s / 2 - u
         w = nearest(rho * edges.gathered(middle + push, middle - push))
         stop = monitor.tell(w)
-        if stop or monitor.due():
-            if monitor.check(edges.optimality(w, rho * u), w) or stop:
-                return edges.solution(monitor, w, rho * u, s, "local")
+        if (stop or monitor.due()) and (monitor.check(edges.optimality(w, rho * u), w) or stop):
+            return edges.solution(monitor, w, rho * u, s, "local")

@@ -5,7 +5,8 @@ With all parameters brought to one size, w = Su, and where f does not change alo
 .. math:: \begin{pmatrix} SQS & Z \\ Z' & 0 \end{pmatrix} \begin{pmatrix} u \\ 0 \end{pmatrix} =
     \begin{pmatrix} Sb \\ 0 \end{pmatrix},
 
-whose matrix is regular; w without its part in SZ is that of least norm. Source: Jung, "Federated learning: from theory to practice", equation (3.26).
+whose matrix is regular; w without its part in SZ is that of least norm. Source: Jung, "Federated
+learning: from theory to practice", equation (3.26).
 """
 
 from __future__ import annotations

@@ -62,6 +62,5 @@ def primal_dual(
         s = penalty.prox(v / sigma, edges.strength / sigma)
         w, y = new, v - sigma * s
         stop = monitor.tell(w)
-        if stop or monitor.due():
-            if monitor.check(edges.optimality(w, y), w) or stop:
-                return edges.solution(monitor, w, y, s, "local")
+        if (stop or monitor.due()) and (monitor.check(edges.optimality(w, y), w) or stop):
+            return edges.solution(monitor, w, y, s, "local")

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, copy_of, distance, joined, linear, linear_clients, moments, same_bits, sgd
+from support.closed_forms import (
+    ROUNDING,
+    clock_clients,
+    copy_of,
+    distance,
+    joined,
+    linear,
+    linear_clients,
+    moments,
+    same_bits,
+    sgd,
+)
 from torch import Tensor, nn
 
 import fedtorch as ft
@@ -307,3 +318,48 @@ def test_a_precision_for_each_parameter() -> None:
             loop = sgd(0.05, steps=steps)
             expected = loop(start, tree.expand(loop.init(start), 1), data.stack(range(len(SIZES))), each, KEYS)
             assert distance(found.parameters, expected.parameters) < ROUNDING
+
+
+def test_a_clock_beside_an_indicator() -> None:
+    """Alone, by FedAvg, and with the quadratics of a network, by scalars and by parameter."""
+    data = clock_clients([20, 30, 25])
+    module = linear(2, bias=False)  # starts a thousand million times too high
+    local = ft.least_squares(module)
+    expected = torch.tensor([1e-9, 3.0], dtype=torch.float64)
+    server = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=1).server
+    assert torch.allclose(server["weight"][0], expected, rtol=1e-6, atol=0)  # changes of order one are averaged
+    start = tree.expand(local.parameters, 3)
+    for precision in (torch.tensor([0.1, 0.0, 7.0]).double(), {"weight": torch.tensor([0.1, 0.5, 7.0]).double()}):
+        pulled = ft.Quadratic(precision, {"weight": torch.tensor([1.0, -2.0]).double().expand(3, 1, 2)})
+        found = local(start, None, local.prepare(data.stack(range(3))), pulled, KEYS[:3]).parameters["weight"][:, 0]
+        for k, (x, y) in enumerate(data):
+            size, own = x.norm(dim=0), pulled.precision_of("weight")[k]
+            matrix = 2 / len(y) * x.T @ x + own * torch.eye(2, dtype=torch.float64)
+            right = 2 / len(y) * x.T @ y + torch.tensor([1.0, -2.0], dtype=torch.float64)
+            solution = torch.linalg.solve(matrix / size / size[:, None], right / size)
+            assert distance(found[k] * size, solution) < 1e-11
+
+
+def test_gradient_steps_are_in_the_units_of_the_features() -> None:
+    units = torch.tensor([1e4, 1.0, 1e-4], dtype=torch.float64)
+    data = linear_clients([20, 30]).map(lambda batch: (batch[0] * units, batch[1]))
+    module, ends = linear(), []
+    start, block = tree.expand(ft.least_squares(module).parameters, 2), data.stack(range(2))
+    for local in (ft.least_squares(module, steps=20, lr=1e-9), sgd(1e-9, module, steps=20)):
+        state = tree.expand(local.init(local.parameters), 2)
+        ends.append(local(start, state, local.prepare(block), None, KEYS[:2]).parameters)
+    assert distance(*ends) < ROUNDING
+
+
+def test_dependent_features_take_the_solution_nearest_to_the_start_in_their_units() -> None:
+    x, y = clock_clients([30]).rows
+    data = ft.data.from_tensors([(torch.cat([x, 1000 * x[:, :1], torch.zeros(30, 1)], 1), y)])
+    local = ft.least_squares(linear(4, bias=False))
+    with pytest.warns(UserWarning, match="Expected columns of rank 3, but got rank 2"):
+        prepared = local.prepare(data.stack([0]))
+    start = tree.map(lambda leaf: 1e-9 * leaf, tree.expand(local.parameters, 1))
+    found = local(start, None, prepared, None, KEYS[:1]).parameters["weight"][0, 0]
+    first, _, third, empty = start["weight"][0, 0].tolist()
+    excess = (1e-9 - first - 1000 * third) / (1 + 1000**2)  # along (1, 1000), which is orthogonal to what is open
+    expected = [first + excess, 3.0, third + 1000 * excess, empty]
+    assert found.tolist() == pytest.approx(expected, rel=1e-8)
