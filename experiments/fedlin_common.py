@@ -32,16 +32,16 @@ def predictions_of(candidate: Candidate, training: FederatedData, test: Federate
     algorithm = candidate.algorithm
     assert algorithm is not None
     population = ft.InProcess(training.pool() if candidate.pooled else training)
-    last = ft.run(algorithm, population, seed=seed, rounds=candidate.rounds).last
-    local = algorithm.local
-    assert local is not None
+    run = ft.run(algorithm, population, seed=seed, rounds=candidate.rounds)
+    outputs = algorithm.predict
+    assert outputs is not None
 
     def predict(tensors: Tree, block: ClientData) -> Tensor:
         size = int(test.counts.max())
-        found = local.predict(tensors, block.batch[0])
+        found = outputs(tensors, block.batch[0])
         return torch.nn.functional.pad(found, (0, size - found.shape[1]))
 
-    every = last.clients.evaluate(algorithm.outbox(last.server), test, predict)
+    every = run.clients.evaluate(run.outbox, test, predict)
     return [row[:count] for row, count in zip(every, test.counts.tolist())]
 
 

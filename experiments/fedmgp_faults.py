@@ -42,9 +42,8 @@ def error(
     """Unit 1's mean squared error in the lost range."""
     x, y, at, truth = problem
     faults = ft.dropouts(drop) if drop else None
-    last = ft.run(algorithm, ft.InProcess(fm.federated(x, y)), faults=faults, rounds=rounds).last
-    unit = fm.unit_models(algorithm, last, [0])[0]
-    return float((fm.predict(unit, at).mean - truth).square().mean())
+    run = ft.run(algorithm, ft.InProcess(fm.federated(x, y)), faults=faults, rounds=rounds)
+    return float((fm.predict(run.client_module(0), at).mean - truth).square().mean())
 
 
 def algorithms(units: int) -> dict[str, ft.Algorithm]:

@@ -134,22 +134,14 @@ def fedmgp(
     module: ConvolvedGP,
     rounds: int,
     **settings: object,
-) -> tuple[list[ConvolvedGP], ft.Round]:
-    """Each unit's model after some rounds of `ft.fedmgp`, and the last round."""
+) -> tuple[list[ConvolvedGP], ft.Run]:
+    """Each unit's model after some rounds of `ft.fedmgp`, and the run."""
     algorithm = ft.fedmgp(module, accept_disclosure=True, **settings)  # type: ignore[arg-type]
-    last = ft.run(algorithm, ft.InProcess(data), rounds=rounds).last
-    models = unit_models(algorithm, last, range(len(data)))
+    run = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
+    models = [run.client_module(k) for k in range(len(data))]
     for unit, rows in zip(models, data):
         unit.observe(*rows)
-    return models, last
-
-
-def unit_models(algorithm: ft.Algorithm, last: ft.Round, units: Sequence[int]) -> list[ConvolvedGP]:
-    """The models of some units."""
-    assert algorithm.predict is not None
-    outbox = algorithm.outbox(last.server)
-    found = [ft.functional.load(algorithm.module, last.clients.tensors(outbox, k)) for k in units]
-    return found  # type: ignore[return-value]
+    return models, run
 
 
 def predict(unit: ConvolvedGP, x: Tensor) -> Prediction:

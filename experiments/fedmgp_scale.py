@@ -40,14 +40,13 @@ def stacked(drawn: fm.Signals, points: int) -> tuple[torch.Tensor, torch.Tensor,
     return x[:, :points], y[:, :points], x[:, points:], y[:, points:]
 
 
-def federated(x: torch.Tensor, y: torch.Tensor, inducing: torch.Tensor, rounds: int) -> tuple[ft.Algorithm, ft.Round]:
+def federated(x: torch.Tensor, y: torch.Tensor, inducing: torch.Tensor, rounds: int) -> ft.Run:
     """`ft.fedmgp` on units of equal size."""
     units, points = y.shape
     data = ft.data.FederatedData((x.reshape(-1, 1), y.flatten()), torch.full((units,), points))
     size = 100 if points >= 1000 else None
     algorithm = ft.fedmgp(fm.model(inducing), batch_size=size, accept_disclosure=True)
-    last = ft.run(algorithm, ft.InProcess(data), rounds=rounds).last
-    return algorithm, last
+    return ft.run(algorithm, ft.InProcess(data), rounds=rounds)
 
 
 def one_size(size: tuple[int, int], seed: int, rounds: int) -> tuple[dict[str, float], tuple[float, float]]:
@@ -56,12 +55,10 @@ def one_size(size: tuple[int, int], seed: int, rounds: int) -> tuple[dict[str, f
     inducing = fm.inducing()
     x, y, x_new, y_new = stacked(fm.signals(units, points + 200, (8, 10), seed), points)
     began = time.perf_counter(), time.process_time()
-    algorithm, last = federated(x, y, inducing, rounds)
+    run = federated(x, y, inducing, rounds)
     seconds = time.perf_counter() - began[0], time.process_time() - began[1]
-    assert algorithm.predict is not None
-    outbox, everybody = algorithm.outbox(last.server), slice(0, units)
-    tensors = algorithm.model(algorithm.exchange.scatter(outbox, everybody), last.clients.table.read(everybody))
-    mean = algorithm.predict(tensors, x_new[..., None])
+    assert run.algorithm.predict is not None
+    mean = run.algorithm.predict(run.tensors(), x_new[..., None])
     found = {"FedMGP": float((mean - y_new).square().mean())}
     if size == MANY:
         return found, seconds
