@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import common
-from experiments import fedmgp_models as fm
+from experiments import common, fedmgp_models as fm
 from fedtorch.models.gaussian_process import ConvolvedGP
 
 PUBLISHED = {

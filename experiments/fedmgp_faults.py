@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import common
-from experiments import fedmgp_models as fm
+from experiments import common, fedmgp_models as fm
 from fedtorch.trust.robust import median, trimmed_mean
 
 DROPOUTS = (0.0, 0.3, 0.6)

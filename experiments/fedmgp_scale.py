@@ -18,8 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 import fedtorch as ft
-from experiments import common
-from experiments import fedmgp_models as fm
+from experiments import common, fedmgp_models as fm
 
 PUBLISHED = {
     (20, 10): {"FedMGP": 0.0119, "IndGP": 0.0581, "CenMGP": 0.0119},

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments import common
-from fedtorch import data as ft_data
-from fedtorch import random, vfl
+from fedtorch import data as ft_data, random, vfl
 from fedtorch.data import VerticalTable
 from fedtorch.vfl import likelihoods
 from fedtorch.vfl.split_nn import mlp

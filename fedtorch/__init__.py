@@ -4,131 +4,89 @@ A federation is an algorithm (what clients and server compute) on a population (
 `ft.Federation(ft.fedavg(local), ft.InProcess(data))` is a LightningModule, so a Lightning `Trainer` runs the rounds.
 """
 
-from fedtorch import data, functional, metrics, networks, plots, random, tree, vfl, wire
-from fedtorch.data import BadClients
-from fedtorch.federation import recipes
-from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic, Reply
-from fedtorch.federation.algorithms.consensus import without_server
-from fedtorch.federation.algorithms.ditto import ditto
-from fedtorch.federation.algorithms.ep import ep
-from fedtorch.federation.algorithms.fedavg import fedavg, fedprox
-from fedtorch.federation.algorithms.fedbn import fedbn
-from fedtorch.federation.algorithms.feddyn import feddyn
-from fedtorch.federation.algorithms.fedopt import fedadagrad, fedadam, fedopt, fedyogi
-from fedtorch.federation.algorithms.fedsgd import fedsgd
-from fedtorch.federation.algorithms.gibbs import gibbs
-from fedtorch.federation.algorithms.gtv import gtv
-from fedtorch.federation.algorithms.matrix_normal import matrix_normal
-from fedtorch.federation.algorithms.multi_output_gp import fedmgp, fedmgp_average
-from fedtorch.federation.algorithms.personal import personal_layers
-from fedtorch.federation.algorithms.pooled import pooled
-from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
-from fedtorch.federation.algorithms.regressors import gtv_regressors
-from fedtorch.federation.algorithms.scaffold import scaffold
-from fedtorch.federation.algorithms.separate import separate
-from fedtorch.federation.comparison import compare, constant
-from fedtorch.federation.distributed import Distributed
-from fedtorch.federation.evaluation import Score
-from fedtorch.federation.exchange import Exchange, Mean, Sum, graph, private_rows, star
-from fedtorch.federation.faults import Faults, dropouts, exponential_noise, lognormal_noise, lost_messages, stragglers
-from fedtorch.federation.history import History, Round
-from fedtorch.federation.lightning import ClientSharding, Federation
-from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
-from fedtorch.federation.local_solvers.least_squares import least_squares
-from fedtorch.federation.local_solvers.lightning_fit import lightning_fit
-from fedtorch.federation.local_solvers.unlabelled import unlabelled
-from fedtorch.federation.population import InProcess
-from fedtorch.federation.progress import RoundProgressBar
-from fedtorch.federation.redelivery import Redelivered
-from fedtorch.federation.run import Run, run
-from fedtorch.federation.sampler import Sampler
-from fedtorch.federation.sampling import fixed_cohort, poisson_cohort, uniform_cohort, weighted_cohort
-from fedtorch.federation.tuning import Grid, grid
-from fedtorch.federation.unreliable_edges import unreliable_edges
-from fedtorch.models.linear import LinearHead
-from fedtorch.module_randomness import Drawn
-from fedtorch.networks import Network
+from fedtorch import (
+    data as data,
+    functional as functional,
+    metrics as metrics,
+    networks as networks,
+    plots as plots,
+    random as random,
+    tree as tree,
+    vfl as vfl,
+    wire as wire,
+)
+from fedtorch.data import BadClients as BadClients
+from fedtorch.federation import recipes as recipes
+from fedtorch.federation.algorithm import (
+    Algorithm as Algorithm,
+    Local as Local,
+    LocalSolver as LocalSolver,
+    Quadratic as Quadratic,
+    Reply as Reply,
+)
+from fedtorch.federation.algorithms.consensus import without_server as without_server
+from fedtorch.federation.algorithms.ditto import ditto as ditto
+from fedtorch.federation.algorithms.ep import ep as ep
+from fedtorch.federation.algorithms.fedavg import fedavg as fedavg, fedprox as fedprox
+from fedtorch.federation.algorithms.fedbn import fedbn as fedbn
+from fedtorch.federation.algorithms.feddyn import feddyn as feddyn
+from fedtorch.federation.algorithms.fedopt import (
+    fedadagrad as fedadagrad,
+    fedadam as fedadam,
+    fedopt as fedopt,
+    fedyogi as fedyogi,
+)
+from fedtorch.federation.algorithms.fedsgd import fedsgd as fedsgd
+from fedtorch.federation.algorithms.gibbs import gibbs as gibbs
+from fedtorch.federation.algorithms.gtv import gtv as gtv
+from fedtorch.federation.algorithms.matrix_normal import matrix_normal as matrix_normal
+from fedtorch.federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
+from fedtorch.federation.algorithms.personal import personal_layers as personal_layers
+from fedtorch.federation.algorithms.pooled import pooled as pooled
+from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance as pooled_covariance
+from fedtorch.federation.algorithms.regressors import gtv_regressors as gtv_regressors
+from fedtorch.federation.algorithms.scaffold import scaffold as scaffold
+from fedtorch.federation.algorithms.separate import separate as separate
+from fedtorch.federation.comparison import compare as compare, constant as constant
+from fedtorch.federation.distributed import Distributed as Distributed
+from fedtorch.federation.evaluation import Score as Score
+from fedtorch.federation.exchange import (
+    Exchange as Exchange,
+    Mean as Mean,
+    Sum as Sum,
+    graph as graph,
+    private_rows as private_rows,
+    star as star,
+)
+from fedtorch.federation.faults import (
+    Faults as Faults,
+    dropouts as dropouts,
+    exponential_noise as exponential_noise,
+    lognormal_noise as lognormal_noise,
+    lost_messages as lost_messages,
+    stragglers as stragglers,
+)
+from fedtorch.federation.history import History as History, Round as Round
+from fedtorch.federation.lightning import ClientSharding as ClientSharding, Federation as Federation
+from fedtorch.federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
+from fedtorch.federation.local_solvers.least_squares import least_squares as least_squares
+from fedtorch.federation.local_solvers.lightning_fit import lightning_fit as lightning_fit
+from fedtorch.federation.local_solvers.unlabelled import unlabelled as unlabelled
+from fedtorch.federation.population import InProcess as InProcess
+from fedtorch.federation.progress import RoundProgressBar as RoundProgressBar
+from fedtorch.federation.redelivery import Redelivered as Redelivered
+from fedtorch.federation.run import Run as Run, run as run
+from fedtorch.federation.sampler import Sampler as Sampler
+from fedtorch.federation.sampling import (
+    fixed_cohort as fixed_cohort,
+    poisson_cohort as poisson_cohort,
+    uniform_cohort as uniform_cohort,
+    weighted_cohort as weighted_cohort,
+)
+from fedtorch.federation.tuning import Grid as Grid, grid as grid
+from fedtorch.federation.unreliable_edges import unreliable_edges as unreliable_edges
+from fedtorch.models.linear import LinearHead as LinearHead
+from fedtorch.module_randomness import Drawn as Drawn
+from fedtorch.networks import Network as Network
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "Algorithm",
-    "BadClients",
-    "ClientSharding",
-    "Distributed",
-    "Drawn",
-    "Exchange",
-    "Faults",
-    "Federation",
-    "Grid",
-    "History",
-    "InProcess",
-    "LinearHead",
-    "Local",
-    "LocalSolver",
-    "Mean",
-    "Network",
-    "Quadratic",
-    "Redelivered",
-    "Reply",
-    "Round",
-    "RoundProgressBar",
-    "Run",
-    "Sampler",
-    "Score",
-    "Sum",
-    "compare",
-    "constant",
-    "data",
-    "ditto",
-    "dropouts",
-    "ep",
-    "exponential_noise",
-    "fedadagrad",
-    "fedadam",
-    "fedavg",
-    "fedbn",
-    "feddyn",
-    "fedmgp",
-    "fedmgp_average",
-    "fedopt",
-    "fedprox",
-    "fedsgd",
-    "fedyogi",
-    "fixed_cohort",
-    "functional",
-    "gibbs",
-    "gradient_descent",
-    "graph",
-    "grid",
-    "gtv",
-    "gtv_regressors",
-    "least_squares",
-    "lightning_fit",
-    "lognormal_noise",
-    "lost_messages",
-    "matrix_normal",
-    "metrics",
-    "networks",
-    "personal_layers",
-    "plots",
-    "poisson_cohort",
-    "pooled",
-    "pooled_covariance",
-    "private_rows",
-    "random",
-    "recipes",
-    "run",
-    "scaffold",
-    "separate",
-    "star",
-    "stragglers",
-    "tree",
-    "uniform_cohort",
-    "unlabelled",
-    "unreliable_edges",
-    "vfl",
-    "weighted_cohort",
-    "wire",
-    "without_server",
-]

@@ -31,8 +31,7 @@ from support.closed_forms import (
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation import exchange
-from fedtorch.federation import run as running
+from fedtorch.federation import exchange, run as running
 from fedtorch.federation.exchange import Exchange, Mean, Sum, client_count, sum_over
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP

@@ -30,9 +30,18 @@ from experiments import (
     vfl_logistic,
     vfl_poisson,
 )
-from experiments.benchmarks import __main__ as benchmarks
-from experiments.benchmarks import against, core, fedlin, gibbs, gtv, vfl, vfl_split, workloads
-from experiments.benchmarks import fedmgp as fedmgp_benchmark
+from experiments.benchmarks import (
+    __main__ as benchmarks,
+    against,
+    core,
+    fedlin,
+    fedmgp as fedmgp_benchmark,
+    gibbs,
+    gtv,
+    vfl,
+    vfl_split,
+    workloads,
+)
 
 
 def rows(path):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from experiments.benchmarks import scaling
-from experiments.benchmarks.peers import __main__ as peers
-from experiments.benchmarks.peers import ours, work
+from experiments.benchmarks.peers import __main__ as peers, ours, work
 
 
 @pytest.fixture(autouse=True)

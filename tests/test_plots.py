@@ -79,7 +79,7 @@ def test_curves(runs: dict[str, Any], name: str) -> None:
 def test_curves_of_a_history_without_validation() -> None:
     history = ft.History()
     for round in ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6]))).rounds(4):
-        history.append(round)
+        history.record(round)
     figure = ft.plots.curves(history, ["train_loss"])
     assert drawn(figure)
     assert lines(figure.axes[0])["mean over clients"] == known(history.frame(), "train_loss")

@@ -9,8 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fedtorch import philox as generator
-from fedtorch import random
+from fedtorch import philox as generator, random
 
 MASK = 0xFFFFFFFF
 SAMPLES = 40_000

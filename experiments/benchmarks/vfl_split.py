@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from experiments import common, vfl_heart_models
-from fedtorch import data as ft_data
-from fedtorch import random, vfl
+from fedtorch import data as ft_data, random, vfl
 from fedtorch.vfl import likelihoods
 from fedtorch.vfl.split.network import adam
 from fedtorch.vfl.split_nn import mlp

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import metrics as fm
-from fedtorch import tree
+from fedtorch import metrics as fm, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.evaluation import Score, Split, inputs_and_targets, score_of
 from fedtorch.tree import Tree

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.population import SMALL_BLOCK, LocalClients, Pending, joined
+from fedtorch.federation.population import SMALL_BLOCK, LocalClients, Pending, joined, placed
 from fedtorch.tree import Tree
 
 __all__ = ["Distributed"]
@@ -42,28 +42,9 @@ class Distributed:
     """
 
     def __init__(self, data: FederatedData, chunk: int | None = None, device: torch.device | str | None = None) -> None:
-        if not isinstance(data, FederatedData):
-            raise TypeError(f"Expected FederatedData, but got {type(data).__name__}; see ft.data")
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"Expected chunk of at least 1, but got {chunk}")
-        self.data = data if device is None else data.to(device)
-        self.chunk = chunk
+        self.data, self.names, self.device = placed(data, chunk, device)
         self.rank, self.world_size = _place()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All clients' names."""
-        return self.data.names
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's blocks live."""
-        return tree.leaves(self.data.rows)[0].device
-
-    @property
-    def leads(self) -> bool:
-        """Whether this is the first rank."""
-        return self.rank == 0
+        self.chunk, self.leads = chunk, self.rank == 0
 
     def bind(self, algorithm: Algorithm, state: Tree) -> DistributedClients:
         """This rank's clients for one run of `algorithm`."""

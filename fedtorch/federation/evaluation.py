@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import metrics as fm
-from fedtorch import tree
+from fedtorch import metrics as fm, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.population import Clients
 from fedtorch.tree import Tree

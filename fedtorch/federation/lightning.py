@@ -15,8 +15,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from fedtorch import metrics as fm
-from fedtorch import tree
+from fedtorch import metrics as fm, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.client_sharding import ClientSharding, check_place

@@ -28,6 +28,7 @@ SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth di
 _MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
 _MERGE_EVERY = 32  # partial aggregates that are held before they are merged
 
+_NOBODY = torch.zeros(0, dtype=torch.int64)
 Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
 
 
@@ -40,7 +41,7 @@ class Pending(NamedTuple):
     bytes_up: int  # of all messages sent, also those that were lost
     bytes_down: int
     commit: Callable[[], None]  # keeps the new states of the clients that answered
-    repeated: Tensor | None = None  # the clients whose message came more than once and was taken once
+    repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
 
 
 class Clients(Protocol):
@@ -79,21 +80,9 @@ class Population(Protocol):
     """Clients and where they run."""
 
     data: FederatedData
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The clients' names."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where the server's state lives."""
-        ...
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes what all processes know."""
-        ...
+    names: tuple[str, ...]
+    device: torch.device  # where the server's state lives
+    leads: bool  # whether this process writes what all processes know
 
     def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
         """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""
@@ -110,31 +99,9 @@ class InProcess:
     """
 
     def __init__(self, data: FederatedData, chunk: int | None = None, device: torch.device | str | None = None) -> None:
-        if not isinstance(data, FederatedData):
-            raise TypeError(
-                f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "
-                "from_datasets, from_frame or partition"
-            )
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"Expected chunk of at least 1, but got {chunk}")
-        self.data = data if device is None else data.to(device)
-        self.chunk = chunk
+        self.data, self.names, self.device = placed(data, chunk, device)
+        self.chunk, self.leads = chunk, True
         self._blocks: list[tuple[Tensor, ClientData]] | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The clients' names."""
-        return self.data.names
-
-    @property
-    def device(self) -> torch.device:
-        """Where blocks and states live."""
-        return tree.leaves(self.data.rows)[0].device
-
-    @property
-    def leads(self) -> bool:
-        """There is no other process."""
-        return True
 
     def blocks(self) -> list[tuple[Tensor, ClientData]]:
         """The clients stacked in blocks of similar size, made once."""
@@ -148,6 +115,21 @@ class InProcess:
 
     def __repr__(self) -> str:
         return f"InProcess({self.data!r})"
+
+
+def placed(
+    data: FederatedData, chunk: int | None, device: torch.device | str | None
+) -> tuple[FederatedData, tuple[str, ...], torch.device]:
+    """(data on the device, their clients' names, the device), if a population can be made of them."""
+    if not isinstance(data, FederatedData):
+        raise TypeError(
+            f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "
+            "from_datasets, from_frame or partition"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"Expected chunk of at least 1, but got {chunk}")
+    data = data if device is None else data.to(device)
+    return data, data.names, tree.leaves(data.rows)[0].device
 
 
 class LocalClients:

@@ -81,26 +81,8 @@ class Redelivered:
         if not 0 <= probability <= 1:
             raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
         self.population, self.probability = population, probability
-
-    @property
-    def data(self) -> FederatedData:
-        """The clients' rows."""
-        return self.population.data
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The clients' names."""
-        return self.population.names
-
-    @property
-    def device(self) -> torch.device:
-        """Where the server's state lives."""
-        return self.population.device
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process writes what all processes know."""
-        return self.population.leads
+        self.data, self.names = population.data, population.names
+        self.device, self.leads = population.device, population.leads
 
     def bind(self, algorithm: Algorithm, state: Tree) -> RedeliveredClients:
         """The clients for one run of `algorithm`, and the network between them and the server."""

@@ -115,7 +115,8 @@ class Run:
         if algorithm.told is not None:
             server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
-        self._draw, self._everybody = cohort_function(cohort, clients), torch.arange(clients)
+        self._draw = cohort_function(cohort, clients)
+        self._everybody = torch.arange(clients)
         self._ahead: list[_Keys] = []  # of the rounds to come, the next one last
 
     # -- round by round --------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Run:
         """Does one round."""
         began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
         keys = self._next_keys()
-        asked = self._draw(keys.cohort)
+        asked = None if self._draw is None else self._draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
         hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
@@ -137,7 +138,6 @@ class Run:
             self.server = self.server._replace(total=self.clients.total())
         self.bytes_up += pending.bytes_up
         self.bytes_down += pending.bytes_down
-        repeated = pending.ids[:0] if pending.repeated is None else pending.repeated
         self.last = Round(
             self.number,
             self.server,
@@ -150,7 +150,7 @@ class Run:
             before,
             late,
             after,
-            repeated,
+            pending.repeated,
             {} if algorithm.report is None else algorithm.report(self.server),
         )
         self.log.record(self.last, time.perf_counter() - began)

@@ -105,18 +105,15 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
     return draw
 
 
-def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort:
-    """A number as the uniform cohort of that size, None as everybody."""
-    if cohort is None:
-        return lambda key: None
-    if isinstance(cohort, int):
-        return uniform_cohort(cohort, clients)
-    return cohort
+def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
+    """A number as the uniform cohort of that size, None, which is everybody, as it is."""
+    return uniform_cohort(cohort, clients) if isinstance(cohort, int) else cohort
 
 
 def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
     """Raises ValueError if `cohort` asks for clients that are not there, as far as one draw tells."""
-    ids = cohort_function(cohort, clients)(random.key(0))
+    draw = cohort_function(cohort, clients)
+    ids = None if draw is None else draw(random.key(0))
     if ids is not None:
         check_ids(ids, clients)
 

@@ -1,20 +1,14 @@
 """Federated learning networks: the graph, what it promises, how to learn it, its clusters, and solvers of GTV
 minimisation with linear models. Nothing here needs a federation."""
 
-from fedtorch.networks import bounds, clustering, diagnostics, discrepancy, learning, solvers
-from fedtorch.networks.bounds import Diagnostics
-from fedtorch.networks.diagnostics import diagnose
-from fedtorch.networks.network import Components, Network
-
-__all__ = [
-    "Components",
-    "Diagnostics",
-    "Network",
-    "bounds",
-    "clustering",
-    "diagnose",
-    "diagnostics",
-    "discrepancy",
-    "learning",
-    "solvers",
-]
+from fedtorch.networks import (
+    bounds as bounds,
+    clustering as clustering,
+    diagnostics as diagnostics,
+    discrepancy as discrepancy,
+    learning as learning,
+    solvers as solvers,
+)
+from fedtorch.networks.bounds import Diagnostics as Diagnostics
+from fedtorch.networks.diagnostics import diagnose as diagnose
+from fedtorch.networks.network import Components as Components, Network as Network

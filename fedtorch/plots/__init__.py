@@ -10,20 +10,8 @@ show it. Where a function takes a run, that is a `Federation`, a `History`, or t
 'rows'
 """
 
-from fedtorch.plots.clients import client_distribution
-from fedtorch.plots.grids import heat_map
-from fedtorch.plots.matrices import device_correlation, inclusion_map
-from fedtorch.plots.networks import directed_network, network
-from fedtorch.plots.runs import bytes_against, curves, worst_client
-
-__all__ = [
-    "bytes_against",
-    "client_distribution",
-    "curves",
-    "device_correlation",
-    "directed_network",
-    "heat_map",
-    "inclusion_map",
-    "network",
-    "worst_client",
-]
+from fedtorch.plots.clients import client_distribution as client_distribution
+from fedtorch.plots.grids import heat_map as heat_map
+from fedtorch.plots.matrices import device_correlation as device_correlation, inclusion_map as inclusion_map
+from fedtorch.plots.networks import directed_network as directed_network, network as network
+from fedtorch.plots.runs import bytes_against as bytes_against, curves as curves, worst_client as worst_client

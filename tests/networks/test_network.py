@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch.networks import network as network_module
-from fedtorch.networks import random_edges
+from fedtorch.networks import network as network_module, random_edges
 
 PLACES = ft.random.uniform(ft.random.key(9), (30, 2), torch.float64)
 

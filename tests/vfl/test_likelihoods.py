@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.closed_forms import ROUNDING
-from torch import Tensor
-from torch import distributions as D
+from torch import Tensor, distributions as D
 
 from fedtorch import random
 from fedtorch.vfl import likelihoods

@@ -10,33 +10,28 @@
 FederatedData(100 clients, 1797 rows, ... per client, fields 0: float32 (64,), 1: int64 ())
 """
 
-from fedtorch.data.datasets.education import school, student_performance
-from fedtorch.data.datasets.embedded import breast_cancer, diabetes, digits
-from fedtorch.data.datasets.engineering import battery, cmapss, cmapss_remaining_life
-from fedtorch.data.datasets.genomics import fed_tcga_brca, tcga_brca_expression, tcpa_brca_rppa
-from fedtorch.data.datasets.hearts import VerticalTable, heart_disease, heart_failure, heart_failure_frame
-from fedtorch.data.datasets.images import mnist
-from fedtorch.data.datasets.weather import fmi_coordinates, fmi_extremes, fmi_forecast, fmi_weather
-
-__all__ = [
-    "VerticalTable",
-    "battery",
-    "breast_cancer",
-    "cmapss",
-    "cmapss_remaining_life",
-    "diabetes",
-    "digits",
-    "fed_tcga_brca",
-    "fmi_coordinates",
-    "fmi_extremes",
-    "fmi_forecast",
-    "fmi_weather",
-    "heart_disease",
-    "heart_failure",
-    "heart_failure_frame",
-    "mnist",
-    "school",
-    "student_performance",
-    "tcga_brca_expression",
-    "tcpa_brca_rppa",
-]
+from fedtorch.data.datasets.education import school as school, student_performance as student_performance
+from fedtorch.data.datasets.embedded import breast_cancer as breast_cancer, diabetes as diabetes, digits as digits
+from fedtorch.data.datasets.engineering import (
+    battery as battery,
+    cmapss as cmapss,
+    cmapss_remaining_life as cmapss_remaining_life,
+)
+from fedtorch.data.datasets.genomics import (
+    fed_tcga_brca as fed_tcga_brca,
+    tcga_brca_expression as tcga_brca_expression,
+    tcpa_brca_rppa as tcpa_brca_rppa,
+)
+from fedtorch.data.datasets.hearts import (
+    VerticalTable as VerticalTable,
+    heart_disease as heart_disease,
+    heart_failure as heart_failure,
+    heart_failure_frame as heart_failure_frame,
+)
+from fedtorch.data.datasets.images import mnist as mnist
+from fedtorch.data.datasets.weather import (
+    fmi_coordinates as fmi_coordinates,
+    fmi_extremes as fmi_extremes,
+    fmi_forecast as fmi_forecast,
+    fmi_weather as fmi_weather,
+)

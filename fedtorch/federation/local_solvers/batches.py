@@ -12,7 +12,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
-__all__ = ["MODULE", "PERMUTATIONS", "Batch", "Batches"]
+__all__ = ["MODULE", "PERMUTATIONS", "Batch", "Batches", "is_ragged"]
 
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
 PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
@@ -115,3 +115,8 @@ class Batches:
         keys = random.fold_in(self._permutations[at, None], epochs)
         counts = self._count[some, None].to(at.device).expand(-1, self._ahead)
         self._order[at] = random.permutation(keys, self._width, counts).flatten(1)
+
+
+def is_ragged(count: Tensor) -> bool:
+    """Whether clients of these numbers of rows `(K,)` ever have batches of different sizes."""
+    return len(count) > 0 and bool((count != count[0]).any())

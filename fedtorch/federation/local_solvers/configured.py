@@ -39,12 +39,10 @@ class Schedule:
     @property
     def by_epoch(self) -> bool:
         """Whether it depends on where the epochs end, so that clients at one step may differ."""
-        return bool(self._schedulers) and (self._interval == "epoch" or self._frequency > 1)
+        return self._interval == "epoch" or self._frequency > 1
 
     def apply(self, optimizer: Optimizer, position: int, per_epoch: int) -> None:
         """Gives `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps."""
-        if not self._schedulers:
-            return
         epoch, within = divmod(position, per_epoch)
         index = epoch // self._frequency
         if self._interval == "step":
@@ -70,7 +68,7 @@ class Configured(NamedTuple):
     """An optimiser of stacked parameters with its schedule."""
 
     optimizer: TreeOptimizer
-    schedule: Schedule
+    schedule: Schedule | None
 
 
 def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
@@ -101,9 +99,8 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
     settings = {(s["interval"], s["frequency"]) for s in schedulers}
     if len(settings) > 1:
         raise TypeError(f"Expected schedulers of one interval and frequency, but got {sorted(settings)}")
-    interval, frequency = settings.pop() if settings else ("epoch", 1)
     act_on = [setting["scheduler"] for setting in schedulers]
-    return Configured(optimizer, Schedule(optimizer.original, act_on, interval, frequency))
+    return Configured(optimizer, Schedule(optimizer.original, act_on, *settings.pop()) if settings else None)
 
 
 def _check_scheduler(setting: Mapping[str, Any]) -> None:

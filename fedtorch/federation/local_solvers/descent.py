@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fedtorch import functional, random, tree
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Local, Quadratic
-from fedtorch.federation.local_solvers.batches import MODULE, Batches
+from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.local_solvers.probe import is_ragged, probe
+from fedtorch.federation.local_solvers.probe import probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
 from fedtorch.federation.local_solvers.state import LocalState, divided_buffers
 from fedtorch.optimisers import MakeOptimizer, State
@@ -135,7 +135,8 @@ class Descent:
         traits = []
         if self.loss.batched and not self.loss.separable:
             traits.append(count)
-        by_epoch = "current_epoch" in asked or self.configured(_SOME_STEPS).schedule.by_epoch
+        schedule = self.configured(_SOME_STEPS).schedule
+        by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
         if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch):
             traits.append(torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size))
         if state.steps is not None:
@@ -183,7 +184,8 @@ class Stack:
         finished: Tree = None
         for t in range(longest):
             position = self.position + t
-            self.schedule.apply(self.optimizer, position, per_epoch)
+            if self.schedule is not None:
+                self.schedule.apply(self.optimizer, position, per_epoch)
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
             answers["global_step"] = position
             answers["current_epoch"] = position // per_epoch if same_epochs else None

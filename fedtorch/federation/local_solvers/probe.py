@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from fedtorch import functional, random, tree
+from fedtorch.federation.local_solvers.batches import is_ragged
 from fedtorch.federation.local_solvers.captured import IndexUsed, capture
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
 from fedtorch.federation.local_solvers.state import refuse_changed_buffers
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 
-__all__ = ["is_ragged", "probe"]
+__all__ = ["probe"]
 
 _ROWS = 16
 
@@ -52,11 +53,6 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
         if stacked.batched and stacked.separable is not False and is_ragged(data.count):
             stacked.separable = _splits(stacked, own, rows, key)
     stacked.probed = True
-
-
-def is_ragged(count: Tensor) -> bool:
-    """Whether clients of these numbers of rows `(K,)` ever have batches of different sizes."""
-    return len(count) > 0 and bool((count != count[0]).any())
 
 
 def _alone(

@@ -4,18 +4,15 @@
 coefficients hang together; `of` joins any two.
 """
 
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
-from fedtorch.models.hierarchical.hierarchy import Hierarchy, normal
-from fedtorch.models.hierarchical.linear_devices import adapted, expected_residual, linear
-
-__all__ = [
-    "Conditional",
-    "DeviceLikelihood",
-    "Hierarchy",
-    "Model",
-    "adapted",
-    "expected_residual",
-    "linear",
-    "normal",
-    "of",
-]
+from fedtorch.models.hierarchical.factor import (
+    Conditional as Conditional,
+    DeviceLikelihood as DeviceLikelihood,
+    Model as Model,
+    of as of,
+)
+from fedtorch.models.hierarchical.hierarchy import Hierarchy as Hierarchy, normal as normal
+from fedtorch.models.hierarchical.linear_devices import (
+    adapted as adapted,
+    expected_residual as expected_residual,
+    linear as linear,
+)

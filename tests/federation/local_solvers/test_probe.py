@@ -9,7 +9,8 @@ from support.stacked_losses import block_of, linear, stacked
 from torch import nn
 
 from fedtorch import functional
-from fedtorch.federation.local_solvers.probe import is_ragged, probe
+from fedtorch.federation.local_solvers.batches import is_ragged
+from fedtorch.federation.local_solvers.probe import probe
 
 
 def weighted(output, target):
