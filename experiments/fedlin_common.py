@@ -11,7 +11,7 @@ from torch.distributions import MixtureSameFamily
 
 import fedtorch as ft
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithms.ep import Fit, devices, fit
+from fedtorch.federation.algorithms.ep import devices, settled
 from fedtorch.models import hierarchical
 from fedtorch.tree import Tree
 
@@ -57,11 +57,10 @@ def _with_constant(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def infer(
     model: hierarchical.Model, data: FederatedData, *, rounds: int = 50, tolerance: float = 0.01
-) -> tuple[Fit, MixtureSameFamily]:
+) -> tuple[ft.Run, MixtureSameFamily]:
     """Expectation propagation until it stands still: the run, and each coefficient of each device, batch `(K, d)`."""
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
-    found = fit(algorithm, ft.InProcess(data), rounds=rounds, tolerance=tolerance)
-    return found, devices(found.last, algorithm, model, data).marginals()
+    run = ft.run(ft.ep(model), ft.InProcess(data), rounds=rounds, until=settled(tolerance))
+    return run, devices(run, tolerance=tolerance).marginals()
 
 
 def mean_rmse(test: Sequence[tuple[Tensor, Tensor]] | FederatedData, coefficients: Sequence[Tensor] | Tensor) -> float:

@@ -25,7 +25,7 @@ from torch.distributions import Normal
 import fedtorch as ft
 from experiments import common
 from experiments.fedlin_common import infer, mean_rmse
-from fedtorch.federation.algorithms.ep import Fit
+from fedtorch.federation.algorithms.ep import posterior
 from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import credible_interval, selected
 from fedtorch.models.hierarchical import shrinkage
@@ -80,18 +80,18 @@ def select(case: Case, seed: int) -> tuple[dict[str, float], tuple[Tensor, Tenso
     return figures, (means[0], low[0], high[0])
 
 
-def shared(count: int, seed: int) -> tuple[Fit, tuple[Tensor, Tensor], Tensor]:
+def shared(count: int, seed: int) -> tuple[ft.Run, tuple[Tensor, Tensor], Tensor]:
     """The posterior of (μ, log τ) of devices that differ, its intervals, and the truth."""
     generator = torch.Generator().manual_seed(seed)
     mean, variance = (torch.tensor(values, dtype=torch.float64) for values in (MEAN, VARIANCE))
     coefficients = mean + variance.sqrt() * torch.randn(count, 4, generator=generator, dtype=torch.float64)
     data = simulate(coefficients, [100] * count, generator)
-    found, _ = infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE**2), data)
-    q = found.posterior
-    return found, credible_interval(Normal(q.mean, q.stddev), LEVEL), torch.cat([mean, variance.log()])
+    run, _ = infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE**2), data)
+    q = posterior(run)
+    return run, credible_interval(Normal(q.mean, q.stddev), LEVEL), torch.cat([mean, variance.log()])
 
 
-def draw(device: tuple[Tensor, Tensor, Tensor], found: Fit, interval: tuple[Tensor, Tensor], truth: Tensor) -> Figure:
+def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Tensor, Tensor], truth: Tensor) -> Figure:
     """Figure 4: means, intervals and truths of device 1 of case I, as errors, and of the shared parameters."""
     figure, (left, right) = common.subplots(1, 2, figsize=(10, 3.6))
     means, low, high = (part - torch.tensor(EIGHT) for part in device)
@@ -100,7 +100,7 @@ def draw(device: tuple[Tensor, Tensor, Tensor], found: Fit, interval: tuple[Tens
     left.set_xlabel("coefficient of device 1, case I")
     left.set_ylabel("mean and 90 % interval, less the truth")
     left.legend(frameon=False)
-    mean = found.posterior.mean
+    mean = posterior(run).mean
     right.errorbar(range(8), mean, [mean - interval[0], interval[1] - mean], fmt="o", capsize=4, label="posterior")
     right.plot(range(8), truth, "x", color="C3", label="truth")
     right.set_xticks(range(8), [rf"$\mu_{j}$" for j in range(1, 5)] + [rf"$\log\tau_{j}$" for j in range(1, 5)])
@@ -121,13 +121,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += common.over_seeds(f"case {name}", [figures for figures, _ in runs], published)
         cells = [common.number(x) for row in rows[-len(METRICS) :] for x in (row.ours, row.sd, row.published)]
         lines.append([f"lasso, case {name}", *cells])
-    found, interval, truth = shared(20 if options.smoke else 100, 0)
+    run, interval, truth = shared(20 if options.smoke else 100, 0)
     covered = (interval[0] <= truth) & (truth <= interval[1])
     rows.append(common.Row("Figure 4, right", "shared parameters in their intervals", float(covered.double().mean())))
-    rows.append(common.Row("Figure 4, right", "rounds", len(found.rounds)))
+    rows.append(common.Row("Figure 4, right", "rounds", run.number))
     columns = ["", *(name for metric in METRICS for name in (metric, "sd", "published"))]
     common.show(f"FedLin, Table 2, {options.seeds} runs", columns, lines)
-    draws = lambda: {"fedlin_selection": draw(device[0], found, interval, truth)}
+    draws = lambda: {"fedlin_selection": draw(device[0], run, interval, truth)}
     common.finish("fedlin_selection", rows, options, draws)
 
 

@@ -89,10 +89,10 @@ def guides() -> dict[str, vfl.Guide]:
     """The two published families of z, and ours."""
     small = encoder.perceptron(8)
     return {
-        "mean field": vfl.Guide.of(vfl.mean_field()),
-        "amortised": vfl.Guide.of(vfl.amortised(small)),
-        "amortised, y seen": vfl.Guide.of(vfl.amortised(small, sees_response=True)),
-        "sums": vfl.Guide.of(vfl.sums(), joint=True),
+        "mean field": vfl.Guide(vfl.mean_field()),
+        "amortised": vfl.Guide(vfl.amortised(small)),
+        "amortised, y seen": vfl.Guide(vfl.amortised(small, sees_response=True)),
+        "sums": vfl.Guide(vfl.sums(), joint=True),
     }
 
 
@@ -146,7 +146,7 @@ def combinations(size: Size, seed: int, rhos: Sequence[float]) -> tuple[dict[Key
     """Every combination of the source's Table 2, and ours."""
     data = problem(size, seed)
     found: dict[Key, Result] = {}
-    plain = variational(size, data, 1, "plain", vfl.Guide.of(vfl.noiseless()), seed, rhos[:1])
+    plain = variational(size, data, 1, "plain", vfl.Guide(vfl.noiseless()), seed, rhos[:1])
     references = [sampled(size, data, 1, "plain", 1.0, i, seed) for i in range(len(NOISES))]
     for parties in size.parties:
         for name in ("augmented", "power"):

@@ -68,7 +68,7 @@ def model(rho: float) -> vfl.VerticalModel:
 
 def variational(
     data: vfl.VerticalData, rho: float, guide: vfl.Guide, steps: int, seed: int, start: vfl.Parameters | None = None
-) -> vfl.Fit:
+) -> vfl.VariationalFit:
     """A fit in three runs: z drawn from its prior makes the first gradients of counts enormous, and Adam forgets such
     only over thousands of iterations unless it begins anew."""
     short = steps // 10
@@ -85,10 +85,10 @@ def densities(size: Size, seed: int) -> tuple[dict[tuple[float, str], tuple[Tens
         features=tuple(x.float() for x in data.features), response=data.response.float(), offset=data.offset.float()
     )
     ways = {
-        "mean field": ((0.0,), vfl.Guide.of(vfl.noiseless(), vfl.diagonal(), sd=0.03)),
-        "full covariance": ((0.0,), vfl.Guide.of(vfl.noiseless(), joint=True, sd=0.03)),
-        "amortised": (RHOS, vfl.Guide.of(vfl.amortised(), sd=0.03)),
-        "sums": (RHOS, vfl.Guide.of(vfl.sums(), joint=True, sd=0.03)),
+        "mean field": ((0.0,), vfl.Guide(vfl.noiseless(), vfl.diagonal(), sd=0.03)),
+        "full covariance": ((0.0,), vfl.Guide(vfl.noiseless(), joint=True, sd=0.03)),
+        "amortised": (RHOS, vfl.Guide(vfl.amortised(), sd=0.03)),
+        "sums": (RHOS, vfl.Guide(vfl.sums(), joint=True, sd=0.03)),
     }
     found, starts = {}, {}
     for way, (rhos, guide) in ways.items():

@@ -47,6 +47,7 @@ from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance a
 from fedtorch.federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from fedtorch.federation.algorithms.scaffold import scaffold as scaffold
 from fedtorch.federation.algorithms.separate import separate as separate
+from fedtorch.federation.client_sharding import ClientSharding as ClientSharding
 from fedtorch.federation.comparison import compare as compare, constant as constant
 from fedtorch.federation.distributed import Distributed as Distributed
 from fedtorch.federation.evaluation import Score as Score
@@ -67,7 +68,7 @@ from fedtorch.federation.faults import (
     stragglers as stragglers,
 )
 from fedtorch.federation.history import History as History, Round as Round
-from fedtorch.federation.lightning import ClientSharding as ClientSharding, Federation as Federation
+from fedtorch.federation.lightning import Federation as Federation
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
 from fedtorch.federation.local_solvers.least_squares import least_squares as least_squares
 from fedtorch.federation.local_solvers.lightning_fit import lightning_fit as lightning_fit

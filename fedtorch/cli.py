@@ -16,8 +16,6 @@ from fedtorch.data.cache import path, present
 from fedtorch.data.catalogue import DataSet, data_sets, describe
 from fedtorch.data.download import digest
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments, those of the process unless given; returns the exit code."""

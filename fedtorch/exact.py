@@ -24,8 +24,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "LIMBS", "about", "limbs", "products", "value"]
-
 LIMBS = 10
 LARGEST = 2.0**148  # what a number must stay below
 _BITS, _MASK = 32, 2**32 - 1

@@ -18,8 +18,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Swap", "buffers", "load", "parameters", "split"]
-
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the trainable parameters by name; frozen ones (`requires_grad=False`) stay with the module."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["inverse_factor", "normal_draw", "symmetric"]
-
 
 def symmetric(matrix: Tensor) -> Tensor:
     """The symmetric part, which rounding leaves."""

@@ -32,17 +32,6 @@ from torchmetrics.utilities import dim_zero_sum
 from fedtorch import tree
 from fedtorch.tree import Tree
 
-__all__ = [
-    "StackedMetric",
-    "accuracy",
-    "as_stacked",
-    "calibration_error",
-    "cross_entropy",
-    "from_torchmetrics",
-    "mean_of",
-    "mean_squared_error",
-]
-
 PerExample = Callable[[Tensor, Tensor], Tensor]
 
 

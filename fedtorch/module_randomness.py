@@ -34,8 +34,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random
 
-__all__ = ["Drawn"]
-
 aten = torch.ops.aten
 Arguments = dict[str, Any]
 

@@ -24,8 +24,6 @@ from torch.optim import Optimizer
 
 from fedtorch import tree
 
-__all__ = ["MakeOptimizer", "State", "TreeOptimizer", "copied", "options", "rebind"]
-
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 State = dict[str, dict[str, Tensor]]  # by parameter, then by the optimiser's own names
 

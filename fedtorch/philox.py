@@ -13,8 +13,6 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "WORD", "between", "block_words", "check_key", "fill", "integers", "philox", "words_per"]
-
 _ROUNDS = 10
 _WEYL = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF

@@ -30,23 +30,6 @@ from torch import Tensor
 from fedtorch import philox
 from fedtorch.philox import WORD, between, block_words, check_key, fill, integers, words_per
 
-__all__ = [
-    "bernoulli",
-    "beta",
-    "bits",
-    "choice",
-    "exponential",
-    "fold_in",
-    "gamma",
-    "inverse_gamma",
-    "key",
-    "normal",
-    "permutation",
-    "randint",
-    "split",
-    "uniform",
-]
-
 _FOLD, _GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
 

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Field", "PayloadError", "Sender", "check_header", "loads", "make_header", "ordered", "read_header", "texts"]
-
 JSON = Any  # None, bool, int, float, str, list or dict of these
 
 METADATA_LIMIT = 2**20  # bytes that a header may have beyond what its tensors need

@@ -157,6 +157,11 @@ def along(vector: Tensor | float, leaf: Tensor) -> Tensor | float:
     return vector.reshape(vector.shape + (1,) * (leaf.ndim - vector.ndim))
 
 
+def where(condition: Tensor, first: Tree, second: Tree) -> Tree:
+    """Rows of `first` where the condition, `(K,)` or of everybody `()`, holds, and of `second` elsewhere."""
+    return map(lambda a, b: torch.where(torch.as_tensor(along(condition, a)), a, b), first, second)
+
+
 def add(first: Tree, second: Tree) -> Tree:
     """`first + second`, leaf by leaf."""
     return map(torch.add, first, second)

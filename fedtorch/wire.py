@@ -38,7 +38,7 @@ from fedtorch.safetensors_header import (
     LENGTH,
     METADATA_LIMIT,
     Field,
-    PayloadError,
+    PayloadError as PayloadError,
     Sender,
     check_header,
     loads,
@@ -48,8 +48,6 @@ from fedtorch.safetensors_header import (
     texts,
 )
 from fedtorch.tree import Tree, flatten, unflatten
-
-__all__ = ["PayloadError", "decode", "encode", "metadata", "row_size", "size"]
 
 
 def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
-from fedtorch.federation.algorithms.ep import fit
+from fedtorch.federation.algorithms.ep import settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.linear import LinearHead
 
@@ -123,16 +123,18 @@ def _propagation(count: int, features: int, draws: int) -> list[common.Row]:
     """One K; NUTS where there are draws."""
     data = ft.data.from_tensors(list(zip(*devices(count, 40, features))))
     model = hierarchical.linear(hierarchical.normal(features))
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
-    times = measure.round_seconds(ft.Run(algorithm, ft.InProcess(data)), 6)
+    times = measure.round_seconds(ft.Run(ft.ep(model), ft.InProcess(data)), 6)
+
+    def whole() -> ft.Run:
+        return ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+
     title = f"HM2: K = {count}, d = {features}, σ² learnt"
-    rounds = len(fit(algorithm, ft.InProcess(data)).rounds)
     found = [
         common.Row(title, "s a round", statistics.median(times[1:])),
-        common.Row(title, "rounds to convergence", rounds),
+        common.Row(title, "rounds to convergence", whole().number),
     ]
     if draws:
-        ours = common.seconds(lambda: fit(algorithm, ft.InProcess(data)))
+        ours = common.seconds(whole)
         theirs = common.seconds(lambda: nuts(model, data, draws))
         found.append(common.Row(title, "a whole run, s", ours))
         found.append(common.Row(title, f"NUTS, {draws} draws after as many, s", theirs))

@@ -25,17 +25,17 @@ import torch
 from experiments import common
 from fedtorch import random, vfl
 from fedtorch.vfl import likelihoods
-from fedtorch.vfl.guide import draw_noise, initial
+from fedtorch.vfl.guide import initial
 from fedtorch.vfl.iteration import exchange
-from fedtorch.vfl.model import prepared
-from fedtorch.vfl.nodes import PartyNode, ServerNode
+from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
+from fedtorch.vfl.noise import draw_noise
 
 WIDTHS, FOLDS, RHOS = (5, 6), 10, (0.5, 1.0, 5.0, 10.0)
 GUIDES: dict[str, Callable[[], vfl.Guide]] = {
-    "mean field": lambda: vfl.Guide.of(vfl.mean_field(), vfl.diagonal()),
-    "amortised": lambda: vfl.Guide.of(vfl.amortised()),
-    "sums": lambda: vfl.Guide.of(vfl.sums()),
-    "sums, joint": lambda: vfl.Guide.of(vfl.sums(), joint=True),
+    "mean field": lambda: vfl.Guide(vfl.mean_field(), vfl.diagonal()),
+    "amortised": lambda: vfl.Guide(vfl.amortised()),
+    "sums": lambda: vfl.Guide(vfl.sums()),
+    "sums, joint": lambda: vfl.Guide(vfl.sums(), joint=True),
 }
 
 
@@ -135,12 +135,12 @@ def traffic(smoke: bool) -> list[common.Row]:
                 if power and name == "amortised":
                     guide = dataclasses.replace(guide, auxiliary=vfl.amortised(sees_response=True))
                 m = model(1.0, power)
-                q = initial(m, guide, prepared(m, data), 1, random.key(0))
-                y = data.response if shared else None
-                parties = [PartyNode(m, guide, q, j, x, y, response_shared=shared) for j, x in enumerate(data.features)]
-                server = ServerNode(m, guide, q, prepared(m, data), shared)
-                noise = draw_noise(m, guide, random.key(0).reshape(1), rows, 1, torch.float32)
-                sent = exchange(server, parties, noise, 0.01)
+                top, *holders = vfl.parts(m, guide, initial(m, guide, rows, 1, random.key(0)))
+                known = zip(holders, data.known_to_parties(response=shared))
+                parties = [PartyNode(part, own, response_shared=shared) for part, own in known]
+                server = ServerNode(top, data.known_to_server(), response_shared=shared)
+                noise = draw_noise(m, guide, random.key(0).reshape(1), rows, 1)
+                sent = exchange(server, parties, Iteration(noise, 0.01))
                 where = "response with the parties" if shared else "response at the server"
                 setting = f"{'power' if power else 'augmented'}, {name}, {where}"
                 found.append(common.Row(setting, f"bytes up, {rows} rows and 2 parties", sent.up))

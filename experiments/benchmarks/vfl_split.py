@@ -18,7 +18,7 @@ import torch
 from experiments import common, vfl_heart_models
 from fedtorch import data as ft_data, random, vfl
 from fedtorch.vfl import likelihoods
-from fedtorch.vfl.split.network import adam
+from fedtorch.vfl.split import adam
 from fedtorch.vfl.split_nn import mlp
 
 STEPS = 50_000

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["BadClients"]
-
 
 class BadClients(ValueError):
     """Some clients of a block cannot take part; whoever knows the clients' names adds them to the message.

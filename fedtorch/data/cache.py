@@ -14,8 +14,6 @@ from pathlib import Path
 from fedtorch.data.catalogue import DataSet, File, describe
 from fedtorch.data.download import digest, download
 
-__all__ = ["cache_folder", "locate", "path", "present"]
-
 
 def cache_folder() -> Path:
     """The folder that downloads go to."""

@@ -9,8 +9,6 @@ import importlib.resources
 import tomllib
 from typing import NamedTuple
 
-__all__ = ["DataSet", "File", "data_sets", "describe"]
-
 
 class File(NamedTuple):
     """A file of a data set."""

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-__all__ = ["digest", "download"]
-
 BLOCK = 1 << 16
 
 

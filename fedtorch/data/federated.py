@@ -30,8 +30,6 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
-__all__ = ["ClientData", "FederatedData"]
-
 
 class ClientData(NamedTuple):
     """The data of `K` clients as one block, padded to the largest of them."""

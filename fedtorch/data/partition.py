@@ -32,17 +32,6 @@ from fedtorch.data.federated import FederatedData
 from fedtorch.data.sources import as_tensors
 from fedtorch.tree import Tree
 
-__all__ = [
-    "Partitioner",
-    "by_column",
-    "dirichlet",
-    "iid",
-    "labels_per_client",
-    "partition",
-    "quantity_skew",
-    "split_features",
-]
-
 
 class Partitioner(Protocol):
     """The signature of a partitioner; it returns the client of each row, `(total,)` int64 on the CPU."""

@@ -32,8 +32,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["from_datasets", "from_frame", "from_tensors"]
-
 
 def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) -> FederatedData:
     """One client per tree of tensors or NumPy arrays, whose leading dimension is the client's rows.

@@ -20,8 +20,6 @@ from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
-__all__ = ["Algorithm", "Local", "LocalSolver", "Quadratic", "Reply", "first_total", "identity", "solved_by"]
-
 
 class Reply(NamedTuple):
     """What `Algorithm.client` returns for `K` clients."""

@@ -21,8 +21,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-__all__ = ["below", "check_fingerprint", "check_structure", "describe", "read", "write"]
-
 _DEEPEST = 4  # functions within functions that a description follows
 
 

@@ -8,8 +8,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.population import Population
 
-__all__ = ["ClientSharding", "check_place"]
-
 
 class ClientSharding(DDPStrategy):
     """The Trainer's strategy for a `Distributed` population: one process per rank, the module is not wrapped.

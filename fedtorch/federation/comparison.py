@@ -17,8 +17,6 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.evaluation import Score, Split, inputs_and_targets, score_of
 from fedtorch.tree import Tree
 
-__all__ = ["Comparison", "Line", "compare", "constant"]
-
 Predictor = Callable[[Tree], Tensor]  # inputs (K, N, ...) -> predictions (K, N, ...)
 
 

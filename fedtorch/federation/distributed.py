@@ -23,8 +23,6 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.population import SMALL_BLOCK, LocalClients, Pending, joined, placed
 from fedtorch.tree import Tree
 
-__all__ = ["Distributed"]
-
 _TIMEOUT = timedelta(minutes=10)
 
 

@@ -13,8 +13,6 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.population import Clients
 from fedtorch.tree import Tree
 
-__all__ = ["Score", "check_same_clients", "evaluate", "inputs_and_targets", "score_of"]
-
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
 
 

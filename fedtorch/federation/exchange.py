@@ -23,21 +23,6 @@ from fedtorch.tree import Rows, Tree
 if TYPE_CHECKING:
     from fedtorch.networks.network import Network
 
-__all__ = [
-    "Exchange",
-    "Mean",
-    "Neighbourhood",
-    "RowsOf",
-    "Sent",
-    "Sum",
-    "client_count",
-    "graph",
-    "indices",
-    "private_rows",
-    "star",
-    "sum_over",
-]
-
 _PUSH = 4  # a product over all edges takes as long as pushing along this part of them
 
 

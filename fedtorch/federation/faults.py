@@ -28,17 +28,6 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = [
-    "Fates",
-    "Faults",
-    "dropouts",
-    "exponential_noise",
-    "fates",
-    "lognormal_noise",
-    "lost_messages",
-    "stragglers",
-]
-
 Hit = Callable[[Tensor, Tensor], Tensor]  # (key, ids (M,)) -> (M,) bool
 Noise = Callable[[Tensor], Tensor]  # keys (M,) -> (M,) positive factors of mean one
 

@@ -29,8 +29,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["History", "Recorder", "Round", "means"]
-
 _COUNTS = (
     "round",
     "asked",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedtorch import metrics as fm, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.client_sharding import ClientSharding, check_place
+from fedtorch.federation.client_sharding import check_place
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import Recorder, means
@@ -29,8 +29,6 @@ from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["ClientSharding", "Federation"]
 
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
 

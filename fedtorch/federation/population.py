@@ -20,8 +20,6 @@ from fedtorch.federation.exchange import Sent, Sum, client_count, indices
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
-__all__ = ["Clients", "InProcess", "Pending", "Population"]
-
 _BLOCK_BYTES = 512 * 2**20  # what a block of clients may take, unless `chunk` is given
 _BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size

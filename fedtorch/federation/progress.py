@@ -9,8 +9,6 @@ import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm.auto import tqdm
 
-__all__ = ["RoundProgressBar", "rounds_bar"]
-
 
 def rounds_bar(title: str, total: int | None, *, initial: int = 0, shown: bool = True) -> tqdm:
     """A bar on the standard output, a context that closes it.

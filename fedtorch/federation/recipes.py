@@ -35,20 +35,6 @@ from fedtorch.networks.network import Network
 from fedtorch.networks.solvers import LinearProblem, Solution, admm, equal, linear_problem, norm2, primal_dual
 from fedtorch.tree import Tree
 
-__all__ = [
-    "cluster_network",
-    "clustered",
-    "clustered_by_gtv",
-    "clusters_of_parameters",
-    "few_shot",
-    "horizontal",
-    "hypermodel",
-    "personalised",
-    "single_model",
-    "trained_from",
-    "vertical",
-]
-
 
 def single_model(problem: LinearProblem) -> Solution:
     """One linear model for all nodes (section 6.2): GTV minimisation in the limit α → ∞, by consensus ADMM.

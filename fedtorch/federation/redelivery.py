@@ -23,8 +23,6 @@ from fedtorch.federation.exchange import Exchange, indices
 from fedtorch.federation.population import Clients, Pending, Population
 from fedtorch.tree import Rows, Tree
 
-__all__ = ["Receiver", "Redelivered", "RedeliveredClients"]
-
 _NETWORK = -1  # folded into a round's key; clients fold in their ids, which are not negative
 
 

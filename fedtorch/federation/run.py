@@ -43,8 +43,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Run", "run"]
-
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
 _COUNTS = ("number", "bytes_up", "bytes_down")
 _KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do

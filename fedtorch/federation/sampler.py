@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-__all__ = ["RunningMoments", "Sampler", "global_variables"]
-
 Draws = dict[str, Tensor]
 
 

@@ -21,17 +21,6 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = [
-    "Cohort",
-    "check_cohort",
-    "check_ids",
-    "cohort_function",
-    "fixed_cohort",
-    "poisson_cohort",
-    "uniform_cohort",
-    "weighted_cohort",
-]
-
 Cohort = Callable[[Tensor], Tensor | None]  # round key -> ascending ids of the clients asked, None for all
 
 

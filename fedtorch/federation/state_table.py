@@ -14,8 +14,6 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.tree import Rows, Tree
 
-__all__ = ["StateTable"]
-
 
 class StateTable:
     """States of `clients` clients.

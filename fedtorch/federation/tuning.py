@@ -42,8 +42,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Grid", "grid"]
-
 Setting = dict[str, Any]  # a value for every hyperparameter
 
 

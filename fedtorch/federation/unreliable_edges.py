@@ -26,8 +26,6 @@ from fedtorch.federation.exchange import Mean, RowsOf, graph, private_rows, sum_
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
-__all__ = ["Edges", "unreliable_edges"]
-
 _LOST, _DELAY, _SERVER = range(3)  # purposes of a round's key
 
 

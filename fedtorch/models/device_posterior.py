@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
-__all__ = ["DevicePosterior", "credible_interval", "discoveries", "null_probability", "quantile", "selected"]
-
 _BISECTIONS = 60
 
 

@@ -24,8 +24,6 @@ from torch.distributions import MultivariateNormal
 
 from fedtorch import linalg
 
-__all__ = ["Moments", "Natural", "distribution", "is_proper", "moments", "natural", "pack", "unpack"]
-
 
 class Natural(NamedTuple):
     """Natural parameters of normal densities, or of quotients of them."""

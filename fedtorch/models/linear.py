@@ -24,26 +24,6 @@ from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.models.rows import regression_fields, regression_rows
 
-__all__ = [
-    "FeatureMap",
-    "LeastSquares",
-    "LinearHead",
-    "Reduced",
-    "Spectral",
-    "SufficientStatistics",
-    "block_statistics",
-    "client_statistics",
-    "least_norm",
-    "polynomial",
-    "raw",
-    "reduced",
-    "residual_sum",
-    "residual_variance",
-    "ridge",
-    "spectral",
-    "sufficient_statistics",
-]
-
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
 _ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relative to the largest eigenvalue

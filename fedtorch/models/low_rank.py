@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "eigenvalue_bound", "from_factor", "identity", "solve", "solve_rows"]
-
 
 class LowRank(NamedTuple):
     """Ω = aI + V diag(s) V'. An infinite multiple a means that nothing is known: Ω⁻¹ = 0."""

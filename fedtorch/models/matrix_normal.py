@@ -27,16 +27,6 @@ from fedtorch.models import low_rank
 from fedtorch.models.linear import SufficientStatistics, residual_sum
 from fedtorch.models.low_rank import LowRank
 
-__all__ = [
-    "CovarianceUpdate",
-    "Mode",
-    "data_misfit",
-    "exponential_average",
-    "inverse_wishart",
-    "posterior_mode",
-    "zhang_yeung",
-]
-
 _LEAST_VARIANCE = 1e-100  # of coefficients that are all zero
 
 

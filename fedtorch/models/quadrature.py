@@ -26,8 +26,6 @@ from torch import Tensor
 
 from fedtorch.models.gaussian import Moments
 
-__all__ = ["Nodes", "Rule", "default_rule", "gauss_hermite", "quasi_random", "tilt", "two_shells"]
-
 _POINTS = {0: 1, 1: 25, 2: 11, 3: 7, 4: 5}  # of the product rule, a dimension, by dimension
 _MOST_DESIGNED = 20  # dimensions
 _MOVES = 60  # of the rule, at most

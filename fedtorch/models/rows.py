@@ -12,8 +12,6 @@ from fedtorch import tree
 from fedtorch.data import BadClients
 from fedtorch.tree import Tree
 
-__all__ = ["client_by_client", "refuse", "regression_fields", "regression_rows", "variable_rows"]
-
 
 def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Tensor]:
     """x `(K, N, d)` and y `(K, N)` of a block, zero where there is no row.

@@ -12,16 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "ClusterBound",
-    "Diagnostics",
-    "chebyshev_rounds",
-    "conjugate_gradient_rounds",
-    "contraction",
-    "gradient_rounds",
-    "perturbed_gradient_bound",
-]
-
 
 class ClusterBound(NamedTuple):
     """The bound (6.4) on how far the solutions of a cluster C are from their mean."""

@@ -34,8 +34,6 @@ from fedtorch.networks.network import Network
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
-__all__ = ["cluster_boundary", "diagnose"]
-
 _DENSE = 1000  # unknowns up to which the eigenvalues come from the whole matrix
 _MOST_COMPONENTS = 10
 

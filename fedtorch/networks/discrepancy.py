@@ -31,19 +31,6 @@ from fedtorch import random, tree
 from fedtorch.data import FederatedData
 from fedtorch.tree import Tree
 
-__all__ = [
-    "autoencoder_code",
-    "distances",
-    "gaussian_mixture",
-    "gradients",
-    "label_histogram",
-    "label_overlap",
-    "linear_regression",
-    "maximum_likelihood",
-    "mean_label",
-    "pooled_gradient",
-]
-
 
 def distances(vectors: Tensor) -> Tensor:
     """Euclidean distances `(n, n)` of vectors `(n, m)`, symmetric with a zero diagonal."""

@@ -9,18 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "as_edges",
-    "as_names",
-    "as_positions",
-    "as_weights",
-    "canonical",
-    "node_count",
-    "of_matrix",
-    "of_points",
-    "of_tuples",
-]
-
 
 def as_edges(edges: Any) -> Tensor:
     """Pairs of nodes, `(E, 2)` int64."""

@@ -30,19 +30,6 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.networks.network import Network
 
-__all__ = [
-    "connectivity_bound",
-    "edge_budget",
-    "erdos_renyi_connectivity",
-    "erdos_renyi_degree",
-    "greedy_connected",
-    "nearest",
-    "nearest_of_random",
-    "random_regular",
-    "regular",
-    "regular_by_projection",
-]
-
 _BLOCK = 2**22  # candidates' coordinates that are compared at a time
 _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this are rounding
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     import networkx
     from scipy.sparse import csr_matrix
 
-__all__ = ["Components", "Network"]
-
 _DENSE = 400  # nodes up to which the eigenvalues come from the whole matrix
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = ["check_count", "independent_pairs", "pair", "stochastic_blocks"]
-
 _BLOCK = 2**20  # skips drawn at a time
 
 

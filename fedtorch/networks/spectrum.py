@@ -18,8 +18,6 @@ from fedtorch import random
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-__all__ = ["largest_eigenvalue", "smallest_positive_eigenvalue"]
-
 _ROUGH = 0.005  # relative residual of the rough run
 _SMALL = 0.01  # of the largest eigenvalue: below it, the matrix is factorised
 _FINE = 1e-9  # relative residual, which bounds the error; the error is about its square where eigenvalues are apart

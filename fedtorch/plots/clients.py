@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["client_distribution"]
-
 
 def client_distribution(data: FederatedData, label: int | str = 1) -> Figure:
     """Which labels the clients have, and how many rows.

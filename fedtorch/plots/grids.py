@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from fedtorch.federation.tuning import Grid
 
-__all__ = ["heat_map"]
-
 
 def heat_map(grid: Grid, name: str = "score") -> Figure:
     """The mean over clients of each setting's score, by colour and number; the best setting has a frame.

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from fedtorch.models.low_rank import LowRank
 
-__all__ = ["device_correlation", "inclusion_map"]
-
 _MOST_DEVICES = 500  # of a correlation matrix that is drawn
 
 

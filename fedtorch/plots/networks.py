@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["directed_network", "network"]
-
 
 def network(
     network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None

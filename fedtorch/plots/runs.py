@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["bytes_against", "curves", "worst_client"]
-
 
 def curves(run: Any, values: Sequence[str] | None = None) -> Figure:
     """Training loss and scores by round, with the spread over clients as bands.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MOST_BARS", "MOST_COLOURS", "finish", "new_figure", "square", "whole_numbers"]
-
 MOST_BARS = 30  # clients or nodes that are drawn one by one, with their names
 MOST_COLOURS = 10  # labels that colours tell apart
 

@@ -19,8 +19,6 @@ from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, Sum, star
 from fedtorch.tree import Rows, Tree
 
-__all__ = ["median", "trimmed_mean"]
-
 
 def median() -> Exchange:
     """A star whose server takes the weighted median of every coordinate of a `Mean`.

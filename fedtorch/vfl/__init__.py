@@ -2,77 +2,56 @@
 
 Parties (`Party`) align their rows (`align`), privately.
 
-A model (`augmented`, `power`) is approximated by a guide (`Guide.of(sums())`) and fitted by `sfvi` in one graph, or by
-`messages` and `processes` among parties. Split networks (`SplitNetwork`, in `split`) are trained by a Lightning
-`Trainer`, or by `split.nodes` and `split.processes` among parties.
+A model (`augmented`, `power`) is approximated by a guide (`Guide(sums())`) and fitted by `sfvi` in one graph. A
+split network (`SplitNetwork`) is such a model with networks as predictors, and is trained by a Lightning `Trainer`.
+Among parties, both are trained by the same halves of a protocol (`iteration`), in one process or over ranks (`ranks`).
 """
 
-from fedtorch.vfl.augmented import attenuation, augmented
-from fedtorch.vfl.auxiliary import Auxiliary, amortised, mean_field, noiseless, sums
-from fedtorch.vfl.gaussians import GaussianFamily, diagonal, full_covariance, low_rank
-from fedtorch.vfl.guide import Guide, Noise, Parameters, count_parameters
-from fedtorch.vfl.leakage import LabelLeakageWarning
-from fedtorch.vfl.model import VerticalData, VerticalModel
-from fedtorch.vfl.parties import Aligned, Party, align, from_table, joined
-from fedtorch.vfl.power import power
-from fedtorch.vfl.prediction import log_score, lost_score, noise_variance, spread
-from fedtorch.vfl.predictors import Predictor, by_level, laplace_prior, linear, multilevel, normal_prior, slopes
-from fedtorch.vfl.sfvi import Fit, cosine, sfvi
-from fedtorch.vfl.soul import Soul, soul
-from fedtorch.vfl.split import (
-    HierarchicalBayes,
-    SplitNetwork,
-    StackedEarlyStopping,
-    VerticalLoader,
-    concatenated,
-    summed,
+from fedtorch.vfl.augmented import attenuation as attenuation, augmented as augmented
+from fedtorch.vfl.auxiliary import (
+    Auxiliary as Auxiliary,
+    amortised as amortised,
+    mean_field as mean_field,
+    noiseless as noiseless,
+    sums as sums,
 )
-
-__all__ = [
-    "Aligned",
-    "Auxiliary",
-    "Fit",
-    "GaussianFamily",
-    "Guide",
-    "HierarchicalBayes",
-    "LabelLeakageWarning",
-    "Noise",
-    "Parameters",
-    "Party",
-    "Predictor",
-    "Soul",
-    "SplitNetwork",
-    "StackedEarlyStopping",
-    "VerticalData",
-    "VerticalLoader",
-    "VerticalModel",
-    "align",
-    "amortised",
-    "attenuation",
-    "augmented",
-    "by_level",
-    "concatenated",
-    "cosine",
-    "count_parameters",
-    "diagonal",
-    "from_table",
-    "full_covariance",
-    "joined",
-    "laplace_prior",
-    "linear",
-    "log_score",
-    "lost_score",
-    "low_rank",
-    "mean_field",
-    "multilevel",
-    "noise_variance",
-    "noiseless",
-    "normal_prior",
-    "power",
-    "sfvi",
-    "slopes",
-    "soul",
-    "spread",
-    "summed",
-    "sums",
-]
+from fedtorch.vfl.data import VerticalData as VerticalData
+from fedtorch.vfl.gaussians import (
+    GaussianFamily as GaussianFamily,
+    diagonal as diagonal,
+    full_covariance as full_covariance,
+    low_rank as low_rank,
+)
+from fedtorch.vfl.guide import Guide as Guide, Parameters as Parameters, count_parameters as count_parameters
+from fedtorch.vfl.leakage import LabelLeakageWarning as LabelLeakageWarning
+from fedtorch.vfl.lightning import StackedEarlyStopping as StackedEarlyStopping, VerticalLoader as VerticalLoader
+from fedtorch.vfl.model import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
+from fedtorch.vfl.noise import Noise as Noise
+from fedtorch.vfl.part import Part as Part, parts as parts
+from fedtorch.vfl.parties import (
+    Aligned as Aligned,
+    Party as Party,
+    align as align,
+    from_table as from_table,
+    joined as joined,
+)
+from fedtorch.vfl.power import power as power
+from fedtorch.vfl.prediction import (
+    log_score as log_score,
+    lost_score as lost_score,
+    noise_variance as noise_variance,
+    spread as spread,
+)
+from fedtorch.vfl.predictors import (
+    NetworkPredictor as NetworkPredictor,
+    Predictor as Predictor,
+    by_level as by_level,
+    laplace_prior as laplace_prior,
+    linear as linear,
+    multilevel as multilevel,
+    normal_prior as normal_prior,
+    slopes as slopes,
+)
+from fedtorch.vfl.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
+from fedtorch.vfl.soul import Soul as Soul, soul as soul
+from fedtorch.vfl.split import HierarchicalBayes as HierarchicalBayes, SplitNetwork as SplitNetwork

@@ -18,8 +18,8 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
   no such protocol can prevent it. Secrets come from the operating system, are new in each alignment and are not
   reproducible; the result does not depend on them. Hashing takes a time that depends on the identifier.
 
-The leader is the party with the labels, usually. Messages are `fedtorch.wire` bytes: `run_leader` and `run_member` take
-any `send` and `receive`, and `intersect` runs all of it in one process.
+The leader is the party with the labels, usually. `leading` and `following` are the halves of the protocol for any
+driver of `fedtorch.vfl.protocol`, and `intersect` runs all of it in one process.
 
 References: Huberman, Franklin, Hogg, "Enhancing privacy and trust in electronic communities", EC 1999; Meadows, "A more
 efficient cryptographic matchmaking protocol", S&P 1986.
@@ -29,16 +29,14 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
-from fedtorch import wire
-
-__all__ = ["Intersection", "Leader", "Member", "Points", "Positions", "intersect", "run_leader", "run_member"]
+from fedtorch.vfl.protocol import Half, Receive, Send, together
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
 _CURVE = ec.SECP256R1()
@@ -57,6 +55,10 @@ class Positions(NamedTuple):
     rows: Tensor  # (m,) int64, −1 for a row that the member lacks
 
 
+_POINTS = Points(torch.empty(0, _BYTES, dtype=torch.uint8))
+_POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
+
+
 class Intersection(NamedTuple):
     """What all know in the end."""
 
@@ -64,8 +66,16 @@ class Intersection(NamedTuple):
     bytes: int  # that were sent
 
 
-class _Holder:
-    """Identifiers, a secret, and the order in which they are sent."""
+class Holder:
+    """Identifiers, a secret, and the order in which they are sent.
+
+    Args:
+        identifiers: one per row.
+        name: for error messages.
+
+    Raises:
+        ValueError: an identifier that comes twice.
+    """
 
     def __init__(self, identifiers: Sequence[str], name: str) -> None:
         check_identifiers(identifiers, name)
@@ -86,23 +96,26 @@ class _Holder:
         """
         return Points(_stack(self._times(_decode(bytes(x.tolist()), self.name)) for x in points.x))
 
-    def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
-        return self._secret.exchange(ec.ECDH(), point)
+    def places(self, member: str, theirs: Points, returned: Points) -> Tensor:
+        """Where each own row is in a member's list, −1 where it is not, `(n,)`; what the leader finds out.
 
+        Args:
+            member: its name.
+            theirs: what it sent of its own.
+            returned: one's own points as it sent them back.
 
-class Member(_Holder):
-    """A party that is told which of its rows are common.
+        Raises:
+            ValueError: another number of points than were sent, or points that are not on the curve.
+        """
+        if len(returned.x) != len(self.order):
+            raise ValueError(f"Expected {len(self.order)} points back from {member!r}, but got {len(returned.x)}")
+        known = {bytes(x.tolist()): i for i, x in enumerate(self.blind(theirs).x)}
+        found = torch.empty(len(self.order), dtype=torch.int64)
+        found[self.order] = torch.tensor([known.get(bytes(x.tolist()), -1) for x in returned.x], dtype=torch.int64)
+        return found
 
-    Args:
-        identifiers: one per row.
-        name: for error messages.
-
-    Raises:
-        ValueError: an identifier that comes twice.
-    """
-
-    def finish(self, positions: Positions) -> Tensor:
-        """Own rows in the common order, −1 where there is none, `(m,)`.
+    def rows(self, positions: Positions) -> Tensor:
+        """Own rows in the common order, −1 where there is none, `(m,)`; what a member finds out.
 
         Raises:
             ValueError: a position out of range, or one twice.
@@ -115,108 +128,52 @@ class Member(_Holder):
             )
         return torch.where(rows < 0, rows, torch.tensor([*self.order, -1])[rows])
 
-
-class Leader(_Holder):
-    """The party that compares; usually the one with the labels.
-
-    Args:
-        identifiers: one per row.
-        name: for error messages.
-
-    Raises:
-        ValueError: an identifier that comes twice.
-    """
-
-    def __init__(self, identifiers: Sequence[str], name: str = "leader") -> None:
-        super().__init__(identifiers, name)
-        self._places: dict[str, list[int]] = {}  # of each own row in a member's list
-
-    def compare(self, member: str, theirs: Points, returned: Points) -> None:
-        """Finds a member's rows among one's own.
-
-        Args:
-            member: its name.
-            theirs: what it sent of its own.
-            returned: one's own points as it sent them back.
-
-        Raises:
-            ValueError: another number of points than were sent, or points that are not on the curve.
-        """
-        if len(returned.x) != len(self.order):
-            raise ValueError(f"Expected {len(self.order)} points back from {member!r}, but got {len(returned.x)}")
-        places = {bytes(x.tolist()): i for i, x in enumerate(self.blind(theirs).x)}
-        found = [-1] * len(self.order)
-        for row, x in zip(self.order, returned.x):
-            found[row] = places.get(bytes(x.tolist()), -1)
-        self._places[member] = found
-
-    def finish(self, required: Iterable[str]) -> tuple[Tensor, dict[str, Positions]]:
-        """(own rows in the common order, what each member hears).
-
-        Args:
-            required: members without which a row is left out; others may lack it.
-
-        Raises:
-            ValueError: a member that was never heard of, or no row that all required ones have.
-        """
-        needed = list(required)
-        for name in needed:
-            if name not in self._places:
-                raise ValueError(f"Expected required members among {sorted(self._places)}, but got {name!r}")
-        rows = [r for r in range(len(self.order)) if all(self._places[name][r] >= 0 for name in needed)]
-        if not rows:
-            raise ValueError(
-                f"Expected rows that {self.name!r} and {needed} share, but got none; are identifiers alike?"
-            )
-        own = torch.tensor(rows)
-        return own, {name: Positions(torch.tensor(places)[own]) for name, places in self._places.items()}
+    def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
+        return self._secret.exchange(ec.ECDH(), point)
 
 
-Send = Callable[[bytes, str], None]
-Receive = Callable[[str], bytes]
-
-
-def run_member(member: Member, leader: str, send: Send, receive: Receive) -> Tensor:
-    """A member's side; returns its rows in the common order.
+def following(member: Holder, leader: str) -> Half:
+    """A member's half; returns its rows in the common order.
 
     Args:
         member: the member.
-        leader: whom `send` and `receive` reach.
-        send: takes a payload and the receiver's name.
-        receive: takes the sender's name.
-
-    Raises:
-        fedtorch.wire.PayloadError: a payload that is not what was expected.
+        leader: the name of the party that compares.
     """
-    send(_encode(member.own_points()), leader)
-    send(_encode(member.blind(_decode_points(receive(leader), leader))), leader)
-    payload = receive(leader)
-    count = _count(payload, leader)
-    return member.finish(wire.decode(payload, Positions(torch.empty(count, dtype=torch.int64)), client=leader))
+    yield Send(leader, member.own_points(), rows=True)
+    yield Send(leader, member.blind((yield Receive(leader, _POINTS, rows=True))), rows=True)
+    return member.rows((yield Receive(leader, _POSITIONS, rows=True)))
 
 
-def run_leader(
-    leader: Leader, members: Sequence[str], send: Send, receive: Receive, required: Iterable[str] | None = None
-) -> Tensor:
-    """The leader's side; returns its own rows in the common order.
+def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
+    """The leader's half; returns its own rows in the common order. It usually is the party with the labels.
 
     Args:
         leader: the leader.
         members: their names.
-        send: takes a payload and the receiver's name.
-        receive: takes the sender's name.
         required: members without which a row is left out; all by default.
+
+    Raises:
+        ValueError: an unknown required member, or no row that all required ones have.
     """
-    own = _encode(leader.own_points())
+    needed = list(members if required is None else required)
+    for name in needed:
+        if name not in members:
+            raise ValueError(f"Expected required members among {sorted(members)}, but got {name!r}")
+    own = leader.own_points()
     for name in members:
-        send(own, name)
+        yield Send(name, own, rows=True)
+    places = {}
     for name in members:
-        theirs = _decode_points(receive(name), name)
-        leader.compare(name, theirs, _decode_points(receive(name), name))
-    rows, positions = leader.finish(members if required is None else required)
+        theirs = yield Receive(name, _POINTS, rows=True)
+        places[name] = leader.places(name, theirs, (yield Receive(name, _POINTS, rows=True)))
+    here = torch.ones(len(leader.order), dtype=torch.bool)
+    for name in needed:
+        here &= places[name] >= 0
+    if not bool(here.any()):
+        raise ValueError(f"Expected rows that {leader.name!r} and {needed} share, but got none; are identifiers alike?")
     for name in members:
-        send(wire.encode(positions[name], {"rows": len(rows)}), name)
-    return rows
+        yield Send(name, Positions(places[name][here]), rows=True)
+    return here.nonzero()[:, 0]
 
 
 def intersect(
@@ -238,24 +195,11 @@ def intersect(
     """
     if leader not in identifiers:
         raise ValueError(f"Expected a leader among {list(identifiers)}, but got {leader!r}")
-    head = Leader(identifiers[leader], leader)
-    members = {name: Member(own, name) for name, own in identifiers.items() if name != leader}
-    sent: list[int] = []
-
-    def passed(message: Points | Positions) -> None:
-        sent.append(len(_encode(message)))
-
-    asked = head.own_points()
-    for name, member in members.items():
-        theirs, returned = member.own_points(), member.blind(asked)
-        for message in (asked, theirs, returned):
-            passed(message)
-        head.compare(name, theirs, returned)
-    rows, positions = head.finish(members if required is None else required)
-    found = {name: member.finish(positions[name]) for name, member in members.items()} | {leader: rows}
-    for heard in positions.values():
-        passed(heard)
-    return Intersection(tuple(found[name] for name in identifiers), sum(sent))
+    members = [name for name in identifiers if name != leader]
+    halves = {leader: leading(Holder(identifiers[leader], leader), members, required)}
+    halves |= {name: following(Holder(identifiers[name], name), leader) for name in members}
+    found, traffic = together(halves)
+    return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
 
 
 def check_identifiers(identifiers: Sequence[str], name: str) -> None:
@@ -300,20 +244,3 @@ def _decode(x: bytes, name: str) -> ec.EllipticCurvePublicKey:
 def _stack(points: Iterable[bytes]) -> Tensor:
     joined = b"".join(points)
     return torch.tensor(list(joined), dtype=torch.uint8).reshape(-1, _BYTES)
-
-
-def _encode(message: Points | Positions) -> bytes:
-    return wire.encode(message, {"rows": len(message[0])})
-
-
-def _decode_points(payload: bytes, sender: str) -> Points:
-    like = Points(torch.empty(_count(payload, sender), _BYTES, dtype=torch.uint8))
-    return wire.decode(payload, like, client=sender)
-
-
-def _count(payload: bytes, sender: str) -> int:
-    """The rows that a payload says it has; `decode` compares them with the bytes that are there."""
-    rows = wire.metadata(payload, client=sender).get("rows")
-    if not isinstance(rows, int) or not 0 <= rows <= len(payload):
-        raise wire.PayloadError(f"payload of client {sender!r}: expected a number of rows, but got {rows!r}")
-    return rows

@@ -15,18 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from fedtorch.vfl.likelihoods import Likelihood
-from fedtorch.vfl.model import VerticalModel, checked_model
-from fedtorch.vfl.predictors import Predictor, Prior
-
-__all__ = ["attenuation", "augmented"]
+from fedtorch.vfl.likelihoods import ResponseLikelihood
+from fedtorch.vfl.model import VerticalModel
+from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior, normal_prior
 
 
 def augmented(
-    likelihood: Likelihood,
-    predictors: Sequence[Predictor],
+    likelihood: ResponseLikelihood,
+    predictors: Sequence[Predictor | NetworkPredictor],
     rho: float | Tensor,
     *,
     intercept: bool = True,
@@ -36,7 +35,7 @@ def augmented(
 
     Args:
         likelihood: of the response; from `fedtorch.vfl.likelihoods`, or your own.
-        predictors: one per party, from `fedtorch.vfl.linear` and `multilevel`, or your own.
+        predictors: one per party, from `fedtorch.vfl.linear`, `multilevel` and `NetworkPredictor`, or your own.
         rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
         intercept: whether the server has one.
         shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.
@@ -49,7 +48,12 @@ def augmented(
     >>> augmented(likelihoods.bernoulli(), [linear(5), linear(6)], rho=1.0).sizes
     [1, 5, 6]
     """
-    return checked_model(likelihood, predictors, rho, power=False, intercept=intercept, shared_prior=shared_prior)
+    noise = torch.as_tensor(rho, dtype=torch.float64).reshape(-1)
+    if not predictors:
+        raise ValueError("Expected at least one party's predictor, but got none")
+    if not bool(((noise > 0) & noise.isfinite()).all()):
+        raise ValueError(f"Expected positive rho, but got {noise.tolist()}; towards 0 the model becomes the exact one")
+    return VerticalModel(likelihood, tuple(predictors), noise, False, intercept, shared_prior or normal_prior())
 
 
 def attenuation(variance: float | Tensor) -> float | Tensor:

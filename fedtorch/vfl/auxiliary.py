@@ -31,12 +31,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.vfl.encoder import Encoder, perceptron
-from fedtorch.vfl.model import Batch, VerticalModel
-
-__all__ = ["Auxiliary", "Sampled", "amortised", "mean_field", "noiseless", "sums"]
-
-Parameters = dict[str, Tensor]
+from fedtorch.vfl.data import VerticalData
+from fedtorch.vfl.encoder import EncoderFactory, encoded, perceptron
+from fedtorch.vfl.gaussians import Tensors
+from fedtorch.vfl.model import VerticalModel
 
 
 class Sampled(NamedTuple):
@@ -52,16 +50,16 @@ class Auxiliary:
     """A family q(z | θ): either drawn by every party, or by the server.
 
     Attributes:
-        init: (model, batch size, rows, what y's features count, key, dtype) -> parameters of one party or the server.
+        init: (model, outputs C, batch size, rows, key, dtype) -> parameters of one party or the server.
         party: (parameters, fixed parameters, η `(B, M, C, n)`, τ, minibatch, model) -> (z, log ratio), or None.
         server: (parameters, fixed parameters, intercept + offset + Σ η, τ, minibatch, model) -> `Sampled`, or None.
         noises: (model) -> how many standard normal numbers a row and output takes.
         sees_response: whether the parties need y.
     """
 
-    init: Callable[[VerticalModel, int, int, int, Tensor, torch.dtype], Parameters]
-    party: Callable[[Parameters, Parameters, Tensor, Tensor, Batch, VerticalModel], tuple[Tensor, Tensor]] | None
-    server: Callable[[Parameters, Parameters, Tensor, Tensor, Batch, VerticalModel], Sampled] | None
+    init: Callable[[VerticalModel, int, int, int, Tensor, torch.dtype], Tensors]
+    party: Callable[[Tensors, Tensors, Tensor, Tensor, VerticalData, VerticalModel], tuple[Tensor, Tensor]] | None
+    server: Callable[[Tensors, Tensors, Tensor, Tensor, VerticalData, VerticalModel], Sampled] | None
     noises: Callable[[VerticalModel], int]
     sees_response: bool = False
 
@@ -69,15 +67,15 @@ class Auxiliary:
 def mean_field() -> Auxiliary:
     """A mean and a standard deviation for every row and party: their number grows with the rows."""
 
-    def init(model: VerticalModel, batch: int, rows: int, shown: int, key: Tensor, dtype: torch.dtype) -> Parameters:
-        shape = (batch, 1, model.likelihood.outputs, rows)
+    def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
+        shape = (batch, 1, outputs, rows)
         log_sd = model.noise_sd.to(key.device, dtype).log().expand(shape)
         return {"mean": torch.zeros(shape, dtype=dtype, device=key.device), "log_sd": log_sd.clone()}
 
     def party(
-        q: Parameters, fixed: Parameters, eta: Tensor, noise: Tensor, batch: Batch, model: VerticalModel
+        q: Tensors, fixed: Tensors, eta: Tensor, noise: Tensor, data: VerticalData, model: VerticalModel
     ) -> tuple[Tensor, Tensor]:
-        of = lambda values: values if batch.rows is None else values.index_select(-1, batch.rows)
+        of = lambda values: values if data.rows is None else values.index_select(-1, data.rows)
         z = torch.addcmul(of(q["mean"]), of(q["log_sd"]).exp(), noise)
         log_sd = of(fixed["log_sd"])
         rho = model.noise_sd.to(z)
@@ -88,56 +86,56 @@ def mean_field() -> Auxiliary:
     return Auxiliary(init, party, None, noises=lambda model: 1)
 
 
-def amortised(encoder: Encoder | None = None, *, sees_response: bool = False) -> Auxiliary:
+def amortised(encoder: EncoderFactory | None = None, *, sees_response: bool = False) -> Auxiliary:
     """One encoder per party, whose size does not grow with the rows.
 
     Args:
         encoder: a perceptron of 16 hidden units by default.
         sees_response: whether it is shown y beside η_j; for the power model, and where y is shared.
     """
-    network = encoder or perceptron()
+    make = encoder or perceptron()
 
-    def init(model: VerticalModel, batch: int, rows: int, shown: int, key: Tensor, dtype: torch.dtype) -> Parameters:
-        outputs = model.likelihood.outputs
-        return network.init(key, batch, outputs + shown * sees_response, 2 * outputs, dtype)
+    def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
+        return make(outputs + _shown(model, outputs) * sees_response, 2 * outputs).start(key, batch, dtype)
 
     def party(
-        q: Parameters, fixed: Parameters, eta: Tensor, noise: Tensor, batch: Batch, model: VerticalModel
+        q: Tensors, fixed: Tensors, eta: Tensor, noise: Tensor, data: VerticalData, model: VerticalModel
     ) -> tuple[Tensor, Tensor]:
-        seen = _seen(eta, batch, model) if sees_response else eta
-        mean, log_sd = network.forward(q, seen).chunk(2, -2)
+        seen, count = _seen(eta, data, model) if sees_response else eta, 2 * eta.shape[-2]
+        mean, log_sd = encoded(make, q, seen, count).chunk(2, -2)
         e = torch.addcmul(mean, log_sd.exp(), noise)
         if fixed is not q:
-            mean, log_sd = network.forward(fixed, seen).chunk(2, -2)
+            mean, log_sd = encoded(make, fixed, seen, count).chunk(2, -2)
         ratio = 0.5 * (_standardised(e, noise, mean, log_sd).square() - e.square()) + log_sd
         return torch.addcmul(eta, model.noise_sd.to(eta), e), ratio.sum(-2)
 
     return Auxiliary(init, party, None, noises=lambda model: 1, sees_response=sees_response)
 
 
-def sums(encoder: Encoder | None = None, *, skewed: bool = True) -> Auxiliary:
+def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxiliary:
     """q(s | θ) q(z | s, θ) with one encoder at the server, which hears Σ_j η_j.
 
     Args:
-        encoder: a perceptron of 16 hidden units by default; `encoder.linear()` is exact for a Gaussian likelihood.
+        encoder: a perceptron of 16 hidden units by default; `encoder.affine()` is exact for a Gaussian likelihood.
         skewed: let the encoder also bend x by a sinh–arcsinh transformation (Jones and Pewsey, 2009), because s given
             y and θ is not normal where Jρ² is large. Without it ten parties at ρ = 1 shift a logistic posterior by up
             to 0.18 standard deviations.
     """
-    network = encoder or perceptron()
+    make = encoder or perceptron()
     shapes = 4 if skewed else 2
 
-    def init(model: VerticalModel, batch: int, rows: int, shown: int, key: Tensor, dtype: torch.dtype) -> Parameters:
-        outputs = model.likelihood.outputs
-        return network.init(key, batch, outputs + shown, (shapes + model.power) * outputs, dtype)
+    def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
+        count = (shapes + model.power) * outputs
+        return make(outputs + _shown(model, outputs), count).start(key, batch, dtype)
 
     def server(
-        q: Parameters, fixed: Parameters, centre: Tensor, noise: Tensor, batch: Batch, model: VerticalModel
+        q: Tensors, fixed: Tensors, centre: Tensor, noise: Tensor, data: VerticalData, model: VerticalModel
     ) -> Sampled:
         parties = len(model.predictors)
-        seen = _seen(centre, batch, model)
-        found = network.forward(q, seen).chunk(shapes + model.power, -2)
-        held = found if fixed is q else network.forward(fixed, seen).chunk(shapes + model.power, -2)
+        seen, count = _seen(centre, data, model), shapes + model.power
+        answer = lambda weights: encoded(make, weights, seen, count * centre.shape[-2]).chunk(count, -2)
+        found = answer(q)
+        held = found if fixed is q else answer(fixed)
         u = noise.unflatten(-2, (-1, model.likelihood.outputs))  # (B, M, J or 1, C, n)
         tau = u.sum(-3) / math.sqrt(u.shape[-3])
         bent = _bend(tau, found[2:4]) if skewed else tau
@@ -200,7 +198,13 @@ def _standardised(value: Tensor, noise: Tensor, mean: Tensor, log_sd: Tensor) ->
     return _Standardised.apply(value, noise.detach().expand(shape), mean.expand(shape), log_sd.expand(shape))
 
 
-def _seen(predictor: Tensor, batch: Batch, model: VerticalModel) -> Tensor:
+def _shown(model: VerticalModel, outputs: int) -> int:
+    """How many numbers of the response an encoder is shown beside the predictor."""
+    one = torch.zeros(1, 1, 1)
+    return model.likelihood.features(one, one.new_zeros(outputs, 1)).shape[-2]
+
+
+def _seen(predictor: Tensor, data: VerticalData, model: VerticalModel) -> Tensor:
     """A predictor and y's features, one above the other: `(B, M, C + F, n)`."""
-    shown = model.likelihood.features(batch.y, predictor)
+    shown = model.likelihood.features(data.y, predictor)
     return torch.cat([predictor, shown.expand(*predictor.shape[:2], *shown.shape[-2:])], -2)

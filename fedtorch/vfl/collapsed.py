@@ -17,8 +17,6 @@ from torch import Tensor
 
 from fedtorch.vfl.model import VerticalModel
 
-__all__ = ["collapsed_log_likelihood", "gauss_hermite"]
-
 
 @lru_cache(maxsize=32)
 def _rule(points: int) -> tuple[np.ndarray, np.ndarray]:

@@ -5,12 +5,14 @@ One small network serves all rows, so its size does not grow with them; many net
 
 .. math:: f(v) = A v + c + V \tanh(W v + b), \qquad v \in R^F .
 
-The linear part is exact for Gaussian models; the rest starts at zero, so that a new encoder answers zero.
+The linear part is exact for Gaussian models; the rest starts at zero, so that a new encoder answers zero. A family
+q(z | θ) is given a function that makes an encoder of so many inputs and outputs, and calls it with the weights of its
+own through `encoded`.
 
 >>> from fedtorch import random
->>> encoder = perceptron(hidden=8)
->>> weights = encoder.init(random.key(0), 5, 2, 3)
->>> encoder.forward(weights, torch.zeros(5, 4, 2, 100)).shape
+>>> make = perceptron(hidden=8)
+>>> weights = make(2, 3).start(random.key(0), 5)
+>>> encoded(make, weights, torch.zeros(5, 4, 2, 100), 3).shape
 torch.Size([5, 4, 3, 100])
 >>> sum(w[0].numel() for w in weights.values())
 57
@@ -18,77 +20,103 @@ torch.Size([5, 4, 3, 100])
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedtorch import random
-
-__all__ = ["Encoder", "linear", "perceptron"]
+from fedtorch import functional, random
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """A network as two functions.
+class Encoder(nn.Module):
+    """One hidden layer of hyperbolic tangents beside a linear part.
 
-    Attributes:
-        init: (key, batch size, inputs F, outputs O, dtype) -> weights by name, `(B, ...)` each.
-        forward: (weights, features `(B, M, F, n)`) -> `(B, M, O, n)`.
-    """
-
-    init: Callable[..., dict[str, Tensor]]
-    forward: Callable[[dict[str, Tensor], Tensor], Tensor]
-
-
-def linear() -> Encoder:
-    """The linear part alone, `A v + c`: exact where the model is Gaussian."""
-
-    def init(
-        key: Tensor, batch: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
-        zeros = torch.zeros(batch, 1, outputs, inputs + 1, dtype=dtype, device=key.device)
-        return {"skip": zeros[..., :-1].clone(), "shift": zeros[..., -1:].clone()}
-
-    return Encoder(init, lambda weights, features: _affine(weights["skip"], features, weights["shift"]))
-
-
-def perceptron(hidden: int = 16) -> Encoder:
-    """One hidden layer of hyperbolic tangents beside the linear part.
+    Its parameters may be those of a stack, with `(B, 1)` in front.
 
     Args:
-        hidden: its width.
+        inputs: F.
+        outputs: O.
+        hidden: width of the hidden layer; 0 leaves the linear part alone.
+    """
+
+    def __init__(self, inputs: int, outputs: int, hidden: int) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.skip, self.shift = nn.Parameter(torch.zeros(outputs, inputs)), nn.Parameter(torch.zeros(outputs, 1))
+        if hidden:
+            self.first, self.bias = nn.Parameter(torch.zeros(hidden, inputs)), nn.Parameter(torch.zeros(hidden, 1))
+            self.second = nn.Parameter(torch.zeros(outputs, hidden))
+
+    def start(self, key: Tensor, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Weights of a stack that answers zero, `(B, 1, ...)` each: alike for one key, different for `(B,)` of them."""
+        shapes = {name: (batch, 1, *value.shape) for name, value in self.named_parameters()}
+        weights = {name: torch.zeros(shape, dtype=dtype, device=key.device) for name, shape in shapes.items()}
+        if self.hidden:
+            inputs = self.first.shape[1]
+            drawn = random.normal(key.reshape(-1), (1, self.hidden, inputs + 1), dtype)
+            drawn = drawn.expand(batch, 1, self.hidden, inputs + 1)
+            weights |= {"first": drawn[..., :-1] / inputs**0.5, "bias": drawn[..., -1:].clone()}
+        return weights
+
+    def forward(self, features: Tensor) -> Tensor:
+        """What is seen of rows, `(B, M, F, n)`, to `(B, M, O, n)`."""
+        own: Any = self._parameters  # what `__getattr__` would find, in a tenth of its time
+        if not self.hidden:
+            return _affine(own["skip"], features, own["shift"])
+        # tanh(v) = 2σ(2v) − 1, whose σ costs a tenth of tanh on a CPU; the twos go to the weights, which are small.
+        inner = _affine(2 * own["first"], features, 2 * own["bias"]).sigmoid()
+        shift = own["shift"] - own["second"].sum(-1, True)
+        return _affine(2 * own["second"], inner, _affine(own["skip"], features, shift))
+
+
+EncoderFactory = Callable[[int, int], Encoder]  # (inputs, outputs) -> an encoder
+
+
+def affine() -> EncoderFactory:
+    """The linear part alone, `A v + c`: exact where the model is Gaussian."""
+    return partial(Encoder, hidden=0)
+
+
+def perceptron(hidden: int = 16) -> EncoderFactory:
+    """Encoders with a hidden layer of this width.
 
     Raises:
         ValueError: no hidden unit.
     """
     if hidden < 1:
-        raise ValueError(f"Expected at least 1 hidden unit, but got {hidden}; see `linear` for none")
-    straight = linear()
+        raise ValueError(f"Expected at least 1 hidden unit, but got {hidden}; see `affine` for none")
+    return partial(Encoder, hidden=hidden)
 
-    def init(
-        key: Tensor, batch: int, inputs: int, outputs: int, dtype: torch.dtype = torch.float32
-    ) -> dict[str, Tensor]:
-        drawn = random.normal(key.reshape(-1), (1, hidden, inputs + 1), dtype).expand(batch, 1, hidden, inputs + 1)
-        return {
-            **straight.init(key, batch, inputs, outputs, dtype),
-            "first": drawn[..., :-1] / inputs**0.5,
-            "bias": drawn[..., -1:].clone(),
-            "second": torch.zeros(batch, 1, outputs, hidden, dtype=dtype, device=key.device),
-        }
 
-    def forward(weights: dict[str, Tensor], features: Tensor) -> Tensor:
-        # tanh(v) = 2σ(2v) − 1, whose σ costs a tenth of tanh on a CPU; the twos go to the weights, which are small.
-        inner = _affine(2 * weights["first"], features, 2 * weights["bias"]).sigmoid()
-        shift = weights["shift"] - weights["second"].sum(-1, True)
-        return _affine(2 * weights["second"], inner, _affine(weights["skip"], features, shift))
+def encoded(make: EncoderFactory, weights: dict[str, Tensor], features: Tensor, outputs: int) -> Tensor:
+    """What an encoder with these weights answers, `(B, M, outputs, n)`.
 
-    return Encoder(init, forward)
+    Args:
+        make: makes the encoder.
+        weights: `(B, 1, ...)` each, as from `Encoder.start`.
+        features: `(B, M, F, n)`.
+        outputs: O.
+    """
+    module, names, swap = _template(make, features.shape[-2], outputs, threading.get_ident())
+    with swap([weights[name] for name in names]):
+        return module.forward(features)
+
+
+@lru_cache(maxsize=256)
+def _template(
+    make: EncoderFactory, inputs: int, outputs: int, thread: int
+) -> tuple[Encoder, list[str], functional.Swap]:
+    """A module to put weights into; one a thread, because nodes may run side by side."""
+    module = make(inputs, outputs)
+    names = [name for name, _ in module.named_parameters()]
+    return module, names, functional.Swap(module, names)
 
 
 def _affine(weight: Tensor, features: Tensor, shift: Tensor) -> Tensor:
     """Weights `(B, 1, O, F)` on features `(B, M, F, n)`, plus `(B, 1 or M, O, 1 or n)`: one product for all B·M."""
     lead = features.shape[:2]
-    stack = lambda value: value.expand(*lead, *value.shape[2:]).flatten(0, 1)
+    stack = lambda value: value.expand(*lead, *value.shape[-2:]).flatten(0, 1)
     return torch.baddbmm(stack(shift), stack(weight), stack(features)).unflatten(0, lead)

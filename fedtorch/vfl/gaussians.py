@@ -1,6 +1,6 @@
 r"""Gaussian families q(θ) by reparametrisation, :math:`\theta = \mu + L\varepsilon` with :math:`\Sigma = LL^\top`.
 
-L is a Cholesky factor; equation (8) of the source multiplies by Σ, which would make the covariance Σ². Parameters are
+L is a Cholesky factor; equation (8) of the source multiplies by Σ, which would make the covariance Σ². Tensors are
 stacked over the batch, `(B, ...)`, draws are `(B, M, d)`.
 
 Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["GaussianFamily", "Shares", "diagonal", "full_covariance", "low_rank"]
-
-Parameters = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,12 @@ class GaussianFamily:
             such sums, so that nodes may hold coordinates of one family each; None where it is not.
     """
 
-    init: Callable[[int, int, float, torch.dtype, torch.device], Parameters]
+    init: Callable[[int, int, float, torch.dtype, torch.device], Tensors]
     noises: Callable[[int], int]
-    draw: Callable[[Parameters, Tensor], Tensor]
-    log_density: Callable[[Parameters, Tensor], Tensor]
-    covariance: Callable[[Parameters], Tensor]
-    shares: Callable[[Parameters, Tensor], Shares] | None = None
+    draw: Callable[[Tensors, Tensor], Tensor]
+    log_density: Callable[[Tensors, Tensor], Tensor]
+    covariance: Callable[[Tensors], Tensor]
+    shares: Callable[[Tensors, Tensor], Shares] | None = None
 
 
 class Shares(NamedTuple):
@@ -59,7 +57,7 @@ class Shares(NamedTuple):
         return self.alone + 0.5 * inner.square().sum(-2) - lower.diagonal(dim1=-2, dim2=-1).log().sum(-1, True)
 
 
-def _start(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Parameters:
+def _start(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Tensors:
     mean = torch.zeros(batch, size, dtype=dtype, device=device)
     return {"mean": mean, "log_sd": torch.full_like(mean, math.log(sd))}
 
@@ -71,7 +69,7 @@ def _normaliser(size: int) -> float:
 def diagonal() -> GaussianFamily:
     """Independent coordinates: `2d` parameters."""
 
-    def log_density(q: Parameters, theta: Tensor) -> Tensor:
+    def log_density(q: Tensors, theta: Tensor) -> Tensor:
         standard = (theta - q["mean"].unsqueeze(1)) * torch.exp(-q["log_sd"]).unsqueeze(1)
         return -0.5 * standard.square().sum(-1) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
 
@@ -84,7 +82,18 @@ def diagonal() -> GaussianFamily:
     )
 
 
-def cholesky(q: Parameters) -> Tensor:
+def point() -> GaussianFamily:
+    """No spread at all, for what is maximised over: log q counts as 0."""
+    return GaussianFamily(
+        init=lambda batch, size, sd, dtype, device: {"mean": torch.zeros(batch, size, dtype=dtype, device=device)},
+        noises=lambda size: 0,
+        draw=lambda q, noise: q["mean"].unsqueeze(1),
+        log_density=lambda q, theta: theta.new_zeros(theta.shape[:-1]),
+        covariance=lambda q: torch.zeros_like(torch.diag_embed(q["mean"])),
+    )
+
+
+def cholesky(q: Tensors) -> Tensor:
     """L of `full_covariance`'s parameters, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
 
     So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
@@ -96,13 +105,13 @@ def cholesky(q: Parameters) -> Tensor:
 def full_covariance() -> GaussianFamily:
     """Any covariance by its Cholesky factor: `d + d(d + 1)/2` parameters (kept in a square)."""
 
-    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Parameters:
+    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Tensors:
         return {
             **_start(batch, size, sd, dtype, device),
             "lower": torch.zeros(batch, size, size, dtype=dtype, device=device),
         }
 
-    def log_density(q: Parameters, theta: Tensor) -> Tensor:
+    def log_density(q: Tensors, theta: Tensor) -> Tensor:
         centred = (theta - q["mean"].unsqueeze(1)).mT
         standard = torch.linalg.solve_triangular(cholesky(q), centred, upper=False)
         return -0.5 * standard.square().sum(-2) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
@@ -127,17 +136,17 @@ def low_rank(rank: int) -> GaussianFamily:
     if rank < 1:
         raise ValueError(f"Expected a rank of at least 1, but got {rank}; see `diagonal` for none")
 
-    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Parameters:
+    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Tensors:
         # Not zero, where W's gradient would vanish: one column for every rank-th coordinate.
         column = torch.arange(size, device=device)[:, None] % rank == torch.arange(rank, device=device)
         factor = (0.1 * sd * column).to(dtype).expand(batch, size, rank).clone()
         return {**_start(batch, size, sd, dtype, device), "factor": factor}
 
-    def draw(q: Parameters, noise: Tensor) -> Tensor:
+    def draw(q: Tensors, noise: Tensor) -> Tensor:
         own, common = noise.split([q["mean"].shape[-1], rank], -1)
         return q["mean"].unsqueeze(1) + q["log_sd"].exp().unsqueeze(1) * own + common @ q["factor"].mT
 
-    def shares(q: Parameters, theta: Tensor) -> Shares:
+    def shares(q: Tensors, theta: Tensor) -> Shares:
         scale = torch.exp(-q["log_sd"]).unsqueeze(1)
         standard, factor = (theta - q["mean"].unsqueeze(1)) * scale, q["factor"] * scale.mT
         alone = -0.5 * standard.square().sum(-1) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])

@@ -9,7 +9,7 @@ correlations between parties' parameters need no exchange of parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,16 +18,14 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.vfl.auxiliary import Auxiliary, amortised
 from fedtorch.vfl.gaussians import GaussianFamily, full_covariance
-from fedtorch.vfl.model import Batch, VerticalModel
+from fedtorch.vfl.model import VerticalModel
 
-__all__ = ["Guide", "Noise", "Parameters", "count_parameters", "draw_noise", "draw_theta", "initial"]
-
-_THETA, _Z, _ENCODER = 0, 1, 2  # purposes of a node's key
+_ENCODER = 2  # purpose of a node's key
 
 
 @dataclass(frozen=True)
 class Guide:
-    """Which family approximates the posterior.
+    """Which family approximates the posterior; by default amortised encoders and a full covariance for each party.
 
     Attributes:
         auxiliary: of z given θ.
@@ -36,31 +34,26 @@ class Guide:
         sticking: stop the gradient at the parameters of log q (equation 4), not at its sample, so that the noise of
             the gradient vanishes where q is exact; otherwise the gradient of the entropy in closed form.
         sd: standard deviation of q(θ) at the start.
+        shared: of γ, where it is another than `theta`.
+
+    Raises:
+        ValueError: `sd` is not positive.
     """
 
-    auxiliary: Auxiliary
-    theta: GaussianFamily
-    joint: bool = False
-    sticking: bool = True
-    sd: float = 0.1
+    auxiliary: Auxiliary = field(default_factory=amortised)
+    theta: GaussianFamily = field(default_factory=full_covariance)
+    joint: bool = field(default=False, kw_only=True)
+    sticking: bool = field(default=True, kw_only=True)
+    sd: float = field(default=0.1, kw_only=True)
+    shared: GaussianFamily | None = field(default=None, kw_only=True)
 
-    @staticmethod
-    def of(
-        auxiliary: Auxiliary | None = None,
-        theta: GaussianFamily | None = None,
-        *,
-        joint: bool = False,
-        sticking: bool = True,
-        sd: float = 0.1,
-    ) -> Guide:
-        """A guide; by default amortised encoders and a full covariance for each party.
+    def __post_init__(self) -> None:
+        if not self.sd > 0:
+            raise ValueError(f"Expected a positive standard deviation at the start, but got {self.sd}")
 
-        Raises:
-            ValueError: `sd` is not positive.
-        """
-        if not sd > 0:
-            raise ValueError(f"Expected a positive standard deviation at the start, but got {sd}")
-        return Guide(auxiliary or amortised(), theta or full_covariance(), joint, sticking, sd)
+    def family(self, index: int) -> GaussianFamily:
+        """That of node `index`: the server is 0, the parties 1 to J."""
+        return self.shared if self.shared is not None and not index else self.theta
 
 
 class Parameters(NamedTuple):
@@ -71,78 +64,47 @@ class Parameters(NamedTuple):
     parties: tuple[dict[str, dict[str, Tensor]], ...]  # "theta", "z"
 
 
-class Noise(NamedTuple):
-    """Standard normal numbers of one iteration; the leading dimension is 1 where the batch shares them."""
-
-    theta: tuple[Tensor, ...]  # (1 or B, M, noises), of the server and the parties
-    z: tuple[Tensor, ...]  # (1 or B, M, noises · C, n), of the server and the parties
-
-
-def initial(model: VerticalModel, guide: Guide, batch: Batch, size: int, key: Tensor) -> Parameters:
-    """Parameters to start from: small standard deviations around zero, and encoders that answer the prior.
+def initial(
+    model: VerticalModel, guide: Guide, rows: int, size: int, key: Tensor, dtype: torch.dtype = torch.float32
+) -> Parameters:
+    """Parameters to start from: small standard deviations around zero or a network's weights, and encoders that answer
+    the prior; on the key's device.
 
     Args:
         model: the model.
         guide: the family.
-        batch: the data.
+        rows: n, of which only `mean_field` needs to know.
         size: B.
         key: of the encoders' weights.
+        dtype: of the parameters.
     """
-    dtype, device, rows = batch.features[0].dtype, batch.features[0].device, batch.y.shape[-1]
-    one = batch.y[..., :1]
-    shown = model.likelihood.features(one, one.new_zeros(model.likelihood.outputs, 1)).shape[-2]
-
-    def theta(count: int) -> dict[str, dict[str, Tensor]]:
-        return {} if guide.joint else {"theta": guide.theta.init(size, count, guide.sd, dtype, device)}
-
-    def z(index: int) -> dict[str, dict[str, Tensor]]:
-        own = random.fold_in(random.fold_in(key, index), _ENCODER)
-        return {"z": guide.auxiliary.init(model, size, rows, shown, own, dtype)}
-
+    starts = [None, *(p.start for p in model.predictors)]
     at_parties = guide.auxiliary.party is not None
-    server = theta(model.sizes[0]) | ({} if at_parties else z(0))
+
+    def node(index: int) -> dict[str, dict[str, Tensor]]:
+        q: dict[str, dict[str, Tensor]] = {}
+        if not guide.joint:
+            q["theta"] = guide.family(index).init(size, model.sizes[index], guide.sd, dtype, key.device)
+            if (start := starts[index]) is not None:
+                q["theta"]["mean"].copy_(start)
+        if (index > 0) == at_parties:
+            own = random.fold_in(random.fold_in(key, index), _ENCODER)
+            q["z"] = guide.auxiliary.init(model, model.outputs[index], size, rows, own, dtype)
+        return q
+
+    server = node(0)
     if model.concentration is not None:
-        server["weights"] = {"logits": torch.zeros(size, len(model.predictors), dtype=dtype, device=device)}
-    parties = tuple(theta(d) | (z(j) if at_parties else {}) for j, d in enumerate(model.sizes[1:], start=1))
-    joint = guide.theta.init(size, sum(model.sizes), guide.sd, dtype, device) if guide.joint else None
-    return Parameters(joint, server, parties)
+        server["weights"] = {"logits": torch.zeros(size, len(model.predictors), dtype=dtype, device=key.device)}
+    joint = guide.theta.init(size, sum(model.sizes), guide.sd, dtype, key.device) if guide.joint else None
+    for start, place in zip(starts, joint["mean"].split(model.sizes, -1) if joint else ()):
+        if start is not None:
+            place.copy_(start)
+    return Parameters(joint, server, tuple(node(j) for j in range(1, len(model.sizes))))
 
 
 def count_parameters(parameters: Parameters) -> int:
     """Variational parameters of one element of the batch."""
     return sum(leaf[0].numel() for leaf in tree.leaves(parameters))
-
-
-def draw_noise(
-    model: VerticalModel, guide: Guide, key: Tensor, rows: int, draws: int, dtype: torch.dtype, prefix: int = 0
-) -> Noise:
-    """The noise of an iteration, a pure function of its key.
-
-    Every node draws from a key of its own: what one draws does not depend on how many others there are.
-
-    Args:
-        model: the model.
-        guide: the family.
-        key: `(*prefix, B)`, or `(*prefix, 1)` where the batch shares its noise.
-        rows: n.
-        draws: M.
-        dtype: of the noise.
-        prefix: leading dimensions of `key` beside the batch, such as iterations.
-    """
-    nodes = range(len(model.predictors) + 1)
-    outputs = model.likelihood.outputs
-    z_count = guide.auxiliary.noises(model) * outputs
-    theta, z = [], []
-    for j in nodes:
-        own = random.fold_in(key, j)
-        # A joint family may take more numbers than coordinates; the server draws the surplus.
-        surplus = guide.theta.noises(sum(model.sizes)) - sum(model.sizes) if guide.joint and j == 0 else 0
-        count = model.sizes[j] + surplus if guide.joint else guide.theta.noises(model.sizes[j])
-        theta.append(random.normal(random.fold_in(own, _THETA), (draws, count), dtype))
-        here = (j > 0) == (guide.auxiliary.party is not None)
-        of_z = (draws, z_count, rows) if here else (draws, 0, 0)
-        z.append(random.normal(random.fold_in(own, _Z), of_z, dtype))
-    return Noise(tuple(theta), tuple(z))
 
 
 def draw_theta(
@@ -156,10 +118,22 @@ def draw_theta(
         own, surplus = noise[0].split([model.sizes[0], noise[0].shape[-1] - model.sizes[0]], -1)
         theta = guide.theta.draw(q, torch.cat([own, *noise[1:], surplus], -1))
         return list(theta.split(model.sizes, -1)), guide.theta.log_density(fixed(guide, q), theta)
-    families = [parameters.server, *parameters.parties]
-    thetas = [guide.theta.draw(q["theta"], e) for q, e in zip(families, noise)]
-    densities = [guide.theta.log_density(fixed(guide, q["theta"]), theta) for q, theta in zip(families, thetas)]
-    return thetas, torch.stack(densities).sum(0)
+    nodes = [node["theta"] for node in (parameters.server, *parameters.parties)]
+    thetas = [draw_own(model, guide, j, q, e) for j, (q, e) in enumerate(zip(nodes, noise))]
+    densities = [
+        guide.family(j).log_density(fixed(guide, q), theta)
+        for j, (q, theta) in enumerate(zip(nodes, thetas))
+        if theta.shape[-1]
+    ]
+    return thetas, model.masked(torch.stack(densities).sum(0), 0.0) if densities else thetas[0].new_zeros(1, 1)
+
+
+def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor], noise: Tensor) -> Tensor:
+    """Draws of node `index` alone, `(B, M, d)`: of q, or of its mean in elements without priors."""
+    theta = guide.family(index).draw(q, noise)
+    if model.active is None or not theta.shape[-1]:
+        return theta
+    return model.masked(theta, q["mean"].unsqueeze(1))
 
 
 def fixed(guide: Guide, q: dict[str, Tensor]) -> dict[str, Tensor]:

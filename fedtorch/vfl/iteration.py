@@ -1,135 +1,145 @@
-"""Iterations among nodes in one process, with the bytes that they would send; parties may be away for a while."""
+r"""Training a vertical model among its nodes: values go up, gradients come down; the numbers are those of one graph.
+
+`party_half` and `server_half` are the protocol; any driver runs them: `exchange` runs one iteration in one process and
+`fedtorch.vfl.ranks.over_ranks` a node's half on its own rank, where all know every `Iteration` beforehand. The same
+halves train `augmented` and `power` models and split networks, plain and hierarchical Bayes.
+
+- *Response at the server* (augmented model): up z_j (or η_j with `sums`), down ∂L₀/∂z_j, with a sum at the cut layer
+  the same for everybody.
+- *Response with the parties* (augmented model, `response_shared=True`): up z_j, down the predictor b + o + Σ z and the
+  likelihood's shared parameters; every party finds the gradient itself, and can do so again for further local steps
+  with the others' z held.
+- *Power model*, two exchanges: up z_j; down b + o + Σ_{k≠j} z_k and the shared parameters; up ∂L_{0,j}/∂ of these; down
+  Σ_{k≠j} ∂L_{0,k}/∂z_j. The source sends all of z and J − 1 gradients; the sums are enough and are smaller.
+
+With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ: put a secure sum there.
+
+A joint q(γ, θ) of full covariance adds one short message per party and iteration, of as many numbers as there are
+coordinates before its own, in the order of the parties from last to first: the gradient of log q by back substitution
+of L. One of low rank adds two, up and down, of r² + Mr numbers: each node has its rows of (μ, D, W) and all draw the
+same noise of the factor, so that log q needs sums over the nodes only, by Woodbury's identity.
+
+Several local steps per exchange keep the iteration's draws: with the response at the server the party moves along the
+gradient that it was told (first order), with the response shared it computes it anew. (Plain networks can do it, too,
+but nothing then holds z_j near what was sent.)
+
+Who is idle is part of an `Iteration`: all know it beforehand (`bounded_delay` is a function of its key). An idle party
+sends nothing, but for its link in the chain of a joint q, and the server goes on with what it last heard. The server
+does not decide by the clock whom it goes on without, since numbers would depend on the machines' load.
+
+Noise and dropout are functions of keys and steps. Who knows a key knows its noise: as long as all share the keys, it
+hides nothing of z_j from the other nodes.
+
+Source: Hassan et al., algorithms 1 and 2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fedtorch import random, wire
-from fedtorch.vfl.guide import Noise
-from fedtorch.vfl.messages import Backward, Traffic, Value
-from fedtorch.vfl.nodes import PartyNode, ServerNode, pooled
-
-__all__ = ["Iteration", "bounded_delay", "exchange", "taking_part"]
+from fedtorch import random
+from fedtorch.vfl.nodes import Backward, Gradient, Iteration, PartyNode, ServerNode, Share
+from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, together
 
 
-class Iteration(NamedTuple):
-    """What every node knows of an iteration before it begins."""
+def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1) -> Half:
+    """A party's side of every iteration.
 
-    noise: Noise
-    rate: float  # Adam's learning rate
-    rows: Tensor | None = None  # (m,) of a minibatch; all by default
-    active: Sequence[bool] | None = None  # which parties take part; all by default
-
-
-def taking_part(iteration: Iteration, heard: Sequence[bool]) -> list[bool]:
-    """Which parties take part, of which the server has `heard` before or not.
+    Args:
+        party: the node, trained in place.
+        iterations: the same at every node.
+        local_steps: steps that a party takes per exchange.
 
     Raises:
-        ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
+        ValueError: an idle party in the first iteration or with minibatches, whose rows would differ.
     """
-    here = [True] * len(heard) if iteration.active is None else list(iteration.active)
-    if not all(here) and (iteration.rows is not None or not all(h or known for h, known in zip(here, heard))):
-        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
-    return here
+    model, own = party.model, party.index - 1
+    for iteration in iterations:
+        here = _taking_part(iteration, [party.values[own] is not None] * len(party.values))[own]
+        if here:
+            yield Send(0, party.propose(iteration))
+        value = party.values[own].value  # type: ignore[union-attr]
+        if here and party.pooled:
+            yield Send(0, party.pool())
+            party.hear((yield Receive(0, party.mine)))
+        if party.chained:
+            # The noise of this iteration, also where the rest is that of the last one.
+            party.noise = iteration.noise or party.noise
+            last = party.index == len(model.predictors)
+            told = None if last else (yield Receive(0, _backward(value, sum(model.sizes[: party.index + 1]))))
+            yield Send(0, party.back_substitute(told))
+        if not here:
+            continue
+        share = None
+        if party.apart and (model.power or party.response_shared):
+            weight = None if model.concentration is None else value[:, 0, 0, 0]
+            shared = value.new_zeros(*value.shape[:2], len(model.likelihood.shared))
+            share = yield Receive(0, Share(value, shared, weight))
+        if share is not None and model.power:
+            yield Send(0, party.answer(share))
+        gradient = (yield Receive(0, Gradient(value))) if share is None or model.power else None
+        party.update(gradient, share, iteration.rate, local_steps)
+
+
+def server_half(server: ServerNode, iterations: Iterable[Iteration]) -> Half:
+    """The server's side of every iteration; see `party_half`."""
+    model, ranks = server.model, range(1, len(server.model.predictors) + 1)
+    for iteration in iterations:
+        here = _taking_part(iteration, [value is not None for value in server.values])
+        awake = [rank for rank, takes_part in zip(ranks, here) if takes_part]
+        server.begin(iteration)
+        for rank in awake:
+            server.values[rank - 1] = yield Receive(rank, server.expected(rank - 1))
+        if server.pooled:
+            mine = server.pool()
+            for rank in awake:
+                server.pools[rank - 1] = yield Receive(rank, mine)
+            sums = server.pooled_over()
+            server.hear(sums)
+            for rank in awake:
+                yield Send(rank, sums)
+        if server.chained:
+            told: Backward | None = None
+            for rank in reversed(ranks):
+                if told is not None:
+                    yield Send(rank, told)
+                told = yield Receive(rank, _backward(server.theta, sum(model.sizes[:rank])))
+            server.back_substitute(told)
+        shares = server.share() if server.apart and (model.power or server.response_shared) else []
+        for rank in awake if shares else ():
+            yield Send(rank, shares[rank - 1])
+        if shares and model.power:
+            for rank in awake:
+                server.answers[rank - 1] = yield Receive(rank, shares[rank - 1])
+            gradients = server.collect(iteration.rate)
+        else:
+            gradients = server.evaluate(iteration.rate)
+        for rank in awake if model.power or not shares else ():
+            yield Send(rank, gradients[rank - 1])
 
 
 def exchange(
-    server: ServerNode,
-    parties: Sequence[PartyNode],
-    noise: Noise,
-    rate: float,
-    *,
-    rows: Tensor | None = None,
-    local_steps: int = 1,
-    active: Sequence[bool] | None = None,
+    server: ServerNode, parties: Sequence[PartyNode], iteration: Iteration, *, local_steps: int = 1
 ) -> Traffic:
-    """One iteration among nodes in one process, with the bytes that it would send.
+    """One iteration among nodes in one process; returns the bytes that it would send.
 
     Args:
         server: the server.
         parties: all parties.
-        noise: of the iteration.
-        rate: Adam's learning rate.
-        rows: of a minibatch.
+        iteration: what all know of it; the server goes on with what it last heard of idle parties.
         local_steps: steps that a party takes per exchange.
-        active: which parties take part; the server goes on with what it last heard of the others, see `bounded_delay`.
 
     Raises:
         ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
     """
     if any(party.response_shared != server.response_shared for party in parties):
         raise ValueError("Expected one answer to response_shared from server and parties, but got different ones")
-    here = taking_part(Iteration(noise, rate, rows, active), [party.heard for party in parties])
-    server.begin(noise, rows)
-    awake = [party for party, takes_part in zip(parties, here) if takes_part]
-    up = [wire.size(party.propose(noise, rows)) for party in awake]
-    joint = _pool(server, parties, awake) if server.pooled else Traffic(0, 0)
-    if server.chained:
-        joint = _back_substitute(server, parties, noise)
-    values = [party.value for party in parties]
-    at_party = server.guide.auxiliary.party is not None
-    if at_party and server.model.power:
-        told = _twice(server, parties, awake, values, rate, local_steps)
-    elif at_party and server.response_shared:
-        shares = server.share(values)
-        server.evaluate(values, rate)
-        for party in awake:
-            party.update(None, shares[party.index - 1], rate, local_steps)
-        told = Traffic(0, sum(wire.size(shares[party.index - 1]) for party in awake))
-    else:
-        gradient = server.evaluate(values, rate)
-        for party in awake:
-            party.update(gradient, None, rate, local_steps)
-        told = Traffic(0, wire.size(gradient) * len(awake))
-    return Traffic(sum(up) + joint.up + told.up, joint.down + told.down)
-
-
-def _back_substitute(server: ServerNode, parties: Sequence[PartyNode], noise: Noise) -> Traffic:
-    """L⁻ᵀε of a joint q, from the last party to the server, through which the messages pass."""
-    told: Backward | None = None
-    up = down = 0
-    for party in reversed(parties):
-        down += 0 if told is None else wire.size(told)
-        party.pull, told = party.back_substitute(noise.theta, told)
-        up += wire.size(told)
-    server.pull, _ = server.back_substitute(noise.theta, told)
-    return Traffic(up, down)
-
-
-def _pool(server: ServerNode, parties: Sequence[PartyNode], awake: Sequence[PartyNode]) -> Traffic:
-    """The sums that a joint q of low rank needs; of idle parties what was last heard."""
-    up = sum(wire.size(party.pool(party.theta)) for party in awake)
-    server.pool(server.gamma)
-    sums = pooled([node.mine for node in (server, *parties)])
-    for node in (server, *awake):
-        node.hear(sums)
-    return Traffic(up, wire.size(sums) * len(awake))
-
-
-def _twice(
-    server: ServerNode,
-    parties: Sequence[PartyNode],
-    awake: Sequence[PartyNode],
-    values: Sequence[Value],
-    rate: float,
-    local_steps: int,
-) -> Traffic:
-    """The power model's two exchanges after the values have come."""
-    shares = server.share(values)
-    up = down = 0
-    for party in awake:
-        share = shares[party.index - 1]
-        down, up = down + wire.size(share), up + wire.size(party.answer(share))
-    gradients = server.collect([party.reply for party in parties], rate)
-    for party in awake:
-        gradient = gradients[party.index - 1]
-        down += wire.size(gradient)
-        party.update(gradient, shares[party.index - 1], rate, local_steps)
-    return Traffic(up, down)
+    halves = {0: server_half(server, [iteration])}
+    halves |= {party.index: party_half(party, [iteration], local_steps) for party in parties}
+    return together(halves)[1]
 
 
 def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> Iterator[list[bool]]:
@@ -153,3 +163,16 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
         away = torch.where(present, 0, away + 1)
         step += 1
         yield present.tolist()
+
+
+def _taking_part(iteration: Iteration, heard: Sequence[bool]) -> list[bool]:
+    """Which parties take part, of which the server has `heard` before or not."""
+    here = [True] * len(heard) if iteration.active is None else list(iteration.active)
+    if not all(here) and (iteration.rows is not None or not all(h or known for h, known in zip(here, heard))):
+        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
+    return here
+
+
+def _backward(like: Tensor, count: int) -> Backward:
+    """What a message of the chain looks like, `(B, M, count)`."""
+    return Backward(like.new_zeros(*like.shape[:2], count))

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LabelLeakageWarning", "determines", "warn_of_leakage"]
-
 _CHANCE = 1e-6
 _MOST_CLASSES = 20
 

@@ -28,13 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Likelihood", "bernoulli", "categorical", "gaussian", "negative_binomial", "poisson"]
-
 _CHECKED = 2**16  # rows that are checked at a time, so that a check takes no memory that grows with the rows
 
 
 @dataclass(frozen=True)
-class Likelihood:
+class ResponseLikelihood:
     """A response given a predictor, as functions; vary one with `dataclasses.replace`.
 
     Attributes:
@@ -55,7 +53,7 @@ class Likelihood:
     shared: tuple[str, ...] = ()
 
 
-def gaussian(sd: float | None = None) -> Likelihood:
+def gaussian(sd: float | None = None) -> ResponseLikelihood:
     r"""Normal noise: :math:`y \sim N(s, \sigma^2)`.
 
     Args:
@@ -71,7 +69,7 @@ def gaussian(sd: float | None = None) -> Likelihood:
         scale = torch.exp(-log_sd) if isinstance(log_sd, Tensor) else math.exp(-log_sd)
         return -0.5 * ((y - s[..., 0, :]) * scale).square() - log_sd - 0.5 * math.log(2 * math.pi)
 
-    return Likelihood(
+    return ResponseLikelihood(
         log_prob,
         mean=lambda s, shared: s[..., 0, :],
         check=partial(_check, expected="finite numbers for a Gaussian response", fits=torch.isfinite),
@@ -80,9 +78,9 @@ def gaussian(sd: float | None = None) -> Likelihood:
     )
 
 
-def bernoulli() -> Likelihood:
+def bernoulli() -> ResponseLikelihood:
     r"""Two classes: :math:`P(y = 1) = 1/(1 + e^{-s})`; the response is 0 or 1."""
-    return Likelihood(
+    return ResponseLikelihood(
         log_prob=lambda y, s, shared: F.logsigmoid((2 * y - 1) * s[..., 0, :]),
         mean=lambda s, shared: s[..., 0, :].sigmoid(),
         check=partial(_check, expected="labels 0 and 1 for a Bernoulli response", fits=lambda y: (y == 0) | (y == 1)),
@@ -90,9 +88,9 @@ def bernoulli() -> Likelihood:
     )
 
 
-def poisson() -> Likelihood:
+def poisson() -> ResponseLikelihood:
     r"""Counts: :math:`y \sim \mathrm{Poisson}(e^s)`."""
-    return Likelihood(
+    return ResponseLikelihood(
         log_prob=lambda y, s, shared: y * s[..., 0, :] - s[..., 0, :].exp() - torch.lgamma(y + 1),
         mean=lambda s, shared: s[..., 0, :].exp(),
         check=partial(_check, expected="counts (whole numbers from 0 on) for a Poisson response", fits=_is_count),
@@ -100,7 +98,7 @@ def poisson() -> Likelihood:
     )
 
 
-def negative_binomial(dispersion: float | None = None) -> Likelihood:
+def negative_binomial(dispersion: float | None = None) -> ResponseLikelihood:
     r"""Overdispersed counts of mean :math:`e^s` and variance :math:`e^s + e^{2s}/r`.
 
     Args:
@@ -117,7 +115,7 @@ def negative_binomial(dispersion: float | None = None) -> Likelihood:
         ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
         return ways + r * log_r + y * s - (y + r) * torch.logaddexp(log_r, s)
 
-    return Likelihood(
+    return ResponseLikelihood(
         log_prob,
         mean=lambda s, shared: s[..., 0, :].exp(),
         check=partial(_check, expected="counts (whole numbers from 0 on) for a negative binomial one", fits=_is_count),
@@ -126,7 +124,7 @@ def negative_binomial(dispersion: float | None = None) -> Likelihood:
     )
 
 
-def categorical(classes: int) -> Likelihood:
+def categorical(classes: int) -> ResponseLikelihood:
     r"""`classes` labels from 0 on: :math:`P(y = c) \propto e^{s_c}`.
 
     Raises:
@@ -140,7 +138,7 @@ def categorical(classes: int) -> Likelihood:
         chosen = s.expand(*shape[:-1], *s.shape[-2:]).gather(-2, y.long().expand(shape).unsqueeze(-2)).squeeze(-2)
         return chosen - s.logsumexp(-2)
 
-    return Likelihood(
+    return ResponseLikelihood(
         log_prob,
         mean=lambda s, shared: s.softmax(-2),
         check=partial(

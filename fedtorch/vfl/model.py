@@ -2,59 +2,34 @@
 
 `augmented` and `power` make one; `VerticalData` is what it is fitted to. Batch first (folds × models × seeds), then
 Monte Carlo draws, then outputs, and rows last: predictors are `(B, M, C, n)`. What does not differ over the batch has
-no leading dimension, or 1.
+no leading dimension, or 1. A predictor may hold networks (`NetworkPredictor`), and elements of the batch without noise
+and priors (`active`) are then the plain networks: a split network is a vertical model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch.vfl.likelihoods import Likelihood
-from fedtorch.vfl.predictors import Predictor, Prior, normal_prior
-
-__all__ = ["Batch", "VerticalData", "VerticalModel", "check_known", "check_response", "prepared"]
-
+from fedtorch.vfl.data import VerticalData, check_known
+from fedtorch.vfl.likelihoods import ResponseLikelihood
+from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
+from fedtorch.vfl.split_nn import Stacked
 
 _CHECKED = 2**16  # rows that are checked at a time, so that checks take no memory that grows with the rows
 
 
-class VerticalData(NamedTuple):
-    """Aligned rows: the parties' features, and what the server (and perhaps the parties) know of them."""
-
-    features: tuple[Tensor, ...]  # (n, p_j) or (B, n, p_j), one per party
-    response: Tensor  # (n,) or (B, n)
-    offset: Tensor | None = None  # (n,) or (B, n), added to the predictor
-    weight: Tensor | None = None  # (n,) or (B, n), zero for the rows that a fold leaves out
-    present: Tensor | None = None  # (n, J) bool, False for the rows that a party lacks; split networks take these
-    weight_total: Tensor | None = None  # () or (B,), the sum of the weights of all rows, where these are a minibatch
+def summed(values: Sequence[Tensor]) -> Tensor:
+    """Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has."""
+    return torch.stack(list(values)).sum(0) if len(values) > 2 else sum(values[1:], values[0])
 
 
-class Batch(NamedTuple):
-    """`VerticalData` or a minibatch of it, in shapes that broadcast."""
-
-    features: tuple[Tensor, ...]  # (n, p_j) or (B, n, p_j)
-    y: Tensor  # (1 or B, 1, n)
-    offset: Tensor | None  # (1 or B, 1, 1, n)
-    weight: Tensor | None  # (1 or B, 1, n), rows in the data per row of a minibatch included
-    rows: Tensor | None  # (n,) which rows a minibatch has
-
-    def weighted_sum(self, values: Tensor) -> Tensor:
-        """Σ_i w_i v_i, `(B, M, n)` -> `(B, M)`."""
-        return values.sum(-1) if self.weight is None else (values * self.weight).sum(-1)
-
-    def take(self, rows: Tensor) -> Batch:
-        """The minibatch of these rows `(m,)`, weighted so that its sums are unbiased for those of all rows."""
-        scale = self.y.shape[-1] / len(rows)
-        one = self.y.new_full((1, 1, len(rows)), scale)
-        weight = one if self.weight is None else self.weight.index_select(-1, rows) * scale
-        features = tuple(x.index_select(-2, rows) for x in self.features)
-        offset = None if self.offset is None else self.offset.index_select(-1, rows)
-        return Batch(features, self.y.index_select(-1, rows), offset, weight, rows)
+def concatenated(values: Sequence[Tensor]) -> Tensor:
+    """All z_j beside each other, `(B, M, Σ_j C_j, n)`, for a top network."""
+    return torch.cat(list(values), -2)
 
 
 @dataclass(frozen=True)
@@ -69,15 +44,21 @@ class VerticalModel:
         intercept: whether the server has one for each output.
         shared_prior: of the server's γ = (intercepts, the likelihood's shared parameters).
         concentration: of the Dirichlet prior of learnt weights, per row and party; None for weights 1/J.
+        active: which elements of the batch have noise and priors, `(B,)`; all by default. The others are plain.
+        combine: of what the parties send at the cut layer, a sum or `concatenated`.
+        top: networks at the server of the cut layer `(n, C)` to the likelihood's predictor.
     """
 
-    likelihood: Likelihood
-    predictors: tuple[Predictor, ...]
+    likelihood: ResponseLikelihood
+    predictors: tuple[Predictor | NetworkPredictor, ...]
     rho: Tensor
     power: bool
     intercept: bool
     shared_prior: Prior
     concentration: float | None = None
+    active: Tensor | None = None
+    combine: Callable[[Sequence[Tensor]], Tensor] = summed
+    top: Stacked | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -86,9 +67,61 @@ class VerticalModel:
         return [outputs + len(self.likelihood.shared), *(p.size for p in self.predictors)]
 
     @property
+    def outputs(self) -> list[int]:
+        """Numbers a row of the likelihood's predictor, and of what each party sends."""
+        whole = self.likelihood.outputs
+        return [whole, *(p.outputs or whole for p in self.predictors)]
+
+    @property
+    def row_dims(self) -> list[int]:
+        """Dimensions of one row of each party's features."""
+        return [p.row_dims for p in self.predictors]
+
+    @property
     def noise_sd(self) -> Tensor:
         """ρ, shaped to multiply predictors: `(1 or B, 1, 1, 1)`."""
         return self.rho.reshape(-1, 1, 1, 1)
+
+    def masked(self, value: Tensor, plain: Tensor | float) -> Tensor:
+        """`value` `(B, ...)` in elements with noise and priors, `plain` in the others."""
+        if self.active is None:
+            return value
+        return torch.where(self.active.reshape(-1, *(1,) * (value.ndim - 1)), value, plain)
+
+    def cut(self, values: Sequence[Tensor], keys: Callable[[], Tensor] | None = None) -> Tensor:
+        """What the parties send, combined and through the top network, `(B, M, C, n)`.
+
+        Args:
+            values: `(B, M, C_j, n)` each.
+            keys: makes the keys `(B,)` of a top network's draws in training mode.
+        """
+        combined = self.combine(values)
+        if self.top is None:
+            return combined
+        return self.top(combined.mT.flatten(1, 2), None, keys).unflatten(1, (combined.shape[1], -1)).mT
+
+    def centre(self, gamma: Tensor, combined: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Intercept + offset + what `cut` says, `(B, M, C, n)`, and the likelihood's own parameters of γ `(B, M, S)`.
+
+        Raises:
+            ValueError: another number of outputs than the likelihood's.
+        """
+        if combined.shape[-2] != self.likelihood.outputs:
+            raise ValueError(
+                f"Expected {self.likelihood.outputs} numbers a row for the likelihood, but got {combined.shape[-2]}; "
+                "see `widths`, `combine` and `top`"
+            )
+        intercept, shared = self.split_shared(gamma)
+        centre = combined if intercept is None else combined + intercept
+        return (centre if offset is None else centre + offset.reshape(-1, 1, 1, offset.shape[-1])), shared
+
+    def etas(self, thetas: Sequence[Tensor], data: VerticalData) -> list[Tensor]:
+        """g_j of every party, `(B, M, C, n)` each, of draws of γ, θ_1, …, θ_J `(B, M, d_j)`."""
+        return [p.forward(theta, x) for p, theta, x in zip(self.predictors, thetas[1:], data.features)]
+
+    def predictor(self, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
+        """Intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws and rows."""
+        return self.centre(thetas[0], self.cut(self.etas(thetas, data)), data.offset)
 
     def split_shared(self, gamma: Tensor) -> tuple[Tensor | None, Tensor]:
         """γ `(B, M, S)` as intercepts `(B, M, C, 1)`, if there are any, and the likelihood's own parameters."""
@@ -118,47 +151,27 @@ class VerticalModel:
         return each.mean(0) if weights is None else (weights.T[:, :, None, None] * each).sum(0)
 
 
-def checked_model(
-    likelihood: Likelihood,
-    predictors: Sequence[Predictor],
-    rho: float | Tensor,
-    *,
-    power: bool,
-    intercept: bool,
-    shared_prior: Prior | None,
-    concentration: float | None = None,
-) -> VerticalModel:
-    """A model whose parts fit each other.
-
-    Raises:
-        ValueError: no party, ρ that is not positive, or a concentration that is not.
-    """
-    noise = torch.as_tensor(rho, dtype=torch.float64).reshape(-1)
-    if not predictors:
-        raise ValueError("Expected at least one party's predictor, but got none")
-    if not bool(((noise > 0) & noise.isfinite()).all()):
-        raise ValueError(f"Expected positive rho, but got {noise.tolist()}; towards 0 the model becomes the exact one")
-    if concentration is not None and not concentration > 0:
-        raise ValueError(f"Expected a positive concentration of the parties' weights, but got {concentration}")
-    prior = shared_prior or normal_prior()
-    return VerticalModel(likelihood, tuple(predictors), noise, power, intercept, prior, concentration)
+def check_features(model: VerticalModel, data: VerticalData, names: Sequence[str]) -> None:
+    """Raises `ValueError` unless all parties have features, finite and of their shapes, of as many rows."""
+    check_known(data)
+    if len(data.features) != len(model.predictors):
+        raise ValueError(f"Expected features of {len(model.predictors)} parties, but got {len(data.features)}")
+    for predictor, x, name in zip(model.predictors, data.features, names):
+        check_rows(predictor, x, data.response.shape[-1], name)
 
 
-def check_known(data: VerticalData) -> None:
-    """Raises `ValueError` unless offset and weights are finite, of the response's rows, and weights from 0 on."""
-    rows = data.response.shape[-1]
-    if not rows:
-        raise ValueError("Expected at least one row, but got none; see how the parties' rows were aligned")
-    for name, value in (("offset", data.offset), ("weight", data.weight)):
-        if value is None:
-            continue
-        if value.shape[-1] != rows:
-            raise ValueError(f"Expected {name} of {rows} rows, but got shape {tuple(value.shape)}")
-        if not bool(value.isfinite().all()) or (name == "weight" and bool((value < 0).any())):
-            raise ValueError(f"Expected a finite offset and weights from 0 on, but got {name} with others")
+def check_rows(predictor: Predictor | NetworkPredictor, x: Tensor, rows: int, name: str) -> None:
+    """Raises `ValueError` unless one party's features are finite and of the shape `(rows, ...)` or `(B, rows, ...)`."""
+    dims, width = predictor.row_dims, predictor.width
+    fits = x.ndim in (dims + 1, dims + 2) and x.shape[-1 - dims] == rows
+    if not fits or (width is not None and x.shape[-1] != width):
+        expected = f"{rows} rows of {dims} dimensions" if width is None else f"features ({rows}, {width})"
+        raise ValueError(f"Expected {expected} of {name!r}, but got shape {tuple(x.shape)}; align the rows")
+    if not all(bool(part.isfinite().all()) for part in x.split(_CHECKED, -1 - dims)):
+        raise ValueError(f"Expected finite features of {name!r}, but got NaN or Inf; impute them first")
 
 
-def check_response(likelihood: Likelihood, data: VerticalData) -> None:
+def check_response(likelihood: ResponseLikelihood, data: VerticalData) -> None:
     """Raises `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
     y = data.response
     if data.weight is not None:
@@ -168,24 +181,14 @@ def check_response(likelihood: Likelihood, data: VerticalData) -> None:
     likelihood.check(y)
 
 
-def prepared(model: VerticalModel, data: VerticalData) -> Batch:
-    """Checks the data against the model, and shapes them.
+def prepared(model: VerticalModel, data: VerticalData) -> VerticalData:
+    """The data once they are checked against the model, all in the features' dtype.
 
     Raises:
         ValueError: parties, rows, widths or dtypes that do not fit, values that are not finite, negative weights, or a
             response that the likelihood does not have.
     """
-    if len(data.features) != len(model.predictors):
-        raise ValueError(f"Expected features of {len(model.predictors)} parties, but got {len(data.features)}")
-    rows = data.response.shape[-1]
-    for j, (x, predictor) in enumerate(zip(data.features, model.predictors)):
-        if x.ndim not in (2, 3) or x.shape[-2:] != (rows, predictor.width):
-            raise ValueError(
-                f"Expected features ({rows}, {predictor.width}) of party {j}, but got {tuple(x.shape)}; align the rows"
-            )
-        if not all(bool(part.isfinite().all()) for part in x.split(_CHECKED, -2)):
-            raise ValueError(f"Expected finite features of party {j}, but got NaN or Inf; impute them first")
-    check_known(data)
+    check_features(model, data, [f"party {j}" for j in range(len(model.predictors))])
     if data.present is not None and not bool(data.present.all()):
         raise ValueError("Expected rows that all parties have, but got absent ones; align with all parties required")
     dtype = data.features[0].dtype
@@ -195,12 +198,4 @@ def prepared(model: VerticalModel, data: VerticalData) -> Batch:
             "convert them with .to(torch.float64)"
         )
     check_response(model.likelihood, data)
-
-    def shaped(value: Tensor | None, ones: int) -> Tensor | None:
-        if value is None:
-            return None
-        return value.to(dtype).reshape(-1, *(1,) * ones, rows)
-
-    y = shaped(data.response, 1)
-    assert y is not None
-    return Batch(tuple(data.features), y, shaped(data.offset, 2), shaped(data.weight, 1), None)
+    return data.to_dtype(dtype)._replace(present=None, weight_total=data.total)

@@ -1,52 +1,117 @@
-"""Server and parties: each with its own data, parameters and optimiser, and nothing of the others'.
+"""Server and parties: each with its part of the model, its own data and optimiser, and nothing of the others'.
 
-What passes between them is in `messages`; who calls what and when, in `iteration` (one process) and `processes`.
+Messages are `NamedTuple`s of tensors; who sends which to whom and when is in `iteration`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedtorch import tree
+from fedtorch.vfl.bound import ascend, party_bound, server_bound, shared_terms
+from fedtorch.vfl.data import VerticalData, check_known
 from fedtorch.vfl.gaussians import Shares, cholesky
-from fedtorch.vfl.guide import Guide, Noise, Parameters, fixed
-from fedtorch.vfl.messages import Backward, Gradient, Pooled, Share, Value
-from fedtorch.vfl.model import Batch, VerticalModel
-from fedtorch.vfl.predictors import Predictor
-from fedtorch.vfl.sfvi import ascend, centred, party_bound, server_bound, shared_terms
+from fedtorch.vfl.guide import draw_own, fixed
+from fedtorch.vfl.model import check_response, check_rows, summed
+from fedtorch.vfl.noise import Noise
+from fedtorch.vfl.part import Part
 
-__all__ = ["PartyNode", "ServerNode"]
+Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+fused_adam: Optimizers = partial(torch.optim.Adam, lr=1.0, fused=True)
+
+
+class Iteration(NamedTuple):
+    """What every node knows of an iteration before it begins."""
+
+    noise: Noise | None = None  # by default each node draws its own for the step, from the key of its part
+    rate: float | None = None  # learning rate; the optimisers' own by default
+    rows: Tensor | None = None  # (m,) of a minibatch; all by default
+    active: Sequence[bool] | None = None  # which parties take part; all by default
+    step: int = 0
+
+
+class Value(NamedTuple):
+    """Up: what a party contributes to the predictor."""
+
+    value: Tensor  # (B, M, C, n) z_j, or η_j with `sums` and in plain networks
+
+
+class Gradient(NamedTuple):
+    """Down: the gradient of the others' terms with respect to what the party sent."""
+
+    gradient: Tensor  # (B, M, C, n)
+
+
+class Share(NamedTuple):
+    """Down, to a party that evaluates the likelihood; and up, the gradients with respect to it."""
+
+    predictor: Tensor  # (B, M, C, n) intercept + offset + Σ z, in the power model of the others
+    shared: Tensor  # (B, M, S)
+    weight: Tensor | None  # (B,) of the party's likelihood, where weights are learnt
+
+
+class Backward(NamedTuple):
+    """Along the chain of nodes where q(γ, θ) is joint: part of L⁻ᵀε for the nodes before."""
+
+    told: Tensor  # (B, M, coordinates up to the receiver's last)
+
+
+class Pooled(NamedTuple):
+    """Where q(γ, θ) is joint and of low rank: up a node's part of WᵀD⁻²W and WᵀD⁻²(θ − μ), down the sum over nodes."""
+
+    gram: Tensor  # (B, rank, rank)
+    moment: Tensor  # (B, M, rank)
 
 
 class _Node:
-    """Parameters with an Adam of their own: the server is node 0, the parties 1 to J."""
+    """A part with data and an optimiser of its own: the server is node 0, the parties 1 to J."""
 
-    def __init__(self, model: VerticalModel, guide: Guide, parameters: Parameters, index: int) -> None:
+    def __init__(
+        self,
+        part: Part,
+        data: VerticalData,
+        *,
+        response_shared: bool = False,
+        optimizer: Optimizers = fused_adam,
+        per_row: bool = False,
+    ) -> None:
+        self.part, self.index, self.model, self.guide = part, part.index, part.model, part.guide
+        self.response_shared, self.per_row = response_shared, per_row
+        self.q = part.q
+        self.rows = self.q.get("joint")
         # A joint family either has sums that all nodes need, or is a factor by rows with a chain from node to node.
-        self.pooled = guide.joint and guide.theta.shares is not None
-        self.chained = guide.joint and guide.sticking and not self.pooled
-        self.model, self.guide, self.index = model, guide, index
-        stop = sum(model.sizes[: index + 1])
-        self.own = slice(stop - model.sizes[index], stop)
-        joint, q = parameters.joint, (parameters.server, *parameters.parties)[index]
-        rows = None if joint is None else {name: value[:, self.own] for name, value in joint.items()}
-        if rows is not None and not self.pooled:
-            if "lower" not in rows:
-                raise ValueError("Expected a full covariance or a low rank of a joint q(γ, θ), but got another family")
-            rows["lower"] = rows["lower"][..., :stop]
-        leaf = lambda value: value.detach().clone().requires_grad_()
-        self.q, self.rows = tree.map(leaf, q), tree.map(leaf, rows)
-        self.leaves = tree.leaves((self.q, self.rows))
-        self.optimizer = torch.optim.Adam(self.leaves, lr=1.0, fused=True)
-        self.pull: Tensor | None = None
+        self.pooled = self.guide.joint and self.guide.theta.shares is not None
+        self.chained = self.guide.joint and self.guide.sticking and not self.pooled
+        self.apart = self.guide.auxiliary.party is not None  # whether every party draws its z
+        self.check(data)
+        self.data = data.to_dtype(tree.leaves(self.q)[0].dtype)
+        stop = sum(self.model.sizes[: self.index + 1])
+        self.own = slice(stop - self.model.sizes[self.index], stop)
+        self.optimizer = optimizer(part.parameters())
+        parties = len(self.model.predictors)
+        self.values: list[Value | None] = [None] * parties  # what was last sent, at the server by each party
+        self.pools: list[Pooled | None] = [None] * parties
+        self.answers: list[Share | None] = [None] * parties
 
-    def draw(self, noise: Sequence[Tensor]) -> Tensor:
+    def begin(self, iteration: Iteration) -> None:
+        """Takes an iteration's rows, and draws its noise and θ (or γ)."""
+        dims = self.model.row_dims[self.index - 1 : self.index] if self.index else []
+        self.now = self.data if iteration.rows is None else self.data.take(iteration.rows, dims)
+        count = self.now.response.shape[-1]
+        self.noise = iteration.noise or self.part.draw_noise(iteration.step, count)
+        self.pull: Tensor | None = None
+        self.theta = self.draw()
+
+    def draw(self) -> Tensor:
         """θ of this node; where q is joint, from the noise of all nodes up to it."""
+        noise = self.noise.theta
         if self.rows is None:
-            return self.guide.theta.draw(self.q["theta"], noise[self.index])
+            return draw_own(self.model, self.guide, self.index, self.q["theta"], noise[self.index])
         if self.pooled:
             mine = noise[self.index][..., : self.own.stop - self.own.start]
             common = noise[0][..., self.model.sizes[0] :]
@@ -61,25 +126,26 @@ class _Node:
         scale = self.rows["log_sd"].exp().unsqueeze(-1)
         return torch.cat([scale * left, cholesky({"lower": own, "log_sd": self.rows["log_sd"]})], -1)
 
-    def minus_log_q(self, theta: Tensor, pull: Tensor | None) -> Tensor:
+    def minus_log_q(self) -> Tensor:
         """−log q(θ) as far as its gradient goes at this node, `(B, M)`."""
         if self.rows is None:
-            return -self.guide.theta.log_density(fixed(self.guide, self.q["theta"]), theta)
+            family = self.guide.family(self.index)
+            return self.model.masked(-family.log_density(fixed(self.guide, self.q["theta"]), self.theta), 0.0)
         if self.pooled:
-            shares = self._shares(fixed(self.guide, self.rows), theta)
+            shares = self._shares(fixed(self.guide, self.rows))
             return -Shares(shares.alone, shares.gram + self.rest.gram, shares.moment + self.rest.moment).log_density()
-        if pull is None:
-            return self.rows["log_sd"].sum(-1, True).expand(theta.shape[:2])
-        return (pull * theta).sum(-1)
+        if self.pull is None:
+            return self.rows["log_sd"].sum(-1, True).expand(self.theta.shape[:2])
+        return (self.pull * self.theta).sum(-1)
 
-    def _shares(self, q: dict[str, Tensor], theta: Tensor) -> Shares:
+    def _shares(self, q: dict[str, Tensor]) -> Shares:
         assert self.guide.theta.shares is not None
-        return self.guide.theta.shares(q, theta)
+        return self.guide.theta.shares(q, self.theta)
 
-    def pool(self, theta: Tensor) -> Pooled:
+    def pool(self) -> Pooled:
         """This node's part of the sums that log q of a low rank needs."""
         assert self.rows is not None
-        shares = self._shares(self.rows, theta)
+        shares = self._shares(self.rows)
         self.mine = Pooled(shares.gram.detach(), shares.moment.detach())
         return self.mine
 
@@ -87,80 +153,65 @@ class _Node:
         """Keeps the other nodes' part of these sums over all."""
         self.rest = Pooled(sums.gram - self.mine.gram, sums.moment - self.mine.moment)
 
-    def back_substitute(self, noise: Sequence[Tensor], backward: Backward | None) -> tuple[Tensor, Backward]:
-        """This node's coordinates of L⁻ᵀε, `(B, M, d)`, and what the nodes before it have to know."""
-        factor = self._factor().detach()
-        right = noise[self.index] if backward is None else noise[self.index] - backward.told[..., self.own]
+    def back_substitute(self, backward: Backward | None) -> Backward:
+        """Finds this node's coordinates of L⁻ᵀε, and says what the nodes before it have to know."""
+        factor, noise = self._factor().detach(), self.noise.theta[self.index]
+        right = noise if backward is None else noise - backward.told[..., self.own]
         right = right.expand(len(factor), *right.shape[1:])
-        pull = torch.linalg.solve_triangular(factor[..., self.own].mT, right.mT, upper=True).mT
-        told = pull @ factor[..., : self.own.start]
-        return pull, Backward(told if backward is None else told + backward.told[..., : self.own.start])
+        self.pull = torch.linalg.solve_triangular(factor[..., self.own].mT, right.mT, upper=True).mT
+        told = self.pull @ factor[..., : self.own.start]
+        return Backward(told if backward is None else told + backward.told[..., : self.own.start])
+
+    def check(self, data: VerticalData) -> None:
+        """Raises `ValueError` unless the data are what this node needs."""
+        raise NotImplementedError
+
+    def scaled(self, objective: Tensor) -> Tensor:
+        """The objective, or what there is of it for every row that counts, where that is what is raised."""
+        return objective / self.now.total.to(objective).reshape(-1, 1) if self.per_row else objective
 
 
 class PartyNode(_Node):
-    """One party: its features and its parameters.
+    """One party: its features and its part.
 
     Args:
-        model: the model; of the predictors it uses its own.
-        guide: the family.
-        parameters: to start from; it keeps its own.
-        index: from 0 on.
-        x: its features, `(n, p)` or `(B, n, p)`.
-        response: y, where the parties have to know it; None where it stays with the server.
-        weight: the rows' weights, `(n,)` or `(B, n)`.
+        part: its part of a model, which it trains in place.
+        data: what the party may know: its own features as the only ones, the rows' weights and, as the only column of
+            `present`, which it has; the response where the party has to know it, otherwise NaN.
         response_shared: whether the parties find the likelihood's gradient themselves; as at the server.
+        optimizer: from parameters to an optimiser.
+        per_row: whether the bound is divided by the weights' sum; as at the server.
 
     Raises:
-        ValueError: the response is needed and not given, or a joint q that is neither full nor of low rank.
+        ValueError: features that do not fit the model or its weights, or a response that is needed and not given.
     """
 
-    def __init__(
-        self,
-        model: VerticalModel,
-        guide: Guide,
-        parameters: Parameters,
-        index: int,
-        x: Tensor,
-        response: Tensor | None = None,
-        weight: Tensor | None = None,
-        response_shared: bool = False,
-    ) -> None:
-        super().__init__(model, guide, parameters, index + 1)
-        self.response_shared = response_shared
-        at_party = guide.auxiliary.party is not None
-        needed = response_shared or guide.auxiliary.sees_response or (model.power and at_party)
-        if response is None and needed:
-            raise ValueError("Expected the response at the party, which its likelihood or encoder needs, but got None")
-        rows = x.shape[-2]
-        y = x.new_full((1, 1, rows), torch.nan) if response is None else response.to(x.dtype).reshape(-1, 1, rows)
-        self.predictor: Predictor = model.predictors[index]
-        self.heard = False
-        self.data = Batch((x,), y, None, None if weight is None else weight.to(x.dtype).reshape(-1, 1, rows), None)
+    def check(self, data: VerticalData) -> None:
+        """Raises `ValueError` unless the data are what this party needs."""
+        check_known(data)
+        check_rows(self.model.predictors[self.index - 1], data.features[0], data.response.shape[-1], self.part.name)
+        needed = self.response_shared or self.guide.auxiliary.sees_response or (self.model.power and self.apart)
+        if needed and bool(data.response.isnan().all()):
+            raise ValueError("Expected the response at the party, which its likelihood or encoder needs, but got NaN")
 
-    def propose(self, noise: Noise, rows: Tensor | None = None) -> Value:
+    def propose(self, iteration: Iteration) -> Value:
         """Draws θ_j and z_j and says what this party contributes."""
-        self.noise, self.batch = noise, self.data if rows is None else self.data.take(rows)
-        self.pull, self.heard = None, True
-        self._draw()
-        self.value = Value(self.sent.detach())
-        return self.value
+        self.begin(iteration)
+        self.now = self.now.of_party(0)
+        self._contribute()
+        value = Value(self.sent.detach())
+        self.values[self.index - 1] = value
+        return value
 
-    def _draw(self) -> None:
-        self.theta = self.draw(self.noise.theta)
-        x, z = self.batch.features[0], self.noise.z[self.index]
-        model, guide = self.model, self.guide
-        self.sent, self.eta, self.terms = party_bound(
-            model, guide, self.q, self.predictor, x, self.theta, z, self.batch
-        )
-
-    def _rest(self) -> Tensor:
-        return self.terms + self.minus_log_q(self.theta, self.pull)
+    def _contribute(self) -> None:
+        found = party_bound(self.model, self.guide, self.index, self.q, self.theta, self.now, self.noise)
+        self.sent, self.eta, self.terms = found
 
     def _likelihood(self, share: Share) -> Tensor:
         """This party's copy of the likelihood, `(B, M)`: in the power model with its own η, else with its own z."""
         own = self.eta if self.model.power else self.sent - self.told
-        rows = self.model.likelihood.log_prob(self.batch.y, share.predictor + own, share.shared)
-        total = self.batch.weighted_sum(rows)
+        rows = self.model.likelihood.log_prob(self.now.y, share.predictor + own, share.shared)
+        total = self.now.weighted_sum(rows)
         if not self.model.power:
             return total
         return total / len(self.model.predictors) if share.weight is None else share.weight[:, None] * total
@@ -171,20 +222,19 @@ class PartyNode(_Node):
         value = self._likelihood(leaves).sum()
         found = torch.autograd.grad(value, tree.leaves(leaves), retain_graph=True, allow_unused=True)
         zeros = [torch.zeros_like(leaf) for leaf in tree.leaves(leaves)]
-        self.reply: Share = tree.refill(share, [z if g is None else g for g, z in zip(found, zeros)])
-        return self.reply
+        return tree.refill(share, [z if g is None else g for g, z in zip(found, zeros)])
 
-    def update(self, gradient: Gradient | None, share: Share | None, rate: float, local_steps: int = 1) -> None:
+    def update(self, gradient: Gradient | None, share: Share | None, rate: float | None, local_steps: int = 1) -> None:
         """Moves up the bound, once or several times with this iteration's draws."""
         self.told = self.sent.detach()
         for step in range(local_steps):
             if step:
-                self._draw()
-            objective = self._rest()
+                self.theta = self.draw()
+                self._contribute()
+            objective = self.terms + self.minus_log_q()
+            objective = self.scaled(objective if share is None else objective + self._likelihood(share))
             if gradient is not None:
                 objective = objective + (self.sent * gradient.gradient).sum((-2, -1))
-            if share is not None:
-                objective = objective + self._likelihood(share)
             ascend(self.optimizer, objective, rate)
 
 
@@ -192,60 +242,55 @@ class ServerNode(_Node):
     """The server: the response, the offset and the shared parameters.
 
     Args:
-        model: the model.
-        guide: the family.
-        parameters: to start from; it keeps its own.
-        batch: the data, whose features are not looked at.
+        part: its part of a model, which it trains in place.
+        data: response, offset and weights; its features are not looked at.
         response_shared: whether the parties know y and find the likelihood's gradient themselves.
+        optimizer: from parameters to an optimiser.
+        per_row: whether the bound is divided by the weights' sum.
+
+    Raises:
+        ValueError: a response that the likelihood does not have.
     """
 
-    def __init__(
-        self, model: VerticalModel, guide: Guide, parameters: Parameters, batch: Batch, response_shared: bool = False
-    ) -> None:
-        super().__init__(model, guide, parameters, 0)
-        self.response_shared = response_shared
-        self.data = batch._replace(features=())
+    def check(self, data: VerticalData) -> None:
+        """Raises `ValueError` unless the likelihood has the response."""
+        check_response(self.model.likelihood, data)
 
-    def begin(self, noise: Noise, rows: Tensor | None = None) -> None:
-        """Draws γ for an iteration."""
-        self.noise, self.batch = noise, self.data if rows is None else self.data.take(rows)
-        self.gamma, self.pull = self.draw(noise.theta), None
+    def expected(self, party: int) -> Value:
+        """What the value of a party, from 0 on, looks like."""
+        outputs, rows = self.model.outputs[party + 1], self.now.response.shape[-1]
+        return Value(self.theta.new_zeros(*self.theta.shape[:2], outputs, rows))
 
-    def evaluate(self, values: Sequence[Value], rate: float) -> Gradient:
-        """The likelihood at the server: moves γ, and says the gradient with respect to any party's value."""
-        total = _sum([value.value for value in values]).requires_grad_()
-        z = self.noise.z[0]
-        own = server_bound(self.model, self.guide, self.q, self.gamma, z, total, None, self.batch)
-        objective = own + self.minus_log_q(self.gamma, self.pull)
-        return Gradient(*ascend(self.optimizer, objective, rate, [total]))
+    def evaluate(self, rate: float | None) -> list[Gradient]:
+        """The likelihood at the server: moves γ, and says every party the gradient of what it sent."""
+        values = [value.value.detach().requires_grad_() for value in self.values if value is not None]
+        own = server_bound(self.model, self.guide, self.q, self.theta, values, None, self.now, self.noise)
+        objective = self.scaled(own + self.minus_log_q())
+        return [Gradient(found) for found in ascend(self.optimizer, objective, rate, values)]
 
-    def share(self, values: Sequence[Value]) -> list[Share]:
+    def share(self) -> list[Share]:
         """The predictor for parties that evaluate the likelihood; in the power model without their own z."""
-        total = _sum([value.value for value in values])
-        centre, shared = centred(self.model, self.gamma, total, self.batch)
-        self.terms, weights = shared_terms(self.model, self.q, self.gamma, self.batch)
-        own = [value.value if self.model.power else 0 for value in values]
-        self.shares = [Share(centre - o, shared, None if weights is None else weights[:, j]) for j, o in enumerate(own)]
+        values = [value.value for value in self.values if value is not None]
+        centre, shared = self.model.centre(self.theta, self.model.cut(values, *self.noise.keys[:1]), self.now.offset)
+        self.terms, weights = shared_terms(self.model, self.q, self.theta, self.now)
+        heard = [centre - value if self.model.power else centre for value in values]
+        each = [None] * len(heard) if weights is None else list(weights.unbind(1))
+        self.shares = [Share(predictor, shared, weight) for predictor, weight in zip(heard, each)]
         return [tree.map(torch.detach, share) for share in self.shares]
 
-    def collect(self, answers: Sequence[Share], rate: float) -> list[Gradient]:
+    def collect(self, rate: float | None) -> list[Gradient]:
         """The power model's second half: moves γ and the weights, and passes on the sums of the others' gradients."""
-        whole = _sum([answer.predictor for answer in answers])
-        objective = self.terms + self.minus_log_q(self.gamma, self.pull)
+        answers = [answer for answer in self.answers if answer is not None]
+        whole = summed([answer.predictor for answer in answers])
+        objective = self.terms + self.minus_log_q()
         for share, answer in zip(self.shares, answers):
             for value, gradient in zip(tree.leaves(share), tree.leaves(answer)):
                 # A weight has no draws: its gradient is the sum over them.
                 inner = (value * gradient).flatten(2).sum(2) if value.ndim > 1 else (value * gradient)[:, None]
-                spread = inner if value.ndim > 1 else inner / objective.shape[1]
-                objective = objective + spread
-        ascend(self.optimizer, objective, rate)
+                objective = objective + (inner if value.ndim > 1 else inner / objective.shape[1])
+        ascend(self.optimizer, self.scaled(objective), rate)
         return [Gradient(whole - answer.predictor) for answer in answers]
 
-
-def pooled(parts: Sequence[Pooled]) -> Pooled:
-    """The sum of all nodes' parts, in their order."""
-    return Pooled(*(_sum(values) for values in zip(*parts)))
-
-
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(values)).sum(0) if len(values) > 2 else sum(values[1:], values[0]) + 0
+    def pooled_over(self) -> Pooled:
+        """The sums over all nodes' parts, in their order."""
+        return Pooled(*(summed(parts) for parts in zip(self.mine, *(part for part in self.pools if part is not None))))

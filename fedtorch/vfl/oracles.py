@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
-from fedtorch.vfl.model import VerticalData, VerticalModel, prepared
-
-__all__ = ["Draws", "log_joint", "nuts", "nuts_posterior"]
+from fedtorch.vfl.data import VerticalData
+from fedtorch.vfl.model import VerticalModel, prepared
 
 
 class Draws(NamedTuple):
@@ -47,18 +46,13 @@ def log_joint(
     batch = prepared(model, data)
 
     def log_density(coordinates: Tensor) -> Tensor:
-        gamma, *thetas = coordinates.reshape(1, 1, -1).split(model.sizes, -1)
-        intercept, shared = model.split_shared(gamma)
-        pairs = zip(model.predictors, thetas, batch.features)
-        etas = [predictor.forward(theta, x) for predictor, theta, x in pairs]
-        centre = sum(etas[1:], etas[0])
-        centre = centre if intercept is None else centre + intercept
-        centre = centre if batch.offset is None else centre + batch.offset
+        thetas = coordinates.reshape(1, 1, -1).split(model.sizes, -1)
+        centre, shared = model.predictor(thetas, batch)
         if collapsed:
             rows = collapsed_log_likelihood(model, batch.y, centre, shared, points, adaptive=adaptive)
         else:
             rows = model.likelihood.log_prob(batch.y, centre, shared)
-        prior = model.shared_prior(gamma) + sum(p.log_prior(t) for p, t in zip(model.predictors, thetas))
+        prior = model.shared_prior(thetas[0]) + sum(p.log_prior(t) for p, t in zip(model.predictors, thetas[1:]))
         return (batch.weighted_sum(rows) + prior).sum()
 
     return log_density

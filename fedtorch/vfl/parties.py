@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from fedtorch.data.partition import split_features
+from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.leakage import warn_of_leakage
-from fedtorch.vfl.model import VerticalData
 
 if TYPE_CHECKING:
     from fedtorch.data import VerticalTable
-
-__all__ = ["Aligned", "Party", "align", "from_table", "joined", "party_named"]
 
 
 @dataclass(frozen=True)

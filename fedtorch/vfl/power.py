@@ -28,19 +28,19 @@ Source: Hassan et al., section 3.3, equation (7). Learnt weights are ours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
-from fedtorch.vfl.likelihoods import Likelihood
-from fedtorch.vfl.model import VerticalModel, checked_model
-from fedtorch.vfl.predictors import Predictor, Prior
-
-__all__ = ["power"]
+from fedtorch.vfl.augmented import augmented
+from fedtorch.vfl.likelihoods import ResponseLikelihood
+from fedtorch.vfl.model import VerticalModel
+from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
 
 
 def power(
-    likelihood: Likelihood,
-    predictors: Sequence[Predictor],
+    likelihood: ResponseLikelihood,
+    predictors: Sequence[Predictor | NetworkPredictor],
     rho: float | Tensor,
     *,
     intercept: bool = True,
@@ -51,7 +51,7 @@ def power(
 
     Args:
         likelihood: of the response; from `fedtorch.vfl.likelihoods`, or your own.
-        predictors: one per party, from `fedtorch.vfl.linear` and `multilevel`, or your own.
+        predictors: one per party, from `fedtorch.vfl.linear`, `multilevel` and `NetworkPredictor`, or your own.
         rho: standard deviation of the noise; one for all, or `(B,)` for a batch of models.
         intercept: whether the server has one.
         shared_prior: of the intercept and the likelihood's shared parameters; N(0, 1) each by default.
@@ -66,12 +66,7 @@ def power(
     >>> power(likelihoods.gaussian(), [linear(5), linear(6)], rho=1.0).sizes
     [2, 5, 6]
     """
-    return checked_model(
-        likelihood,
-        predictors,
-        rho,
-        power=True,
-        intercept=intercept,
-        shared_prior=shared_prior,
-        concentration=concentration,
-    )
+    if concentration is not None and not concentration > 0:
+        raise ValueError(f"Expected a positive concentration of the parties' weights, but got {concentration}")
+    model = augmented(likelihood, predictors, rho, intercept=intercept, shared_prior=shared_prior)
+    return replace(model, power=True, concentration=concentration)

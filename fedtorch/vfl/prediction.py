@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
-from fedtorch.vfl.model import Batch, VerticalData, VerticalModel, prepared
-from fedtorch.vfl.sfvi import Fit, centred
-
-__all__ = ["log_score", "lost_score", "noise_variance", "predictor", "spread"]
+from fedtorch.vfl.data import VerticalData
+from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.sfvi import VariationalFit
 
 
 def noise_variance(model: VerticalModel) -> Tensor:
@@ -37,17 +36,7 @@ def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData
         thetas: `(B, M, d_j)` each, for example `fit.sample(key, draws)`.
         data: rows; the response is not looked at beyond its shape and range.
     """
-    return _predictor(model, thetas, prepared(model, data))
-
-
-def _predictor(model: VerticalModel, thetas: Sequence[Tensor], batch: Batch) -> tuple[Tensor, Tensor]:
-    """`predictor` of prepared rows."""
-    return centred(model, thetas[0], torch.stack(_etas(model, thetas, batch)).sum(0), batch)
-
-
-def _etas(model: VerticalModel, thetas: Sequence[Tensor], batch: Batch) -> list[Tensor]:
-    """g_j of every party, `(B, M, C, n)` each."""
-    return [p.forward(theta, x) for p, theta, x in zip(model.predictors, thetas[1:], batch.features)]
+    return model.predictor(thetas, prepared(model, data))
 
 
 def log_score(
@@ -68,7 +57,7 @@ def log_score(
         points: of the quadrature over it.
     """
     batch = prepared(model, data)
-    return _scored(model, batch.y, *_predictor(model, thetas, batch), noise, points)
+    return _scored(model, batch.y, *model.predictor(thetas, batch), noise, points)
 
 
 def _scored(
@@ -100,17 +89,17 @@ def lost_score(
         `(B, J, n)`.
     """
     batch = prepared(model, data)
-    etas = torch.stack(_etas(model, thetas, batch))
-    whole, shared = centred(model, thetas[0], etas.sum(0), batch)
+    etas = torch.stack(model.etas(thetas, batch))
+    whole, shared = model.centre(thetas[0], etas.sum(0), batch.offset)
     without = [_scored(model, batch.y, whole - eta + eta.mean(-1, True), shared, noise, points) for eta in etas]
     return _scored(model, batch.y, whole, shared, noise, points).unsqueeze(1) - torch.stack(without, 1)
 
 
-def spread(fit: Fit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
+def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
     """How much each party moves the predictor: posterior mean of the standard deviation of g_j over rows, `(B, J)`.
 
     A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
     """
     batch = prepared(fit.model, data)
     thetas = fit.sample(key, draws)
-    return torch.stack([eta.std(-1).mean((1, 2)) for eta in _etas(fit.model, thetas, batch)], -1)
+    return torch.stack([eta.std(-1).mean((1, 2)) for eta in fit.model.etas(thetas, batch)], -1)

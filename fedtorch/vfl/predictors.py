@@ -10,13 +10,14 @@ group has slopes :math:`\beta^r \sim N(\mu, \sigma)`, and is parametrised by :ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Predictor", "by_level", "laplace_prior", "linear", "multilevel", "normal_prior", "slopes"]
+from fedtorch import functional
+from fedtorch.vfl.split_nn import Stacked
 
 Prior = Callable[[Tensor], Tensor]
 
@@ -30,12 +31,103 @@ class Predictor:
         forward: (θ `(B, M, d)`, features `(n, p)` or `(B, n, p)`) -> g_j, `(B, M, C, n)`.
         log_prior: θ -> log p_j(θ), `(B, M)`.
         width: p, the columns that `forward` expects.
+        outputs: C; the likelihood's by default.
+        row_dims: dimensions of one row of features.
+        start: θ to start from, `(B, size)`; zero by default.
     """
 
     size: int
     forward: Callable[[Tensor, Tensor], Tensor]
     log_prior: Prior
-    width: int
+    width: int | None
+    outputs: int | None = None
+    row_dims: int = 1
+    start: Tensor | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What is maximised over: nothing, where a network has its weights."""
+        return iter(())
+
+
+class NetworkPredictor(nn.Module):
+    r"""A predictor that is a network, :math:`g(x, \theta) = f(x; \varphi, \theta)`: one for each element of a batch.
+
+    θ are the weights that match `random`; the module holds the others, φ, which training maximises over.
+
+    Args:
+        stack: the networks, of rows `(n, ...)` to `(B, n, C)`; the random weights are taken out of it.
+        outputs: C.
+        random: shell patterns of the weights that are random; none by default.
+        prior: of θ; flat by default.
+        weight_sd: standard deviation of a normal prior on φ, `()` or `(B,)`; flat by default.
+        name: of the party, for error messages.
+
+    Attributes:
+        start: θ of the networks as they were given, `(B, size)`.
+    """
+
+    start: Tensor
+    precision: Tensor  # (B, 1) of the prior of φ
+
+    def __init__(
+        self,
+        stack: Stacked,
+        outputs: int,
+        *,
+        random: str | Sequence[str] = (),
+        prior: Prior | None = None,
+        weight_sd: Tensor | None = None,
+        name: str = "party",
+    ) -> None:
+        super().__init__()
+        self.stack, self.outputs, self.name, self.row_dims, self.width = stack, outputs, name, stack.row_dims, None
+        names = functional.split(dict.fromkeys(stack.names, torch.empty(0)), random)[0]
+        released = stack.release(list(names))
+        self.prior, self.regular = prior or flat_prior(), weight_sd is not None
+        self.shapes = {name: value.shape[1:] for name, value in released.items()}
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+        flat = [value.flatten(1) for value in released.values()]
+        like = flat[0] if flat else stack.weights[0]
+        self.register_buffer("start", torch.cat([like.detach().new_zeros(stack.size, 0), *flat], 1), persistent=False)
+        sd = torch.as_tensor(math.inf if weight_sd is None else weight_sd).expand(stack.size).to(like, copy=True)
+        self.register_buffer("precision", sd.square().reciprocal().reshape(-1, 1).detach(), persistent=False)
+
+    def forward(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
+        """g of each draw of θ `(B, M, size)` on rows `(n, ...)` or `(B, n, ...)`, `(B, M, C, n)`.
+
+        Args:
+            theta: θ.
+            x: features.
+            keys: makes the keys `(B,)` of dropout and other draws in training mode.
+
+        Raises:
+            ValueError: networks of another number of outputs.
+        """
+        each = [self.stack(x, self._named(one), keys) for one in theta.unbind(1)]
+        found = torch.stack(each, 1) if len(each) > 1 else each[0].unsqueeze(1)
+        if found.ndim != 4 or found.shape[-1] != self.outputs:
+            raise ValueError(
+                f"Expected networks of {self.name!r} that map rows (n, ...) to (n, {self.outputs}), but got "
+                f"{(found.shape[2], *found.shape[3:])}; see `widths`"
+            )
+        return found.mT
+
+    def log_prior(self, theta: Tensor) -> Tensor:
+        """log p(θ) + log p(φ) up to a constant, `(B, M)`."""
+        if not self.regular or not len(self.stack.weights):
+            return self.prior(theta)
+        squares = torch.stack([weight.square().flatten(1).sum(1) for weight in self.stack.weights]).sum(0)
+        return self.prior(theta) - 0.5 * self.precision * squares.unsqueeze(1)
+
+    def _named(self, theta: Tensor) -> dict[str, Tensor]:
+        """The random weights by name of θ `(B, size)`."""
+        parts = theta.split([shape.numel() for shape in self.shapes.values()], -1) if self.shapes else ()
+        return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts)}
+
+
+def flat_prior() -> Prior:
+    """A constant density, as for what is maximised over."""
+    return lambda theta: theta.new_zeros(theta.shape[:-1])
 
 
 def normal_prior(sd: float = 1.0) -> Prior:
@@ -79,7 +171,7 @@ def linear(width: int, prior: Prior | None = None, outputs: int = 1) -> Predicto
     def forward(theta: Tensor, x: Tensor) -> Tensor:
         return _times(theta.unflatten(-1, (outputs, width)), x)
 
-    return Predictor(outputs * width, forward, prior or normal_prior(), width)
+    return Predictor(outputs * width, forward, prior or normal_prior(), width, outputs)
 
 
 def by_level(x: Tensor, groups: Tensor, levels: int) -> Tensor:

@@ -29,10 +29,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.vfl.model import Batch, VerticalData, VerticalModel, prepared
-from fedtorch.vfl.sfvi import Schedule, centred
-
-__all__ = ["Soul", "langevin", "soul"]
+from fedtorch.vfl.data import VerticalData
+from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.sfvi import Schedule
 
 _LANGEVIN = 0  # purpose of the key
 
@@ -46,7 +45,7 @@ class Soul(NamedTuple):
 
 
 def party_density(
-    model: VerticalModel, batch: Batch, index: int, theta: Tensor, z: Sequence[Tensor], gamma: Tensor
+    model: VerticalModel, batch: VerticalData, index: int, theta: Tensor, z: Sequence[Tensor], gamma: Tensor
 ) -> Tensor:
     """The terms of log p(y, z, θ | γ) that party `index` evaluates, `(B, M)`: all that depends on θ_j."""
     predictor = model.predictors[index]
@@ -55,14 +54,14 @@ def party_density(
     rows = -0.5 * ((z[index] - eta) / rho).square().sum(-2)
     if model.power:
         others = sum((each for k, each in enumerate(z) if k != index), torch.zeros_like(z[index]))
-        centre, shared = centred(model, gamma, others + eta, batch)
+        centre, shared = model.centre(gamma, others + eta, batch.offset)
         rows = rows + model.likelihood.log_prob(batch.y, centre, shared) / len(z)
     return batch.weighted_sum(rows) + predictor.log_prior(theta)
 
 
 def langevin(
     model: VerticalModel,
-    batch: Batch,
+    batch: VerticalData,
     index: int,
     theta: Tensor,
     z: Sequence[Tensor],
@@ -149,14 +148,14 @@ def soul(
 
 
 def _ascend(
-    model: VerticalModel, batch: Batch, thetas: Sequence[Tensor], z: Sequence[Tensor], gamma: Tensor, rate: float
+    model: VerticalModel, batch: VerticalData, thetas: Sequence[Tensor], z: Sequence[Tensor], gamma: Tensor, rate: float
 ) -> tuple[list[Tensor], Tensor]:
     """One step of z and γ up the log-density, averaged over the chains."""
     leaves = [value.detach().requires_grad_() for value in (*z, gamma)]
     *moved, shared = leaves
     parts = [party_density(model, batch, j, theta, moved, shared).mean(1) for j, theta in enumerate(thetas)]
     if not model.power:
-        centre, own = centred(model, shared, torch.stack(moved).sum(0), batch)
+        centre, own = model.centre(shared, torch.stack(moved).sum(0), batch.offset)
         parts.append(batch.weighted_sum(model.likelihood.log_prob(batch.y, centre, own)).sum(1))
     parts.append(model.shared_prior(shared).sum(1))
     gradients = torch.autograd.grad(sum(parts[1:], parts[0]).sum(), leaves, allow_unused=True)

@@ -23,8 +23,6 @@ from torch.func import vmap
 from fedtorch import functional, random
 from fedtorch.module_randomness import Drawn
 
-__all__ = ["Stacked", "mlp"]
-
 
 def mlp(
     width: int,

@@ -41,7 +41,7 @@ def network(bottom: list[nn.Module] | None = None, **arguments: Any) -> vfl.Spli
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
-            if "encoder" in name:  # an encoder at its start answers zero, whatever it sees
+            if ".z." in name:  # an encoder at its start answers zero, whatever it sees
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return made
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.vfl import processes, split
-from fedtorch.vfl.iteration import Iteration, exchange
-from fedtorch.vfl.line import Line
+from fedtorch.vfl.iteration import exchange, party_half, server_half
+from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
+from fedtorch.vfl.protocol import Receive, Traffic
+from fedtorch.vfl.ranks import Link, over_ranks
 from support import splits
 from support.closed_forms import distance
 from support.verticals import GUIDES, ROWS, nodes, noises, some_model, some_parameters
@@ -42,27 +42,34 @@ def compare(name: str, guide: str, shared: bool, local_steps: int) -> tuple[floa
     iterations = [Iteration(noise, 0.05, None, active) for noise, active in given]
     server, parties = nodes(model, family, q, data, shared)
     up = down = 0
-    for noise, rate, rows, active in iterations:
-        traffic = exchange(server, parties, noise, rate, rows=rows, local_steps=local_steps, active=active)
+    for iteration in iterations:
+        traffic = exchange(server, parties, iteration, local_steps=local_steps)
         up, down = up + traffic.up, down + traffic.down
     expected = (server, *parties)[dist.get_rank()]
     here, others = nodes(model, family, q, data, shared)
     node = (here, *others)[dist.get_rank()]
-    sent = processes.run_node(node, iterations, local_steps=local_steps)
+    sent = run(node, iterations, local_steps)
     difference = abs(sent.up - up) + abs(sent.down - down) if dist.get_rank() == 0 else 0
-    values = [tree.map(torch.detach, tuple(one.leaves)) for one in (node, expected)]
+    values = [tree.map(torch.detach, tuple(one.part.parameters())) for one in (node, expected)]
     return distance(*values), difference
+
+
+def run(node: ServerNode | PartyNode, iterations: list[Iteration], local_steps: int = 1) -> Traffic:
+    """This rank's half over the process group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    half = server_half(node, iterations) if rank == 0 else party_half(node, iterations, local_steps)
+    return over_ranks(half, rank, ranks)[1]
 
 
 def compare_split(name: str) -> tuple[float, int]:
     """The same of a split network."""
     rank, rows = dist.get_rank(), splits.data()
-    steps: list[tuple[int, Tensor | None]] = [(step, None) for step in range(3)]
+    iterations = [Iteration(step=step) for step in range(3)]
     models = [splits.CASES[name]() for _ in range(2)]
-    sides = [split.nodes.nodes(model, rows, splits.SGD) for model in models]
-    traffic = [split.nodes.exchange(*sides[0], step, rows=chosen) for step, chosen in steps]
+    sides = [model.nodes(rows, splits.SGD) for model in models]
+    traffic = [exchange(*sides[0], iteration) for iteration in iterations]
     server, parties = sides[1]
-    sent = split.processes.run_node((server, *parties)[rank], steps)
+    sent = run((server, *parties)[rank], iterations)
     parts = [(model.server, *model.parties)[rank] for model in models]
     difference = abs(sent.up - sum(t.up for t in traffic)) + abs(sent.down - sum(t.down for t in traffic))
     return splits.distance(*parts), difference if rank == 0 else 0
@@ -70,9 +77,9 @@ def compare_split(name: str) -> tuple[float, int]:
 
 def silence() -> str:
     """What the server says of a party that does not answer."""
-    line = Line(0, 4, timedelta(seconds=0.5))
+    link = Link(0, 4, timedelta(seconds=0.5))
     try:
-        line.receive(torch.zeros(3), 1)
+        link.receive(Receive(1, torch.zeros(3)))
     except RuntimeError as error:
         return str(error)
     return "an answer"

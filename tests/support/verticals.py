@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree, vfl, wire
-from fedtorch.tree import Tree
+from fedtorch import random, tree, vfl
 from fedtorch.vfl import encoder, likelihoods
-from fedtorch.vfl.guide import draw_noise, initial
+from fedtorch.vfl.guide import initial
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.nodes import PartyNode, ServerNode
+from fedtorch.vfl.noise import draw_noise
+from fedtorch.vfl.protocol import Half, decode, drive, encode
 
 WIDTHS = [2, 3, 1]
 SD = 0.8
@@ -65,16 +66,14 @@ def regression(data: vfl.VerticalData, variance: float) -> tuple[Tensor, Tensor,
 
 MODELS = {"augmented": vfl.augmented, "power": vfl.power}
 GUIDES = {
-    "mean field": lambda: vfl.Guide.of(vfl.mean_field(), vfl.diagonal()),
-    "amortised": lambda: vfl.Guide.of(vfl.amortised(encoder.perceptron(4))),
-    "amortised, y seen": lambda: vfl.Guide.of(
-        vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)
-    ),
-    "sums": lambda: vfl.Guide.of(vfl.sums(encoder.perceptron(4))),
-    "noiseless": lambda: vfl.Guide.of(vfl.noiseless()),
-    "sums, joint": lambda: vfl.Guide.of(vfl.sums(encoder.linear(), skewed=False), joint=True),
-    "amortised, joint": lambda: vfl.Guide.of(vfl.amortised(encoder.linear()), joint=True),
-    "sums, low rank, joint": lambda: vfl.Guide.of(vfl.sums(encoder.linear()), vfl.low_rank(2), joint=True),
+    "mean field": lambda: vfl.Guide(vfl.mean_field(), vfl.diagonal()),
+    "amortised": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4))),
+    "amortised, y seen": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)),
+    "sums": lambda: vfl.Guide(vfl.sums(encoder.perceptron(4))),
+    "noiseless": lambda: vfl.Guide(vfl.noiseless()),
+    "sums, joint": lambda: vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True),
+    "amortised, joint": lambda: vfl.Guide(vfl.amortised(encoder.affine()), joint=True),
+    "sums, low rank, joint": lambda: vfl.Guide(vfl.sums(encoder.affine()), vfl.low_rank(2), joint=True),
 }
 LIKELIHOODS = {
     "gaussian": (likelihoods.gaussian, gaussian_data),
@@ -88,7 +87,7 @@ def some_parameters(
     model: vfl.VerticalModel, guide: vfl.Guide, data: vfl.VerticalData, size: int = 2
 ) -> vfl.Parameters:
     """Parameters that are nowhere special."""
-    begin = initial(model, guide, prepared(model, data), size, random.key(0))
+    begin = initial(model, guide, data.response.shape[-1], size, random.key(0), torch.float64)
     return tree.map(lambda leaf: leaf + 0.2 * draw(leaf.numel(), *leaf.shape), begin)
 
 
@@ -101,10 +100,10 @@ def nodes(
     model: vfl.VerticalModel, guide: vfl.Guide, q: vfl.Parameters, data: vfl.VerticalData, shared: bool
 ) -> tuple[ServerNode, list[PartyNode]]:
     """All nodes, with the response at the parties too where it is `shared`."""
-    y = data.response if shared else None
-    return ServerNode(model, guide, q, prepared(model, data), shared), [
-        PartyNode(model, guide, q, j, x, y, data.weight, shared) for j, x in enumerate(data.features)
-    ]
+    server, *holders = vfl.parts(model, guide, q)
+    known = zip(holders, data.known_to_parties(response=shared))
+    parties = [PartyNode(part, own, response_shared=shared) for part, own in known]
+    return ServerNode(server, prepared(model, data).known_to_server(), response_shared=shared), parties
 
 
 def gathered(guide: vfl.Guide, server: ServerNode, parties: list[PartyNode]) -> vfl.Parameters:
@@ -115,7 +114,8 @@ def gathered(guide: vfl.Guide, server: ServerNode, parties: list[PartyNode]) -> 
         widest = lambda name: every[-1][name].shape[-1] if every[-1][name].ndim > 2 else 0
         pad = lambda rows, width: torch.nn.functional.pad(rows, (0, width - rows.shape[-1])) if width else rows
         joint = {name: torch.cat([pad(rows[name], widest(name)) for rows in every], 1) for name in every[0]}
-    return tree.map(torch.detach, vfl.Parameters(joint, server.q, tuple(party.q for party in parties)))
+    of = [{name: group for name, group in node.q.items() if name != "joint"} for node in (server, *parties)]
+    return tree.map(torch.detach, vfl.Parameters(joint, of[0], tuple(of[1:])))
 
 
 def below(q: vfl.Parameters) -> vfl.Parameters:
@@ -133,10 +133,14 @@ def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = S
     ]
 
 
-def queues(patience: float = 60) -> Callable[[int], tuple[Callable[[Tree, int], None], Callable[[Tree, int], Tree]]]:
-    """What gives every node in one process its `send` and `receive`, with encoded messages between them."""
+def in_threads(halves: dict[int, Half], patience: float = 60) -> None:
+    """Runs every half in a thread of its own, with queues of encoded messages between them."""
     waiting: defaultdict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
-    return lambda own: (
-        lambda message, to: waiting[own, to].put(wire.encode(message)),
-        lambda like, source: wire.decode(waiting[source, own].get(timeout=patience), like),
-    )
+
+    def run(own: int, half: Half) -> None:
+        receive = lambda step: decode(waiting[step.sender, own].get(timeout=patience), step, str(step.sender))
+        drive(half, lambda step: waiting[own, step.to].put(encode(step)), receive)
+
+    with ThreadPoolExecutor(len(halves)) as pool:
+        for each in [pool.submit(run, *item) for item in halves.items()]:
+            each.result()

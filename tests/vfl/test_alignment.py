@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from fedtorch import wire
 from fedtorch.vfl import alignment
-from fedtorch.vfl.alignment import Leader, Member, Points, Positions, intersect, run_leader, run_member
+from fedtorch.vfl.alignment import Holder, Points, Positions, following, intersect, leading
+from fedtorch.vfl.protocol import Half, Receive, Send, decode, drive, encode
 
 LISTS = {
     "registry": ["e", "a", "ü", "d", "b"],
@@ -49,16 +49,17 @@ def test_only_bytes_pass_between_threads_that_share_nothing_else() -> None:
         with lock:
             return lines.setdefault((sender, receiver), queue.Queue())
 
-    def ends(name: str) -> tuple[Callable[[bytes, str], None], Callable[[str], bytes]]:
-        return lambda payload, to: line(name, to).put(payload), lambda source: line(source, name).get(timeout=30)
+    def run(name: str, half: Half) -> torch.Tensor:
+        send = lambda step: line(name, step.to).put(encode(step))
+        return drive(half, send, lambda step: decode(line(step.sender, name).get(timeout=30), step, step.sender))
 
     found: dict[str, torch.Tensor] = {}
 
     def side(name: str) -> None:
         if name == "registry":
-            found[name] = run_leader(Leader(LISTS[name], name), ["clinic", "laboratory"], *ends(name))
+            found[name] = run(name, leading(Holder(LISTS[name], name), ["clinic", "laboratory"]))
         else:
-            found[name] = run_member(Member(LISTS[name], name), "registry", *ends(name))
+            found[name] = run(name, following(Holder(LISTS[name], name), "registry"))
 
     threads = [threading.Thread(target=side, args=(name,)) for name in LISTS]
     for thread in threads:
@@ -72,7 +73,7 @@ def test_only_bytes_pass_between_threads_that_share_nothing_else() -> None:
 def test_points_say_nothing_without_the_secret() -> None:
     """Two holders' points of the same identifiers differ, and a holder's order is not that of its rows."""
     many = [str(i) for i in range(30)]
-    first, second = Member(many, "a"), Member(many, "b")
+    first, second = Holder(many, "a"), Holder(many, "b")
     seen = [{bytes(x.tolist()) for x in holder.own_points().x} for holder in (first, second)]
     assert not seen[0] & seen[1]
     assert first.order != list(range(30))  # by chance with probability 1/30!
@@ -103,20 +104,22 @@ def test_lists_that_cannot_be_aligned(lists: dict[str, list[str]], message: str)
 
 def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="Expected strings as identifiers of 'a', but got int in row 1"):
-        Member(["x", 3], "a")  # type: ignore[list-item]
+        Holder(["x", 3], "a")  # type: ignore[list-item]
     with pytest.raises(ValueError, match="Expected required members among"):
         intersect(LISTS, "registry", ["bank"])
-    leader, member = Leader(["x", "y"]), Member(["x"], "b")
+    leader, member = Holder(["x", "y"], "leader"), Holder(["x"], "b")
     off = Points(torch.full((2, 32), 255, dtype=torch.uint8))  # larger than the field
     with pytest.raises(ValueError, match=r"Expected x-coordinates of points of P-256"):
         member.blind(off)
     with pytest.raises(ValueError, match="Expected 2 points back from 'b', but got 1"):
-        leader.compare("b", member.own_points(), member.own_points())
+        leader.places("b", member.own_points(), member.own_points())
     for wrong in ([1], [-2], [0, 0]):
         with pytest.raises(ValueError, match="Expected distinct positions below 1"):
-            member.finish(Positions(torch.tensor(wrong)))
+            member.rows(Positions(torch.tensor(wrong)))
+    expected = Receive("b", Points(torch.zeros(0, 32, dtype=torch.uint8)), rows=True)
     bad = wire.encode(Points(torch.zeros(2, 32, dtype=torch.uint8)), {"rows": 3})
     with pytest.raises(wire.PayloadError, match="expected shape"):
-        alignment._decode_points(bad, "b")
+        decode(bad, expected, "b")
     with pytest.raises(wire.PayloadError, match="expected a number of rows"):
-        alignment._decode_points(wire.encode(off, {"rows": -1}), "b")
+        decode(wire.encode(off, {"rows": -1}), expected, "b")
+    assert torch.equal(decode(encode(Send("a", off, rows=True)), expected, "b").x, off.x)

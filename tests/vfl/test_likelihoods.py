@@ -12,7 +12,7 @@ from torch import Tensor, distributions as D
 
 from fedtorch import random
 from fedtorch.vfl import likelihoods
-from fedtorch.vfl.likelihoods import Likelihood
+from fedtorch.vfl.likelihoods import ResponseLikelihood
 
 S = random.normal(random.key(0), (2, 3, 1, 7), torch.float64)
 SHARED = random.normal(random.key(1), (2, 3, 1), torch.float64)
@@ -25,7 +25,7 @@ def negative_binomial(log_r: Tensor | float) -> D.Distribution:
     return D.NegativeBinomial(torch.as_tensor(log_r, dtype=torch.float64).exp(), logits=S[..., 0, :] - log_r)
 
 
-CASES: dict[str, tuple[Likelihood, Tensor, Tensor, D.Distribution]] = {
+CASES: dict[str, tuple[ResponseLikelihood, Tensor, Tensor, D.Distribution]] = {
     "gaussian": (likelihoods.gaussian(), COUNTS, SHARED, D.Normal(S[..., 0, :], SHARED.exp())),
     "gaussian, sd known": (likelihoods.gaussian(0.7), COUNTS, NONE, D.Normal(S[..., 0, :], 0.7)),
     "bernoulli": (likelihoods.bernoulli(), LABELS, NONE, D.Bernoulli(logits=S[..., 0, :])),
@@ -62,7 +62,7 @@ def test_gradients(name: str) -> None:
     assert torch.autograd.gradcheck(lambda s, g: likelihood.log_prob(y, s, g), inputs)
 
 
-REFUSED: list[tuple[Callable[[], Likelihood], list[float], str]] = [
+REFUSED: list[tuple[Callable[[], ResponseLikelihood], list[float], str]] = [
     (likelihoods.poisson, [1.0, -1.0], "counts .* got -1.0 in row 1"),
     (likelihoods.poisson, [1.5, 1.0], "counts .* got 1.5 in row 0"),
     (likelihoods.negative_binomial, [1.0, float("inf")], "counts .* got inf in row 1"),
@@ -74,7 +74,7 @@ REFUSED: list[tuple[Callable[[], Likelihood], list[float], str]] = [
 
 @pytest.mark.parametrize(("make", "response", "message"), REFUSED)
 def test_a_response_that_does_not_fit_is_refused(
-    make: Callable[[], Likelihood], response: list[float], message: str
+    make: Callable[[], ResponseLikelihood], response: list[float], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make().check(torch.tensor(response))

@@ -23,7 +23,7 @@ def agrees(parties: int, width: int, rows: int, steps: int, draws: int, errors: 
     widths = [width // parties] * parties
     data = logistic_data(widths, rows)
     model = vfl.augmented(likelihoods.bernoulli(), predictors(widths), 1.0)
-    guide = vfl.Guide.of(vfl.sums(), joint=True)
+    guide = vfl.Guide(vfl.sums(), joint=True)
     fit = vfl.sfvi(model, guide, single(data), key=KEY, steps=steps, lr=0.02, draws=8)
     mean, covariance = (part[0].double() for part in fit.moments())
     found = oracles.nuts_posterior(model, data, points=20, draws=draws, warmup=draws // 4, chains=1)
@@ -64,7 +64,7 @@ def test_parties_are_ranked(name: str) -> None:
     y = random.bernoulli(KEY, (x @ slopes).sigmoid(), (rows,)).double()
     train, test = (vfl.VerticalData(x[part].split(1, 1), y[part]) for part in (slice(300), slice(300, rows)))
     model = MODELS[name](likelihoods.bernoulli(), predictors([1, 1, 1]), 0.5)
-    fit = vfl.sfvi(model, vfl.Guide.of(vfl.sums(), joint=True), train, key=KEY, steps=300, lr=0.05)
+    fit = vfl.sfvi(model, vfl.Guide(vfl.sums(), joint=True), train, key=KEY, steps=300, lr=0.05)
     lost = lost_score(model, fit.sample(KEY, 100), test)[0]
     # Three standard errors of a difference that is paired by row.
     for more, less in ((2, 0), (0, 1)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +25,12 @@ from support.verticals import (
 )
 
 from fedtorch import random, tree, vfl, wire
-from fedtorch.vfl import messages
-from fedtorch.vfl.guide import draw_noise
+from fedtorch.vfl.bound import bound
 from fedtorch.vfl.iteration import bounded_delay, exchange
 from fedtorch.vfl.model import prepared
-from fedtorch.vfl.sfvi import bound
+from fedtorch.vfl.nodes import Backward, Gradient, Iteration, Pooled, Share, Value
+from fedtorch.vfl.noise import draw_noise
+from fedtorch.vfl.protocol import Half, Receive, Traffic, together
 
 
 def in_one_graph(
@@ -74,7 +76,7 @@ def test_messages_give_the_numbers_of_one_graph(name: str, guide: str, shared: b
         given = noises(model, family, ROWS if minibatches is None else 3)
         server, parties = nodes(model, family, q, data, shared)
         for t, noise in enumerate(given):
-            exchange(server, parties, noise, 0.05, rows=None if minibatches is None else minibatches[t])
+            exchange(server, parties, Iteration(noise, 0.05, None if minibatches is None else minibatches[t]))
         expected = in_one_graph(model, family, q, data, given, minibatches)
         # Adam's first steps divide a gradient by its own size, which magnifies rounding where it is small.
         found = gathered(family, server, parties)
@@ -85,15 +87,15 @@ def test_bytes_of_an_iteration() -> None:
     """Every message is B·M·C·n numbers and a header of safetensors."""
     numbers = 8 * 2 * DRAWS * ROWS  # float64, B = 2
 
-    def traffic(name: str, guide: str, shared: bool) -> messages.Traffic:
+    def traffic(name: str, guide: str, shared: bool) -> Traffic:
         model, data = some_model(name, "bernoulli")
         family = GUIDES[guide]()
         server, parties = nodes(model, family, some_parameters(model, family, data), data, shared)
-        return exchange(server, parties, noises(model, family, ROWS)[0], 0.1)
+        return exchange(server, parties, Iteration(noises(model, family, ROWS)[0], 0.1))
 
-    value = messages.Value(torch.zeros(2, DRAWS, 1, ROWS, dtype=torch.float64))
-    gradient = messages.Gradient(*value)
-    share = messages.Share(value.value, torch.zeros(2, DRAWS, 0, dtype=torch.float64), None)
+    value = Value(torch.zeros(2, DRAWS, 1, ROWS, dtype=torch.float64))
+    gradient = Gradient(*value)
+    share = Share(value.value, torch.zeros(2, DRAWS, 0, dtype=torch.float64), None)
     up, down, both = (len(wire.encode(message)) for message in (value, gradient, share))
     assert traffic("augmented", "amortised", False) == (3 * up, 3 * down)
     assert traffic("augmented", "sums", False) == (3 * up, 3 * down)
@@ -110,9 +112,9 @@ def test_the_chain_of_a_joint_family_is_counted() -> None:
     for sticking in (True, False):
         family = dataclasses.replace(GUIDES["amortised, joint"](), sticking=sticking)
         server, parties = nodes(model, family, some_parameters(model, family, data), data, False)
-        traffic.append(exchange(server, parties, noises(model, family, ROWS)[0], 0.1))
+        traffic.append(exchange(server, parties, Iteration(noises(model, family, ROWS)[0], 0.1)))
     told = [torch.zeros(2, DRAWS, sum(model.sizes[: j + 1]), dtype=torch.float64) for j in range(3)]
-    server, *others = [wire.size(messages.Backward(one)) for one in told]
+    server, *others = [wire.size(Backward(one)) for one in told]
     assert traffic[0].up - traffic[1].up == server + sum(others)
     assert traffic[0].down - traffic[1].down == sum(others)
 
@@ -122,11 +124,11 @@ def test_the_sums_of_a_joint_family_of_low_rank_are_counted() -> None:
     model, data = some_model("augmented", "bernoulli")
     family = GUIDES["sums, low rank, joint"]()
     server, parties = nodes(model, family, some_parameters(model, family, data), data, False)
-    traffic = exchange(server, parties, noises(model, family, ROWS)[0], 0.1)
+    traffic = exchange(server, parties, Iteration(noises(model, family, ROWS)[0], 0.1))
     numbers = lambda *shape: torch.zeros(2, *shape, dtype=torch.float64)
-    sums = wire.size(messages.Pooled(numbers(2, 2), numbers(DRAWS, 2)))
-    value = wire.size(messages.Value(numbers(DRAWS, 1, ROWS)))
-    gradient = wire.size(messages.Gradient(numbers(DRAWS, 1, ROWS)))
+    sums = wire.size(Pooled(numbers(2, 2), numbers(DRAWS, 2)))
+    value = wire.size(Value(numbers(DRAWS, 1, ROWS)))
+    gradient = wire.size(Gradient(numbers(DRAWS, 1, ROWS)))
     assert traffic == (3 * (value + sums), 3 * (gradient + sums))
 
 
@@ -143,7 +145,7 @@ def test_local_steps_save_exchanges(name: str, guide: str, shared: bool) -> None
     for local_steps in (1, 3):
         server, parties = nodes(model, family, q, data, shared)
         for noise in noises(model, family, ROWS, 15):
-            exchange(server, parties, noise, 0.01, local_steps=local_steps)
+            exchange(server, parties, Iteration(noise, 0.01), local_steps=local_steps)
         end, fresh = (
             gathered(family, server, parties),
             draw_noise(model, family, KEY.reshape(1), ROWS, 200, torch.float64),
@@ -159,7 +161,7 @@ def test_with_the_response_shared_a_local_step_is_exact() -> None:
     q = some_parameters(model, family, data)
     noise = noises(model, family, ROWS)[0]
     server, parties = nodes(model, family, q, data, True)
-    exchange(server, parties, noise, 0.05, local_steps=2)
+    exchange(server, parties, Iteration(noise, 0.05), local_steps=2)
     leaf = lambda value: value.detach().clone().requires_grad_()
     mixed, held = tree.map(leaf, q), tree.map(leaf, q)
     optimizer = torch.optim.Adam(tree.leaves(mixed.parties[0]), lr=0.05)
@@ -189,7 +191,7 @@ def test_idle_parties_are_remembered(name: str, guide: str, shared: bool) -> Non
         schedule = itertools.islice(bounded_delay(3, delay, 0.5, KEY), 40)
         for noise, active in zip(noises(model, family, ROWS, 40), schedule):
             before = [tree.map(torch.clone, tree.map(torch.detach, party.q)) for party in parties]
-            traffic = exchange(server, parties, noise, 0.03, active=active)
+            traffic = exchange(server, parties, Iteration(noise, 0.03, active=active))
             assert (traffic.up == 0) == (not any(active))
             assert all(
                 here or distance(old, tree.map(torch.detach, p.q)) == 0 for old, p, here in zip(before, parties, active)
@@ -216,7 +218,31 @@ def test_refusals() -> None:
     family = GUIDES["amortised"]()
     server, parties = nodes(model, family, some_parameters(model, family, data), data, False)
     with pytest.raises(ValueError, match="all parties in the first iteration"):
-        exchange(server, parties, noises(model, family, ROWS)[0], 0.1, active=[True, True, False])
+        exchange(server, parties, Iteration(noises(model, family, ROWS)[0], 0.1, active=[True, True, False]))
     for arguments in ((-1, 0.5), (1, 1.5)):
         with pytest.raises(ValueError, match="delay ≥ 0 and a probability"):
             next(bounded_delay(2, *arguments, KEY))
+
+
+@pytest.mark.parametrize("guide", ["mean field", "sums, joint"])
+def test_each_node_saves_and_loads_its_own_part(guide: str, tmp_path: Path) -> None:
+    model, data = some_model("power", "negative binomial")
+    family = GUIDES[guide]()
+    ours, others = (vfl.parts(model, family, some_parameters(model, family, data)) for _ in range(2))
+    for part in others:
+        for value in part.parameters():
+            value.data.zero_()
+    for one, other in zip(ours, others):
+        one.save(tmp_path / f"{one.name}.safetensors")
+        other.load(tmp_path / f"{one.name}.safetensors")
+        assert distance(tree.map(torch.detach, one.q), tree.map(torch.detach, other.q)) == 0
+    with pytest.raises(ValueError, match="Expected parameters of party 'party 1', but got those of 'server'"):
+        others[2].load(tmp_path / "server.safetensors")
+
+
+def test_halves_that_do_not_fit_are_named() -> None:
+    def waiting(other: int) -> Half:
+        yield Receive(other, torch.zeros(1))
+
+    with pytest.raises(RuntimeError, match=r"Expected messages for \[0, 1\], but got none"):
+        together({0: waiting(1), 1: waiting(0)})

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,12 @@ import torch
 from support import splits
 from support.closed_forms import ROUNDING, distance
 from support.splits import CASES, SGD, N, data
-from support.verticals import GUIDES, nodes, noises, queues, some_model, some_parameters
+from support.verticals import GUIDES, in_threads, nodes, noises, some_model, some_parameters
 
 from fedtorch import random, tree
-from fedtorch.vfl import processes, split
-from fedtorch.vfl.iteration import Iteration, exchange
+from fedtorch.vfl.iteration import exchange, party_half, server_half
+from fedtorch.vfl.nodes import Iteration
+from fedtorch.vfl.ranks import over_ranks
 
 TESTS = Path(__file__).parent.parent
 
@@ -41,17 +41,12 @@ def test_both_sides_understand_each_other(name: str, guide: str, shared: bool, d
     given = zip(noises(model, family, 12), [None, [True, False, True], [False, True, True]])
     iterations = [Iteration(noise, 0.05, None, active if delayed else None) for noise, active in given]
     expected, others = nodes(model, family, q, data, shared)
-    for noise, rate, rows, active in iterations:
-        exchange(expected, others, noise, rate, rows=rows, active=active)
+    for iteration in iterations:
+        exchange(expected, others, iteration)
     server, parties = nodes(model, family, q, data, shared)
-    line = queues()
-    with ThreadPoolExecutor(len(parties)) as pool:
-        running = [pool.submit(processes.run_party, party, iterations, *line(party.index)) for party in parties]
-        processes.run_server(server, iterations, *line(0))
-        for each in running:
-            each.result()
+    in_threads({0: server_half(server, iterations)} | {p.index: party_half(p, iterations) for p in parties})
     for one, two in zip((server, *parties), (expected, *others)):
-        values = [tree.map(torch.detach, tuple(node.leaves)) for node in (one, two)]
+        values = [tree.map(torch.detach, tuple(node.part.parameters())) for node in (one, two)]
         assert distance(*values) < ROUNDING
 
 
@@ -60,24 +55,16 @@ def test_both_sides_understand_each_other(name: str, guide: str, shared: bool, d
 def test_both_sides_of_a_split_network_understand_each_other(name: str, absent: bool) -> None:
     model, rows = CASES[name](), data()
     if absent:
-        if model.server.encoder:
+        if "skip" in model.server.q.get("z", {}):
             pytest.skip("noise at the sum needs all parties")
         rows = rows._replace(present=random.bernoulli(random.key(3), 0.7, (N, 3)))
     here, other = copy.deepcopy(model), copy.deepcopy(model)
-    iterations = [(0, None), (1, torch.tensor([5, 1, 9])), (2, None)]
-    server, parties = split.nodes.nodes(model, rows, SGD)
-    for step, chosen in iterations:
-        split.nodes.exchange(server, parties, step, rows=chosen, local_steps=2)
-    server, parties = split.nodes.nodes(here, rows, SGD)
-    line = queues()
-    with ThreadPoolExecutor(len(parties)) as pool:
-        running = [
-            pool.submit(split.processes.run_party, party, iterations, *line(party.index + 1), local_steps=2)
-            for party in parties
-        ]
-        split.processes.run_server(server, iterations, *line(0))
-        for each in running:
-            each.result()
+    iterations = [Iteration(), Iteration(step=1, rows=torch.tensor([5, 1, 9])), Iteration(step=2)]
+    server, parties = model.nodes(rows, SGD)
+    for iteration in iterations:
+        exchange(server, parties, iteration, local_steps=2)
+    server, parties = here.nodes(rows, SGD)
+    in_threads({0: server_half(server, iterations)} | {p.index: party_half(p, iterations, 2) for p in parties})
     assert splits.distance(model, here) < ROUNDING
     assert splits.distance(model, other) > 1e-3
 
@@ -104,9 +91,8 @@ def test_without_a_process_group_it_is_refused() -> None:
     model, data = some_model("augmented", "bernoulli")
     family = GUIDES["sums"]()
     server, _ = nodes(model, family, some_parameters(model, family, data), data, False)
-    with pytest.raises(RuntimeError, match="Expected a process group"):
-        processes.run_node(server, [Iteration(noise, 0.1) for noise in noises(model, family, 12)])
-    top, (bottom, *_) = split.nodes.nodes(CASES["plain"](), splits.data(), SGD)
-    for node in (top, bottom):
+    iterations = [Iteration(noise, 0.1) for noise in noises(model, family, 12)]
+    top, (bottom, *_) = CASES["plain"]().nodes(splits.data(), SGD)
+    for half in (server_half(server, iterations), server_half(top, [Iteration()]), party_half(bottom, [Iteration()])):
         with pytest.raises(RuntimeError, match="Expected a process group"):
-            split.processes.run_node(node, [(0, None)])
+            over_ranks(half, 0, 4)

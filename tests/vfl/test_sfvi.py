@@ -27,15 +27,16 @@ from torch import Tensor
 
 from fedtorch import random, tree, vfl
 from fedtorch.vfl import encoder, likelihoods
-from fedtorch.vfl.guide import draw_noise, initial
+from fedtorch.vfl.bound import ascend, bound
+from fedtorch.vfl.guide import initial
 from fedtorch.vfl.model import prepared
-from fedtorch.vfl.sfvi import ascend, bound
+from fedtorch.vfl.noise import draw_noise
 
 KEY = random.key(0)
 
 
 def exact_guide() -> vfl.Guide:
-    return vfl.Guide.of(vfl.sums(encoder.linear(), skewed=False), joint=True)
+    return vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True)
 
 
 def noise_variance(name: str, rho: float, parties: int) -> float:
@@ -68,7 +69,7 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
     """q(z_j | θ_j) loses ½[J log(1 + ρ²/σ²) − log(1 + Jρ²/σ²)] nats a row, however it is parametrised."""
     data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3
     model = vfl.augmented(likelihoods.gaussian(SD), predictors([1, 1, 1]), rho)
-    guide = vfl.Guide.of(vfl.amortised(encoder.linear(), sees_response=True), joint=True)
+    guide = vfl.Guide(vfl.amortised(encoder.affine(), sees_response=True), joint=True)
     fit = vfl.sfvi(model, guide, data, key=KEY, steps=700, lr=0.03, every=300)
     ratio = rho**2 / SD**2
     floor = 0.5 * (parties * math.log1p(ratio) - math.log1p(parties * ratio)) * len(data.response)
@@ -200,7 +201,7 @@ def test_one_party_is_the_ordinary_model() -> None:
         model = make(likelihoods.bernoulli(), predictors([3]), 0.9)
         batch = prepared(model, data)
         noise = draw_noise(model, family, KEY.reshape(1), 12, 2, torch.float64)
-        q = initial(model, family, batch, 1, KEY)  # z is drawn from its prior: the ratio of z is zero
+        q = initial(model, family, 12, 1, KEY, torch.float64)  # z is drawn from its prior: the ratio of z is zero
         values[name] = bound(model, family, q, batch, noise)
         theta = 0.1 * noise.theta[1]
         eta = theta @ data.features[0].T
@@ -215,9 +216,9 @@ def test_one_party_is_the_ordinary_model() -> None:
 def test_amortised_parameters_do_not_grow_with_the_rows() -> None:
     counts: dict[str, list[int]] = {name: [] for name in GUIDES}
     for rows in (10, 1000):
-        model, data = some_model("augmented", "bernoulli")[0], logistic_data(WIDTHS, rows)
+        model = some_model("augmented", "bernoulli")[0]
         for name, family in GUIDES.items():
-            counts[name].append(vfl.count_parameters(initial(model, family(), prepared(model, data), 2, KEY)))
+            counts[name].append(vfl.count_parameters(initial(model, family(), rows, 2, KEY)))
     assert all((few == many) == (name != "mean field") for name, (few, many) in counts.items())
 
 
@@ -229,7 +230,7 @@ def test_learnt_weights_are_stationary() -> None:
     x = draw(0, 60, 4)
     data = vfl.VerticalData(x.split(2, 1), (x[:, 0] > 0).double())
     model = vfl.power(likelihoods.bernoulli(), predictors([2, 2]), 2.0, concentration=0.02)
-    family = vfl.Guide.of(vfl.mean_field(), vfl.diagonal())
+    family = vfl.Guide(vfl.mean_field(), vfl.diagonal())
     fit = vfl.sfvi(model, family, data, key=KEY, steps=700, lr=0.03)
     noise = draw_noise(model, family, random.key(5).reshape(1), 60, 2000, torch.float64)
     slopes = []
@@ -294,10 +295,10 @@ BAD: list[tuple[Callable[[], object], str]] = [
     (lambda: vfl.power(likelihoods.bernoulli(), predictors(), torch.tensor([1.0, -1.0])), "Expected positive rho"),
     (lambda: vfl.augmented(likelihoods.bernoulli(), [], 1.0), "at least one party"),
     (lambda: vfl.power(likelihoods.bernoulli(), predictors(), 1.0, concentration=0.0), "positive concentration"),
-    (lambda: vfl.Guide.of(sd=0.0), "positive standard deviation"),
+    (lambda: vfl.Guide(sd=0.0), "positive standard deviation"),
     (lambda: fit_with(gaussian_data()), "labels 0 and 1"),
     (lambda: fit_with(logistic_data([2, 3], 9)), "features of 3 parties, but got 2"),
-    (lambda: fit_with(logistic_data([2, 3, 2], 9)), r"features \(9, 1\) of party 2, but got \(9, 2\)"),
+    (lambda: fit_with(logistic_data([2, 3, 2], 9)), r"features \(9, 1\) of 'party 2', but got shape \(9, 2\)"),
     (lambda: fit_with(logistic_data(WIDTHS, 9)._replace(offset=torch.zeros(8))), "offset of 9 rows"),
     (lambda: fit_with(logistic_data(WIDTHS, 9)._replace(offset=torch.full((9,), torch.nan))), "finite offset"),
     (lambda: fit_with(logistic_data(WIDTHS, 9)._replace(weight=-torch.ones(9))), "weights from 0 on, but got weight"),
@@ -313,7 +314,7 @@ def mixed_dtypes() -> vfl.VerticalData:
     return data._replace(features=(data.features[0].float(), *data.features[1:]))
 
 
-def fit_with(data: vfl.VerticalData, **arguments: object) -> vfl.Fit:
+def fit_with(data: vfl.VerticalData, **arguments: object) -> vfl.VariationalFit:
     model = vfl.augmented(likelihoods.bernoulli(), predictors(), 1.0)
     return vfl.sfvi(model, GUIDES["sums"](), data, **{"key": KEY, "steps": 1, **arguments})  # type: ignore[arg-type]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
 from fedtorch.vfl import encoder, likelihoods
-from fedtorch.vfl.messages import Gradient, Value
-from fedtorch.vfl.split.bayes import NodeNoise
-from fedtorch.vfl.split.nodes import exchange, nodes
-from fedtorch.vfl.split.rows import minibatch
+from fedtorch.vfl.iteration import exchange
+from fedtorch.vfl.nodes import Gradient, Iteration, Value
+from fedtorch.vfl.noise import NodeNoise
 from fedtorch.vfl.split_nn import Stacked, mlp
 
 
@@ -37,14 +35,14 @@ def in_one_graph(model: vfl.SplitNetwork, rows: vfl.VerticalData, steps: int) ->
 def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None:
     model, rows = CASES[name](), data()
     if absent:
-        if model.server.encoder:
+        if "skip" in model.server.q.get("z", {}):
             pytest.skip("noise at the sum needs all parties")
         rows = rows._replace(present=random.bernoulli(random.key(3), 0.7, (N, 3)))
     other = copy.deepcopy(model)
     before = copy.deepcopy(model)
     in_one_graph(model, rows, 3)
-    server, parties = nodes(other, rows, SGD)
-    traffic = [exchange(server, parties, step) for step in range(3)]
+    server, parties = other.nodes(rows, SGD)
+    traffic = [exchange(server, parties, Iteration(step=step)) for step in range(3)]
     assert distance(model, other) < ROUNDING
     assert distance(model, before) > 1e-3
     widths = [party.outputs for party in model.parties]
@@ -55,26 +53,28 @@ def test_messages_give_the_numbers_of_one_graph(name: str, absent: bool) -> None
 
 
 def test_gradient_messages_are_autograd_s() -> None:
-    """What comes down is the derivative of the joint loss with respect to what went up."""
+    """What comes down is the derivative of the joint bound per row, minus the loss, with respect to what went up."""
     model, rows = CASES["plain"](), data()
-    server, parties = nodes(model, rows, SGD)
-    values = [party.propose(0) for party in parties]
+    server, parties = model.nodes(rows, SGD)
+    values = [party.propose(Iteration()) for party in parties]
     leaves = [value.value.clone().requires_grad_() for value in values]
     total = sum(leaves)[:, 0] + rows.offset  # (B, C, N)
     log_p = total.log_softmax(1).gather(1, rows.response.long()[:, None])[:, 0]
     loss = -((log_p * rows.weight).sum(1) / rows.weight.sum(1)).sum()
     loss.backward()
-    for found, leaf in zip(server.evaluate(values, 0), leaves):
-        assert torch.allclose(found.gradient, leaf.grad, rtol=0, atol=ROUNDING)
+    server.begin(Iteration())
+    server.values = values
+    for found, leaf in zip(server.evaluate(None), leaves):
+        assert torch.allclose(found.gradient, -leaf.grad, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["plain", "sums", "amortised"])
 def test_minibatches_as_messages(name: str) -> None:
     model, rows = CASES[name](), data()._replace(weight=None)
     other, chosen = copy.deepcopy(model), torch.tensor([5, 1, 9])
-    in_one_graph(model, minibatch(rows, chosen), 1)
-    server, parties = nodes(other, rows, SGD)
-    exchange(server, parties, 0, rows=chosen)
+    in_one_graph(model, rows.take(chosen), 1)
+    server, parties = other.nodes(rows, SGD)
+    exchange(server, parties, Iteration(rows=chosen))
     assert distance(model, other) < ROUNDING
 
 
@@ -82,9 +82,9 @@ def test_local_steps_move_a_party_along_what_it_was_told() -> None:
     model, rows = CASES["amortised"](), data()
     once, thrice = copy.deepcopy(model), copy.deepcopy(model)
     for other, count in ((once, 1), (thrice, 3)):
-        server, parties = nodes(other, rows, SGD)
-        exchange(server, parties, 0, local_steps=count)
-    assert torch.equal(once.server.shared, thrice.server.shared)
+        server, parties = other.nodes(rows, SGD)
+        exchange(server, parties, Iteration(), local_steps=count)
+    assert distance(once.server, thrice.server) == 0
     moved = [distance(model.parties[0], other.parties[0]) for other in (once, thrice)]
     assert moved[1] > 2 * moved[0] > 0
 
@@ -106,9 +106,6 @@ def test_elements_do_not_influence_each_other(name: str) -> None:
                         table[key] = nn.Parameter(part(value.detach())) if table is module._parameters else part(value)
             if isinstance(module, Stacked):
                 module.size = 1
-        for node in (*alone.parties, alone.server):
-            if hasattr(node, "model"):
-                node.model = dataclasses.replace(node.model, rho=part(node.model.rho))
         x = tuple(part(f) if f.ndim == 3 else f for f in rows.features)
         loss = alone.losses(vfl.VerticalData(x, part(rows.response), rows.offset, part(rows.weight)), 2)
         loss.sum().backward()
@@ -133,8 +130,8 @@ def test_one_party_without_noise_is_an_ordinary_network() -> None:
     for prior in (None, vfl.HierarchicalBayes(rho=0.0)):
         model = network([bottoms()[0]], bayes=prior)
         party = model.parties[0]
-        flat = {} if prior is None else party._named(party.q["mean"].unsqueeze(1))
-        start = dict(zip(party.bottom.own, party.bottom.weights)) | flat
+        stack = party.network.stack
+        start = dict(zip(stack.own, stack.weights)) | party.network._named(party.q["theta"]["mean"])
         plain = [functional.load(bottoms()[0], {name: value[b] for name, value in start.items()}) for b in range(B)]
         in_one_graph(model, rows, 4)
         for b, module in enumerate(plain):
@@ -147,6 +144,34 @@ def test_one_party_without_noise_is_an_ordinary_network() -> None:
             assert torch.allclose(model.predict(rows.features)[b], expected, rtol=0, atol=ROUNDING)
 
 
+def test_a_linear_network_is_the_linear_predictor() -> None:
+    """The same model, whether its predictors hold a linear layer with random weights or are linear: fitted alike."""
+    x, keys = [draw(0, 20, 3), draw(1, 20, 2)], KEYS[:1]
+    rows = vfl.VerticalData(tuple(x), (x[0].sum(1) > 0).double())
+    guide = vfl.Guide(vfl.sums(encoder.perceptron(4)), joint=True)
+    layers = [Stacked(nn.Linear(width, 1, bias=False).double(), keys) for width in (3, 2)]
+    networks = [vfl.NetworkPredictor(layer, 1, random="weight", prior=vfl.normal_prior()) for layer in layers]
+    found = []
+    for predictors in (networks, [vfl.linear(3), vfl.linear(2)]):
+        for predictor in networks:
+            predictor.start.zero_()
+        model = vfl.augmented(likelihoods.bernoulli(), predictors, 0.7)
+        fit = vfl.sfvi(model, guide, rows, key=random.key(0), steps=20, draws=3)
+        found.append(torch.cat([part.flatten() for part in fit.moments()]))
+    assert torch.allclose(*found, rtol=0, atol=ROUNDING)
+
+
+def test_sfvi_trains_the_networks_of_a_model() -> None:
+    """A split network's model outside of it: the bound rises, and the networks that were given stay as they were."""
+    network_, rows = CASES["sums"](), data()._replace(weight=None)
+    model, before = network_.model, copy.deepcopy(network_)
+    fit = vfl.sfvi(model, network_.server.guide, rows, key=random.key(0), steps=60, lr=0.03, size=B, every=20)
+    assert (fit.bounds[-1] > fit.bounds[0]).all()
+    assert distance(network_, before) == 0
+    trained, given = (m.predictors[0].stack.weights[0].detach() for m in (fit.model, model))
+    assert not torch.equal(trained, given)
+
+
 def test_gaussian_bound_averages_to_its_closed_form() -> None:
     """One party, one linear weight, Gaussian response, exact q(s | w): E of the bound is that of Bayesian regression.
 
@@ -155,19 +180,20 @@ def test_gaussian_bound_averages_to_its_closed_form() -> None:
     """
     x, y = draw(0, 20, 1), draw(1, 20)
     sd, rho, size, draws = 0.8, 1.3, 1, 1000
-    prior = vfl.HierarchicalBayes(rho=rho, random="*", auxiliary=vfl.sums(encoder.linear(), skewed=False))
+    prior = vfl.HierarchicalBayes(rho=rho, random="*", auxiliary=vfl.sums(encoder.affine(), skewed=False))
     model = vfl.SplitNetwork(
         [nn.Linear(1, 1, bias=False).double()], likelihoods.gaussian(sd), keys=KEYS[:size], bayes=prior
     ).double()
     # s | y, w ~ N(η + (y − η) ρ²/(ρ² + σ²), …): the encoder sees (η, y − η) and answers in units of ρ.
     share = rho**2 / (rho**2 + sd**2)
     with torch.no_grad():
-        weights = dict(model.server.encoder)
+        weights = model.server.q["z"]
         weights["skip"][0, 0, 0, 1] = share / rho
         weights["shift"][0, 0, 1] = 0.5 * torch.log(torch.tensor(1 - share))
     model.train()
     bounds = torch.stack([-20 * model.losses(vfl.VerticalData((x,), y), t)[0].detach() for t in range(draws)])
-    mean, spread = model.parties[0].q["mean"][0, 0].detach(), model.parties[0].q["log_sd"].exp()[0, 0].detach()
+    q = model.parties[0].q["theta"]
+    mean, spread = q["mean"][0, 0].detach(), q["log_sd"].exp()[0, 0].detach()
     variance = sd**2 + rho**2
     squares = (y - x[:, 0] * mean).square().sum() + spread**2 * x.square().sum()
     fit = -0.5 * squares / variance - 10 * torch.log(torch.tensor(2 * torch.pi * variance))
@@ -180,7 +206,7 @@ def test_a_prior_on_the_other_weights_adds_their_squares() -> None:
     """Where ρ > 0; the last layer's have the prior of their own."""
     rows, sd = data()._replace(weight=None), torch.tensor([0.7, 0.2, 0.3], dtype=torch.float64)
     without, with_prior = (network(bayes=bayes(weight_sd=value)).losses(rows, 1) for value in (None, sd))
-    weights = [weight for party in network().parties for weight in list(party.bottom.weights)[:2]]
+    weights = [weight for party in network().parties for weight in list(party.network.stack.weights)[:2]]
     squares = torch.stack([weight.square().flatten(1).sum(1) for weight in weights]).sum(0)
     expected = torch.where(torch.arange(B) == 1, 0, squares / (2 * sd.square() * N))
     assert torch.allclose(with_prior - without, expected, rtol=1e-6, atol=0)  # sds pass through float32
@@ -254,7 +280,7 @@ def test_minibatches_cover_an_epoch_and_keep_the_scale() -> None:
 def test_minibatches_are_unbiased(name: str) -> None:
     """Averaged over an epoch and over noise, the loss is that of all rows, prior and all."""
     model, rows = CASES[name](), data()._replace(weight=None)
-    parts = [minibatch(rows, chosen) for chosen in random.permutation(random.key(0), N).split(2)]
+    parts = [rows.take(chosen) for chosen in random.permutation(random.key(0), N).split(2)]
     with torch.no_grad():
         whole = torch.stack([model.losses(rows, step) for step in range(400)])
         each = torch.stack([torch.stack([model.losses(p, s) for p in parts]).mean(0) for s in range(400, 800)])
@@ -268,7 +294,7 @@ def test_minibatches_of_weighted_rows_are_unbiased(name: str, monkeypatch: pytes
     model, rows = CASES[name](), data()
     assert rows.weight is not None
     rows.weight[1, :10] = 0
-    parts = [minibatch(rows, chosen) for chosen in torch.arange(N).split(2)]
+    parts = [rows.take(chosen) for chosen in torch.arange(N).split(2)]
     # What is drawn is for rows in their places: leave it away.
     nothing = lambda self, step, rows, like: (like.new_zeros(1, 1, self.theta), like.new_zeros(1, 1, self.z, rows))
     monkeypatch.setattr(NodeNoise, "at", nothing)
@@ -347,7 +373,7 @@ def test_save_load_and_predict_per_party(name: str, tmp_path: Path) -> None:
     # By the parties: each sends draws of its values, the server adds them up.
     fresh.eval()
     sent = [party.propose(x, random.key(0), 5) for party, x in zip(fresh.parties, rows.features)]
-    total = fresh.server.predictor(sum(sent))
+    total = fresh.model.cut(sent)
     assert torch.allclose(total.softmax(-2).mean(1), model.predict(rows.features, draws=5))
 
 

@@ -9,8 +9,6 @@ from fedtorch.data.cache import locate
 from fedtorch.data.datasets.frames import by_client, choose, one_hot, read
 from fedtorch.data.federated import FederatedData
 
-__all__ = ["school", "student_performance"]
-
 ETHNICITIES = [
     "eswi",
     "african",

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from fedtorch.data.datasets.frames import scaled
 
-__all__ = ["breast_cancer", "diabetes", "digits"]
-
 
 def digits() -> tuple[Tensor, Tensor]:
     """8 × 8 images of handwritten digits: x `(1797, 64)` float32 in [0, 1], y `(1797,)` int64 in 0…9.

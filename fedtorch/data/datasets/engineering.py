@@ -12,8 +12,6 @@ from fedtorch.data.cache import locate
 from fedtorch.data.datasets.frames import by_client, choose, read
 from fedtorch.data.federated import FederatedData
 
-__all__ = ["battery", "cmapss", "cmapss_remaining_life"]
-
 BATTERIES = {"calce": "calce_cs2_cycles.csv", "xjtu": "xjtu_capacity.csv", "mit": "mit_capacity.csv"}
 
 

@@ -18,8 +18,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["by_client", "choose", "one_hot", "read", "scaled"]
-
 
 def read(name: str, filename: str, **options: Any) -> pandas.DataFrame:
     """A file of a data set as pandas reads it."""

@@ -19,8 +19,6 @@ from fedtorch.data.federated import FederatedData
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["fed_tcga_brca", "tcga_brca_expression", "tcpa_brca_rppa"]
-
 REGIONS = ("Northeast", "South", "West", "Midwest", "Europe", "Canada")  # in FLamby's order, 0 … 5
 
 

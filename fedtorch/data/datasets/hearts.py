@@ -15,8 +15,6 @@ from fedtorch.data.federated import FederatedData
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["VerticalTable", "heart_disease", "heart_failure", "heart_failure_frame"]
-
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 
 

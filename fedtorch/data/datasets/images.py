@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fedtorch.data.cache import locate
 
-__all__ = ["mnist"]
-
 
 def mnist(train: bool = True) -> tuple[Tensor, Tensor]:
     """Handwritten digits: x `(60000, 28, 28)` float32 in [0, 1], y `(60000,)` int64 in 0…9.

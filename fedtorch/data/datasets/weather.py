@@ -15,8 +15,6 @@ from torch import Tensor
 from fedtorch.data.datasets.frames import by_client, read
 from fedtorch.data.federated import FederatedData
 
-__all__ = ["fmi_coordinates", "fmi_extremes", "fmi_forecast", "fmi_weather"]
-
 HOURLY = "Assignment_MLBasicsData.csv"
 
 

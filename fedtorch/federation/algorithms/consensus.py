@@ -36,8 +36,6 @@ from fedtorch.federation.exchange import Exchange, Mean, Sum, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
-__all__ = ["Averaging", "consensus", "without_server"]
-
 _LARGEST = 2.0**37  # no whole number in a message is larger: limbs, a few of them added up and told as a difference
 _MARGIN = 1e-6  # by which the eigenvalues may be off
 

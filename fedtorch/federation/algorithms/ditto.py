@@ -23,8 +23,6 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
 from fedtorch.federation.algorithms.fedavg import Weight, fedavg, proximal, rows_weight
 from fedtorch.tree import Tree
 
-__all__ = ["ditto"]
-
 _PERSONAL = 0x44697474  # purpose of a client's key: the personal model's draws
 
 

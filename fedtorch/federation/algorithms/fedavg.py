@@ -23,8 +23,6 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Rep
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
-__all__ = ["Message", "fedavg", "fedprox", "rows_weight"]
-
 Weight = Callable[[Any], Tensor]  # data -> (K,)
 
 

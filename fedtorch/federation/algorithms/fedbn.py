@@ -14,8 +14,6 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.federation.algorithms.personal import personal_layers
 
-__all__ = ["fedbn"]
-
 
 def fedbn(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
     """FedAvg with personal BatchNorm layers: `personal_layers` with the names of their parameters.

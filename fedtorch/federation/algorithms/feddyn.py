@@ -35,8 +35,6 @@ from fedtorch.federation.algorithms.scaffold import Controls, Server, State, mea
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
-__all__ = ["feddyn"]
-
 
 def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) -> Algorithm:
     """FedDyn, with exact local solvers or a few steps of descent.

@@ -27,8 +27,6 @@ from fedtorch.federation.algorithms.fedavg import Message, Weight, fedavg, rows_
 from fedtorch.optimisers import MakeOptimizer, State, TreeOptimizer
 from fedtorch.tree import Tree
 
-__all__ = ["Yogi", "averaged_buffers", "fedadagrad", "fedadam", "fedopt", "fedyogi"]
-
 
 class Server(NamedTuple):
     """What the server keeps."""

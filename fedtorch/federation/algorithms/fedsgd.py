@@ -20,8 +20,6 @@ from fedtorch.federation.algorithms.fedavg import Weight, fedavg, rows_weight
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
 from fedtorch.federation.local_solvers.objective import Loss
 
-__all__ = ["fedsgd"]
-
 
 def fedsgd(
     module: nn.Module,

@@ -31,8 +31,6 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
 
-__all__ = ["gibbs"]
-
 
 class State(NamedTuple):
     """A client's own; leaves `(K, C, ...)`."""

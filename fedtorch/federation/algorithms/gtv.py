@@ -36,8 +36,6 @@ from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
-__all__ = ["Server", "State", "gtv"]
-
 
 class State(NamedTuple):
     """A node's own; leaves `(K, ...)`."""

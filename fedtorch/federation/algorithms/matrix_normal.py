@@ -29,6 +29,7 @@ Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on li
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,8 +43,6 @@ from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
 from fedtorch.tree import Tree
 
-__all__ = ["Server", "Shrinkage", "Summary", "in_every_step", "matrix_normal", "noise_variance", "proximal"]
-
 _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
 _EXACT = 1e-14  # residuals below, relative to y'y, are rounding
 
@@ -56,8 +55,8 @@ class Summary(NamedTuple):
     spread: Tensor  # tr((X'X)⁺) / rank: times σ², the sampling variance of a coefficient
 
 
-class Told(NamedTuple):
-    """What a device tells afresh each round; leaves `(K,)`."""
+class Found(NamedTuple):
+    """What a device has found in a round; leaves `(K,)`."""
 
     summary: Summary
     step: Tensor  # the sum of the steps it took, in units of ½L
@@ -67,7 +66,7 @@ class Message(NamedTuple):
     """What a device tells the server."""
 
     parameters: Sum  # of θ_k
-    told: Mean  # of `Told`
+    found: Mean  # of `Found`
 
 
 class Server(NamedTuple):
@@ -88,7 +87,7 @@ class Outbox(NamedTuple):
     shift: Tensor  # (K, p) h_k
 
 
-class Prepared(NamedTuple):
+class PreparedRows(NamedTuple):
     """A block's data: as the local solver wants it, and what the devices tell of it."""
 
     local: Tree
@@ -103,15 +102,25 @@ class Shrinkage(NamedTuple):
     after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor]  # (Ω, Θ, who moved (M,), steps (M,)) -> Θ
 
 
+class Chosen(NamedTuple):
+    """The arguments of `matrix_normal`, with its defaults in their places."""
+
+    covariance: CovarianceUpdate
+    shrinkage: Shrinkage
+    noise: float | None
+    start: float | None
+    rank: int
+
+
 def in_every_step() -> Shrinkage:
     """The prior in every local step, exactly, and damped just enough that L never increases."""
+    return Shrinkage(_majorised, lambda covariance, theta, moved, steps: theta)
 
-    def quadratic(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
-        covariance = covariance.trimmed()
-        precision = low_rank.eigenvalue_bound(covariance) * covariance.inverse_diagonal()
-        return precision, precision[:, None] * theta - low_rank.solve(covariance, theta)
 
-    return Shrinkage(quadratic, lambda covariance, theta, moved, steps: theta)
+def _majorised(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
+    covariance = covariance.trimmed()
+    precision = low_rank.eigenvalue_bound(covariance) * covariance.inverse_diagonal()
+    return precision, precision[:, None] * theta - low_rank.solve(covariance, theta)
 
 
 def proximal() -> Shrinkage:
@@ -122,23 +131,19 @@ def proximal() -> Shrinkage:
     with T steps the prior is as strong as Tη, but it is a splitting whose fixed point is not the mode. Who does not
     take part stays.
     """
+    return Shrinkage(lambda covariance, theta: (torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)), _proximal_step)
 
-    def quadratic(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(theta[:, 0]), torch.zeros_like(theta)
 
-    def after(covariance: LowRank, theta: Tensor, moved: Tensor, steps: Tensor) -> Tensor:
-        if len(moved) == 0:
-            return theta
-        if not bool((steps > 0).all()):
-            raise ValueError(
-                f"Expected a local solver that takes gradient steps, but got a sum of learning rates of "
-                f"{float(steps.min())}; use shrinkage=in_every_step() with an exact local solver"
-            )
-        pull = low_rank.solve(covariance, theta)[moved]
-        change = low_rank.solve_rows(covariance, moved, 1 / steps, pull)
-        return theta.index_add(0, moved, -change)
-
-    return Shrinkage(quadratic, after)
+def _proximal_step(covariance: LowRank, theta: Tensor, moved: Tensor, steps: Tensor) -> Tensor:
+    if len(moved) == 0:
+        return theta
+    if not bool((steps > 0).all()):
+        raise ValueError(
+            f"Expected a local solver that takes gradient steps, but got a sum of learning rates of "
+            f"{float(steps.min())}; use shrinkage=in_every_step() with an exact local solver"
+        )
+    pull = low_rank.solve(covariance, theta)[moved]
+    return theta.index_add(0, moved, -low_rank.solve_rows(covariance, moved, 1 / steps, pull))
 
 
 def matrix_normal(
@@ -179,8 +184,8 @@ def matrix_normal(
         >>> y = y + 0.5 * ft.random.normal(ft.random.key(1), (6, 5), torch.float64)
         >>> head = LinearHead(2, intercept=False, dtype=torch.float64)
         >>> algorithm = ft.matrix_normal(ft.least_squares(head, steps=20))
-        >>> last = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
-        >>> last.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
+        >>> run = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(list(zip(x, y)))), rounds=30)
+        >>> run.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
         tensor(True)
     """
     head = local.module
@@ -189,74 +194,80 @@ def matrix_normal(
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
         if value is not None and not value > 0:
             raise ValueError(f"Expected a positive {name}, but got {value}")
-    learn = covariance or inverse_wishart()
-    shrink = shrinkage or in_every_step()
-    dtype = head.coefficients.dtype
-
-    def init(parameters: Tree, clients: int) -> tuple[Server, Tree]:
-        rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
-        nothing = rows.new_zeros(clients)
-        omega = low_rank.identity(clients, rank, float("inf") if start is None else start)
-        heard = torch.full((clients,), False, device=rows.device)
-        return Server(rows, Summary(nothing, nothing, nothing), heard, omega), local.init(parameters)
-
-    def outbox(server: Server) -> Outbox:
-        theta = server.parameters
-        variance = noise_variance(server.summary, noise)
-        precision, shift = shrink.quadratic(server.covariance, theta)
-        known = (server.heard | (start is not None)) & variance.isfinite()
-        return Outbox(
-            theta.to(dtype),
-            torch.where(known, variance, 1.0),
-            torch.where(known, precision, 0.0),
-            torch.where(known[:, None], shift, 0.0).to(dtype),
-        )
-
-    def prepare(data: Any) -> Prepared:
-        x, y = data.batch
-        with torch.no_grad():
-            statistics = sufficient_statistics(head.design(x), y, data.mask)
-        fit = least_norm(statistics)
-        residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
-        freedom = statistics.count - fit.rank
-        summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-        return Prepared(local.prepare(data), summary, statistics.count)
-
-    def client(inbox: Outbox, state: Tree, data: Prepared, key: Tensor) -> Reply:
-        unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
-        quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(dtype) * inbox.shift})
-        solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, key)
-        told = Told(data.summary, solved.steps * unit)
-        change = Sum(solved.parameters["coefficients"] - inbox.parameters)
-        return Reply(Message(change, Mean(told, torch.ones_like(unit))), solved.state, solved.info)
-
-    def server(state: Server, aggregate: RowsOf, key: Tensor) -> Server:
-        ids, (change, (told, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
-        theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
-        heard = state.heard.index_fill(0, ids, True)
-        summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, told.summary)))
-        variance = noise_variance(summary, noise)
-        if not bool(variance.isfinite().all()):
-            _refuse_if_hopeless(heard)
-            return Server(theta, summary, heard, state.covariance)
-        moved = state.heard[ids] | (start is not None)  # the others had no prior yet
-        theta = shrink.after(state.covariance, theta, ids[moved], told.step[moved])
-        known = torch.where(heard[:, None], theta, 0.0)
-        if not bool(known.square().sum().isfinite()):  # steps too long for the objective: Θ tells, Ω stays
-            return Server(theta, summary, heard, state.covariance)
-        scale = _typical(variance * summary.spread, summary.spread > 0)
-        return Server(theta, summary, heard, learn.update(state.covariance, known, scale, int(heard.sum())))
-
+    chosen = Chosen(covariance or inverse_wishart(), shrinkage or in_every_step(), noise, start, rank)
     return Algorithm(
-        init=init,
-        outbox=outbox,
-        client=client,
-        server=server,
+        init=partial(init, local=local, chosen=chosen),
+        outbox=partial(outbox, dtype=head.coefficients.dtype, chosen=chosen),
+        client=partial(client, local=local),
+        server=partial(server, chosen=chosen),
         model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
         exchange=private_rows(),
-        prepare=prepare,
-        **solved_by(local, algorithm="matrix_normal"),
+        prepare=partial(prepare, local=local),
+        **solved_by(local, algorithm="matrix_normal", **chosen._asdict()),
     )
+
+
+def init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: Chosen) -> tuple[Server, Tree]:
+    """All rows alike, and nobody heard."""
+    rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
+    nothing = rows.new_zeros(clients)
+    omega = low_rank.identity(clients, chosen.rank, float("inf") if chosen.start is None else chosen.start)
+    return Server(rows, Summary(nothing, nothing, nothing), nothing.bool(), omega), local.init(parameters)
+
+
+def outbox(server: Server, *, dtype: torch.dtype, chosen: Chosen) -> Outbox:
+    """Each device's row, noise and prior, which is nothing until its noise is known, and it is heard or Ω is given."""
+    variance = noise_variance(server.summary, chosen.noise)
+    precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
+    known = (server.heard | (chosen.start is not None)) & variance.isfinite()
+    return Outbox(
+        server.parameters.to(dtype),
+        torch.where(known, variance, 1.0),
+        torch.where(known, precision, 0.0),
+        torch.where(known[:, None], shift, 0.0).to(dtype),
+    )
+
+
+def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
+    """Statistics of a block's rows, once."""
+    x, y = data.batch
+    with torch.no_grad():
+        statistics = sufficient_statistics(local.module.design(x), y, data.mask)
+    fit = least_norm(statistics)
+    residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
+    freedom = statistics.count - fit.rank
+    summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
+    return PreparedRows(local.prepare(data), summary, statistics.count)
+
+
+def client(inbox: Outbox, state: Tree, data: PreparedRows, key: Tensor, *, local: LocalSolver) -> Reply:
+    """The device's steps on its misfit with the prior in each, in units of its mean squared error."""
+    unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
+    quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
+    solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, key)
+    change = Sum(solved.parameters["coefficients"] - inbox.parameters)
+    found = Mean(Found(data.summary, solved.steps * unit), torch.ones_like(unit))
+    return Reply(Message(change, found), solved.state, solved.info)
+
+
+def server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: Chosen) -> Server:
+    """Θ and what is known of the noise from the devices that answered; then Ω."""
+    ids, (change, (found, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
+    had_a_prior = state.heard[ids] | (chosen.start is not None)
+    theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
+    summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, found.summary)))
+    state = Server(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
+    variance = noise_variance(summary, chosen.noise)
+    if not bool(variance.isfinite().all()):
+        _refuse_if_hopeless(state.heard)
+        return state
+    theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], found.step[had_a_prior])
+    state = state._replace(parameters=theta)
+    known = torch.where(state.heard[:, None], theta, 0.0)
+    if not bool(known.square().sum().isfinite()):  # steps too long for the objective: Θ tells, Ω stays
+        return state
+    scale = _typical(variance * summary.spread, summary.spread > 0)
+    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, int(state.heard.sum())))
 
 
 def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:

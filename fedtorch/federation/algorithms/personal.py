@@ -25,8 +25,6 @@ from fedtorch.federation.algorithms.fedavg import (
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
-__all__ = ["personal_layers"]
-
 
 class State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""

@@ -8,8 +8,6 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.separate import separate
 from fedtorch.tree import Tree
 
-__all__ = ["pooled"]
-
 
 def pooled(local: LocalSolver) -> Algorithm:
     """Ordinary training on `data.pool()`: one client with everybody's rows. Nothing is sent.

@@ -20,8 +20,6 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchange import Mean
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
-__all__ = ["pooled_covariance"]
-
 
 def pooled_covariance() -> Algorithm:
     """EM for the normal distribution of all sites' rows; a round is an iteration.

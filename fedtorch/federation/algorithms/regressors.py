@@ -33,8 +33,6 @@ from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
-__all__ = ["Outbox", "Regressor", "Server", "State", "Told", "fitted", "gtv_regressors"]
-
 
 class Regressor(Protocol):
     """What scikit-learn's regressors do."""

@@ -35,8 +35,6 @@ from fedtorch.federation.algorithms.fedavg import Message, Weight, check_setting
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
-__all__ = ["Controls", "Server", "State", "mean_control", "no_controls", "scaffold"]
-
 
 class Controls(NamedTuple):
     """Controls that can be added up: one client's, or the sum over those that have been heard."""

@@ -9,8 +9,6 @@ from torch import Tensor
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.tree import Tree
 
-__all__ = ["separate"]
-
 
 class State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
-__all__ = ["MODULE", "PERMUTATIONS", "Batch", "Batches", "is_ragged"]
-
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
 PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
 

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-__all__ = ["CapturedStep", "IndexUsed", "capture"]
-
 Step = Callable[..., Any]  # (index, *tensors) -> a dict or tuple of tensors and None
 
 

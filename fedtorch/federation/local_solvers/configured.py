@@ -17,8 +17,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, copied, options, rebind
 
-__all__ = ["Configured", "Schedule", "check_independent", "configure"]
-
 
 class Schedule:
     """Hyperparameters of each parameter group by position, found by stepping the schedulers once and kept.

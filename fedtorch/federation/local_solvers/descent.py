@@ -21,8 +21,6 @@ from fedtorch.federation.local_solvers.state import LocalState, divided_buffers
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
-__all__ = ["Descent"]
-
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
 
 

@@ -22,8 +22,6 @@ from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.optimisers import MakeOptimizer
 from fedtorch.tree import Tree
 
-__all__ = ["gradient_descent"]
-
 
 def gradient_descent(
     module: nn.Module,

@@ -33,8 +33,6 @@ from fedtorch.federation.local_solvers.state import LocalState
 from fedtorch.models.linear import LinearHead, Spectral, spectral, sufficient_statistics
 from fedtorch.tree import Tree
 
-__all__ = ["least_squares"]
-
 _NOISE = 64 * torch.finfo(torch.float64).eps  # eigenvalues below, times p, are rounding of the sums over rows
 
 

@@ -27,8 +27,6 @@ from fedtorch.federation.local_solvers.surroundings import isolated
 from fedtorch.federation.local_solvers.watch import Watch
 from fedtorch.tree import Tree
 
-__all__ = ["lightning_fit"]
-
 _SILENT = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     "num_sanity_val_steps": 0,

@@ -21,8 +21,6 @@ from torch.func import vmap
 from fedtorch import tree
 from fedtorch.tree import Tree
 
-__all__ = ["Objective", "TrainerStandIn", "training_copy"]
-
 Loss = Callable[[Any, Any], Tensor]  # (output, target) -> the mean loss of a batch
 
 _TRAINING_HOOKS = (

@@ -12,8 +12,6 @@ from torch.func import functional_call, vmap
 from fedtorch import tree
 from fedtorch.tree import Tree
 
-__all__ = ["predictor"]
-
 
 def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree], Tree]:
     """(tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)` of `module` in evaluation mode.

@@ -17,8 +17,6 @@ from fedtorch.federation.local_solvers.state import refuse_changed_buffers
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 
-__all__ = ["probe"]
-
 _ROWS = 16
 
 

@@ -17,8 +17,6 @@ from fedtorch.federation.local_solvers.objective import Objective
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 
-__all__ = ["StackedLoss"]
-
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None]]
 
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from fedtorch import functional
 from fedtorch.optimisers import State
 
-__all__ = ["LocalState", "divided_buffers", "refuse_changed_buffers"]
-
 
 class LocalState(NamedTuple):
     """What a client keeps between rounds; leaves `(K, ...)`."""

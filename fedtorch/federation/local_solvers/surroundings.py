@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-__all__ = ["isolated"]
-
 
 @contextmanager
 def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:

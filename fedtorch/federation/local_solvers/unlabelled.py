@@ -20,8 +20,6 @@ from fedtorch.data import ClientData
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.tree import Tree
 
-__all__ = ["Prepared", "unlabelled"]
-
 
 class Prepared(NamedTuple):
     """A block's data; leaves `(K, ...)`."""

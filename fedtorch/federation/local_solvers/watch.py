@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 
 from fedtorch.federation.algorithm import Quadratic
 
-__all__ = ["Watch"]
-
 
 class Watch(L.Callback):
     """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts."""

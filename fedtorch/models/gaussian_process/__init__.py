@@ -28,8 +28,10 @@ Source: Chung and Al Kontar (2024), "Federated multi-output Gaussian processes",
 for the closed form.
 """
 
-from fedtorch.models.gaussian_process.algebra import Site, posterior, stable_cholesky
-from fedtorch.models.gaussian_process.model import ConvolvedGP
-from fedtorch.models.gaussian_process.training import fit, join
-
-__all__ = ["ConvolvedGP", "Site", "fit", "join", "posterior", "stable_cholesky"]
+from fedtorch.models.gaussian_process.algebra import (
+    Site as Site,
+    posterior as posterior,
+    stable_cholesky as stable_cholesky,
+)
+from fedtorch.models.gaussian_process.model import ConvolvedGP as ConvolvedGP
+from fedtorch.models.gaussian_process.training import fit as fit, join as join

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from fedtorch.linalg import symmetric
 
-__all__ = ["Site", "block_diagonal", "evidence", "log_determinant", "posterior", "stable_cholesky"]
-
 _ATTEMPTS = 7  # jitters that are tried, each ten times the last
 
 

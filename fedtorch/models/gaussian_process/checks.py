@@ -10,8 +10,6 @@ from torch import Tensor
 from fedtorch.models.gaussian_process.geometry import Geometry
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
-__all__ = ["check_gaussian", "check_parts", "check_rows", "check_values"]
-
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
 
 

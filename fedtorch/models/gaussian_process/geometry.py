@@ -11,8 +11,6 @@ from torch.func import functional_call, vmap
 from fedtorch.models.gaussian_process.algebra import block_diagonal, stable_cholesky
 from fedtorch.models.gaussian_process.units import UnitModel
 
-__all__ = ["Features", "Geometry"]
-
 
 class Features(NamedTuple):
     """Units' inputs, as the latent processes at the inducing inputs see them."""

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
-__all__ = ["ConvolutionProcess", "Coregionalisation", "EmbedCategories", "OutputKernel", "positive"]
-
 
 class OutputKernel(Protocol):
     """What a multi-output Gaussian process asks of its kernel; `*b` are the units' batch dimensions.

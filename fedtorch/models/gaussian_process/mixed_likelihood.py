@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
-__all__ = ["MixedLikelihood"]
-
 
 class MixedLikelihood(gpytorch.likelihoods.Likelihood):
     """Rows of different likelihoods, for units that measure, count or classify what depends on the same processes.

@@ -17,8 +17,6 @@ from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_ope
 from fedtorch.models.gaussian_process.rows import row_fit, row_sites
 from fedtorch.models.gaussian_process.units import full
 
-__all__ = ["ConvolvedGP"]
-
 MultivariateNormal = gpytorch.distributions.MultivariateNormal
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
 _LEAST_NOISE = 1e-8

@@ -10,5 +10,3 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     gpytorch: Any = importlib.import_module("gpytorch")
     linear_operator: Any = importlib.import_module("linear_operator")
-
-__all__ = ["gpytorch", "linear_operator"]

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
 
-__all__ = ["row_fit", "row_sites"]
-
 MultivariateNormal = gpytorch.distributions.MultivariateNormal
 DiagLinearOperator = linear_operator.operators.DiagLinearOperator
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood

@@ -11,8 +11,6 @@ from fedtorch.models.gaussian_process.algebra import Site, evidence, posterior
 from fedtorch.models.gaussian_process.checks import check_rows
 from fedtorch.models.gaussian_process.model import ConvolvedGP
 
-__all__ = ["fit", "join"]
-
 
 def fit(
     model: ConvolvedGP,

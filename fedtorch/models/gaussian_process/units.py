@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
-__all__ = ["UnitModel", "full"]
-
 _START_NOISE = 0.3  # standard deviation of the noise before training, in standard deviations of the outputs
 
 

@@ -23,8 +23,6 @@ from fedtorch.models.gibbs.gaussian_conditional import Design, columns, from_col
 from fedtorch.models.gibbs.global_priors import flip, slab_evidence
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
 
-__all__ = ["LoneSite", "consensus", "lone_regression", "majority_vote", "nothing_shared"]
-
 
 class LoneSite(NamedTuple):
     """A site's variables; `(K, C, ...)`."""

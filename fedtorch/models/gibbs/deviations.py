@@ -17,8 +17,6 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = ["Deviation", "horseshoe", "laplace", "normal"]
-
 Noise = tuple[Tensor, ...]
 
 

@@ -41,8 +41,6 @@ from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
 from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
 from fedtorch.models.rows import client_by_client
 
-__all__ = ["DirectedSite", "Observations", "regression", "spectral_radius"]
-
 _ROWS = 32  # rows that are added side by side
 
 

@@ -27,20 +27,6 @@ from torch import Tensor
 from fedtorch import linalg, random
 from fedtorch.models.linear import SufficientStatistics
 
-__all__ = [
-    "SIDE_BY_SIDE",
-    "Design",
-    "Draw",
-    "Fold",
-    "columns",
-    "data_space",
-    "elimination",
-    "factorisation",
-    "from_columns",
-    "gaussian_conditional",
-    "least_norm",
-]
-
 SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above, designs have rows
 
 

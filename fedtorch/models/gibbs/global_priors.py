@@ -18,17 +18,6 @@ from fedtorch import random
 from fedtorch.models.gibbs.deviations import laplace
 from fedtorch.tree import Tree
 
-__all__ = [
-    "GlobalPrior",
-    "Mixture",
-    "SpikeAndSlab",
-    "bayesian_lasso",
-    "flip",
-    "gaussian",
-    "regularised_horseshoe",
-    "spike_and_slab",
-]
-
 
 @dataclass(frozen=True)
 class GlobalPrior:

@@ -36,24 +36,6 @@ from fedtorch.models.linear import SufficientStatistics
 from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
-__all__ = [
-    "Fields",
-    "arrows",
-    "by_response",
-    "designs",
-    "edges",
-    "every_response",
-    "fields",
-    "intersection",
-    "neighbourhoods",
-    "other_variables",
-    "rows",
-    "square",
-    "start",
-    "union",
-    "variables",
-]
-
 
 class Fields(NamedTuple):
     """What the regressions of all variables need of each client's rows; float64."""

@@ -22,8 +22,6 @@ from fedtorch.models.gibbs.gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
 from fedtorch.models.rows import refuse
 
-__all__ = ["Incomplete", "Normal", "conditional", "impute", "imputing", "incomplete", "incomplete_rows"]
-
 
 class Normal(NamedTuple):
     """A multivariate normal distribution of covariates and response, the response last."""

@@ -33,8 +33,6 @@ from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.gibbs.gaussian_conditional import Design, Fold, columns, from_columns
 
-__all__ = ["linear", "logistic", "move", "nothing", "report"]
-
 
 def nothing(start: Tensor) -> Natural:
     """The likelihood before any sweep, for a start `(C, p)`."""

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from fedtorch.tree import Tree
 
-__all__ = ["GlobalKernel", "LocalKernel", "Sums", "check_start"]
-
 Sums = dict[str, tuple[Tensor, ...]]
 
 

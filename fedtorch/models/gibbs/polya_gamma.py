@@ -16,8 +16,6 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = ["polya_gamma"]
-
 _CUT = 0.64  # where the two forms of the series meet
 _SERIES = 30  # terms after which the remaining ones are below 1e-300 at any x
 

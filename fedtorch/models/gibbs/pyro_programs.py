@@ -31,17 +31,6 @@ from torch import Tensor
 from fedtorch import linalg, random
 from fedtorch.data import FederatedData
 
-__all__ = [
-    "PRIORS",
-    "Priors",
-    "collapsed_regression",
-    "inclusion",
-    "logistic_regression",
-    "nuts",
-    "regression",
-    "site_coefficients",
-]
-
 Program = Callable[[], None]
 Sites = list[tuple[Tensor, Tensor]]
 

@@ -19,8 +19,6 @@ import torch
 from scipy.interpolate import BSpline
 from torch import Tensor
 
-__all__ = ["b_splines"]
-
 
 def b_splines(
     x: Tensor, *, lower: float | Tensor = 0.0, upper: float | Tensor = 1.0, pieces: int = 5, degree: int = 3

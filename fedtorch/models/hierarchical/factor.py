@@ -25,10 +25,8 @@ from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
-from fedtorch.models.hierarchical.projections import LogFactor, Projected, Start
+from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
-
-__all__ = ["Conditional", "DeviceLikelihood", "Model", "derivatives", "of"]
 
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 
@@ -54,11 +52,11 @@ class DeviceLikelihood(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A hierarchical model, ready for `ft.ep(model.project, model.prior, start=…, prepare=…)`."""
+    """A hierarchical model, ready for `ft.ep(model)`."""
 
     names: tuple[str, ...]  # of the coordinates of φ
     prior: Prior
-    project: Callable[[Moments, Any, Tensor], Projected]
+    project: Projection
     start: Start
     prepare: Callable[[Any], Any]
     devices: Callable[[Moments, Any], DevicePosterior]  # (what the others know of φ, prepared data)

@@ -16,8 +16,6 @@ from torch import Tensor
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 
-__all__ = ["Hierarchy", "normal"]
-
 
 class Hierarchy(NamedTuple):
     """How θ_k depends on φ = (μ, ζ)."""

@@ -21,8 +21,6 @@ from torch.nn.functional import softplus
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
-__all__ = ["Factor", "Hyperprior", "Prior", "half_cauchy", "log_normal", "non_informative", "prior", "renewed"]
-
 _GRID = 2001  # nodes of the integrals over a factor's coordinate
 _REACH = 12.0  # sds of the cavity on either side
 _SWEEPS = 20

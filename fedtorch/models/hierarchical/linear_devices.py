@@ -39,8 +39,6 @@ from fedtorch.models.linear import Reduced, SufficientStatistics, block_statisti
 from fedtorch.models.quadrature import Rule
 from fedtorch.models.rows import refuse
 
-__all__ = ["adapted", "expected_residual", "linear"]
-
 
 def linear(
     hierarchy: Hierarchy,

@@ -24,8 +24,6 @@ from torch import Tensor
 from fedtorch.models.hierarchical import sites
 from fedtorch.models.hierarchical.sites import Moments1
 
-__all__ = ["ShrinkagePrior", "elastic_net", "fused_lasso", "horseshoe", "lasso", "ridge"]
-
 _FUSED_REACH, _FUSED_POINTS = 40.0, 16_001  # of the grid of the fused lasso's normaliser
 
 

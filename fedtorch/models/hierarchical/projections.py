@@ -24,8 +24,6 @@ from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.quadrature import Rule, default_rule, tilt
 from fedtorch.tree import Tree
 
-__all__ = ["LogFactor", "Projected", "Projection", "Start", "importance", "laplace", "quadrature"]
-
 _NEWTON_STEPS = 50
 _HALVINGS = 12
 

@@ -7,7 +7,7 @@ The model takes the shared parameters φ `(p,)` and a client's rows, samples its
         with pyro.plate("rows", len(y)):
             pyro.sample("y", Poisson((slope * x[:, 0]).exp()), obs=y)
 
-    algorithm = ft.ep(projections.quadrature(pyro_factor(model)), prior)
+    algorithm = ft.ep(Factors(projections.quadrature(pyro_factor(model)), prior))
 
 The factor f(φ) = ∫ p(y, θ | φ) dθ is integrated around the mode of θ, in unconstrained coordinates: the nodes of a
 rule, moved to the mode and scaled by the curvature there, weigh what the normal approximation gets wrong. So θ must
@@ -28,8 +28,6 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.models.hierarchical.projections import LogFactor, minimised
 from fedtorch.models.quadrature import Rule, default_rule
-
-__all__ = ["pyro_factor"]
 
 
 def pyro_factor(model: Callable[..., Any], *, rule: Rule | None = None) -> LogFactor:

@@ -28,12 +28,17 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
-from fedtorch.models.hierarchical.penalties import ShrinkagePrior, elastic_net, fused_lasso, horseshoe, lasso, ridge
+from fedtorch.models.hierarchical.penalties import (
+    ShrinkagePrior as ShrinkagePrior,
+    elastic_net as elastic_net,
+    fused_lasso as fused_lasso,
+    horseshoe as horseshoe,
+    lasso as lasso,
+    ridge as ridge,
+)
 from fedtorch.models.hierarchical.sites import LOG_SCALES
 from fedtorch.models.linear import SufficientStatistics, block_statistics
 from fedtorch.models.quadrature import Rule
-
-__all__ = ["ShrinkagePrior", "elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LOG_SCALES", "Moments1", "horseshoe", "laplace"]
-
 LOG_SCALES = torch.linspace(-14, 14, 71, dtype=torch.float64)  # log s of the horseshoe
 _DEEP = 50.0
 

@@ -24,8 +24,6 @@ from fedtorch.networks.solvers.penalties import Penalty, squared
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch
 
-__all__ = ["admm"]
-
 _CHECK_EVERY = 20  # rounds
 
 

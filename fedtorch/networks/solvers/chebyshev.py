@@ -22,8 +22,6 @@ from fedtorch.networks.solvers.conjugate_gradient import ConjugateGradients
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
-__all__ = ["chebyshev"]
-
 _CHECK_EVERY = 20  # rounds
 _SLOW = 0.3  # a fall of the residual in a window that is no sign of monitor
 _MARGIN = 0.5  # Ritz values come down to the eigenvalue; too small an estimate costs less than too large a one

@@ -15,8 +15,6 @@ from fedtorch.networks.solvers.fedrelax import block_inverses
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
-__all__ = ["ConjugateGradients", "conjugate_gradient"]
-
 
 def conjugate_gradient(
     problem: LinearProblem,

@@ -15,8 +15,6 @@ import torch
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Solution
 
-__all__ = ["direct"]
-
 
 def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
     """The solution of least norm by sparse LU in float64 (reference); what the others are compared with.

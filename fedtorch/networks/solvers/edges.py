@@ -9,8 +9,6 @@ from fedtorch.networks.solvers.penalties import Penalty
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Scope, Solution
 
-__all__ = ["EdgeProblem"]
-
 
 class EdgeProblem:
     """A problem seen from its edges, each from its first node to its second.

@@ -15,8 +15,6 @@ from torch import Tensor
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
-__all__ = ["fedgd", "gradient_step", "safe_rate"]
-
 _CHECK_EVERY = 20  # rounds
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
-__all__ = ["block_inverses", "fedrelax"]
-
 _CHECK_EVERY = 20  # rounds
 _NOISE = 64  # units in the last place, times the order of a block: eigenvalues below are rounding
 

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Penalty", "equal", "norm1", "norm2", "squared"]
-
 
 class Penalty(NamedTuple):
     """A convex function of differences, even and zero at zero."""

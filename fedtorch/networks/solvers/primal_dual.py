@@ -21,8 +21,6 @@ from fedtorch.networks.solvers.penalties import Penalty, norm2
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch
 
-__all__ = ["primal_dual"]
-
 _CHECK_EVERY = 20  # rounds
 
 

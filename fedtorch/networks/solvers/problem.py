@@ -31,8 +31,6 @@ from fedtorch.networks.solvers.penalties import Penalty, squared
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
-__all__ = ["LinearProblem", "linear_problem"]
-
 _NOISE = 64  # units in the last place, times the order of a matrix: eigenvalues below are rounding
 
 

@@ -15,8 +15,6 @@ import torch
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Solution, Watch
 
-__all__ = ["proximal_averaging"]
-
 
 def proximal_averaging(
     problem: LinearProblem,

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fedtorch.networks.solvers.problem import LinearProblem
 
-__all__ = ["Scope", "Solution", "Watch"]
-
 Scope = Literal["local", "reference"]
 Watch = Callable[[int, Tensor], object]  # (rounds of messages so far, parameters (n, d)) -> something true to stop
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import HalfCauchy, Normal
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import fit
+from fedtorch.federation.algorithms.ep import posterior, settled
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 
@@ -53,7 +53,7 @@ def test_the_posterior_of_a_ridge_penalty(penalties: Hyperprior) -> None:
         clients.append((x, x @ theta + 0.5 * torch.randn(8, generator=generator, dtype=torch.float64)))
     data, noise = ft.data.from_tensors(clients), hyperpriors.log_normal(0.0, 5.0)
     model = shrinkage.penalised(shrinkage.ridge(3), penalties=penalties, noise=noise)
-    q = fit(ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare), ft.InProcess(data)).posterior
+    q = posterior(ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled()))
     grid = torch.cartesian_prod(torch.linspace(-3, 1, 161).double(), torch.linspace(-2.2, -0.6, 161).double())
     block = model.prepare(data.stack(range(len(data))))
     log = model.log_factor(grid.expand(len(data), -1, -1), block).sum(0)

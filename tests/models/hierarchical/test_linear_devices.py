@@ -8,12 +8,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.closed_forms import client_tensors, distance
+from support.closed_forms import distance
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import Fit, corrected, devices, fit
+from fedtorch.federation.algorithms.ep import Factors, converged, corrected, devices, posterior, settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.device_posterior import credible_interval
 from fedtorch.models.gaussian import Moments
@@ -23,9 +23,8 @@ from fedtorch.models.quadrature import gauss_hermite
 NOISE = 0.25
 
 
-def infer(model: hierarchical.Model, data: ft.data.FederatedData, **arguments: Any) -> tuple[Fit, ft.Algorithm]:
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
-    return fit(algorithm, ft.InProcess(data), **arguments), algorithm
+def infer(model: hierarchical.Model, data: ft.data.FederatedData, tolerance: float = 0.01) -> ft.Run:
+    return ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled(tolerance))
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -92,14 +91,14 @@ def test_mixed_effects_against_statsmodels() -> None:
         names=names,
     )
     model = hierarchical.linear(hierarchy)
-    found, _ = infer(model, data)
+    run = infer(model, data)
     x, y = data.pool()[0]
     reference = MixedLM(y.numpy(), x.numpy(), groups=numpy.array(group), exog_re=x[:, :2].numpy()).fit()
     fixed, error = torch.as_tensor(reference.fe_params), torch.as_tensor(reference.bse_fe)
     estimated = torch.as_tensor(reference.cov_re)
     expected = torch.stack([estimated[0, 0], estimated[1, 1] - estimated[1, 0] ** 2 / estimated[0, 0]]).log()
-    q = found.posterior
-    assert found.converged
+    q = posterior(run)
+    assert converged(run)
     assert model.names[4:] == (
         "log variance intercept",
         "log variance slope",
@@ -117,12 +116,10 @@ def test_device_posteriors_are_mixtures_of_conditional_normals() -> None:
     """Against composition sampling from the cavity by a grid over log τ, for one feature."""
     data, _ = linear_data(6, 1, 8)
     model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
-    found, algorithm = infer(model, data)
-    posterior = devices(found.last, algorithm, model, data)
-    outbox = algorithm.outbox(found.last.server)
+    run = infer(model, data)
+    found, cavities = devices(run), gaussian.moments(gaussian.Natural(**run.tensors()))
     for k, (x, y) in enumerate(data):
-        cavity = gaussian.moments(gaussian.Natural(**client_tensors(found.last.clients, outbox, k)))
-        mean, covariance = cavity
+        mean, covariance = (part[k] for part in cavities)
         zeta = mean[1] + covariance[1, 1].sqrt() * torch.linspace(-8, 8, 2001, dtype=torch.float64)
         centre = mean[0] + covariance[0, 1] / covariance[1, 1] * (zeta - mean[1])
         spread = zeta.exp() + covariance[0, 0] - covariance[0, 1] ** 2 / covariance[1, 1]
@@ -134,30 +131,30 @@ def test_device_posteriors_are_mixtures_of_conditional_normals() -> None:
         conditional = (centre / spread + estimate / error) / (1 / spread + 1 / error)
         total = (weight * conditional).sum()
         variance = (weight / (1 / spread + 1 / error)).sum() + (weight * (conditional - total).square()).sum()
-        marginal = posterior.marginals()
+        marginal = found.marginals()
         assert abs(float((marginal.mean[k, 0] - total) / variance.sqrt())) < 1e-4  # twenty-five nodes
         assert abs(float(marginal.stddev[k, 0] / variance.sqrt() - 1)) < 1e-4
-    draws = posterior.distribution().sample((4000,))
+    draws = found.distribution().sample((4000,))
     assert draws.shape == (4000, 6, 1)
-    errors = (draws.mean(0) - posterior.distribution().mean).abs() / posterior.distribution().variance.sqrt()
+    errors = (draws.mean(0) - found.distribution().mean).abs() / found.distribution().variance.sqrt()
     assert float(errors.max()) < 4 / 4000**0.5  # standard errors
 
 
 def test_a_new_device_learns_from_few_rows() -> None:
     data, own = linear_data(60, 3, 30, seed=5)
     model = hierarchical.linear(hierarchical.normal(3), noise=NOISE)
-    found, _ = infer(model, data.select(range(50)))
+    q = posterior(infer(model, data.select(range(50))))
     few = ft.data.from_tensors([(x[:2], y[:2]) for x, y in data.select(range(50, 60))])
-    adapted = hierarchical.adapted(model, found.posterior, few.stack(range(10))).distribution()
+    adapted = hierarchical.adapted(model, q, few.stack(range(10))).distribution()
     error = (adapted.mean - own[50:]).square().sum(1)
-    prior = (found.posterior.mean[:3] - own[50:]).square().sum(1)
+    prior = (q.mean[:3] - own[50:]).square().sum(1)
     alone = torch.stack([torch.linalg.lstsq(x, y[:, None]).solution[:, 0] for x, y in few]) - own[50:]
     assert float(error.mean()) < 0.8 * float(prior.mean())
     assert float(error.mean()) < 0.8 * float(alone.square().sum(1).mean())
     nothing = ft.data.FederatedData((torch.zeros(0, 3).double(), torch.zeros(0).double()), torch.tensor([0]),
                                     ("new",), allow_empty=True)  # fmt: skip
-    told = hierarchical.adapted(model, found.posterior, nothing.stack([0])).distribution()
-    assert distance(told.mean[0], found.posterior.mean[:3]) < 1e-6  # eleven nodes and more of a normal density
+    told = hierarchical.adapted(model, q, nothing.stack([0])).distribution()
+    assert distance(told.mean[0], q.mean[:3]) < 1e-6  # eleven nodes and more of a normal density
 
 
 def brute_force(log_density: Any, cavity: Moments, points: int = 41) -> tuple[Tensor, Tensor]:
@@ -205,12 +202,11 @@ def test_generalised_models_find_what_their_devices_share(kind: str) -> None:
         counts = torch.poisson(eta.exp(), generator=generator)
         clients.append((x, (uniform < torch.sigmoid(eta)).double() if kind == "logistic" else counts))
     model = (generalised.logistic if kind == "logistic" else generalised.poisson)(hierarchical.normal(2))
-    found, algorithm = infer(model, ft.data.from_tensors(clients))
+    run = infer(model, ft.data.from_tensors(clients))
     truth = torch.cat([mean, torch.full((2,), 2 * math.log(sd)).double()])
-    assert found.converged
-    assert float(((found.posterior.mean - truth) / found.posterior.stddev).abs().max()) < 3
-    own = devices(found.last, algorithm, model, ft.data.from_tensors(clients))
-    assert bool((own.marginals().stddev < 1).all())
+    assert converged(run)
+    assert float(((posterior(run).mean - truth) / posterior(run).stddev).abs().max()) < 3
+    assert bool((devices(run).marginals().stddev < 1).all())
 
 
 def test_settings_that_do_not_fit() -> None:
@@ -232,13 +228,13 @@ def test_scaling_the_data_of_known_priors_scales_the_answer() -> None:
     data, _ = linear_data(12, 2, 10)
     scaled = ft.data.from_tensors([(x, 3 * y) for x, y in data])
     shift = 2 * math.log(3)
-    one, _ = infer(hierarchical.linear(hierarchical.normal(2), noise=NOISE), data, tolerance=1e-6)
+    one = infer(hierarchical.linear(hierarchical.normal(2), noise=NOISE), data, tolerance=1e-6)
     model = hierarchical.linear(
         hierarchical.normal(2, sd=3.0, variance=hyperpriors.log_normal(shift, 1.0)), noise=9 * NOISE
     )
-    other, _ = infer(model, scaled, tolerance=1e-6)
-    assert distance(other.posterior.mean[:2], 3 * one.posterior.mean[:2]) < 1e-3  # placement of nodes, to 0.02 of an sd
-    assert distance(other.posterior.mean[2:], one.posterior.mean[2:] + shift) < 1e-3
+    small, large = (posterior(run, tolerance=1e-6).mean for run in (one, infer(model, scaled, tolerance=1e-6)))
+    assert distance(large[:2], 3 * small[:2]) < 1e-3  # placement of nodes, to 0.02 of an sd
+    assert distance(large[2:], small[2:] + shift) < 1e-3
 
 
 def coverage(runs: int, count: int) -> tuple[float, float]:
@@ -255,9 +251,10 @@ def coverage(runs: int, count: int) -> tuple[float, float]:
         theta = mu + tau.sqrt() * normal(count, 2)
         rows = [normal(5, 2) for _ in range(count)]
         data = ft.data.from_tensors([(x, x @ own + NOISE**0.5 * normal(5)) for x, own in zip(rows, theta)])
-        found, algorithm = infer(model, data, tolerance=0.02)
-        low, high = credible_interval(devices(found.last, algorithm, model, data).marginals(), 0.9)
-        shared = credible_interval(torch.distributions.Normal(found.posterior.mean, found.posterior.stddev), 0.9)
+        run = infer(model, data, tolerance=0.02)
+        q = posterior(run, tolerance=0.02)
+        low, high = credible_interval(devices(run, tolerance=0.02).marginals(), 0.9)
+        shared = credible_interval(torch.distributions.Normal(q.mean, q.stddev), 0.9)
         truth = torch.cat([mu, tau.log()])
         held = [((low <= theta) & (theta <= high)).flatten(), (shared[0] <= truth) & (truth <= shared[1])]
         inside.append(torch.cat(held).double().mean())
@@ -281,8 +278,8 @@ def test_common_nodes_correct_what_the_normal_approximation_gets_wrong(count: in
     """Sds against sums over a grid of (μ, log τ), for one feature: q's are up to 16 % too small."""
     data, _ = linear_data(count, 1, 20)
     model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
-    found, _ = infer(model, data)
-    better = corrected(found.posterior, model.log_factor, model.prior, ft.InProcess(data), prepare=model.prepare)
+    run = infer(model, data)
+    q, better = posterior(run), corrected(run)
     grid = torch.cartesian_prod(torch.linspace(-3, 3, 200), torch.linspace(-4, 4, 200)).double()
     block = model.prepare(data.stack(range(count)))
     log = model.log_factor(grid.expand(count, -1, -1), block).sum(0) - 0.5 * grid.square().sum(1)
@@ -291,7 +288,7 @@ def test_common_nodes_correct_what_the_normal_approximation_gets_wrong(count: in
     sd = (weight @ (grid - mean).square()).sqrt()
     assert float(((better.posterior.mean - mean) / sd).abs().max()) < tolerance
     assert float((better.posterior.stddev / sd - 1).abs().max()) < tolerance
-    assert float((better.posterior.stddev / sd - 1).abs().max()) < float((found.posterior.stddev / sd - 1).abs().max())
+    assert float((better.posterior.stddev / sd - 1).abs().max()) < float((q.stddev / sd - 1).abs().max())
     order = grid[:, 1].argsort()
     quantile = grid[order, 1][(weight[order].cumsum(0) < 0.05).sum()]
     assert abs(float((better.quantile(0.05)[1] - quantile) / sd[1])) < 0.05  # the grid's step, and a thousand nodes
@@ -301,10 +298,8 @@ def test_devices_from_common_nodes_are_those_of_the_posterior_itself() -> None:
     """θ_k given all rows against sums over a grid of (μ, log τ), for one feature and five devices."""
     data, _ = linear_data(5, 1, 4)
     model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
-    found, algorithm = infer(model, data)
-    common = corrected(found.posterior, model.log_factor, model.prior, ft.InProcess(data), prepare=model.prepare)
-    better = devices(found.last, algorithm, model, data, given=common).marginals()
-    normal = devices(found.last, algorithm, model, data).marginals()
+    run = infer(model, data)
+    better, normal = devices(run, given=corrected(run)).marginals(), devices(run).marginals()
     grid = torch.cartesian_prod(torch.linspace(-4, 4, 300), torch.linspace(-6, 5, 300)).double()
     block = model.prepare(data.stack(range(5)))
     log = model.log_factor(grid.expand(5, -1, -1), block).sum(0) - 0.5 * grid.square().sum(1)
@@ -324,9 +319,26 @@ def test_devices_from_common_nodes_are_those_of_the_posterior_itself() -> None:
 def test_a_correction_that_cannot_be_trusted_says_so() -> None:
     data, _ = linear_data(6, 2, 8)
     model = hierarchical.linear(hierarchical.normal(2), noise=NOISE)
-    far = MultivariateNormal(torch.full((4,), 9.0).double(), 0.01 * torch.eye(4).double())
+    run = infer(model, data)
+    far = gaussian.natural(Moments(torch.full((4,), 9.0).double(), 0.01 * torch.eye(4).double()))
+    run.server = run.server._replace(posterior=far)
     with pytest.warns(RuntimeWarning, match="Expected at least 100 effective nodes, but got"):
-        corrected(far, model.log_factor, model.prior, ft.InProcess(data), prepare=model.prepare)
+        corrected(run)
+
+
+def test_factors_that_tell_nothing_more_have_no_correction_and_no_devices() -> None:
+    data, _ = linear_data(6, 1, 8)
+    model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
+    told = Factors(model.project, model.prior, model.start, model.prepare, model.log_factor)
+    run, other = infer(model, data), ft.run(ft.ep(told), ft.InProcess(data), rounds=50, until=settled())
+    assert torch.equal(corrected(other).weights, corrected(run).weights)
+    with pytest.raises(
+        TypeError, match=r"Expected a run of a hierarchical\.Model on data at hand, but got one of a Fac"
+    ):
+        devices(other)
+    silent = ft.run(ft.ep(told._replace(log_factor=None)), ft.InProcess(data), rounds=50, until=settled())
+    with pytest.raises(ValueError, match=r"use Factors\(\.\.\., log_factor=\)"):
+        corrected(silent)
 
 
 def test_a_device_factor_is_the_evidence_of_its_rows() -> None:
@@ -365,9 +377,9 @@ def test_against_nuts() -> None:
         chain.run()
     draws = torch.cat([chain.get_samples()[name] for name in ("mu", "zeta")], 1)
     model = hierarchical.linear(hierarchical.normal(4), noise=NOISE)
-    found, _ = infer(model, data)
-    better = corrected(found.posterior, model.log_factor, model.prior, ft.InProcess(data), prepare=model.prepare)
-    assert float(((found.posterior.mean - draws.mean(0)) / draws.std(0)).abs().max()) < 0.1
+    run = infer(model, data)
+    q, better = posterior(run), corrected(run)
+    assert float(((q.mean - draws.mean(0)) / draws.std(0)).abs().max()) < 0.1
     assert float(((better.posterior.mean - draws.mean(0)) / draws.std(0)).abs().max()) < 0.1
     assert float((better.posterior.stddev / draws.std(0) - 1).abs().max()) < 0.05
-    assert float((found.posterior.stddev / better.posterior.stddev - 1).abs().max()) < 0.05
+    assert float((q.stddev / better.posterior.stddev - 1).abs().max()) < 0.05

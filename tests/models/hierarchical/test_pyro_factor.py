@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import fit
+from fedtorch.federation.algorithms.ep import Factors, posterior, settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.hierarchical import projections
 from fedtorch.models.hierarchical.pyro_factor import pyro_factor
@@ -57,9 +57,9 @@ def test_the_factor_of_a_linear_model_is_its_evidence() -> None:
 def test_a_users_model_gives_the_posterior_of_the_linear_model() -> None:
     model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
     federation = ft.InProcess(data(5))
-    own = fit(ft.ep(projections.quadrature(pyro_factor(linear)), model.prior), federation, tolerance=1e-3).posterior
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
-    ours = fit(algorithm, federation, tolerance=1e-3).posterior
+    factors = Factors(projections.quadrature(pyro_factor(linear)), model.prior)
+    runs = [ft.run(ft.ep(one), federation, rounds=50, until=settled(1e-3)) for one in (factors, model)]
+    own, ours = (posterior(run, tolerance=1e-3) for run in runs)
     assert float(((own.mean - ours.mean) / ours.stddev).abs().max()) < 0.02  # nodes over φ against nodes over ζ only
     assert float((own.stddev / ours.stddev - 1).abs().max()) < 0.02
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import Fit, devices, fit
-from fedtorch.models import hierarchical
+from fedtorch.federation.algorithms.ep import converged, devices, posterior, settled
 from fedtorch.models.device_posterior import selected
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
 from fedtorch.models.hierarchical.shrinkage import ShrinkagePrior
@@ -28,10 +27,9 @@ def data(count: int, rows: int, coefficients: list[float], noise: float, seed: i
     return ft.data.from_tensors(clients)
 
 
-def infer(penalty: ShrinkagePrior, rows: ft.data.FederatedData) -> tuple[Fit, hierarchical.Model, ft.Algorithm]:
+def infer(penalty: ShrinkagePrior, rows: ft.data.FederatedData) -> ft.Run:
     model = shrinkage.penalised(penalty, penalties=hyperpriors.log_normal(0.0, 2.0))
-    algorithm = ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
-    return fit(algorithm, ft.InProcess(rows)), model, algorithm
+    return ft.run(ft.ep(model), ft.InProcess(rows), rounds=50, until=settled())
 
 
 def log_prior(name: str, theta: Tensor, log_penalties: list[float], noise: float) -> Tensor:
@@ -110,7 +108,7 @@ def test_one_part_of_the_elastic_net_at_zero_is_the_other() -> None:
     rows = data(4, 20, [1.0, 0.0, -0.5], 0.5)
     for penalty, pure in ((shrinkage.elastic_net(3, l2=1e-10), shrinkage.lasso(3)),
                           (shrinkage.elastic_net(3, l1=1e-10), shrinkage.ridge(3))):  # fmt: skip
-        near, exact = infer(penalty, rows)[0].posterior, infer(pure, rows)[0].posterior
+        near, exact = (posterior(infer(one, rows)) for one in (penalty, pure))
         assert distance(near.mean, exact.mean) < 1e-5
         assert distance(near.stddev, exact.stddev) < 1e-5
 
@@ -125,20 +123,20 @@ def test_every_penalty_converges_and_finds_the_noise(name: str) -> None:
         "horseshoe": shrinkage.horseshoe,
     }
     rows = data(5, 30, [1.5, 1.5, 0.0, 0.0], 0.5)
-    found, model, algorithm = infer(kinds[name](4), rows)
-    q = found.posterior
-    assert found.converged
-    assert model.names[-1] == "log noise"
+    run = infer(kinds[name](4), rows)
+    q = posterior(run)
+    assert converged(run)
+    assert run.algorithm.settings["model"].names[-1] == "log noise"
     assert abs(float((q.mean[-1] - 2 * math.log(0.5)) / q.stddev[-1])) < 3
-    marginals = devices(found.last, algorithm, model, rows).marginals()
+    marginals = devices(run).marginals()
     assert bool(selected(marginals, 0.9)[:, :2].all())
 
 
 def test_more_features_than_rows() -> None:
     rows = data(5, 3, [2.0, 0.0, 0.0, 0.0, 0.0, 0.0], 0.1)
-    found, model, algorithm = infer(shrinkage.lasso(6), rows)
-    assert found.converged
-    assert bool(devices(found.last, algorithm, model, rows).distribution().mean.isfinite().all())
+    run = infer(shrinkage.lasso(6), rows)
+    assert converged(run)
+    assert bool(devices(run).distribution().mean.isfinite().all())
 
 
 def selection(runs: int) -> tuple[float, Tensor]:
@@ -147,8 +145,7 @@ def selection(runs: int) -> tuple[float, Tensor]:
     correct, wrong = [], []
     for seed in range(runs):
         rows = data(10, 100, truth, 0.05, seed)
-        found, model, algorithm = infer(shrinkage.lasso(8), rows)
-        chosen = selected(devices(found.last, algorithm, model, rows).marginals(), 0.9)
+        chosen = selected(devices(infer(shrinkage.lasso(8), rows)).marginals(), 0.9)
         null = torch.tensor(truth) == 0
         correct.append(float(chosen[:, ~null].double().mean()))
         wrong.append(float(chosen[:, null].double().mean()))

@@ -15,11 +15,9 @@ The first round is a summed one: clients tell a summary, from which the server m
 starts with an equal share of it, so that the first cavities are neither the bare prior nor narrow. Printed from zero
 sites (Algorithm 3), the method breaks in its first step. Whoever joins later starts from a zero site.
 
-Backtracking. The sites at which q and all cavities are densities form a convex set, which the start lies in. When q or
-a client's cavity is none, every client goes half the way back to its site of the last round that was good, until the
-server's q and all cavities are densities again; then δ is half of what it was. It is halved, too, where changes of q
-do not shrink, and recovers in good rounds. Where a cavity is still none after some retreats, as with few clients of
-very different sizes, that client keeps its site, and the report says so.
+How far a step goes, and when all clients go back to sites that were good, is in `damping`. Where a client's cavity is
+no density after some retreats, as with few clients of very different sizes, that client keeps its site, and the report
+says so.
 
 Hyperpriors that are not normal are factors of one coordinate each; the server keeps a site for each and renews it as a
 client would (`Factor`).
@@ -28,22 +26,10 @@ Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study o
 Vehtari et al. (2020), "Expectation propagation as a way of life".
 """
 
-from fedtorch.federation.algorithms.ep.algorithm import ep
-from fedtorch.federation.algorithms.ep.correction import Corrected, corrected
-from fedtorch.federation.algorithms.ep.fitting import Fit, RoundReport, devices, fit, posterior
-from fedtorch.federation.algorithms.ep.state import Outbox, Server, State, Told
-
-__all__ = [
-    "Corrected",
-    "Fit",
-    "Outbox",
-    "RoundReport",
-    "Server",
-    "State",
-    "Told",
-    "corrected",
-    "devices",
-    "ep",
-    "fit",
-    "posterior",
-]
+from fedtorch.federation.algorithms.ep.algorithm import ep as ep
+from fedtorch.federation.algorithms.ep.correction import Corrected as Corrected, corrected as corrected
+from fedtorch.federation.algorithms.ep.damping import Moved as Moved, Pace as Pace
+from fedtorch.federation.algorithms.ep.devices import devices as devices
+from fedtorch.federation.algorithms.ep.fitting import converged as converged, posterior as posterior, settled as settled
+from fedtorch.federation.algorithms.ep.start import Factors as Factors
+from fedtorch.federation.algorithms.ep.state import Outbox as Outbox, Server as Server, State as State, Told as Told

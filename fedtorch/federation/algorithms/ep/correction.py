@@ -25,19 +25,16 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, identity
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithms.ep.fitting import checked
 from fedtorch.federation.algorithms.ep.start import as_prior
 from fedtorch.federation.exchange import Sum
 from fedtorch.federation.population import Population
 from fedtorch.federation.run import Run
 from fedtorch.models import gaussian
-from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor
 from fedtorch.models.quadrature import quasi_random
-from fedtorch.tree import Tree
-
-__all__ = ["Corrected", "corrected"]
 
 _WIDER = 2.0  # variance of the second half of the nodes
 _FEWEST = 100  # effective nodes
@@ -59,40 +56,29 @@ class Corrected(NamedTuple):
         return ordered.gather(0, place[None])[0]
 
 
-def corrected(
-    q: MultivariateNormal,
-    log_factor: LogFactor,
-    prior: Prior | Natural | MultivariateNormal,
-    population: Population,
-    *,
-    prepare: Callable[[Any], Any] = identity,
-    points: int = 8192,
-) -> Corrected:
-    """Moments of the posterior itself, from one summed round.
-
-    Args:
-        q: what `fit` has found.
-        log_factor: (φ `(K, R, p)`, prepared data) -> log f_k `(K, R)`, such as `Model.log_factor`.
-        prior: as given to `ep`.
-        population: the clients that q was learnt with; all must answer.
-        prepare: data -> data, such as `Model.prepare`.
-        points: R, so many numbers are sent by each client.
+def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01) -> Corrected:
+    """Moments of the posterior itself, from one more summed round of a run's clients, all of whom must answer.
 
     A `RuntimeWarning` says so where fewer than a hundred nodes' worth of weight is left: q is too far from the
     posterior for this correction.
+
+    Args:
+        run: of `ep` with a hierarchical model, or with `Factors` that have their `log_factor`.
+        points: R, so many numbers are sent by each client.
+        tolerance: see `posterior`, which warns and raises alike.
     """
-    own = as_prior(prior)
-    mean, root = q.mean, torch.linalg.cholesky(q.covariance_matrix)
-    size = len(mean)
-    white = quasi_random(size, points).nodes.to(mean)
+    model = checked(run, tolerance)
+    if model.log_factor is None:
+        raise ValueError("Expected factors that tell their values, but got none; use Factors(..., log_factor=)")
+    q, prior = gaussian.moments(run.server.posterior), as_prior(model.prior).replaced(run.server.prior)
+    white = quasi_random(len(q.mean), points).nodes.to(q.mean)
     scale = torch.ones_like(white[:, :1])
     half = len(white) // 2  # then come the negatives of the first half
     scale[1:half:2] = scale[half + 1 :: 2] = _WIDER**0.5
     white = white * scale
-    nodes = mean + white @ root.mT
-    total = _summed(log_factor, nodes, population, prepare)
-    log_weights = total + _log_prior(own, nodes) - _log_mixture(white)
-    weights = torch.softmax(log_weights, 0)
+    nodes = q.mean + white @ torch.linalg.cholesky(q.covariance).mT
+    total = _summed(model.log_factor, nodes, run.population, model.prepare)
+    weights = torch.softmax(total + _log_prior(prior, nodes) - _log_mixture(white), 0)
     effective = float(1 / weights.square().sum())
     if not effective >= _FEWEST:
         warnings.warn(
@@ -108,24 +94,17 @@ def corrected(
 
 def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepare: Callable[[Any], Any]) -> Tensor:
     """Σ_k log f_k at the nodes `(R,)`, by a round in which clients tell nothing else."""
-    nothing = torch.zeros(len(nodes), dtype=nodes.dtype, device=nodes.device)
-
-    def client(inbox: Tensor, state: Tree, data: Any, key: Tensor) -> Reply:
-        return Reply(Sum(log_factor(inbox, data)), state, {})
-
     algorithm = Algorithm(
-        init=lambda parameters, clients: (nothing, ()),
+        init=lambda parameters, clients: (torch.zeros_like(nodes[:, 0]), ()),
         outbox=lambda server: nodes,
-        client=client,
+        client=lambda inbox, state, data, key: Reply(Sum(log_factor(inbox, data)), state, {}),
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: {},
         prepare=prepare,
     )
-    done = Run(algorithm, population, {}).step()
-    if len(done.ids) < len(population.names):
-        raise RuntimeError(
-            f"Expected an answer of all {len(population.names)} clients, but got {len(done.ids)}; repeat"
-        )
+    done, clients = Run(algorithm, population, {}).step(), len(population.names)
+    if len(done.ids) < clients:
+        raise RuntimeError(f"Expected an answer of all {clients} clients, but got {len(done.ids)}; repeat")
     return done.server
 
 

@@ -1,188 +1,106 @@
-"""Runs of expectation propagation until q stands still, and what they report."""
+"""When a run of expectation propagation has settled, and what it has found."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 from torch.distributions import MultivariateNormal
 
-from fedtorch import tree
-from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.algorithms.ep.state import Server
-from fedtorch.federation.population import Population
-from fedtorch.federation.run import Round, Run
+from fedtorch.federation.run import Run
 from fedtorch.models import gaussian
-from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.gaussian import Natural
-from fedtorch.models.hierarchical import Model
-
-__all__ = ["Fit", "RoundReport", "devices", "fit", "posterior"]
 
 _SHOWN = 5  # names of clients in a warning
 _LARGEST = 10  # change of a last round, in tolerances
+_READ = "mean_change", "sd_change", "damping", "remaining"
+_WHYS = {
+    "improper": "the cavity is no density, as the prior and the others know too little of what is shared",
+    "failed": "the projection found no moments; use more nodes, a narrower prior, or less damping=",
+}
 
 
-@dataclass(frozen=True)
-class RoundReport:
-    """What a round has moved."""
-
-    round: int
-    mean_change: float  # the greatest change of a mean of q, in its sd; NaN where q was no density
-    sd_change: float  # the greatest relative change of an sd of q
-    damping: float  # of the round's steps
-    remaining: float  # what the changes, going on to shrink as they last did, still add up to, in sd
-    improper: float  # the share of clients whose cavity was no density
-    bytes_up: int
-    bytes_down: int
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A finished run.
-
-    Attributes:
-        posterior: q(φ).
-        converged: whether the last changes were below the tolerance.
-        rounds: one report each.
-        last: the last `Round`, with the clients' sites.
-    """
-
-    posterior: MultivariateNormal
-    converged: bool
-    rounds: tuple[RoundReport, ...]
-    last: Round
-
-
-def fit(
-    algorithm: Algorithm,
-    population: Population,
-    *,
-    tolerance: float = 0.01,
-    rounds: int = 50,
-    patience: int = 1,
-    **arguments: Any,
-) -> Fit:
-    """Runs `ep` until q stands still.
+def settled(tolerance: float = 0.01, patience: int = 1) -> Callable[[Any], bool]:
+    """A function of a run's history, for `until=`: whether q stands still.
 
     Args:
-        algorithm: made by `ep`.
-        population: who computes.
         tolerance: on what the coming rounds would still add up to, in sd, if the changes of means (in sd) and sds
             (relative) went on to shrink as they last did; the last changes must be below ten times as much.
-        rounds: at most so many, the summed round included; without convergence a `RuntimeWarning` says so.
         patience: how many rounds in a row must be below the tolerance; with a cohort of M clients, some K / M.
-        **arguments: of `ft.Run`: seed, cohort, faults, parameters.
+    """
+    if patience < 1:
+        raise ValueError(f"Expected patience of at least 1, but got {patience}")
+    return partial(_settled, tolerance=tolerance, patience=patience)
+
+
+def _settled(history: Any, *, tolerance: float, patience: int) -> bool:
+    heard = np.flatnonzero(history["answered"])[-patience:]  # the other rounds repeat what the last one has moved
+    return len(heard) == patience and all(_still(history, row, tolerance) for row in heard)
+
+
+def _still(history: Any, row: int, tolerance: float) -> bool:
+    mean, sd, damping, remaining = (float(np.asarray(history[name])[row]) for name in _READ)
+    change = max(mean, sd) / damping
+    near = remaining <= tolerance and change <= _LARGEST * tolerance
+    return near or (change <= tolerance / _LARGEST and remaining < math.inf)
+
+
+def converged(run: Run, tolerance: float = 0.01, patience: int = 1) -> bool:
+    """Whether a run's last rounds have `settled`."""
+    return run.number > 0 and settled(tolerance, patience)(run.log)
+
+
+def posterior(run: Run, *, tolerance: float = 0.01) -> MultivariateNormal:
+    """q(φ), which a run has found.
+
+    A `RuntimeWarning` says so where the run has not converged, or clients keep old sites.
+
+    Args:
+        run: of `ep`.
+        tolerance: as that of `settled`; `math.inf` does not ask for convergence.
 
     Raises:
-        RuntimeError: after the last round q is no density, or no cavity is, as with an improper prior and one client.
+        TypeError: a run of another algorithm.
+        RuntimeError: q is no density, or no cavity is, as with an improper prior and one client.
     """
-    reports: list[RoundReport] = []
-    still, damping, change, last = 0, math.nan, math.nan, None
-    for last in Run(algorithm, population, **arguments).rounds(rounds):
-        server = last.server
-        mean, sd = server.change.tolist()
-        before, change = change, max(mean, sd) / damping
-        remaining = math.inf if bool(server.back) else _remaining(before, change)
-        reports.append(
-            RoundReport(
-                last.number, mean, sd, damping, remaining, float(server.improper), last.bytes_up, last.bytes_down
-            )
-        )
-        near = remaining <= tolerance and change <= _LARGEST * tolerance
-        still = still + 1 if near or (change <= tolerance / _LARGEST and remaining < math.inf) else 0
-        damping = float(server.damping)
-        if still == patience:
-            break
-    if last is None:
-        raise ValueError(f"Expected at least one round, but got rounds={rounds}")
-    if not bool(gaussian.is_proper(last.server.posterior)):
+    checked(run, tolerance)
+    return MultivariateNormal(*gaussian.moments(run.server.posterior))
+
+
+def checked(run: Run, tolerance: float) -> Any:
+    """The model of a run whose q can be used; raises and warns like `posterior`, on behalf of its caller's caller."""
+    if run.algorithm.settings.get("algorithm") != "ep":
+        raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
+    if not bool(gaussian.is_proper(run.server.posterior)):
         raise RuntimeError(
-            f"Expected the posterior to be a density after {last.number} rounds, but got an indefinite precision; use "
+            f"Expected the posterior to be a density after {run.number} rounds, but got an indefinite precision; use "
             "a proper prior, more clients, or less damping="
         )
-    if float(last.server.improper) == 1:
+    if float(run.server.moved.improper) == 1:
         raise RuntimeError(
             "Expected a client whose cavity is a density, but got none: what the prior and the others know of what "
             "is shared is not enough; use a proper prior, or more clients"
         )
-    if still < patience:
-        warnings.warn(
-            f"Not converged after {last.number} rounds: the last moved a mean by {reports[-1].mean_change:.2g} sd and "
-            f"an sd by {reports[-1].sd_change:.2g} of itself; allow more rounds or less damping=",
-            RuntimeWarning,
-            stacklevel=2,
+    for warning in _warnings(run, tolerance):
+        warnings.warn(warning, RuntimeWarning, stacklevel=3)
+    return run.algorithm.settings["model"]
+
+
+def _warnings(run: Run, tolerance: float) -> Iterator[str]:
+    """What a user must know: that q still moves, and whose sites are not renewed any more."""
+    moved = run.server.moved
+    if not converged(run, tolerance):
+        yield (
+            f"Not converged after {run.number} rounds: the last moved a mean by {float(moved.mean_change):.2g} sd and "
+            f"an sd by {float(moved.sd_change):.2g} of itself; allow more rounds or less damping="
         )
-    _warn_of_clients(last, population.names)
-    return Fit(posterior(last.server), still >= patience, tuple(reports), last)
-
-
-def _warn_of_clients(last: Round, names: Sequence[str]) -> None:
-    """Says whose sites are not renewed any more."""
-    whys = {
-        "improper": "the cavity is no density, as the prior and the others know too little of what is shared",
-        "failed": "the projection found no moments; use more nodes, a narrower prior, or less damping=",
-    }
-    for figure, why in whys.items():
-        which = [names[k] for k in last.ids[last.info[figure] > 0].tolist()]
+    last = run.last  # unknown after a resumption, until there is another round
+    for figure, why in _WHYS.items():
+        which = [] if last is None else [run.population.names[k] for k in last.ids[last.info[figure] > 0].tolist()]
         if which:
             shown = ", ".join(map(repr, which[:_SHOWN])) + (", …" if len(which) > _SHOWN else "")
-            warnings.warn(
-                f"Expected a new site of every client in the last round, but {len(which)} kept an old one ({shown}): "
-                f"{why}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-
-def _remaining(before: float, change: float) -> float:
-    """The sum of the changes to come, if each is the same fraction of the one before."""
-    return change * change / (before - change) if before > change else math.inf
-
-
-def posterior(server: Server) -> MultivariateNormal:
-    """q(φ) of a server's state.
-
-    Raises:
-        ValueError: it is no density yet.
-    """
-    return gaussian.distribution(server.posterior)
-
-
-def devices(
-    round: Round,
-    algorithm: Algorithm,
-    model: Model,
-    data: FederatedData,
-    *,
-    given: Corrected | None = None,
-) -> DevicePosterior:
-    """Each device's own posterior given all devices' rows (section 4.2.1), made where its rows are.
-
-    From its cavity, in which what the others know of φ is normal: with five devices that is good to one per cent of an
-    sd. Or from the posterior of φ as `corrected` has found it, p(θ_k | all) = ∫ p(θ_k | φ, y_k) p(φ | all) dφ being a
-    mixture over its nodes.
-
-    Args:
-        round: the last one.
-        algorithm: made by `ep` from `model`.
-        model: a hierarchical model.
-        data: the rows that it was run on.
-        given: the corrected posterior of φ, whose nodes every device hears; memory goes with devices × nodes ×
-            coefficients², so ask `corrected` for fewer `points` where that is much.
-    """
-
-    def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
-        rows = model.prepare(block)
-        if given is None:
-            return model.devices(gaussian.moments(Natural(**cavity)), rows)
-        nodes, weights = tree.expand((given.nodes, given.weights), len(block.count))
-        return model.given(nodes, weights, rows)
-
-    return round.clients.evaluate(algorithm.outbox(round.server), data, own)
+            expected = "Expected a new site of every client in the last round"
+            yield f"{expected}, but {len(which)} kept an old one ({shown}): {why}"

@@ -1,24 +1,50 @@
-"""Where a run of expectation propagation starts: priors of any form, and the first estimate without a model's help."""
+"""What expectation propagation takes: the clients' factors f_k and the prior, in any form."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
+from fedtorch.federation.algorithm import identity
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
+from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.hierarchical.projections import Projection, Start
+from fedtorch.models.hierarchical.projections import LogFactor, Projection, Start
 from fedtorch.tree import Tree
 
-__all__ = ["as_prior", "changes", "from_the_prior", "jump", "product"]
+AnyPrior = Prior | Natural | MultivariateNormal
 
 
-def as_prior(prior: Prior | Natural | MultivariateNormal) -> Prior:
+class Factors(NamedTuple):
+    """Factors f_k(φ) of the user's own, ready for `ft.ep`."""
+
+    project: Projection  # see `fedtorch.models.hierarchical.projections`
+    prior: AnyPrior  # of φ
+    start: Start | None = None  # of the summed round; default: the mean of the clients' tilted moments of the prior
+    prepare: Callable[[Any], Any] = identity  # data -> data, once per block
+    log_factor: LogFactor | None = None  # log f_k itself, which `corrected` asks for
+
+
+class Completed(NamedTuple):
+    """Factors with nothing left open."""
+
+    project: Projection
+    prior: Prior
+    start: Start
+
+
+def completed(model: Model | Factors) -> Completed:
+    """The model's factors, its prior in float64 and a start."""
+    return Completed(model.project, as_prior(model.prior), model.start or from_the_prior(model.project))
+
+
+def as_prior(prior: AnyPrior) -> Prior:
     """A prior of any of these forms, in float64.
 
     Raises:
@@ -54,23 +80,3 @@ def from_the_prior(project: Projection) -> Start:
         return Natural((gaussian.unpack(own.precision) @ mean[:, None])[:, 0], own.precision)
 
     return Start(summary, estimate)
-
-
-def product(base: Natural, factors: Natural, prior: Prior) -> Natural:
-    """`base` times the sites of the prior's factors."""
-    place = torch.tensor([factor.coordinate for factor in prior.factors], dtype=torch.int64, device=base.shift.device)
-    diagonal = torch.zeros_like(base.shift).index_add(0, place, factors.precision)
-    return Natural(base.shift.index_add(0, place, factors.shift), base.precision + gaussian.pack(torch.diag(diagonal)))
-
-
-def jump(before: Natural, after: Natural) -> float:
-    """The greatest change of a mean in the sd that it had; 0 where it had none."""
-    old, new = gaussian.moments(before), gaussian.moments(after)
-    return float(((new.mean - old.mean).abs() / old.covariance.diagonal().sqrt()).amax().nan_to_num(0.0))
-
-
-def changes(before: Natural, after: Natural) -> Tensor:
-    """Changes of the means, in sd, and of the sds; NaN where one is no density."""
-    old, new = gaussian.moments(before), gaussian.moments(after)
-    sd, old_sd = (m.covariance.diagonal(dim1=-2, dim2=-1).sqrt() for m in (new, old))
-    return torch.stack([((new.mean - old.mean).abs() / sd).amax(), ((sd - old_sd).abs() / sd).amax()])

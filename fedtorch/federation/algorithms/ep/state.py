@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fedtorch.federation.algorithms.ep.damping import Moved, Pace
 from fedtorch.federation.exchange import Mean
 from fedtorch.models.gaussian import Natural
 from fedtorch.tree import Tree
-
-__all__ = ["Message", "Outbox", "Server", "State", "Told"]
 
 
 class Told(NamedTuple):
@@ -27,25 +26,20 @@ class State(NamedTuple):
     told: Told
     before: Natural  # its site before its last step
     good: Natural  # its site in the last round known to be good
-    stepped: Tensor  # version of q that its last step started from
+    stepped: Tensor  # version of q that its last step started from, −1 before the first
 
 
 class Server(NamedTuple):
     """What the server keeps."""
 
     prior: Natural  # the normal part of p(φ)
-    factors: Natural  # sites of the other part, (F,) each
+    prior_sites: Natural  # of the other part, (F,) each
     share: Natural  # of the first estimate, of each client that waits
     posterior: Natural  # q(φ)
     trusted: Natural  # the last q that clients need not go back from
     version: Tensor  # rounds that have been aggregated
-    good: Tensor  # the last version of q of which all cavities were densities
-    back: Tensor  # whether clients must go back
-    damping: Tensor
-    change: Tensor  # (2,) of the last round: max |Δmean| / sd, max |Δsd| / sd
-    pace: Tensor  # the greater of them, divided by the damping
-    retreats: Tensor  # rounds gone back for the sake of a cavity
-    improper: Tensor  # the share of clients whose cavity was no density
+    pace: Pace  # of the next round
+    moved: Moved  # by the last round
     population: Tensor  # number of clients
     total: Tree = None  # `Told`, the sum over all clients, float64
 
@@ -56,7 +50,7 @@ class Outbox(NamedTuple):
     posterior: Natural
     share: Natural
     version: Tensor
-    good: Tensor
+    good: Tensor  # as in `Pace`, like the next two
     back: Tensor
     damping: Tensor
 

@@ -39,7 +39,5 @@ Source: Chung and Al Kontar (2024), "Federated multi-output Gaussian processes",
 al. (2018), "Partitioned variational inference"; Khan and Lin (2017) for the natural gradients.
 """
 
-from fedtorch.federation.algorithms.multi_output_gp.average import fedmgp_average
-from fedtorch.federation.algorithms.multi_output_gp.exact import fedmgp
-
-__all__ = ["fedmgp", "fedmgp_average"]
+from fedtorch.federation.algorithms.multi_output_gp.average import fedmgp_average as fedmgp_average
+from fedtorch.federation.algorithms.multi_output_gp.exact import fedmgp as fedmgp

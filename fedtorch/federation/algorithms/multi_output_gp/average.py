@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadrat
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
+    AdamMoments,
+    UnitSteps,
     adam,
-    check_settings,
     in_parts,
     no_moments,
     some_rows,
@@ -26,7 +28,13 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
-__all__ = ["fedmgp_average"]
+
+class Unit(NamedTuple):
+    """What a unit keeps between rounds; leaves `(K, ...)`."""
+
+    moments: AdamMoments
+    scales: dict[str, Tensor]  # its hyperparameters that are not trained
+    started: Tensor  # bool: whether these come from its own data
 
 
 def fedmgp_average(
@@ -56,53 +64,59 @@ def fedmgp_average(
         weight: data -> `(K,)` positive weights.
     """
     gp = StackedGP(module, False)
-    check_settings(steps, lr, server_lr, batch_size, None, 1.0, gp.exact_units)
+    work = UnitSteps(steps, lr, batch_size).checked(server_lr, gp.exact_units)
     if units < 1:
         raise ValueError(f"Expected the number of units, but got {units}")
-    own_names = [name for name in gp.own if name in gp.trained]
-    everything = [*gp.shared, *own_names, *POSTERIOR]
-    scales = [name for name in gp.own if name not in gp.trained]
-
-    def init(parameters: Tree) -> dict[str, Any]:
-        moments = no_moments({name: parameters[name] for name in everything})
-        return {"moments": moments, "scales": {n: gp.values[n].clone() for n in scales}, "started": torch.tensor(False)}
-
-    def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-        return in_parts(part, gp.module.points * data.mask.shape[1], start, state, data, key, quadratic)
-
-    def part(start: Tree, state: Tree, data: Any, key: Tensor, quadratic: Quadratic | None) -> Local:
-        x, y, *extra = data.batch
-        mask = data.mask.to(y.dtype)
-        fresh = gp.module.initial_units(y, mask, *extra)
-        values = {**start, **state["scales"]}
-        begun = state["started"]
-        own = {name: torch.where(tree.along(begun, values[name]), values[name], fresh[name]) for name in gp.own}
-        values = {**values, **own}
-        moments, active = state["moments"], torch.ones_like(begun)
-        loss = y.new_zeros(len(y))
-        for step in range(steps):
-            rows = some_rows((x, y, tuple(extra)), mask, batch_size, random.fold_in(key, step))
-            trained = {name: values[name] for name in everything}
-            risk, gradient = gp.gradient({n: values[n] for n in scales}, trained, everything, *rows, units=units)
-            if quadratic is not None:
-                towards = {n: trained[n] * tree.along(quadratic.precision_of(n), trained[n]) for n in everything}
-                pull = tree.subtract({n: quadratic.shift[n] for n in everything}, towards)
-                gradient = tree.add(gradient, pull)
-            trained, moments = adam(trained, gradient, moments, lr, active)
-            values, loss = {**values, **trained}, loss - risk / data.count.clamp(min=1) / steps
-        new = {"moments": moments, "scales": {n: values[n] for n in scales}, "started": active}
-        solved = {name: values[name] for name in start}
-        return Local(solved, new, torch.full_like(loss, steps * lr), {"loss": loss})
-
     local = LocalSolver(
-        solve=solve,
-        parameters={name: gp.values[name].clone() for name in everything},
-        init=init,
+        solve=partial(solve, gp=gp, work=work, units=units),
+        parameters=gp.start(*POSTERIOR),
+        init=partial(init, gp=gp),
         predict=gp.predict,
-        tensors=lambda parameters, state: {**parameters, **state["scales"]},
+        tensors=lambda parameters, state: {**parameters, **state.scales},
         prepare=gp.check,
         module=gp.module,
         settings={"units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
     )
-    algorithm = personal_layers(local, own_names, lr=server_lr, weight=weight)
+    algorithm = personal_layers(local, gp.trained, lr=server_lr, weight=weight)
     return replace(algorithm, exchange=star() if exchange is None else exchange)
+
+
+def init(parameters: Tree, *, gp: StackedGP) -> Unit:
+    """A unit that has not begun."""
+    return Unit(no_moments(parameters), {name: gp.values[name].clone() for name in gp.scales}, torch.tensor(False))
+
+
+def solve(
+    start: Tree, state: Unit, data: Any, quadratic: Quadratic | None, key: Tensor, *, gp: StackedGP, work: UnitSteps,
+    units: int,
+) -> Local:  # fmt: skip
+    """Adam steps on the units' risks, some units at a time."""
+    part = partial(_part, gp=gp, work=work, units=units)
+    return in_parts(part, gp.module.points * data.mask.shape[1], start, state, data, key, quadratic)
+
+
+def _part(
+    start: Tree, state: Unit, data: Any, key: Tensor, quadratic: Quadratic | None, *, gp: StackedGP, work: UnitSteps,
+    units: int,
+) -> Local:  # fmt: skip
+    x, y, *extra = data.batch
+    mask = data.mask.to(y.dtype)
+    values = {**start, **state.scales}
+    own = {name: values[name] for name in gp.own}
+    values = {**values, **tree.where(state.started, own, gp.module.initial_units(y, mask, *extra))}
+    scales, trained = ({name: values[name] for name in names} for names in (state.scales, start))
+    moments, active, loss = state.moments, torch.ones_like(state.started), y.new_zeros(len(y))
+    for step in range(work.steps):
+        rows = some_rows((x, y, tuple(extra)), mask, work.batch_size, random.fold_in(key, step))
+        risk, gradient = gp.gradient(scales, trained, list(trained), *rows, units=units)
+        if quadratic is not None:
+            gradient = tree.add(gradient, _pull(quadratic, trained))
+        trained, moments = adam(trained, gradient, moments, work.lr, active)
+        loss = loss - risk / data.count.clamp(min=1) / work.steps
+    new = Unit(moments, scales, active)
+    return Local(trained, new, torch.full_like(loss, work.steps * work.lr), {"loss": loss})
+
+
+def _pull(quadratic: Quadratic, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Minus the quadratic's gradient."""
+    return {n: quadratic.shift[n] - v * tree.along(quadratic.precision_of(n), v) for n, v in values.items()}

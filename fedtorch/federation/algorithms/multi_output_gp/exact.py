@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,9 +13,9 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
-    Moments,
+    AdamMoments,
+    UnitSteps,
     adam,
-    check_settings,
     in_parts,
     no_moments,
     some_rows,
@@ -25,8 +26,6 @@ from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
-
-__all__ = ["fedmgp"]
 
 
 class Message(NamedTuple):
@@ -39,7 +38,7 @@ class State(NamedTuple):
     """A unit's own; leaves `(K, ...)`."""
 
     own: dict[str, Tensor]  # its hyperparameters and scale
-    moments: Moments
+    moments: AdamMoments
     told: Told
     started: Tensor  # bool: whether `own` comes from its own data
 
@@ -52,7 +51,7 @@ class Server(NamedTuple):
     units: Tensor  # () that had told what the posterior is made of
     mean: Tensor  # (P,) of q(t), g = basis · t
     root: Tensor  # (P (P + 1) / 2,) lower root of its covariance
-    moments: Moments
+    moments: AdamMoments
     bound: Tensor  # () of the marginal likelihood, exact for Gaussian noise when all have answered
     total: Tree = None  # `Told`, the sum over all units, float64
 
@@ -111,114 +110,120 @@ def fedmgp(
         >>> noise = 0.1 * ft.random.normal(ft.random.key(0), (3, 40), torch.float64)
         >>> data = ft.data.from_tensors([(x, a * (6 * x[:, 0]).sin() + e) for a, e in zip((1.0, 2.0, -1.0), noise)])
         >>> algorithm = ft.fedmgp(ConvolvedGP(torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]))
-        >>> last = ft.run(algorithm, ft.InProcess(data), rounds=20)
-        >>> 20 < float(last.server.bound) < 110
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=20)
+        >>> 20 < float(run.server.bound) < 110
         True
     """
     gp = StackedGP(module, exact_units)
     damping = (1.0 if gp.gaussian else 0.5) if damping is None else damping
-    check_settings(steps, lr, server_lr, batch_size, site_batch_size, damping, gp.exact_units)
-    size = gp.module.points
-
-    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
-        shared = {name: parameters[name] for name in gp.shared}
-        own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
-        like = gp.values["posterior_mean"]
-        nothing = Told(
-            like.new_zeros(size * (size + 1) // 2), torch.zeros_like(like), like.new_zeros(()), like.new_zeros(())
-        )
-        trained = {name: own[name] for name in gp.trained}
-        zero = torch.zeros((), dtype=torch.float64)
-        server = Server(
-            shared,
-            shared,
-            zero,
-            torch.zeros_like(like, dtype=torch.float64),
-            pack(torch.eye(size, dtype=torch.float64)),
-            no_moments(shared),
-            zero,
-        )
-        return server, State(own, no_moments(trained), nothing, torch.tensor(False))
-
-    def outbox(server: Server) -> Outbox:
-        like = gp.values["posterior_mean"].dtype
-        return Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
-
-    def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
-        x, y, *extra = data.batch
-        mask, every = data.mask.to(y.dtype), inbox.shared
-        inbox = _once(inbox)
-        posterior = gp.posterior(inbox.shared, inbox.mean, unpack(inbox.root).tril())
-        heard = {**inbox.shared, **posterior}
-
-        def rows(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
-            return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
-
-        fresh = gp.module.initial_units(y, mask, *extra)
-        own = tree.map(lambda old, new: torch.where(tree.along(state.started, old), old, new), state.own, fresh)
-        moments = state.moments
-        for step in range(steps):
-            gradient = gp.gradient(heard, own, gp.trained, *rows(batch_size, step))[1]
-            trained, moments = adam({n: own[n] for n in gp.trained}, gradient, moments, lr, inbox.units > 0)
-            own = {**own, **trained}
-        part, gradient = gp.gradient({**own, **posterior}, every, gp.shared, *rows(batch_size, steps))
-        new = gp.site({**heard, **own}, *rows(site_batch_size, steps + 1))
-        share = torch.where(state.told.units > 0, damping, 1.0).to(y.dtype)
-        told = tree.add(tree.scale(state.told, 1 - share), tree.scale(new, share))
-        message = Message(Mean(gradient, torch.ones_like(data.count)))
-        loss = -part / data.count.clamp(min=1)
-        return Reply(message, State(own, moments, told, torch.ones_like(state.started)), {"loss": loss})
-
-    def server(state: Server, aggregate: Message, key: Tensor) -> Server:
-        mean, root, bound = gp.combine(state.total)
-        shared, moments = state.shared, state.moments
-        if float(state.units) > 0 and server_lr > 0 and shared:
-            gradient = tree.scale(aggregate.gradient.value, float(state.units))
-            gradient = tree.add(gradient, gp.shared_gradient(shared, state.mean, unpack(state.root).tril()))
-            shared, moments = adam(shared, gradient, moments, server_lr, torch.tensor(True))
-            mean, root = gp.carry(mean, root, state.shared, shared)
-        return Server(shared, state.shared, state.total.units, mean, pack(root), moments, bound, state.total)
-
-    def model(inbox: Outbox, state: State) -> dict[str, Tensor]:
-        once = _once(inbox)
-        posterior = gp.posterior(once.shared, once.mean, unpack(once.root).tril())
-        everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
-        return {**inbox.told_at, **state.own, **everybody}
-
-    def prepare(data: Any) -> Any:
-        gp.check(data)
-        few = (data.count <= size).nonzero()[:, 0]
-        if len(few) and not accept_disclosure:
-            warnings.warn(
-                f"{len(few)} units have no more rows than the {size} inducing values: whoever reads such a unit's "
-                "message alone learns its outputs. Sum the messages by secure aggregation, take fewer inducing "
-                "inputs, or pass accept_disclosure=True",
-                stacklevel=2,
-            )
-        return data
-
+    work = UnitSteps(steps, lr, batch_size, site_batch_size, damping).checked(server_lr, gp.exact_units)
     return Algorithm(
-        init=init,
-        outbox=outbox,
-        client=lambda inbox, state, data, key: in_parts(client, size * data.mask.shape[1], inbox, state, data, key),
-        server=server,
-        model=model,
-        prepare=prepare,
-        settings={
-            "algorithm": "fedmgp",
-            "steps": steps,
-            "lr": lr,
-            "server_lr": server_lr,
-            "batch_size": batch_size,
-            "site_batch_size": site_batch_size,
-            "damping": damping,
-            "exact_units": exact_units,
-        },
-        start=gp.start,
+        init=partial(init, gp=gp),
+        outbox=partial(outbox, gp=gp),
+        client=partial(client, gp=gp, work=work),
+        server=partial(server, gp=gp, lr=server_lr),
+        model=partial(model, gp=gp),
+        prepare=partial(prepare, gp=gp, accept_disclosure=accept_disclosure),
+        told=lambda state: state.told,
+        settings={"algorithm": "fedmgp", "server_lr": server_lr, "exact_units": exact_units, **work._asdict()},
+        start=gp.start(),
         predict=gp.predict,
         module=gp.module,
-        told=lambda state: state.told,
     )
+
+
+def init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, State]:
+    """q(t) is the prior N(0, I), and no unit has told anything."""
+    shared = {name: parameters[name] for name in gp.shared}
+    own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
+    like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
+    told = Told(pack(like.new_zeros(len(like), len(like))), torch.zeros_like(like), zero.to(like), zero.to(like))
+    server = Server(
+        shared=shared,
+        told_at=shared,
+        units=zero,
+        mean=torch.zeros_like(like, dtype=torch.float64),
+        root=pack(torch.eye(len(like), dtype=torch.float64)),
+        moments=no_moments(shared),
+        bound=zero,
+    )
+    return server, State(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
+
+
+def outbox(server: Server, *, gp: StackedGP) -> Outbox:
+    """Hyperparameters, and q(t) in the units' precision."""
+    like = gp.values["posterior_mean"].dtype
+    return Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
+
+
+def client(inbox: Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
+    """The units' steps, gradients and sites, some units at a time."""
+    part = partial(_part, gp=gp, work=work)
+    return in_parts(part, gp.module.points * data.mask.shape[1], inbox, state, data, key)
+
+
+def server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
+    """q(t) from the sum of the sites, and a step of the shared hyperparameters at the q that the units have heard."""
+    mean, root, bound = gp.combine(state.total)
+    shared, moments = state.shared, state.moments
+    if float(state.units) > 0 and lr > 0 and shared:
+        gradient = tree.scale(aggregate.gradient.value, float(state.units))
+        gradient = tree.add(gradient, gp.shared_gradient(shared, state.mean, unpack(state.root).tril()))
+        shared, moments = adam(shared, gradient, moments, lr, torch.tensor(True))
+        mean, root = gp.carry(mean, root, state.shared, shared)
+    new = state._replace(mean=mean, root=pack(root), bound=bound, units=state.total.units)
+    return new._replace(shared=shared, told_at=state.shared, moments=moments)
+
+
+def model(inbox: Outbox, state: State, *, gp: StackedGP) -> dict[str, Tensor]:
+    """The tensors of each unit's `ConvolvedGP`."""
+    posterior = _posterior(_once(inbox), gp)
+    everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
+    return {**inbox.told_at, **state.own, **everybody}
+
+
+def prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
+    """Checks the rows; warns of units whose message tells their outputs."""
+    gp.check(data)
+    size = gp.module.points
+    few = (data.count <= size).nonzero()[:, 0]
+    if len(few) and not accept_disclosure:
+        warnings.warn(
+            f"{len(few)} units have no more rows than the {size} inducing values: whoever reads such a unit's "
+            "message alone learns its outputs. Sum the messages by secure aggregation, take fewer inducing "
+            "inputs, or pass accept_disclosure=True",
+            stacklevel=2,
+        )
+    return data
+
+
+def _part(inbox: Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
+    x, y, *extra = data.batch
+    mask, once = data.mask.to(y.dtype), _once(inbox)
+    posterior = _posterior(once, gp)
+    heard = {**once.shared, **posterior}
+
+    def draw(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
+        return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
+
+    own = tree.where(state.started, state.own, gp.module.initial_units(y, mask, *extra))
+    moments = state.moments
+    for step in range(work.steps):
+        gradient = gp.gradient(heard, own, gp.trained, *draw(work.batch_size, step))[1]
+        trained, moments = adam({n: own[n] for n in gp.trained}, gradient, moments, work.lr, once.units > 0)
+        own = {**own, **trained}
+    bound, gradient = gp.gradient({**own, **posterior}, inbox.shared, gp.shared, *draw(work.batch_size, work.steps))
+    site = gp.site({**heard, **own}, *draw(work.site_batch_size, work.steps + 1))
+    share = torch.where(state.told.units > 0, work.damping, 1.0).to(y.dtype)
+    told = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
+    info = {"loss": -bound / data.count.clamp(min=1)}
+    message = Message(Mean(gradient, torch.ones_like(data.count)))
+    return Reply(message, State(own, moments, told, torch.ones_like(state.started)), info)
+
+
+def _posterior(inbox: Outbox, gp: StackedGP) -> dict[str, Tensor]:
+    """q(t) and its basis, by the names of the module's buffers."""
+    return gp.posterior(inbox.shared, inbox.mean, unpack(inbox.root).tril())
 
 
 def _once(inbox: Tree) -> Tree:

@@ -18,8 +18,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP, Site
 
-__all__ = ["POSTERIOR", "StackedGP", "Told"]
-
 POSTERIOR = ("posterior_mean", "posterior_root")
 
 
@@ -54,7 +52,11 @@ class StackedGP:
         self.shared, self.own = list(self.module.shared_names), list(self.module.unit_names)
         self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
-        self.start = {name: self.values[name].clone() for name in [*self.shared, *self.trained]}
+        self.scales = [n for n in self.own if n not in self.trained]
+
+    def start(self, *more: str) -> dict[str, Tensor]:
+        """Where training starts: shared and trained tensors, and `more` of them."""
+        return {name: self.values[name].clone() for name in [*self.shared, *self.trained, *more]}
 
     def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """`function()` with `values` in the places of the module's tensors."""

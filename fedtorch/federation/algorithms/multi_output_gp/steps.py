@@ -11,41 +11,44 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
-__all__ = ["Moments", "adam", "check_settings", "in_parts", "no_moments", "some_rows"]
-
 _MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together
 _BETAS = 0.9, 0.99
 
 
-class Moments(NamedTuple):
-    """Adam's; leaves `(K, ...)` or of one value."""
+class UnitSteps(NamedTuple):
+    """What a unit does in a round; see the arguments of `fedmgp` of these names."""
+
+    steps: int
+    lr: float
+    batch_size: int | None = None
+    site_batch_size: int | None = None
+    damping: float = 1.0
+
+    def checked(self, server_lr: float, exact_units: bool) -> UnitSteps:
+        """These, if they and the server's rate are in their ranges and fit together; else raises ValueError."""
+        steps, lr, damping = self.steps, self.lr, self.damping
+        if steps < 0 or not lr > 0 or not server_lr >= 0:
+            raise ValueError(f"Expected steps >= 0, lr > 0 and server_lr >= 0, but got {steps}, {lr} and {server_lr}")
+        for name, value in (("batch_size", self.batch_size), ("site_batch_size", self.site_batch_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"Expected {name} of at least 1, but got {value}")
+            if value is not None and exact_units:
+                raise ValueError(f"Expected all rows for exact units, but got {name}={value}; leave it away")
+        if not 0 < damping <= 1:
+            raise ValueError(f"Expected damping above 0 and at most 1, but got {damping}")
+        if self.site_batch_size is not None and damping == 1:
+            raise ValueError(
+                "Expected damping below 1 with site_batch_size, so that draws average out; try damping=0.1"
+            )
+        return self
+
+
+class AdamMoments(NamedTuple):
+    """What `adam` keeps; leaves `(K, ...)` or of one value."""
 
     first: Tree
     second: Tree
-    steps: Tensor
-
-
-def check_settings(
-    steps: int,
-    lr: float,
-    server_lr: float,
-    batch_size: int | None,
-    site_batch_size: int | None,
-    damping: float,
-    exact_units: bool,
-) -> None:
-    """Raises ValueError unless the arguments of `fedmgp` of these names are in their ranges and fit together."""
-    if steps < 0 or not lr > 0 or not server_lr >= 0:
-        raise ValueError(f"Expected steps >= 0, lr > 0 and server_lr >= 0, but got {steps}, {lr} and {server_lr}")
-    for name, value in (("batch_size", batch_size), ("site_batch_size", site_batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"Expected {name} of at least 1, but got {value}")
-        if value is not None and exact_units:
-            raise ValueError(f"Expected all rows for exact units, but got {name}={value}; leave it away")
-    if not 0 < damping <= 1:
-        raise ValueError(f"Expected damping above 0 and at most 1, but got {damping}")
-    if site_batch_size is not None and damping == 1:
-        raise ValueError("Expected damping below 1 with site_batch_size, so that draws average out; try damping=0.1")
+    steps: Tensor  # taken so far; units that were away have taken fewer
 
 
 def in_parts(function: Callable[..., Any], numbers: int, *stacked: Tree) -> Any:
@@ -79,9 +82,12 @@ def some_rows(rows: Tree, mask: Tensor, size: int | None, key: Tensor) -> tuple[
 
 
 def adam(
-    parameters: dict[str, Tensor], gradient: dict[str, Tensor], moments: Moments, lr: float, active: Tensor
-) -> tuple[dict[str, Tensor], Moments]:
-    """One step uphill of those that are `active` `(K,)` or `()`; the others and their moments stay."""
+    parameters: dict[str, Tensor], gradient: dict[str, Tensor], moments: AdamMoments, lr: float, active: Tensor
+) -> tuple[dict[str, Tensor], AdamMoments]:
+    """One step uphill of those that are `active` `(K,)` or `()`; the others and their moments stay.
+
+    `torch.optim.Adam` counts the steps of all rows of a stack together, and here each unit's own count.
+    """
     first = tree.map(lambda m, g: m + (1 - _BETAS[0]) * (g - m), moments.first, gradient)
     second = tree.map(lambda v, g: v + (1 - _BETAS[1]) * (g.square() - v), moments.second, gradient)
     steps = moments.steps + 1
@@ -92,13 +98,11 @@ def adam(
         return (value + lr * step).to(value.dtype)
 
     moved = tree.map(move, parameters, first, second)
-    new = Moments(tree.map(lambda a, b: a.to(b.dtype), first, moments.first), second, steps)
-    new = new._replace(second=tree.map(lambda a, b: a.to(b.dtype), second, moments.second))
-    keep = lambda new, old: torch.where(tree.along(active, old), new, old)
-    return tree.map(keep, moved, parameters), tree.map(keep, new, moments)
+    kept = tree.map(lambda new, old: new.to(old.dtype), AdamMoments(first, second, steps), moments)
+    return tree.where(active, moved, parameters), tree.where(active, kept, moments)
 
 
-def no_moments(parameters: dict[str, Tensor]) -> Moments:
+def no_moments(parameters: dict[str, Tensor]) -> AdamMoments:
     """The moments of parameters that have taken no step."""
     zeros = tree.zeros_like(parameters)
-    return Moments(zeros, tree.zeros_like(parameters), torch.zeros((), dtype=torch.float64))
+    return AdamMoments(zeros, zeros, torch.zeros((), dtype=torch.float64))

@@ -11,10 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.vfl.model import VerticalData
-from fedtorch.vfl.split.rows import minibatch
-
-__all__ = ["StackedEarlyStopping", "VerticalLoader"]
+from fedtorch.vfl.data import VerticalData
 
 
 class _Epoch:
@@ -71,7 +68,7 @@ class VerticalLoader:
         order = random.permutation(random.fold_in(self.key, self.sampler.epoch), total).to(self.data.response.device)
         self.sampler.epoch += 1
         for rows in order.split(self.batch_size):
-            yield minibatch(self.data, rows, self.row_dims)
+            yield self.data.take(rows, self.row_dims)
 
 
 class StackedEarlyStopping(L.Callback):

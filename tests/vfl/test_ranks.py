@@ -18,23 +18,25 @@ import torch
 import torch.distributed as dist
 
 from fedtorch import wire
-from fedtorch.vfl.line import Line
+from fedtorch.vfl.protocol import Receive, Send
+from fedtorch.vfl.ranks import Link
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
-line = Line(rank, 2, timedelta(seconds=20))
+link = Link(rank, 2, timedelta(seconds=20))
 if rank == 1:
-    line.send({"first": torch.arange(4.0)}, 0)
-    line.send({}, 0)
+    link.send(Send(0, {"first": torch.arange(4.0)}))
+    link.send(Send(0, {}))
     try:
-        line.send({"second": torch.zeros(size)}, 0)
+        link.send(Send(0, {"second": torch.zeros(size)}))
     except RuntimeError:
         pass  # the other has gone
 else:
     like = {"first": torch.zeros(4)}
-    print(line.receive(like, 1)["first"].tolist(), line.receive({}, 1), line.received == wire.size(like))
+    first = link.receive(Receive(1, like))["first"].tolist()
+    print(first, link.receive(Receive(1, {})), link.received == wire.size(like))
     try:
-        line.receive({"second": torch.zeros(4)}, 1)
+        link.receive(Receive(1, {"second": torch.zeros(4)}))
     except wire.PayloadError as error:
         print(error)
 """

@@ -1,4 +1,10 @@
-"""Messages between processes: the bytes of `fedtorch.wire` over a gloo process group, counted, with bounded waits.
+"""One node per process: a half of a protocol over the ranks of a gloo process group, with bounded sizes and waits.
+
+Start J + 1 processes with `torchrun`: rank 0 is the server, rank j party j − 1. Every process runs its own half with
+its own data, and nothing else leaves it:
+
+    dist.init_process_group("gloo")
+    over_ranks(node.half(iterations), node.index, parties + 1)
 
 Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
 sender's name. Before each payload goes its length, 8 bytes that are not counted: gloo ends the whole process when more
@@ -8,21 +14,38 @@ comes than the receiver has room for, so that a longer payload has to be refused
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fedtorch import tree, wire
+from fedtorch import wire
 from fedtorch.tree import Tree
-
-__all__ = ["TIMEOUT", "Line"]
+from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, decode, drive, encode
 
 TIMEOUT = timedelta(minutes=10)
-Message = TypeVar("Message", bound=Tree)
+_LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
 
 
-class Line:
+def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) -> tuple[Any, Traffic]:
+    """Runs this process's half; returns its result, and the bytes that it moved.
+
+    Args:
+        half: of the node on this rank; the nodes' names are the ranks.
+        rank: that this process has to be; 0 is the server.
+        ranks: how many processes there have to be.
+        timeout: the longest wait for another rank.
+
+    Raises:
+        RuntimeError: no process group, another rank or number of processes, or a rank that does not answer in time.
+        fedtorch.wire.PayloadError: a message that is not what was expected.
+    """
+    link = Link(rank, ranks, timeout)
+    result = drive(half, link.send, link.receive)
+    return result, Traffic(link.sent, link.received) if rank else Traffic(link.received, link.sent)
+
+
+class Link:
     """What one rank sends and receives.
 
     Args:
@@ -46,38 +69,38 @@ class Line:
             raise RuntimeError(f"Expected node {rank} to run on its own rank of {ranks}, but got {here}")
         self.timeout, self.sent, self.received = timeout, 0, 0
 
-    def send(self, message: Tree, to: int) -> None:
+    def send(self, step: Send) -> None:
         """Sends a message.
 
         Raises:
             RuntimeError: it was not taken in time.
         """
-        payload = wire.encode(message)
+        payload, to = encode(step), int(step.to)
         self._wait(dist.isend(torch.tensor([len(payload)]), to), to)
         if payload:
             self._wait(dist.isend(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to), to)
             self.sent += len(payload)
 
-    def receive(self, like: Message, source: int) -> Message:
-        """A message in the structure, shapes and dtypes of `like`, and on its device.
+    def receive(self, step: Receive) -> Tree:
+        """A message in the structure, shapes and dtypes of `step.like`, and on its device.
 
         Raises:
             RuntimeError: nothing came in time.
             fedtorch.wire.PayloadError: what came is something else.
         """
-        length, expected = torch.empty(1, dtype=torch.int64), wire.size(like)
+        length, source = torch.empty(1, dtype=torch.int64), int(step.sender)
+        longest = _LONGEST if step.rows else wire.size(step.like)
         self._wait(dist.irecv(length, source), source)
-        if not 0 <= int(length) <= expected:
+        if not 0 <= int(length) <= longest:
             raise wire.PayloadError(
-                f"payload of rank {source}: expected {expected} bytes, but got {int(length)}; start all ranks with the "
+                f"payload of rank {source}: expected {longest} bytes, but got {int(length)}; start all ranks with the "
                 "same model, guide and number of rows"
             )
         payload = torch.empty(int(length), dtype=torch.uint8)
         if len(payload):
             self._wait(dist.irecv(payload, source), source)
             self.received += len(payload)
-        decoded = wire.decode(payload.numpy().tobytes(), like, client=f"rank {source}")
-        return tree.map(lambda value, own: value.to(own.device), decoded, like)
+        return decode(payload.numpy().tobytes(), step, f"rank {source}")
 
     def _wait(self, work: Any, rank: int) -> None:
         try:

@@ -1,0 +1,129 @@
+r"""How far the sites go in a round, and when they go back.
+
+A client's step is a share δ, the damping, of the way to the site that its rows ask for. Full steps of all clients at
+once can leave the sites at which q and every cavity are densities, or go around their fixed point. The sites at which
+they are densities form a convex set that the start lies in, so the way back to sites known to be good leads into it:
+
+- where q is no density, or has moved by more than five sds, or a client's cavity is none, every client goes half the
+  way back to its last good site, until q is a density again, and q is then tried anew; δ is half of what it was, so
+  that the next step ends short of the place;
+- a cavity that is none after five such rounds will not become one, as with few clients of very different sizes; from
+  then on that client keeps its site, and the others go on;
+- where changes of q, divided by δ, do not shrink, δ is halved too: the map overshoots. That is asked of rounds after
+  the fourth, since the first ones move q however good the steps are, and of rounds in which everybody has taken part,
+  since changes of two cohorts cannot be compared;
+- a good round recovers half of a halving, so that two make up for one, and δ ends near the largest one that works.
+
+Below 1/64 a fit would not end in any useful number of rounds, so that δ stays there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.models import gaussian
+from fedtorch.models.gaussian import Natural
+
+_FARTHEST = 5.0  # sds that a mean of q may move in a round
+_RETREATS = 5  # for the sake of cavities; from then on clients without one keep their sites
+_SETTLED = 4  # rounds after which changes should shrink
+_RECOVERY = 2**0.5  # of the damping, in a good round
+_LEAST = 1 / 64  # damping
+
+
+class Pace(NamedTuple):
+    """How the next round goes; scalars."""
+
+    damping: Tensor  # δ of its steps
+    speed: Tensor  # the greatest change of a mean or sd of q in the last round, divided by δ
+    back: Tensor  # bool: whether clients go half the way back instead of a step
+    good: Tensor  # the last version of q of which all cavities were densities, −1 before the first
+    retreats: Tensor  # rounds gone back for the sake of a cavity
+
+
+class Moved(NamedTuple):
+    """What a round has moved; scalars."""
+
+    mean_change: Tensor  # the greatest change of a mean of q, in its sd; NaN where q was no density
+    sd_change: Tensor  # the greatest relative change of an sd of q
+    damping: Tensor  # of the round's steps
+    remaining: Tensor  # what the changes, going on to shrink as they last did, still add up to, in sd; infinite if not
+    improper: Tensor  # the share of clients whose cavity was no density
+
+
+def begun(damping: float) -> tuple[Pace, Moved]:
+    """Before the first round, with the damping of undisturbed rounds."""
+    number = lambda value: torch.tensor(value, dtype=torch.float64)
+    far, nothing = torch.inf, 0.0
+    pace = Pace(number(damping), number(far), torch.tensor(False), torch.tensor(-1), torch.tensor(0))
+    return pace, Moved(number(far), number(far), number(damping), number(far), number(nothing))
+
+
+def update(
+    pace: Pace, change: Tensor, *, version: int, proper: bool, improper: Tensor, everybody: bool, most: float
+) -> tuple[Pace, Moved]:
+    """After a round.
+
+    Args:
+        pace: of the round.
+        change: of the means and sds of q `(2,)`, see `changes`.
+        version: rounds before it; the first one makes the start.
+        proper: whether q is a density again, near the last trusted one.
+        improper: () the share of clients whose cavity was no density; their round started from the q before.
+        everybody: whether all clients have answered.
+        most: the damping of undisturbed rounds.
+    """
+    was_back, cavities = bool(pace.back), float(improper) == 0
+    for_a_cavity = not cavities and not was_back and int(pace.retreats) < _RETREATS
+    back = not proper or for_a_cavity
+    speed = change.amax() / pace.damping
+    worse = everybody and version >= _SETTLED and not bool(speed < pace.speed)
+    factor = 1.0 if was_back else 0.5 if back or worse else _RECOVERY
+    good = torch.full_like(pace.good, version) if version and not was_back and cavities else pace.good
+    remaining = torch.full_like(speed, torch.inf)
+    if version > 1 and not back and bool(speed < pace.speed):
+        remaining = speed * speed / (pace.speed - speed)
+    after = Pace(
+        damping=(pace.damping * factor).clamp(min=min(_LEAST, most), max=most),
+        speed=speed,
+        back=torch.full_like(pace.back, back),
+        good=good,
+        retreats=pace.retreats + int(for_a_cavity),
+    )
+    return after, Moved(change[0], change[1], pace.damping, remaining, improper)
+
+
+def changes(before: Natural, after: Natural) -> Tensor:
+    """The greatest changes of a mean of q, in sd, and of an sd, relative `(2,)`; NaN where one is no density."""
+    old, new = gaussian.moments(before), gaussian.moments(after)
+    sd, old_sd = (m.covariance.diagonal(dim1=-2, dim2=-1).sqrt() for m in (new, old))
+    return torch.stack([((new.mean - old.mean).abs() / sd).amax(), ((sd - old_sd).abs() / sd).amax()])
+
+
+def is_near(trusted: Natural, posterior: Natural) -> bool:
+    """Whether no mean of q has moved far, in the sd that it had; true where it had none."""
+    old, new = gaussian.moments(trusted), gaussian.moments(posterior)
+    jump = ((new.mean - old.mean).abs() / old.covariance.diagonal().sqrt()).amax().nan_to_num(0.0)
+    return float(jump) <= _FARTHEST
+
+
+def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, version: Tensor) -> Natural:
+    """Each client's site to go back to.
+
+    Args:
+        site: as it is now, good where there has been no step.
+        before: its last step; good where all cavities of the q that it started from were densities.
+        good: the one known to be good until then.
+        stepped: version of q that the last step started from, `(K,)`; −1 before the first.
+        version: the last one of which all cavities were densities, `(K,)`.
+    """
+    return tree.where(stepped < 0, site, tree.where(version >= stepped, before, good))
+
+
+def halfway(site: Natural, good: Natural) -> Natural:
+    """Half the way back."""
+    return tree.scale(tree.add(site, good), 0.5)

@@ -1,0 +1,105 @@
+"""Aligned rows: the parties' features, and what the server (and perhaps the parties) know of them.
+
+What does not differ over the batch (folds × models × seeds) has no leading dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class VerticalData(NamedTuple):
+    """Aligned rows, or a minibatch of them."""
+
+    features: tuple[Tensor, ...]  # (n, ...) or (B, n, ...), one per party
+    response: Tensor  # (n,) or (B, n)
+    offset: Tensor | None = None  # (n,) or (B, n), added to the predictor
+    weight: Tensor | None = None  # (n,) or (B, n), zero for the rows that a fold leaves out
+    present: Tensor | None = None  # (n, J) bool, False for the rows that a party lacks; split networks take these
+    weight_total: Tensor | None = None  # () or (B,), the sum of the weights of all rows, where these are a minibatch
+    rows: Tensor | None = None  # (n,) which rows a minibatch has
+
+    @property
+    def y(self) -> Tensor:
+        """The response beside draws, `(1 or B, 1, n)`."""
+        return self.response.reshape(-1, 1, self.response.shape[-1])
+
+    @property
+    def total(self) -> Tensor:
+        """The rows that count: the sum of all rows' weights, also of those a minibatch leaves out, `()` or `(B,)`."""
+        if self.weight_total is not None:
+            return self.weight_total
+        if self.weight is None:
+            return torch.tensor(self.response.shape[-1], device=self.response.device)
+        return self.weight.sum(-1)
+
+    def weighted_sum(self, values: Tensor) -> Tensor:
+        """Σ_i w_i v_i, `(B, M, n)` -> `(B, M)`."""
+        if self.weight is None:
+            return values.sum(-1)
+        return (values * self.weight.reshape(-1, 1, self.weight.shape[-1])).sum(-1)
+
+    def to_dtype(self, dtype: torch.dtype) -> VerticalData:
+        """Response, offset and weights in this dtype; features keep theirs."""
+        of = lambda value: None if value is None else value.to(dtype)
+        return self._replace(response=self.response.to(dtype), offset=of(self.offset), weight=of(self.weight))
+
+    def take(self, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
+        """The minibatch of these rows, in this order, weighted so that its sums are unbiased for those of all rows.
+
+        Args:
+            rows: `(m,)` indices.
+            row_dims: dimensions of one party's row; 1 each by default.
+        """
+        scale = self.response.shape[-1] / len(rows)
+        dims = [1] * len(self.features) if row_dims is None else row_dims
+        last = lambda value: None if value is None else value.index_select(-1, rows)
+        if self.weight is None:
+            weight = torch.full_like(rows, scale, dtype=torch.promote_types(self.response.dtype, torch.float32))
+        else:
+            weight = self.weight.index_select(-1, rows) * scale
+        return VerticalData(
+            tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(self.features, dims)),
+            self.response.index_select(-1, rows), last(self.offset), weight,
+            None if self.present is None else self.present[rows], self.total, rows,
+        )  # fmt: skip
+
+    def of_party(self, index: int) -> VerticalData:
+        """What party `index`, from 0 on, needs: its features alone, and weight zero on the rows that it lacks."""
+        mine = VerticalData(self.features[index : index + 1], *self[1:])
+        if self.present is None:
+            return mine
+        present = self.present[:, index : index + 1]
+        here = present[:, 0].to(self.response.dtype)
+        weight = here if self.weight is None else self.weight * here
+        return mine._replace(weight=weight, present=present, weight_total=self.total)
+
+    def known_to_parties(self, response: bool) -> list[VerticalData]:
+        """What each party may know, with the response or NaN instead of it."""
+        told = self.response if response else torch.full_like(self.response, torch.nan, dtype=torch.float32)
+        split = [None] * len(self.features) if self.present is None else list(self.present.split(1, 1))
+        return [VerticalData((x,), told, None, self.weight, own) for x, own in zip(self.features, split)]
+
+    def known_to_server(self) -> VerticalData:
+        """What the server may know: everything but the features."""
+        return self._replace(features=(), present=None)
+
+
+def check_known(data: VerticalData) -> None:
+    """Raises `ValueError` unless what is known of the rows fits them and is finite, and weights are from 0 on."""
+    rows = data.response.shape[-1]
+    if not rows:
+        raise ValueError("Expected at least one row, but got none; see how the parties' rows were aligned")
+    for name, value in (("offset", data.offset), ("weight", data.weight)):
+        if value is None:
+            continue
+        if value.shape[-1] != rows:
+            raise ValueError(f"Expected {name} of {rows} rows, but got shape {tuple(value.shape)}")
+        if not bool(value.isfinite().all()) or (name == "weight" and bool((value < 0).any())):
+            raise ValueError(f"Expected a finite offset and weights from 0 on, but got {name} with others")
+    if data.present is not None and (data.present.ndim != 2 or len(data.present) != rows):
+        raise ValueError(f"Expected present of ({rows}, parties), but got shape {tuple(data.present.shape)}")
