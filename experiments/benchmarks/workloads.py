@@ -169,8 +169,7 @@ def sfvi(small: bool) -> Work:
     """Vertical inference of a logistic model."""
     likelihoods = first("fedtorch.vfl.likelihoods", "fedtorch.models.likelihoods")
     model = ft.vfl.augmented(likelihoods.bernoulli(), [ft.vfl.linear(5), ft.vfl.linear(6)], 1.0)
-    guide = getattr(ft.vfl.Guide, "of", ft.vfl.Guide)(ft.vfl.sums())
-    data = vertical_data(60 if small else 800)
+    guide, data = getattr(ft.vfl.Guide, "of", ft.vfl.Guide)(ft.vfl.sums()), vertical_data(60 if small else 800)
     fit = functools.partial(ft.vfl.sfvi, model, guide, data, key=ft.random.key(0), steps=3 if small else 200)
     return lambda: norm(*ft.tree.leaves(fit().parameters))
 
