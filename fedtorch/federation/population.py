@@ -7,7 +7,8 @@ are kept aside until `commit` says whose message has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.exchange import Sent, Sum, client_count, indices
+from fedtorch.federation.exchange import Sent, Sum, client_count, indices, not_finite
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
@@ -40,6 +41,19 @@ class Pending(NamedTuple):
     bytes_down: int
     commit: Callable[[], None]  # keeps the new states of the clients that answered
     repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
+    refused: Mapping[int, str] = MappingProxyType({})  # clients whose message had NaN or Inf, and in which field
+
+
+class Gathered(NamedTuple):
+    """A round of the clients of one process."""
+
+    partial: Tree  # aggregate, None if nobody answered
+    states: list[tuple[Rows, Tree]]  # to commit
+    ids: Tensor  # (M,) those that answered, ascending
+    info: dict[str, Tensor]  # (M,) each
+    up: int  # bytes
+    down: int
+    refused: dict[int, str]  # clients whose message had NaN or Inf, and in which field
 
 
 class Clients(Protocol):
@@ -207,11 +221,10 @@ class LocalClients:
             return reply
         return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told(reply.state), told(state)))))
 
-    def gather(
-        self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None
-    ) -> tuple[Tree, list[tuple[Rows, Tree]], list[tuple[Tensor, dict[str, Tensor]]], int, int]:
-        """(partial aggregate or None, states to commit, infos, bytes up, bytes down) of the clients here."""
+    def gather(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None) -> Gathered:
+        """A round of the clients here, as far as a partial aggregate; messages with NaN or Inf are left out."""
         exchange = self.algorithm.exchange
+        refused: dict[int, str] = {}
         partials: list[Tree] = []
         states: list[tuple[Rows, Tree]] = []
         infos: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -221,8 +234,11 @@ class LocalClients:
             message, state, info = self.reply(block, outbox, key)
             sent, heard = exchange.traffic(outbox, message, ids)
             up, down = up + sent, down + heard
-            if lost is not None:
-                arrived = ~torch.isin(indices(ids), lost)
+            bad = {int(indices(ids)[row]): field for row, field in not_finite(message).items()}
+            away = _NOBODY if lost is None else lost
+            refused.update({k: field for k, field in bad.items() if k not in away})
+            if lost is not None or bad:
+                arrived = ~torch.isin(indices(ids), torch.cat([away, torch.tensor(list(bad), dtype=torch.int64)]))
                 if not bool(arrived.all()):
                     rows = arrived.nonzero()[:, 0]
                     ids = indices(ids)[rows]
@@ -234,7 +250,7 @@ class LocalClients:
                 partials = [exchange.merge(partials)]
             states.append((ids, state))
             infos.append((indices(ids), info))
-        return exchange.merge(partials) if partials else None, states, infos, up, down
+        return Gathered(exchange.merge(partials) if partials else None, states, *joined(infos), up, down, refused)
 
     def commit(self, states: list[tuple[Rows, Tree]]) -> None:
         """Keeps the states of clients whose messages have arrived."""
@@ -245,10 +261,10 @@ class LocalClients:
 
     def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
         """Runs a cohort; see `Clients.step`."""
-        partial, states, infos, up, down = self.gather(outbox, cohort, key, lost)
-        aggregate = None if partial is None else self.algorithm.exchange.finish(partial)
-        ids, info = joined(infos)
-        return Pending(aggregate, ids, info, up, down, lambda: self.commit(states))
+        found = self.gather(outbox, cohort, key, lost)
+        aggregate = None if found.partial is None else self.algorithm.exchange.finish(found.partial)
+        commit = lambda: self.commit(found.states)
+        return Pending(aggregate, found.ids, found.info, found.up, found.down, commit, refused=found.refused)
 
     def total(self) -> Tree:
         """What all clients tell for good; see `Clients.total`."""
@@ -346,3 +362,15 @@ def _as_slice(ids: Tensor) -> Rows:
     if last - first == len(ids) and (len(ids) < 3 or bool((ids[1:] - ids[:-1] == 1).all())):
         return slice(first, last)
     return ids
+
+
+def refuse_bad_messages(refused: Mapping[int, str], names: Sequence[str], round: int) -> None:
+    """Raises ValueError if there are messages with NaN or Inf, and names the first client, its field and the round."""
+    if not refused:
+        return
+    client, field = next(iter(refused.items()))
+    raise ValueError(
+        f"Expected finite messages, but client {names[client]!r} sent NaN or Inf in {field!r} in round {round}, and "
+        f"{len(refused) - 1} others did so too; nothing of the round was kept. Take smaller steps, or pass "
+        "on_bad_message='drop' to leave such clients out of their rounds"
+    )

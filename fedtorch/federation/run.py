@@ -22,7 +22,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
-from fedtorch.federation.population import Clients, Population
+from fedtorch.federation.population import Clients, Population, refuse_bad_messages
 from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.sampling import Cohort, check_cohort, check_ids, cohort_function
 from fedtorch.tree import Tree
@@ -73,6 +73,8 @@ class Run:
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
+        on_bad_message: whether a message with NaN or Inf stops the run before anything of its round is kept, or is left
+            out, as if it were lost.
 
     Attributes:
         number: rounds done.
@@ -95,7 +97,10 @@ class Run:
         seed: int = 0,
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
+        on_bad_message: Literal["raise", "drop"] = "raise",
     ) -> None:
+        if on_bad_message not in ("raise", "drop"):
+            raise ValueError(f"Expected on_bad_message='raise' or 'drop', but got {on_bad_message!r}")
         if parameters is None:
             if algorithm.start is None:
                 raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
@@ -103,7 +108,7 @@ class Run:
         clients = len(population.names)
         check_cohort(cohort, clients)
         self.algorithm, self.population, self.seed = algorithm, population, seed
-        self.cohort, self.faults = cohort, faults
+        self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
         self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
@@ -128,6 +133,8 @@ class Run:
             check_ids(asked, len(everybody))
         hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
         pending = self.clients.step(algorithm.outbox(self.server), hear, keys.client, silent)
+        if self.on_bad_message == "raise":
+            refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
             pending.commit()
@@ -149,6 +156,7 @@ class Run:
             late,
             after,
             pending.repeated,
+            torch.tensor(sorted(pending.refused), dtype=torch.int64),
             {} if algorithm.report is None else algorithm.report(self.server),
         )
         self.log.record(self.last, time.perf_counter() - began)

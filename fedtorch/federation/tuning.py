@@ -155,10 +155,10 @@ def grid(
     title = f"{len(tried)} setting{'s' * (len(tried) > 1)}"
     with rounds_bar(title, len(tried) * rounds, shown=progress) as bar:
         for i, algorithm in enumerate(algorithms, 1):
-            made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults)
+            made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults, on_bad_message="drop")
             for done in made.rounds(rounds):
                 bar.update()
-                if not _is_finite(done.server):
+                if not _is_finite(done.server) or len(done.refused):
                     break
             scores.append(_score(made, validation, metric, split))
             bar.set_postfix({"diverged": scores.count(None)} if None in scores else {}, refresh=False)
