@@ -21,7 +21,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.population import SMALL_BLOCK, LocalClients, Pending, placed
+from fedtorch.federation.clients import LocalClients, Pending
+from fedtorch.federation.population import SMALL_BLOCK, placed
 from fedtorch.tree import Tree
 
 _TIMEOUT = timedelta(minutes=10)

@@ -22,22 +22,23 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random, tree
+from fedtorch import functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
 from fedtorch.federation.algorithm import Algorithm, first_total
 from fedtorch.federation.checkpoint import below, describe
+from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
-from fedtorch.federation.population import Clients, Population, refuse_bad_messages
+from fedtorch.federation.population import Population, refuse_bad_messages
 from fedtorch.federation.progress import rounds_bar
-from fedtorch.federation.sampling import Cohort, check_cohort, check_ids, cohort_function
+from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -45,18 +46,8 @@ if TYPE_CHECKING:
 
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
 _COUNTS = ("number", "bytes_up", "bytes_down")
-_KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
 Until = Callable[[History], bool]
-
-
-class _Keys(NamedTuple):
-    """A round's keys, one for each purpose."""
-
-    cohort: Tensor
-    client: Tensor
-    server: Tensor
-    faults: Tensor
 
 
 class Run:
@@ -120,14 +111,14 @@ class Run:
         self.server: Tree = tree.to(server, population.device)
         self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
-        self._ahead: list[_Keys] = []  # of the rounds to come, the next one last
+        self._keys = RoundKeys(seed)
 
     # -- round by round --------------------------------------------------------------------------------------------
 
     def step(self) -> Round:
         """Does one round."""
         began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
-        keys = self._next_keys()
+        keys = self._keys(self.number)
         asked = None if self._draw is None else self._draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
@@ -189,15 +180,6 @@ class Run:
             self.server = self.server._replace(total=tree.add(self.server.total, aggregate.told.value))
             aggregate = aggregate.fresh
         self.server = self.algorithm.server(self.server, aggregate, key)
-
-    def _next_keys(self) -> _Keys:
-        """The keys of the next round, which depend on the seed and its number only."""
-        if not self._ahead:
-            numbers = torch.arange(self.number, self.number + _KEYS_AHEAD)
-            rounds = random.fold_in(random.key(self.seed), numbers)
-            keys = random.fold_in(rounds[:, None], torch.arange(len(_Keys._fields)))
-            self._ahead = [_Keys(*each.unbind()) for each in reversed(keys.unbind())]
-        return self._ahead.pop()
 
     # -- what came out ---------------------------------------------------------------------------------------------
 
@@ -308,7 +290,7 @@ class Run:
         loaded = tree.unflatten(flat, self.server, "server")
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
-        self._ahead, self.last = [], None
+        self.last = None
 
     def _fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
