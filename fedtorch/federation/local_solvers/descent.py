@@ -17,7 +17,7 @@ from fedtorch.federation.local_solvers.configured import Configured, check_indep
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.local_solvers.probe import probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
-from fedtorch.federation.local_solvers.state import LocalState, divided_buffers
+from fedtorch.federation.local_solvers.state import LocalState, counts, divided_buffers, tensors_of
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -53,6 +53,7 @@ class Descent:
             raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
         self.trained = list(own)
         self.averaged, self.buffers = divided_buffers(trained, buffers)
+        self.counts = counts(trained, self.averaged)
         self.parameters = {**own, **self.averaged}
         self.loss = StackedLoss(self.objective, self.trained, [*self.averaged, *self.buffers], batched, compile)
         self._configurations: dict[int | None, Configured] = {}
@@ -91,7 +92,11 @@ class Descent:
         separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
         if len(data.count) and not (self.loss.probed and separable):
             self.move(data.count.device)
-            probe(self.loss, data, {**self.parameters, **self.buffers})
+            probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
+
+    def tensors(self, parameters: Tree, state: LocalState) -> Tree:
+        """All tensors that clients predict with; see `LocalSolver`."""
+        return tensors_of(self.counts, parameters, state)
 
     def configured(self, total: int) -> Configured:
         """The optimiser and schedule; a new one per number of steps only if the module asks for that number."""
@@ -163,7 +168,7 @@ class Stack:
         self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
         drawn = descent.loss.random or not descent.loss.batched
         self.key = random.fold_in(key, MODULE) if drawn else key
-        own = tree.map(_contiguous, {**{n: start[n] for n in descent.parameters}, **state.buffers})
+        own = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: own.pop(name) for name in descent.trained}
         self.buffers = own
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
@@ -225,7 +230,7 @@ class Stack:
     def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
-            {name: tensors[name] for name in descent.parameters},
+            {n: tensors[n].double() if n in descent.counts else tensors[n] for n in descent.parameters},
             LocalState(
                 kept,
                 {name: tensors[name] for name in descent.buffers},

@@ -54,7 +54,8 @@ def gradient_descent(
         reset: "round" starts optimiser and schedule afresh each round; "never" keeps both in the client's state, its
             epoch then being all steps it has taken divided by its steps per epoch.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
-            error, "local" keeps each client's own, "average" treats floating-point buffers as parameters.
+            error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
+            a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
         batched: False evaluates the loss client by client, for modules that `vmap` cannot run (LSTM, `.item()`,
             boolean masks); everything else stays stacked.
         compile: True captures a step's tensor operations once per shape and replays them, 1.3 to 1.6 times faster
@@ -91,7 +92,7 @@ def gradient_descent(
         parameters=descent.parameters,
         init=descent.init,
         predict=predictor(descent.module, batched),
-        tensors=lambda parameters, state: {**parameters, **state.buffers},
+        tensors=descent.tensors,
         prepare=descent.prepare,
         module=descent.module,
         settings={

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
@@ -22,7 +23,13 @@ from fedtorch import functional, random, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.federation.local_solvers.state import LocalState, divided_buffers, refuse_changed_buffers
+from fedtorch.federation.local_solvers.state import (
+    LocalState,
+    counts,
+    divided_buffers,
+    refuse_changed_buffers,
+    tensors_of,
+)
 from fedtorch.federation.local_solvers.surroundings import isolated
 from fedtorch.federation.local_solvers.watch import Watch
 from fedtorch.tree import Tree
@@ -66,8 +73,8 @@ def lightning_fit(
         batch_size: rows of a minibatch; None takes all of a client's rows in every step.
         reset: "round" starts optimisers, schedulers and callbacks afresh each round, the only choice here.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
-            raises an error, "local" keeps each client's own, "average" treats floating-point buffers as
-            parameters.
+            raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
+            too.
         shuffle: whether each epoch goes through the rows in a new order.
         trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required.
             Callbacks and plugins are copied for each client.
@@ -97,7 +104,7 @@ def lightning_fit(
         parameters=fit.parameters,
         init=lambda parameters: LocalState({}, dict(fit.buffers), None),
         predict=predictor(fit.module, batched=False),
-        tensors=lambda parameters, state: {**parameters, **state.buffers},
+        tensors=partial(tensors_of, fit.counts),
         prepare=identity,
         module=fit.module,
         settings={
@@ -154,6 +161,7 @@ class _Fit:
         self.module = copy.deepcopy(module)
         self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
         averaged, self.buffers = divided_buffers(self.module, buffers)
+        self.counts = counts(self.module, averaged)
         self.trained = list(functional.parameters(self.module))
         self.parameters = {**functional.parameters(self.module), **averaged}
 
