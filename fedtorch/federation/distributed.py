@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.population import SMALL_BLOCK, LocalClients, Pending, joined, placed
 from fedtorch.tree import Tree
 
@@ -74,13 +74,13 @@ class DistributedClients:
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
         self.mine[own] = True
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
         exchange = self.local.algorithm.exchange
-        partial, states, infos, up, down = self.local.gather(outbox, cohort, key, lost)
+        partial, states, infos, up, down = self.local.gather(outbox, cohort, turn, lost)
         if partial is None:
             block = self.local.empty_block()
-            partial = exchange.gather(self.local.reply(block, outbox, key).message, block[0])
+            partial = exchange.gather(self.local.reply(block, outbox, turn).message, block[0])
         ids, info = self._join_infos(*joined(infos))
         up, down = self._reduce(torch.tensor([up, down], dtype=torch.int64)).tolist()
         partial = self._add(partial) if exchange.additive else self._gather(partial)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Sent, Sum, client_count, indices
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
@@ -45,8 +45,11 @@ class Pending(NamedTuple):
 class Clients(Protocol):
     """The clients of a population, bound to one algorithm."""
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
-        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive."""
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
+        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
+
+        The turn's key is that of the round.
+        """
         ...
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
@@ -197,18 +200,18 @@ class LocalClients:
         ids, data = self._blocks[0]
         return ids[:0], tree.take(data, slice(0, 0))
 
-    def reply(self, block: Block, outbox: Tree, key: Tensor) -> Reply:
+    def reply(self, block: Block, outbox: Tree, turn: Turn) -> Reply:
         """Runs the clients of one block; the message is all that they send."""
         ids, data = block
         inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
-        keys = random.fold_in(key, indices(ids)).to(self.device)
-        reply, told = self.algorithm.client(inbox, state, data, keys), self.algorithm.told
+        own = turn._replace(key=random.fold_in(turn.key, indices(ids)).to(self.device))
+        reply, told = self.algorithm.client(inbox, state, data, own), self.algorithm.told
         if told is None:
             return reply
         return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told(reply.state), told(state)))))
 
     def gather(
-        self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None
+        self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None
     ) -> tuple[Tree, list[tuple[Rows, Tree]], list[tuple[Tensor, dict[str, Tensor]]], int, int]:
         """(partial aggregate or None, states to commit, infos, bytes up, bytes down) of the clients here."""
         exchange = self.algorithm.exchange
@@ -218,7 +221,7 @@ class LocalClients:
         up = down = 0
         for block in self.blocks(cohort):
             ids = block[0]
-            message, state, info = self.reply(block, outbox, key)
+            message, state, info = self.reply(block, outbox, turn)
             sent, heard = exchange.traffic(outbox, message, ids)
             up, down = up + sent, down + heard
             if lost is not None:
@@ -243,9 +246,9 @@ class LocalClients:
         for ids, state in states:
             self.table.write(ids, state)
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs a cohort; see `Clients.step`."""
-        partial, states, infos, up, down = self.gather(outbox, cohort, key, lost)
+        partial, states, infos, up, down = self.gather(outbox, cohort, turn, lost)
         aggregate = None if partial is None else self.algorithm.exchange.finish(partial)
         ids, info = joined(infos)
         return Pending(aggregate, ids, info, up, down, lambda: self.commit(states))

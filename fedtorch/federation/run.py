@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fedtorch import functional, random, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, first_total
+from fedtorch.federation.algorithm import Algorithm, Turn, first_total
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Faults, fates
@@ -127,7 +127,7 @@ class Run:
         if asked is not None:
             check_ids(asked, len(everybody))
         hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self.clients.step(algorithm.outbox(self.server), hear, keys.client, silent)
+        pending = self.clients.step(algorithm.outbox(self.server), hear, Turn(keys.client, self.number), silent)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
             pending.commit()

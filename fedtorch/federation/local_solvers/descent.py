@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Local, Quadratic
+from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
@@ -32,6 +32,7 @@ class Descent:
         module: nn.Module,
         epochs: int | None,
         steps: int | None,
+        rounds: int | None,
         batch_size: int | None,
         loss: Loss | None,
         make: MakeOptimizer | None,
@@ -45,9 +46,9 @@ class Descent:
         self.module = copy.deepcopy(module)
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
-        self.epochs, self.steps, self.batch_size = epochs, steps, batch_size
+        self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
         self.make, self.keep, self.project = make, reset == "never", project
-        self.one_epoch = epochs == 1 and not self.keep  # every step is in the schedule's first epoch
+        self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
         own = functional.parameters(trained)
         if not own:
             raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
@@ -57,19 +58,12 @@ class Descent:
         self.parameters = {**own, **self.averaged}
         self.loss = StackedLoss(self.objective, self.trained, [*self.averaged, *self.buffers], batched, compile)
         self._configurations: dict[int | None, Configured] = {}
-        self.objective.trainer.answers.update(max_epochs=-1 if epochs is None else epochs)
+        self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
         check_independent(configured.optimizer)
-        self.untrained = self._untrained(configured) if self.keep else {}
-
-    def _untrained(self, configured: Configured) -> State:
-        """The optimiser's state of one client before its first round, if it is kept between rounds."""
-        if "estimated_stepping_batches" in self.objective.trainer.asked:
-            raise TypeError(
-                "Expected configure_optimizers not to ask for trainer.estimated_stepping_batches with reset='never', "
-                "because the number of rounds is not known; use reset='round' or name a number of steps"
-            )
-        return tree.map(lambda leaf: leaf[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
+        self.untrained: State = {}
+        if self.keep:
+            self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
 
     def init(self, parameters: Tree) -> LocalState:
         """One client's state before its first round."""
@@ -99,9 +93,9 @@ class Descent:
         return tensors_of(self.counts, parameters, state)
 
     def configured(self, total: int) -> Configured:
-        """The optimiser and schedule; a new one per number of steps only if the module asks for that number."""
+        """The optimiser and schedule; a new one per number of steps of a round only if the module asks for it."""
         trainer = self.objective.trainer
-        trainer.answers["estimated_stepping_batches"] = total
+        trainer.answers["estimated_stepping_batches"] = self.rounds and self.rounds * total
         by_total = "estimated_stepping_batches" in trainer.asked
         if (total if by_total else None) not in self._configurations:
             found = configure(self.objective.module, self.make)
@@ -114,25 +108,25 @@ class Descent:
         if next(self.objective.parameters()).device != device:
             self.objective.to(device)
 
-    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Trains the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
         if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
             self._learn(data)
-        count = data.count.to("cpu")
+        count, key = data.count.to("cpu"), turn.key
         if len(count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
-        groups = self._groups(state, count)
+        groups = self._groups(state, count, turn.round)
         if len(groups) == 1:
-            return Stack(self, start, state, data.batch, count, quadratic, key).run()
+            return Stack(self, start, state, data.batch, count, quadratic, turn).run()
         done = []
         for rows in groups:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
-            done.append(Stack(self, first, old, batch, count[rows], pull, keys).run())
+            done.append(Stack(self, first, old, batch, count[rows], pull, Turn(keys, turn.round)).run())
         back = torch.cat(groups).argsort().to(key.device)
         return tree.take(tree.concatenate(_same_info(done)), back)
 
-    def _groups(self, state: LocalState, count: Tensor) -> list[Tensor]:
+    def _groups(self, state: LocalState, count: Tensor, round: int) -> list[Tensor]:
         """Rows of the block that can share steps exactly."""
         asked = self.objective.trainer.asked
         traits = []
@@ -140,10 +134,13 @@ class Descent:
             traits.append(count)
         schedule = self.configured(_SOME_STEPS).schedule
         by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
-        if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch):
+        by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
+        behind = round > 0 and self.epochs is not None  # who has more steps to an epoch has taken more by now
+        if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch) or (by_step and behind):
             traits.append(torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size))
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
+            traits.extend(_trained(parts) for parts in state.optimizer.values() if parts)
         if not traits:
             return [torch.arange(len(count))]
         _, group = torch.stack(traits, 1).unique(dim=0, return_inverse=True)
@@ -161,8 +158,9 @@ class Stack:
         rows: Tree,
         count: Tensor,
         quadratic: Quadratic | None,
-        key: Tensor,
+        turn: Turn,
     ) -> None:
+        key = turn.key
         descent.move(key.device)
         self.descent, self.state = descent, state
         self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
@@ -174,14 +172,16 @@ class Stack:
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(self.batches.total[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
-        self.position = 0 if state.steps is None else int(state.steps[0])
-        self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if self.position else None)
+        self.position = turn.round * int(self.batches.total.max())  # where those stand who have been away, too
+        begun = state.steps is not None and bool(state.steps[0])
+        self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
 
     def run(self) -> Local:
         """Takes all steps."""
         total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
         longest, loss = int(total.max()), self.descent.loss
         same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
+        same_steps = self.position == 0 or bool((total == longest).all())
         answers = self.descent.objective.trainer.answers
         rates, seen = [0.0], _Seen(total)
         finished: Tree = None
@@ -190,7 +190,7 @@ class Stack:
             if self.schedule is not None:
                 self.schedule.apply(self.optimizer, position, per_epoch)
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
-            answers["global_step"] = position
+            answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None
             losses, logs, self.buffers, gradients = loss.gradients(
                 self.tensors, self.buffers, self.batches[t], t, self.key
@@ -262,6 +262,11 @@ class _Seen:
             active = active.to(values.device)
             means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
         return means
+
+
+def _trained(parts: Mapping[str, Tensor]) -> Tensor:
+    """Which clients' optimisers have had a gradient of a parameter, `(K,)` of 0 and 1."""
+    return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
 
 
 def _contiguous(leaf: Tensor) -> Tensor:

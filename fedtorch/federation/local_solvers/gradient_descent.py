@@ -28,6 +28,7 @@ def gradient_descent(
     *,
     epochs: int | None = None,
     steps: int | None = None,
+    rounds: int | None = None,
     batch_size: int | None = None,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -48,11 +49,14 @@ def gradient_descent(
             `requires_grad=False` stay as they are and are never sent.
         epochs: passes over a client's rows in each round; exactly one of `epochs` and `steps` is given.
         steps: minibatches in each round, going through as many epochs as that takes.
+        rounds: how many are planned, for modules that ask their trainer for `max_epochs` or
+            `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`.
         optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`.
-        reset: "round" starts optimiser and schedule afresh each round; "never" keeps both in the client's state, its
-            epoch then being all steps it has taken divided by its steps per epoch.
+        reset: "round" starts the optimiser's moments afresh each round; "never" keeps them in the client's state.
+            Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
+            first being 0, a client begins at r times its own epochs and steps, also if it has been away.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
             error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
             a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
@@ -79,13 +83,25 @@ def gradient_descent(
     """
     if (epochs is None) == (steps is None):
         raise ValueError(f"Expected either epochs= or steps=, but got epochs={epochs} and steps={steps}")
-    for name, value in (("epochs", epochs), ("steps", steps), ("batch_size", batch_size)):
+    for name, value in (("epochs", epochs), ("steps", steps), ("rounds", rounds), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
     if reset not in ("round", "never"):
         raise ValueError(f"Expected reset='round' or reset='never', but got {reset!r}")
     descent = Descent(
-        module, epochs, steps, batch_size, loss, optimizer, reset, buffers, batched, compile, project, ignore_hooks
+        module,
+        epochs,
+        steps,
+        rounds,
+        batch_size,
+        loss,
+        optimizer,
+        reset,
+        buffers,
+        batched,
+        compile,
+        project,
+        ignore_hooks,
     )
     return LocalSolver(
         solve=descent.solve,
@@ -100,6 +116,7 @@ def gradient_descent(
             "module": type(module),
             "epochs": epochs,
             "steps": steps,
+            "rounds": rounds,
             "loss": loss,
             "batch_size": batch_size,
             "optimizer": optimizer,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, identity
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.state import (
@@ -165,18 +165,18 @@ class _Fit:
         self.trained = list(functional.parameters(self.module))
         self.parameters = {**functional.parameters(self.module), **averaged}
 
-    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Fits the clients of a block, one after the other."""
         device = data.count.device
         if len(data.count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
         fitted = []
         for k, count in enumerate(data.count.tolist()):
-            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(key[k], MODULE))):
+            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(turn.key[k], MODULE))):
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-                fitted.append(self._fit(tensors, own, self._loader(rows, count, key[k]), device))
+                fitted.append(self._fit(tensors, own, self._loader(rows, count, turn.key[k]), device))
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
         numbers = lambda values: torch.tensor(list(values), dtype=torch.float64, device=device)
