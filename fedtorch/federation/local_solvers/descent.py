@@ -40,6 +40,8 @@ class Descent:
         buffers: str,
         batched: bool,
         compile: bool,
+        clip: float | None,
+        precision: str,
         project: Callable[[Tree], Tree] | None,
         ignore_hooks: Sequence[str],
     ) -> None:
@@ -47,7 +49,7 @@ class Descent:
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
-        self.make, self.keep, self.project = make, reset == "never", project
+        self.make, self.keep, self.clip, self.project = make, reset == "never", clip, project
         self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
         own = functional.parameters(trained)
         if not own:
@@ -56,7 +58,8 @@ class Descent:
         self.averaged, self.buffers = divided_buffers(trained, buffers)
         self.counts = counts(trained, self.averaged)
         self.parameters = {**own, **self.averaged}
-        self.loss = StackedLoss(self.objective, self.trained, [*self.averaged, *self.buffers], batched, compile)
+        both = [*self.averaged, *self.buffers]
+        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision == "bf16")
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
@@ -217,6 +220,8 @@ class Stack:
                     tensor.grad = gradient.contiguous()
                 else:
                     tensor.grad.copy_(gradient)
+            if self.descent.clip is not None:
+                _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
             self.optimizer.step()
             if self.descent.project is not None:
                 for name, value in self.descent.project(dict(self.tensors)).items():
@@ -239,6 +244,16 @@ class Stack:
             rates[total].to(self.key.device),
             info,
         )
+
+
+def _clip(tensors: Sequence[Tensor], most: float) -> None:
+    """Scales the gradients of each client whose norm over all `tensors` is above `most`."""
+    held = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+    if held:
+        squares = [gradient.reshape(len(gradient), -1).square().sum(1) for _, gradient in held]
+        share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
+        for tensor, gradient in held:
+            tensor.grad = gradient * tree.along(share, gradient)
 
 
 class _Seen:

@@ -36,6 +36,8 @@ def gradient_descent(
     buffers: Literal["refuse", "local", "average"] = "refuse",
     batched: bool = True,
     compile: bool = False,
+    clip: float | None = None,
+    precision: Literal["32", "bf16"] = "32",
     project: Callable[[Tree], Tree] | None = None,
     ignore_hooks: Sequence[str] = (),
 ) -> LocalSolver:
@@ -66,6 +68,10 @@ def gradient_descent(
             for small modules. The module's Python code then runs once only: it must not depend on the batch index, the
             trainer's counters or anything else that changes from step to step. Modules that draw random numbers or
             have stacked buffers are not captured.
+        clip: the largest norm of a client's gradient, the quadratic's included, before its optimiser's step, as
+            `gradient_clip_val` of a Trainer.
+        precision: "bf16" computes the losses' products under `torch.autocast` in bfloat16 while parameters, gradients
+            and optimisers keep their dtype, as `precision="bf16-mixed"` of a Trainer; "32" leaves all in its dtype.
         project: applied to the stacked parameters after every step, for constraints.
         ignore_hooks: names of overridden Lightning hooks that training does not depend on.
 
@@ -86,23 +92,16 @@ def gradient_descent(
     for name, value in (("epochs", epochs), ("steps", steps), ("rounds", rounds), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"Expected a positive clip, but got {clip}")
+    if precision not in ("32", "bf16"):
+        raise ValueError(f"Expected precision='32' or 'bf16', but got {precision!r}; other dtypes are the module's own")
     if reset not in ("round", "never"):
         raise ValueError(f"Expected reset='round' or reset='never', but got {reset!r}")
     descent = Descent(
-        module,
-        epochs,
-        steps,
-        rounds,
-        batch_size,
-        loss,
-        optimizer,
-        reset,
-        buffers,
-        batched,
-        compile,
-        project,
-        ignore_hooks,
-    )
+        module, epochs, steps, rounds, batch_size, loss, optimizer, reset, buffers, batched, compile, clip, precision,
+        project, ignore_hooks,
+    )  # fmt: skip
     return LocalSolver(
         solve=descent.solve,
         parameters=descent.parameters,
@@ -122,6 +121,8 @@ def gradient_descent(
             "optimizer": optimizer,
             "reset": reset,
             "buffers": buffers,
+            "clip": clip,
+            "precision": precision,
             "project": project,
         },
     )
