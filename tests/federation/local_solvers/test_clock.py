@@ -69,3 +69,40 @@ def test_a_resumed_run_goes_on_in_its_schedule(tmp_path: Any) -> None:
     again = make().load(tmp_path / "run")
     list(again.rounds(5))
     assert torch.equal(again.server["linear.weight"], whole.server["linear.weight"])
+
+
+class Stepwise(Halving):
+    """A schedule by steps, and a loss that reads the clock."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (1 + 0.1 * self.current_epoch + 0.01 * self.global_step) * super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, self.step_size, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize("module", [Halving, Stepwise])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_trainer_per_client_runs_on_the_same_clock(module: type[Halving], epochs: int) -> None:
+    data, ends = ft.InProcess(linear_clients(SIZES)), []
+    stacked = ft.gradient_descent(module(), epochs=epochs, batch_size=4)
+    for local in (stacked, ft.lightning_fit(module(), max_epochs=epochs, batch_size=4)):
+        rates: list[list[float]] = []
+        ends.append((ft.run(ft.fedavg(watched(local, rates)), data, rounds=4, cohort=2).server, rates))
+    assert sorted(map(sorted, ends[0][1])) == sorted(map(sorted, ends[1][1]))
+    torch.testing.assert_close(ends[0][0], ends[1][0], rtol=1e-10, atol=1e-12)
+
+
+class OverTheRound(Halving):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_epochs)]
+
+
+def test_a_schedule_as_long_as_a_trainers_fit_begins_anew() -> None:
+    rates: list[list[float]] = []
+    local = watched(ft.lightning_fit(OverTheRound(), max_epochs=2), rates)
+    ft.run(ft.fedavg(local), ft.InProcess(linear_clients(SIZES)), rounds=3)
+    assert rates == [[0.15] * 3] * 3
