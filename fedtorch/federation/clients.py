@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Sent, Sum, client_count, indices, not_finite
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
@@ -58,8 +58,11 @@ class Gathered(NamedTuple):
 class Clients(Protocol):
     """The clients of a population, bound to one algorithm."""
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
-        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive."""
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
+        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
+
+        The turn's key is that of the round.
+        """
         ...
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
@@ -154,17 +157,17 @@ class LocalClients:
         ids, data = self._blocks[0]
         return ids[:0], tree.take(data, slice(0, 0))
 
-    def reply(self, block: Block, outbox: Tree, key: Tensor) -> Reply:
+    def reply(self, block: Block, outbox: Tree, turn: Turn) -> Reply:
         """Runs the clients of one block; the message is all that they send."""
         ids, data = block
         inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
-        keys = random.fold_in(key, indices(ids)).to(self.device)
-        reply, told = self.algorithm.client(inbox, state, data, keys), self.algorithm.told
+        own = turn._replace(key=random.fold_in(turn.key, indices(ids)).to(self.device))
+        reply, told = self.algorithm.client(inbox, state, data, own), self.algorithm.told
         if told is None:
             return reply
         return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told(reply.state), told(state)))))
 
-    def gather(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None) -> Gathered:
+    def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
         """A round of the clients here, as far as a partial aggregate; messages with NaN or Inf are left out."""
         exchange = self.algorithm.exchange
         refused: dict[int, str] = {}
@@ -174,7 +177,7 @@ class LocalClients:
         up = down = 0
         for block in self.blocks(cohort):
             ids = block[0]
-            message, state, info = self.reply(block, outbox, key)
+            message, state, info = self.reply(block, outbox, turn)
             sent, heard = exchange.traffic(outbox, message, ids)
             up, down = up + sent, down + heard
             bad = {int(indices(ids)[row]): field for row, field in not_finite(message).items()}
@@ -202,9 +205,9 @@ class LocalClients:
         for ids, state in states:
             self.table.write(ids, state)
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs a cohort; see `Clients.step`."""
-        found = self.gather(outbox, cohort, key, lost)
+        found = self.gather(outbox, cohort, turn, lost)
         aggregate = None if found.partial is None else self.algorithm.exchange.finish(found.partial)
         commit = lambda: self.commit(found.states)
         return Pending(aggregate, found.ids, found.info, found.up, found.down, commit, refused=found.refused)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.clients import LocalClients, Pending
 from fedtorch.federation.population import SMALL_BLOCK, placed
 from fedtorch.tree import Tree
@@ -76,14 +76,14 @@ class DistributedClients:
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
         self.mine[own] = True
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
         exchange = self.local.algorithm.exchange
-        found = self.local.gather(outbox, cohort, key, lost)
+        found = self.local.gather(outbox, cohort, turn, lost)
         partial = found.partial
         if partial is None:
             block = self.local.empty_block()
-            partial = exchange.gather(self.local.reply(block, outbox, key).message, block[0])
+            partial = exchange.gather(self.local.reply(block, outbox, turn).message, block[0])
         ids, info = self._join_infos(found.ids, found.info)
         counts = torch.tensor([found.up, found.down, len(found.refused)], dtype=torch.int64)
         up, down, refusals = self._reduce(counts).tolist()

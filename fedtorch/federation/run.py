@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, first_total
+from fedtorch.federation.algorithm import Algorithm, Turn, first_total
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
@@ -123,7 +123,8 @@ class Run:
         if asked is not None:
             check_ids(asked, len(everybody))
         hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self.clients.step(algorithm.outbox(self.server), hear, keys.client, silent)
+        turn = Turn(keys.client, self.number)
+        pending = self.clients.step(algorithm.outbox(self.server), hear, turn, silent)
         if self.on_bad_message == "raise":
             refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
         if pending.aggregate is not None:

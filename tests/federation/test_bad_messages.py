@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.exchange import Mean, Sum, not_finite
 from fedtorch.trust.robust import trimmed_mean
 
@@ -24,8 +25,8 @@ def spoiled(algorithm: ft.Algorithm, value: float, after: int = 0) -> ft.Algorit
     """Client `BAD` sends `value` in the first number of its message, once it has worked so many rounds."""
     worked = [0]
 
-    def client(inbox: Any, state: Any, data: Any, key: Tensor) -> ft.Reply:
-        reply = algorithm.client(inbox, state, data, key)
+    def client(inbox: Any, state: Any, data: Any, turn: Turn) -> ft.Reply:
+        reply = algorithm.client(inbox, state, data, turn)
         worked[0] += 1
         if worked[0] <= after:
             return reply

@@ -33,9 +33,9 @@ class State(NamedTuple):
 def running_sum() -> ft.Algorithm:
     """Every client moves at random around its rows; the server keeps the sum of all clients' parameters."""
 
-    def client(inbox: Tree, state: State, data: ClientData, key: Tensor) -> ft.Reply:
+    def client(inbox: Tree, state: State, data: ClientData, turn: ft.Turn) -> ft.Reply:
         near = data.batch[0].sum(1) / data.count[:, None] + 0.1 * inbox
-        new = 0.5 * (state.parameters + near) + random.normal(key, near.shape[1:], near.dtype)
+        new = 0.5 * (state.parameters + near) + random.normal(turn.key, near.shape[1:], near.dtype)
         return ft.Reply(None, State(new), {})
 
     return ft.Algorithm(

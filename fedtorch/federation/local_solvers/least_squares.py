@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.state import LocalState
 from fedtorch.models.linear import LinearHead, Spectral, spectral, sufficient_statistics
@@ -104,7 +104,7 @@ def _solve(
     state: Tree,
     data: Spectral,
     quadratic: Quadratic | None,
-    key: Tensor,
+    turn: Turn,
 ) -> Local:
     old = form.join(start).to(torch.float64)
     basis, curvature = data.vectors, data.values * (2 / form.outputs)
