@@ -245,18 +245,13 @@ def population(name: str, chunk: int | None = None) -> ft.InProcess:
     return ft.InProcess(data.pool() if name in POOLED else data, chunk)
 
 
-@pytest.fixture(params=[0, 16_384], ids=["blocks by size", "one block"])
-def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("population", "clients"):
-        monkeypatch.setattr(f"fedtorch.federation.{place}.SMALL_BLOCK", request.param)
-
-
 @every_algorithm
 @pytest.mark.parametrize("cohort", [None, 3])
-@pytest.mark.usefixtures("small_block")
-def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None) -> None:
+def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block, blocks by size, and either in chunks; those by size hold at most three clients."""
     runs = []
-    for chunk in (None, 1, 3):
+    for small, chunk in ((16_384, None), (16_384, 3), (0, None), (0, 1)):
+        monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", small)
         algorithm, clients = ALGORITHMS[name](), population(name, chunk)
         size = None if cohort is None or name in POOLED else cohort
         rounds = ft.Run(algorithm, clients, start(name, algorithm), cohort=size, seed=2).rounds(ROUNDS)

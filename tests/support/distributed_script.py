@@ -150,8 +150,8 @@ def rounds() -> dict[str, float]:
     }
     found = {}
     for name, (algorithm, data, arguments) in cases.items():
+        expected = some_rounds(algorithm, ft.InProcess(data), **arguments)
         for chunk in (None, 2):
-            expected = some_rounds(algorithm, ft.InProcess(data), **arguments)
             got = some_rounds(algorithm, ft.Distributed(data, chunk=chunk), **arguments)
             found[f"{name}, chunk {chunk}"] = worst(expected, got)
         got = some_rounds(algorithm, ft.Redelivered(ft.Distributed(data), 0.6), **arguments)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fedtorch.lazy import loaded
 from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, copied, options, rebind
 
 
@@ -83,7 +83,7 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
     """
     if make is not None:
         answer: Any = make(p for p in module.parameters() if p.requires_grad)
-    elif isinstance(module, L.LightningModule):
+    elif isinstance(module, loaded("lightning.pytorch", "LightningModule")):
         answer = module.configure_optimizers()
     else:
         raise TypeError(

@@ -73,7 +73,7 @@ def test_it_reaches_the_optimum_of_the_pooled_rows(solver: str, participation: s
     data = linear_clients(sizes)
     local = ft.least_squares(linear()) if solver == "least squares" else sgd(0.05, steps=8)
     best = pooled_optimum(data, data.counts)
-    cohort, rounds, tolerance = (None, 150, 10 * ROUNDING) if participation == "full" else (4, 500, 1e-8)
+    cohort, rounds, tolerance = (None, 150, 10 * ROUNDING) if participation == "full" else (4, 300, 1e-5)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
     found = ft.run(ft.feddyn(local, 4.0), ft.InProcess(data), start, cohort=cohort, rounds=rounds).last
     assert distance(joined(found.server.parameters), best) < tolerance  # it converges linearly

@@ -83,7 +83,7 @@ def test_it_reaches_the_optimum_of_the_pooled_rows(participation: str) -> None:
     sizes = [10 + (7 * k) % 40 for k in range(40)]
     data, solver = linear_clients(sizes), sgd(0.05, steps=8)
     best = pooled_optimum(data, data.counts)
-    cohort, rounds, tolerance = (None, 100, 10 * ROUNDING) if participation == "full" else (4, 500, 1e-8)
+    cohort, rounds, tolerance = (None, 100, 10 * ROUNDING) if participation == "full" else (4, 300, 1e-5)
     start = tree.map(lambda leaf: leaf + 2, solver.parameters)
     found = ft.run(ft.scaffold(solver), ft.InProcess(data), start, cohort=cohort, rounds=rounds).last
     assert distance(joined(found.server.parameters), best) < tolerance  # it converges linearly
