@@ -82,9 +82,9 @@ def fedmgp(
     wants besides.
 
     `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior, and has observed the unit's rows where
-    their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate` predicts
-    from what units share. `Server.bound` is the bound of the marginal likelihood at the hyperparameters with
-    which the units last told their sites, and those make the predictions.
+    their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate`
+    predicts from what units share. `Server.bound` is the bound of the marginal likelihood at the hyperparameters
+    with which the units last told their sites, and those make the predictions.
 
     Args:
         module: of one unit, no batch shape; in float64 unless the data are easy. A unit's own parameters start from
