@@ -116,6 +116,8 @@ class Algorithm:
         start: parameters to start from, where a run is given none.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`, for evaluation.
         module: whose copies `client_module` and `global_module` return.
+        finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
+            model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
@@ -131,6 +133,7 @@ class Algorithm:
     start: Tree = None
     predict: Callable[[Tree, Tree], Tree] | None = None
     module: nn.Module | None = None
+    finish: Callable[[Any, Tree], None] | None = None
 
 
 def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:

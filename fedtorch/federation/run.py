@@ -206,9 +206,11 @@ class Run:
 
     def client_module(self, client: int | str) -> nn.Module:
         """A copy of the module with the tensors that `client` (number or name) predicts with."""
-        number = self._client(client)
-        module = self._module()
-        return functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+        number, module = self._client(client), self._module()
+        module = functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+        if self.algorithm.finish is not None:
+            self.algorithm.finish(module, self.population.data[number])
+        return module
 
     def global_module(self) -> nn.Module:
         """A copy of the module with the server's parameters, for algorithms that send out all of them.

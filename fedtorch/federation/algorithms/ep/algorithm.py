@@ -117,11 +117,12 @@ def server(state: Server, aggregate: Message, key: Tensor, *, model: Completed, 
     base = tree.add(state.prior, tree.add_scaled(total.site, share, total.waiting))
     prior_sites = renewed(base, state.prior_sites, prior.factors)
     posterior = _product(base, prior_sites, prior)
+    free = first or int(state.population) == 1
     pace, moved = pacing.update(
         state.pace,
         pacing.changes(state.posterior, posterior),
         version=int(state.version),
-        proper=bool(gaussian.is_proper(posterior)) and (first or pacing.is_near(state.trusted, posterior)),
+        proper=bool(gaussian.is_proper(posterior)) and (free or pacing.is_near(state.trusted, posterior)),
         improper=aggregate.improper.value,
         everybody=float(aggregate.improper.weight) == float(state.population),
         most=damping,

@@ -81,9 +81,10 @@ def fedmgp(
     """A multi-output Gaussian process over units that keep their data; rows are (x `(d,)`, y) and what the likelihood
     wants besides.
 
-    `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior: call it for a `MultivariateNormal` of
-    f, its `predict` for outputs. `Server.bound` is the bound of the marginal likelihood at the hyperparameters with
-    which the units last told their sites, and those make the predictions.
+    `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior, and has observed the unit's rows where
+    their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate`
+    predicts from what units share. `Server.bound` is the bound of the marginal likelihood at the hyperparameters
+    with which the units last told their sites, and those make the predictions.
 
     Args:
         module: of one unit, no batch shape; in float64 unless the data are easy. A unit's own parameters start from
@@ -129,6 +130,7 @@ def fedmgp(
         start=gp.start(),
         predict=gp.predict,
         module=gp.module,
+        finish=gp.finish,
     )
 
 
