@@ -247,7 +247,8 @@ def population(name: str, chunk: int | None = None) -> ft.InProcess:
 
 @pytest.fixture(params=[0, 16_384], ids=["blocks by size", "one block"])
 def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", request.param)
+    for place in ("population", "clients"):
+        monkeypatch.setattr(f"fedtorch.federation.{place}.SMALL_BLOCK", request.param)
 
 
 @every_algorithm

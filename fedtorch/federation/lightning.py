@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -58,6 +58,7 @@ class Federation(L.LightningModule):
         record: who follows the run, such as an `ft.Sampler`.
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
+        on_bad_message: what a message with NaN or Inf does; see `Run`.
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
@@ -91,6 +92,7 @@ class Federation(L.LightningModule):
         faults: Faults | None = None,
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
+        on_bad_message: Literal["raise", "drop"] = "raise",
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -112,6 +114,7 @@ class Federation(L.LightningModule):
             seed=seed,
             record=record,
             keep_losses=keep_losses,
+            on_bad_message=on_bad_message,
         )
         self._split, self._validation = split, validation
         self._metrics = {name: fm.as_stacked(metric) for name, metric in (metrics or {}).items()}

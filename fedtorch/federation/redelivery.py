@@ -19,8 +19,9 @@ from torch import Tensor
 from fedtorch import random, tree, wire
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.clients import Clients, Pending
 from fedtorch.federation.exchange import Exchange, indices
-from fedtorch.federation.population import Clients, Pending, Population
+from fedtorch.federation.population import Population
 from fedtorch.tree import Rows, Tree
 
 _NETWORK = -1  # folded into a round's key; clients fold in their ids, which are not negative

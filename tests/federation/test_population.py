@@ -13,7 +13,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation.population import LocalClients, Pending
+from fedtorch.federation.clients import LocalClients, Pending
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 4, 17, 6]
@@ -28,7 +28,8 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 @pytest.fixture(autouse=True, params=[0, 16_384], ids=["blocks by size", "one block"])
 def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test sees its few rows in blocks of similar size, and in one padded block."""
-    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", request.param)
+    for place in ("population", "clients"):
+        monkeypatch.setattr(f"fedtorch.federation.{place}.SMALL_BLOCK", request.param)
 
 
 every_algorithm = pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGORITHMS)
@@ -194,7 +195,7 @@ def test_evaluation_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     clients.step(outbox, None, ft.Turn(random.key(0), 0)).commit()
     data = linear_clients(SIZES, seed=1)
     whole = clients.evaluate(outbox, data, squared_errors(algorithm))
-    monkeypatch.setattr("fedtorch.federation.population._BLOCK_ROWS", 1)
+    monkeypatch.setattr("fedtorch.federation.clients._BLOCK_ROWS", 1)
     assert distance(clients.evaluate(outbox, data, squared_errors(algorithm)), whole) < ROUNDING
 
 
