@@ -26,6 +26,7 @@ from fedtorch.federation.population import Population
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort
 from fedtorch.federation.trainer_settings import check_loader, check_settings
+from fedtorch.federation.validation import OwnValidation, has_validation_step
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class Federation(L.LightningModule):
             key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
         metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, or a function
-            (prediction, target) -> per-example values.
+            (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` logs,
+            under its names, with each client's tensors on all of its rows as one batch.
         split: rows -> (inputs, targets), for `metrics`.
         seed: of all randomness.
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
@@ -94,10 +96,15 @@ class Federation(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        if (validation is None) != (not metrics):
-            raise ValueError("Expected validation= and metrics= together, but got only one of them")
+        own = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
+        if (validation is None) != (not metrics) and (validation is None or own is None):
+            raise ValueError(
+                "Expected validation= and metrics= together, but got only one of them, and a module that has no "
+                "validation_step"
+            )
         if validation is not None:
             check_same_clients(validation, population.names)
+        self._own = OwnValidation(own) if isinstance(own, L.LightningModule) else None
         self.run = Run(
             algorithm,
             population,
@@ -163,15 +170,18 @@ class Federation(L.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Scores every client's model on its validation rows."""
         assert self._validation is not None
-        scores = self.evaluate(self._validation)
+        if self._own is not None:
+            scores = self._own(self.run, self._validation)
+        else:
+            scores = {f"val_{name}": score for name, score in self.evaluate(self._validation).items()}
         values: dict[str, float] = {}
         for name, score in scores.items():
-            values[f"val_{name}"] = score.overall
-            values[f"val_{name}_mean"] = score.mean()
-            values[f"val_{name}_min"] = score.worst(largest_is_best=True)
-            values[f"val_{name}_max"] = score.worst(largest_is_best=False)
+            values[name] = score.overall
+            values[f"{name}_mean"] = score.mean()
+            values[f"{name}_min"] = score.worst(largest_is_best=True)
+            values[f"{name}_max"] = score.worst(largest_is_best=False)
         self.run.log.validated(self.round, values)
-        self._log_values(values, prog_bar=tuple(f"val_{name}" for name in scores))
+        self._log_values(values, prog_bar=tuple(scores))
 
     def train_dataloader(self) -> Iterable[int]:
         """One item: an epoch is a round."""

@@ -123,8 +123,7 @@ class Run:
         if asked is not None:
             check_ids(asked, len(everybody))
         hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
-        turn = Turn(keys.client, self.number)
-        pending = self.clients.step(algorithm.outbox(self.server), hear, turn, silent)
+        pending = self.clients.step(algorithm.outbox(self.server), hear, Turn(keys.client, self.number), silent)
         if self.on_bad_message == "raise":
             refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
         if pending.aggregate is not None:
