@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, linalg, tree
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.state import LocalState
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
@@ -108,7 +108,7 @@ def _solve(
     state: Tree,
     data: Spectral,
     quadratic: Quadratic | None,
-    key: Tensor,
+    turn: Turn,
 ) -> Local:
     old, share = form.join(start).to(torch.float64), 2 / form.outputs
     precision, shift = None, None
