@@ -111,28 +111,37 @@ def _solve(
     turn: Turn,
 ) -> Local:
     old, share = form.join(start).to(torch.float64), 2 / form.outputs
-    precision, shift = None, None
-    if quadratic is not None:
-        common = isinstance(quadratic.precision, Tensor)
-        precision = quadratic.precision[:, None] if common else _precisions(quadratic, start, form)
-        precision, shift = precision.to(torch.float64), form.join(quadratic.shift).to(torch.float64)
+    added = None if quadratic is None else _added(quadratic, start, form)
     if steps is None:
-        new, taken = _minimiser(data, share, precision, shift, old), torch.zeros_like(data.values[:, 0])
+        new, taken = _minimiser(data, share, added, old), torch.zeros_like(data.values[:, 0])
     else:
-        new, taken = _descended(data, share, precision, shift, old, steps, lr)
+        new, taken = _descended(data, share, added, old, steps, lr)
     gram, cross, power, _ = data.statistics
     loss = ((power + (new * (gram @ new - 2 * cross)).sum((1, 2))) / form.outputs).clamp(min=0)
     solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
     return Local(solution, state, taken, {"loss": loss})
 
 
-def _minimiser(data: Spectral, share: float, precision: Tensor | None, shift: Tensor | None, old: Tensor) -> Tensor:
-    """The minimiser `(K, p, o)` nearest to `old`, for precisions `(K, 1)` or `(K, p)` and a shift `(K, p, o)`."""
-    if precision is not None and precision.shape[1] != 1:
-        return _exact_minimiser(data, share, precision, shift, old)
+class _Added(NamedTuple):
+    """What a quadratic adds to the objective: ½ Σ λ_j θ_j² − ⟨h, θ⟩."""
+
+    precision: Tensor  # (K, 1) or (K, p) λ
+    shift: Tensor  # (K, p, o) h
+
+
+def _added(quadratic: Quadratic, parameters: Tree, form: _Form) -> _Added:
+    common = quadratic.precision
+    precision = common[:, None] if isinstance(common, Tensor) else _precisions(quadratic, parameters, form)
+    return _Added(precision.to(torch.float64), form.join(quadratic.shift).to(torch.float64))
+
+
+def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
+    """The minimiser `(K, p, o)` nearest to `old`; `share` of X'X is the curvature of the loss."""
+    if added is not None and added.precision.shape[1] != 1:
+        return _exact_minimiser(data, share, added, old)
     curvature, target = data.values * share, data.cross * share
-    if precision is not None:
-        curvature, target = curvature + precision, target + data.vectors.mT @ shift
+    if added is not None:
+        curvature, target = curvature + added.precision, target + data.vectors.mT @ added.shift
     known = curvature > 0
     inside = target / curvature[..., None]
     if not bool(known.all()):
@@ -140,18 +149,16 @@ def _minimiser(data: Spectral, share: float, precision: Tensor | None, shift: Te
     new = data.vectors @ inside
     inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
     if bool(inexact.any()):
-        own = tree.map(lambda leaf: leaf[inexact], (data, precision, shift, old))
-        new[inexact] = _exact_minimiser(own[0], share, *own[1:])
+        own, more, start = tree.map(lambda leaf: leaf[inexact], (data, added, old))
+        new[inexact] = _exact_minimiser(own, share, more, start)
     return new
 
 
-def _exact_minimiser(
-    data: Spectral, share: float, precision: Tensor | None, shift: Tensor | None, old: Tensor
-) -> Tensor:
+def _exact_minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
     """The same whatever the units of the features."""
     matrix, right = data.statistics.gram * share, data.statistics.cross * share
-    if precision is not None:
-        matrix, right = matrix + precision.expand(right.shape[:2]).diag_embed(), right + shift
+    if added is not None:
+        matrix, right = matrix + added.precision.expand(right.shape[:2]).diag_embed(), right + added.shift
     parts = linalg.equilibrated(matrix)
     null = parts.null()
     root = parts.inverse_root(null)
@@ -159,23 +166,17 @@ def _exact_minimiser(
 
 
 def _descended(
-    data: Spectral,
-    share: float,
-    precision: Tensor | None,
-    shift: Tensor | None,
-    old: Tensor,
-    steps: int,
-    lr: float | None,
+    data: Spectral, share: float, added: _Added | None, old: Tensor, steps: int, lr: float | None
 ) -> tuple[Tensor, Tensor]:
     """Where gradient steps from `old` end, `(K, p, o)`, and the sum of the learning rates `(K,)`."""
     basis, curvature, descent = data.vectors, data.values * share, data.cross * share
-    if precision is not None:
-        if precision.shape[1] == 1:
-            curvature = curvature + precision
+    if added is not None:
+        if added.precision.shape[1] == 1:
+            curvature = curvature + added.precision
         else:
-            curvature, basis = torch.linalg.eigh(data.statistics.gram * share + precision.diag_embed())
+            curvature, basis = torch.linalg.eigh(data.statistics.gram * share + added.precision.diag_embed())
             descent = basis.mT @ (data.statistics.cross * share)
-        descent = descent + basis.mT @ shift
+        descent = descent + basis.mT @ added.shift
     reach, taken = _gradient_steps(curvature, steps, lr)
     return old + basis @ (reach[..., None] * (descent - curvature[..., None] * (basis.mT @ old))), taken
 

@@ -334,7 +334,9 @@ def test_a_clock_beside_an_indicator() -> None:
     start = tree.expand(local.parameters, 3)
     for precision in (torch.tensor([0.1, 0.0, 7.0]).double(), {"weight": torch.tensor([0.1, 0.5, 7.0]).double()}):
         pulled = ft.Quadratic(precision, {"weight": torch.tensor([1.0, -2.0]).double().expand(3, 1, 2)})
-        found = local(start, None, local.prepare(data.stack(range(3))), pulled, KEYS[:3]).parameters["weight"][:, 0]
+        found = local(start, None, local.prepare(data.stack(range(3))), pulled, ft.Turn(KEYS[:3], 0)).parameters[
+            "weight"
+        ][:, 0]
         for k, (x, y) in enumerate(data):
             size, own = x.norm(dim=0), pulled.precision_of("weight")[k]
             matrix = 2 / len(y) * x.T @ x + own * torch.eye(2, dtype=torch.float64)
@@ -350,7 +352,7 @@ def test_gradient_steps_are_in_the_units_of_the_features() -> None:
     start, block = tree.expand(ft.least_squares(module).parameters, 2), data.stack(range(2))
     for local in (ft.least_squares(module, steps=20, lr=1e-9), sgd(1e-9, module, steps=20)):
         state = tree.expand(local.init(local.parameters), 2)
-        ends.append(local(start, state, local.prepare(block), None, KEYS[:2]).parameters)
+        ends.append(local(start, state, local.prepare(block), None, ft.Turn(KEYS[:2], 0)).parameters)
     assert distance(*ends) < ROUNDING
 
 
@@ -361,7 +363,7 @@ def test_dependent_features_take_the_solution_nearest_to_the_start_in_their_unit
     with pytest.warns(UserWarning, match="Expected columns of rank 3, but got rank 2"):
         prepared = local.prepare(data.stack([0]))
     start = tree.map(lambda leaf: 1e-9 * leaf, tree.expand(local.parameters, 1))
-    found = local(start, None, prepared, None, KEYS[:1]).parameters["weight"][0, 0]
+    found = local(start, None, prepared, None, ft.Turn(KEYS[:1], 0)).parameters["weight"][0, 0]
     first, _, third, empty = start["weight"][0, 0].tolist()
     excess = (1e-9 - first - 1000 * third) / (1 + 1000**2)  # along (1, 1000), which is orthogonal to what is open
     expected = [first + excess, 3.0, third + 1000 * excess, empty]
