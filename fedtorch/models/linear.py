@@ -239,8 +239,8 @@ def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
         worst = int(missing.argmax())
         warnings.warn(
             f"Expected columns of rank {int(most[worst])}, but got rank {int(rank.flatten()[worst])} in data set "
-            f"{worst} of {missing.numel()} ({int((missing > 0).sum())} have dependent columns): of the solutions that fit "
-            "alike, the one of least norm is taken; leave columns out, centre them, or add a penalty",
+            f"{worst} of {missing.numel()} ({int((missing > 0).sum())} have dependent columns): of the solutions that "
+            "fit alike, the one of least norm is taken; leave columns out, centre them, or add a penalty",
             stacklevel=4,
         )
 
