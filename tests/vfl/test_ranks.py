@@ -28,7 +28,9 @@ if rank == 1:
     link.send(Send(0, {"first": torch.arange(4.0)}))
     link.send(Send(0, {}))
     try:
-        link.send(Send(0, {"second": torch.zeros(size)}))
+        link.send(Send(0, {"second": torch.zeros(size if size > 0 else 4)}))
+        if size < 0:  # more than was announced, which ends a process that reads by gloo
+            link.streams.write(0, bytes([255]) * 100_000)
     except RuntimeError:
         pass  # the other has gone
 else:
@@ -36,17 +38,23 @@ else:
     first = link.receive(Receive(1, like))["first"].tolist()
     print(first, link.receive(Receive(1, {})), link.received == wire.size(like))
     try:
-        link.receive(Receive(1, {"second": torch.zeros(4)}))
+        for _ in range(2):
+            link.receive(Receive(1, {"second": torch.zeros(4)}))
     except wire.PayloadError as error:
         print(error)
 """
 
 
 @pytest.mark.parametrize(
-    ("size", "message"), [(3, "field 'second': expected shape (4,), but got (3,)"), (500, "bytes")]
+    ("size", "message"),
+    [
+        (3, "field 'second': expected shape (4,), but got (3,)"),
+        (500, "bytes"),
+        (-1, "bytes, but got 18446744073709551615"),
+    ],
 )
 def test_a_payload_of_another_length_is_refused(size: int, message: str, tmp_path: Path) -> None:
-    """Without its length before it, a longer one ends the receiver's process by an abort."""
+    """Also one that is longer than it was announced to be: over gloo it ends the receiver's process by an abort."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
