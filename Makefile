@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
+HALF := tests/federation tests/test_conformance.py fedtorch  # of the suite, by what it takes
 
 .PHONY: demo test test-slow lint format bench bench-peers clean
 
@@ -19,8 +20,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python -m experiments.quickstart --out experiments/out
 
+# Without PYTEST_ARGS two processes share the suite, a core each; what the first one prints comes at the end.
 test: $(STAMP)
+ifeq ($(strip $(PYTEST_ARGS)),)
+	@log=$$(mktemp); export OMP_NUM_THREADS=1; \
+	$(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; trap "kill $$half; cat $$log" INT TERM; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(HALF)); rest=$$?; \
+	wait $$half; half=$$?; cat $$log; rm $$log; exit $$((half + rest))
+else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+endif
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)

@@ -53,9 +53,9 @@ def errors(algorithm: ft.Algorithm, data: ft.data.FederatedData, cohort: int | N
     x, y = data.rows
     best = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     found = []
-    for round in ft.Run(algorithm, ft.InProcess(data), cohort=cohort, seed=seed).rounds(rounds):
-        shared = round.server if isinstance(round.server, dict) else round.server.parameters
-        found.append((shared["weight"][0] - best).norm() / best.norm())
+    run = ft.Run(algorithm, ft.InProcess(data), cohort=cohort, seed=seed)
+    for _ in run.rounds(rounds):
+        found.append((run.global_module().weight[0].detach() - best).norm() / best.norm())
     return torch.stack(found)
 
 

@@ -32,7 +32,8 @@ def predictions_of(candidate: Candidate, training: FederatedData, test: Federate
     algorithm = candidate.algorithm
     assert algorithm is not None
     population = ft.InProcess(training.pool() if candidate.pooled else training)
-    run, outputs = ft.run(algorithm, population, seed=seed, rounds=candidate.rounds), algorithm.predict
+    run = ft.run(algorithm, population, seed=seed, rounds=candidate.rounds)
+    outputs = algorithm.predict
     assert outputs is not None
 
     def predict(tensors: Tree, block: ClientData) -> Tensor:

@@ -125,8 +125,8 @@ def chosen(method: str, training: FederatedData, rounds: int, seed: int) -> Cand
 def learnt_covariance(data: FederatedData, rounds: int) -> LowRank:
     """HM1's Ω on the first split."""
     training, _ = data.split(TRAINING, 0)
-    last = ft.run(chosen("HM1", training, rounds, 0).algorithm, ft.InProcess(training), rounds=rounds).last
-    return last.server.covariance
+    best = chosen("HM1", training, rounds, 0).algorithm
+    return ft.run(best, ft.InProcess(training), rounds=rounds).server.covariance
 
 
 def scores(method: str, data: FederatedData, rounds: int, seed: int) -> dict[str, float]:

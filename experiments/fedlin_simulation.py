@@ -25,7 +25,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from fedtorch.models import low_rank
-from fedtorch.models.linear import LinearHead, SufficientStatistics, ridge, sufficient_statistics
+from fedtorch.models.linear import LinearHead, client_statistics, ridge
 from fedtorch.models.matrix_normal import exponential_average, posterior_mode
 
 STEPS, ROUNDS, RATE, ALPHA = 20, 30, 0.01, 0.1  # the paper's T, C, η₂, α
@@ -83,12 +83,6 @@ def related(devices: int, features: int, rows: int, seed: int) -> Problem:
     return draw_problem(omega, [rows] * devices, features, 0.1, devices, seed)
 
 
-def statistics(problem: Problem) -> SufficientStatistics:
-    """X'X, X'y, y'y and n of every device."""
-    block = problem.data.stack(range(len(problem.data)))
-    return sufficient_statistics(block.batch[0], block.batch[1], block.mask)
-
-
 def head(problem: Problem) -> LinearHead:
     return LinearHead(problem.theta.shape[1], intercept=False, dtype=torch.float64)
 
@@ -108,13 +102,12 @@ def paper_average(problem: Problem, rounds: int) -> Tensor:
 
 def as_printed(problem: Problem, rounds: int) -> Tensor:
     """Algorithm 1 as printed, with mean gradients: both step sizes are η₂, and the shrinkage comes once a round."""
-    known = statistics(problem)
-    gram, cross = known.per_row().gram, known.per_row().cross
+    known = client_statistics(problem.data).per_row()
     theta = torch.zeros_like(problem.theta)
     omega = torch.eye(len(theta), dtype=torch.float64)
     for _ in range(rounds):
         for _ in range(STEPS):
-            theta = theta + 2 * RATE * (cross - (gram @ theta[..., None])[..., 0])
+            theta = theta + 2 * RATE * (known.cross - (known.gram @ theta[..., None])[..., 0])
         theta = theta - 2 * RATE * torch.linalg.solve(omega, theta)
         omega = (1 - ALPHA) * omega + ALPHA / theta.shape[1] * theta @ theta.T
     return theta
@@ -130,7 +123,9 @@ def oracle(problem: Problem) -> Tensor:
     """The Bayes estimator, which knows Ω and the noise."""
     values, vectors = torch.linalg.eigh(problem.omega)
     omega = low_rank.from_factor(values[0], vectors * (values - values[0]).clamp(min=0).sqrt(), len(values))
-    return posterior_mode(statistics(problem), torch.full((len(values),), problem.noise), omega).coefficients
+    return posterior_mode(
+        client_statistics(problem.data), torch.full((len(values),), problem.noise), omega
+    ).coefficients
 
 
 def error(problem: Problem, theta: Tensor, seed: int) -> float:
@@ -149,7 +144,7 @@ def compare(problem: Problem, rounds: int, seed: int) -> dict[str, float]:
         "HM1, paper's average": paper_average(problem, rounds),
         "as printed": as_printed(problem, rounds),
         "separate": separate(problem, rounds),
-        "least squares": ridge(statistics(problem)),
+        "least squares": ridge(client_statistics(problem.data)),
         "knows Ω": oracle(problem),
     }
     return {name: error(problem, theta, seed) for name, theta in found.items()}

@@ -42,7 +42,7 @@ def error(
     x, y, at, truth = problem
     faults = ft.dropouts(drop) if drop else None
     run = ft.run(algorithm, ft.InProcess(fm.federated(x, y)), faults=faults, rounds=rounds)
-    return float((fm.predict(fm.unit_model(run, 0), at).mean - truth).square().mean())
+    return float((fm.predict(run.client_module(0), at).mean - truth).square().mean())
 
 
 def algorithms(units: int) -> dict[str, ft.Algorithm]:

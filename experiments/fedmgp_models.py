@@ -138,15 +138,10 @@ def fedmgp(
     """Each unit's model after some rounds of `ft.fedmgp`, and the run."""
     algorithm = ft.fedmgp(module, accept_disclosure=True, **settings)  # type: ignore[arg-type]
     run = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
-    models = [unit_model(run, unit) for unit in range(len(data))]
+    models = [run.client_module(k) for k in range(len(data))]
     for unit, rows in zip(models, data):
         unit.observe(*rows)
     return models, run
-
-
-def unit_model(run: ft.Run, unit: int) -> ConvolvedGP:
-    """The model of a unit."""
-    return run.client_module(unit)  # type: ignore[return-value]
 
 
 def predict(unit: ConvolvedGP, x: Tensor) -> Prediction:

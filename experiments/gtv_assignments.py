@@ -24,6 +24,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common, gtv_fmi
 from fedtorch.data.datasets import weather
+from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import clustering, discrepancy, learning, solvers
 
 RIDGE, ROWS, RATES = 0.1, 100, (0.02, 0.05, 0.1)  # α, observations to train with, learning rates of the curves
@@ -52,8 +53,7 @@ def observations(seed: int) -> list[Tensor]:
 def ridge(seed: int, steps: int) -> list[Found]:
     """Gradient descent on (2.27) and scikit-learn's closed form, on the same 100 rows, without intercept."""
     train_x, other_x, train_y, other_y = observations(seed)
-    final = ft.run(*descent(train_x, train_y, RATES[-1], steps), rounds=1).last
-    ours = final.clients.tensors({}, 0)["weight"][0]
+    ours = ft.run(*descent(train_x, train_y, RATES[-1], steps), rounds=1).tensors()["weight"][0, 0]
     fitted = Ridge(alpha=ROWS * RIDGE, fit_intercept=False).fit(train_x.numpy(), train_y.numpy())
     theirs = torch.from_numpy(fitted.coef_)
 
@@ -84,17 +84,16 @@ def ridge_curves(seed: int, steps: int) -> dict[str, list[float]]:
     least = objective(torch.linalg.solve(system, train_x.T @ train_y / ROWS))
     curves = {}
     for rate in RATES:
-        rounds = ft.run(*descent(train_x, train_y, rate, 1), rounds=steps)
-        curves[f"η = {rate}"] = [objective(done.clients.tensors({}, 0)["weight"][0]) - least for done in rounds]
+        run = ft.Run(*descent(train_x, train_y, rate, 1))
+        curves[f"η = {rate}"] = [objective(run.tensors()["weight"][0, 0]) - least for _ in run.rounds(steps)]
     return curves
 
 
 def two_node_problem(curvatures: Sequence[float], minima: Sequence[float], alpha: float) -> solvers.LinearProblem:
     """Two nodes, an edge of weight one, and local losses q (w − c)²."""
     q, c = (torch.tensor(values, dtype=torch.float64) for values in (curvatures, minima))
-    return solvers.LinearProblem(
-        ft.Network.from_edges([(0, 1)]), alpha, q[:, None, None], (q * c)[:, None], q * c.square()
-    )
+    per_row = SufficientStatistics(q[:, None, None], (q * c)[:, None], q * c.square(), torch.ones_like(q))
+    return solvers.LinearProblem(ft.Network.from_edges([(0, 1)]), alpha, per_row)
 
 
 def two_node_errors(problem: solvers.LinearProblem, iterations: int) -> list[float]:

@@ -122,15 +122,11 @@ def rounds_of(
     """A method that is an algorithm in the round loop."""
 
     def run(settings: Settings, split: Split, network: ft.Network, watch: Watch) -> Tensor:
-        n = len(network)
-        cohort = None if active is None else ft.poisson_cohort(active, n)
-        population, w = ft.InProcess(split.training), torch.zeros(n, 7, dtype=torch.float64)
-        for done in ft.Run(algorithm(settings, network), population, cohort=cohort, seed=settings.seed).rounds(
-            settings.iterations
-        ):
-            w = done.clients.table.read(slice(0, n)).parameters["weight"][:, 0].clone()
-            watch(done.number, w)
-        return w
+        cohort = None if active is None else ft.poisson_cohort(active, len(network))
+        done = ft.Run(algorithm(settings, network), ft.InProcess(split.training), cohort=cohort, seed=settings.seed)
+        for round in done.rounds(settings.iterations):
+            watch(round.number, done.tensors()["weight"][:, 0])
+        return done.tensors()["weight"][:, 0]
 
     return run
 
@@ -175,7 +171,7 @@ def values_of(w: Tensor, split: Split, problem: solvers.LinearProblem) -> dict[s
         "training error": mean_error(split.training, w),
         "validation error": mean_error(split.validation, w),
         "objective": problem.objective(w),
-        "gradient, relative to zero's": problem.optimality(w),
+        "gradient, relative to zero's": float((problem.cross - problem.product(w)).norm() / problem.cross.norm()),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Sampled(NamedTuple):
     """A finished run."""
 
     sampler: ft.Sampler
+    run: ft.Run
     seconds: float
 
     def largest_r_hat(self, name: str) -> float:
@@ -57,9 +59,9 @@ def sample(
     watch: Callable[[ft.Round], dict[str, Tensor]],
 ) -> Sampled:
     """Runs the chains over sites in this process, and keeps what `watch` says of every round after the burn-in."""
-    sampler = ft.Sampler(burn_in=burn_in, watch=watch)
-    ft.run(algorithm, ft.InProcess(data), start, rounds=rounds, seed=seed, record=sampler)
-    return Sampled(sampler, common.seconds(lambda: sampler))
+    sampler, began = ft.Sampler(burn_in=burn_in, watch=watch), time.perf_counter()
+    run = ft.run(algorithm, ft.InProcess(data), start, rounds=rounds, seed=seed, record=sampler)
+    return Sampled(sampler, run, time.perf_counter() - began)
 
 
 def shared(round: ft.Round) -> dict[str, Tensor]:

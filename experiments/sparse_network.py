@@ -84,10 +84,9 @@ def without_server(data: ft.data.FederatedData, names: Sequence[str], sizes: Siz
     """A few rounds over a ring beside the same rounds with a server."""
     served, start = algorithm(sizes, names), graphical.start(len(names))
     ring = ft.without_server(served, ft.Network.ring(len(data)))
-    central = ft.run(served, ft.InProcess(data), start, rounds=sizes.rounds).last
-    alone = ft.run(ring, ft.InProcess(data), start, rounds=sizes.rounds).last
+    central, alone = (ft.run(each, ft.InProcess(data), start, rounds=sizes.rounds) for each in (served, ring))
     difference = (alone.server.variables.theta - central.server.variables.theta).abs().max()
-    megabytes = [(round.bytes_up + round.bytes_down) / 1e6 for round in (central, alone)]
+    megabytes = [(run.last.bytes_up + run.last.bytes_down) / 1e6 for run in (central, alone)]
     figures = {
         "largest difference of a coefficient from the server's": float(difference),
         "megabytes per round, with a server": megabytes[0],

@@ -78,7 +78,7 @@ def federated(data: ft.data.FederatedData, local: sparse.LocalKernel, sizes: Siz
     """The hierarchy of sites."""
     algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=sizes.sweeps, chains=sizes.chains)
     done = run(algorithm, data, sizes, seed)
-    mean, traffic = done.sampler.mean(), (done.sampler.bytes_up + done.sampler.bytes_down) / 1e6
+    mean, traffic = done.sampler.mean(), (done.run.bytes_up + done.run.bytes_down) / 1e6
     r_hat = {name: done.largest_r_hat(name) for name in ("theta", "log tau")}
     return Found(mean["theta"], mean["included"], done.seconds, traffic, r_hat)
 

@@ -4,6 +4,8 @@ A federation is an algorithm (what clients and server compute) on a population (
 `ft.Federation(ft.fedavg(local), ft.InProcess(data))` is a LightningModule, so a Lightning `Trainer` runs the rounds.
 """
 
+from typing import TYPE_CHECKING
+
 from fedtorch import (
     data as data,
     functional as functional,
@@ -23,6 +25,7 @@ from fedtorch.federation.algorithm import (
     LocalSolver as LocalSolver,
     Quadratic as Quadratic,
     Reply as Reply,
+    Turn as Turn,
 )
 from fedtorch.federation.algorithms.consensus import without_server as without_server
 from fedtorch.federation.algorithms.ditto import ditto as ditto
@@ -47,7 +50,6 @@ from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance a
 from fedtorch.federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from fedtorch.federation.algorithms.scaffold import scaffold as scaffold
 from fedtorch.federation.algorithms.separate import separate as separate
-from fedtorch.federation.client_sharding import ClientSharding as ClientSharding
 from fedtorch.federation.comparison import compare as compare, constant as constant
 from fedtorch.federation.distributed import Distributed as Distributed
 from fedtorch.federation.evaluation import Score as Score
@@ -68,13 +70,10 @@ from fedtorch.federation.faults import (
     stragglers as stragglers,
 )
 from fedtorch.federation.history import History as History, Round as Round
-from fedtorch.federation.lightning import Federation as Federation
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
 from fedtorch.federation.local_solvers.least_squares import least_squares as least_squares
-from fedtorch.federation.local_solvers.lightning_fit import lightning_fit as lightning_fit
 from fedtorch.federation.local_solvers.unlabelled import unlabelled as unlabelled
 from fedtorch.federation.population import InProcess as InProcess
-from fedtorch.federation.progress import RoundProgressBar as RoundProgressBar
 from fedtorch.federation.redelivery import Redelivered as Redelivered
 from fedtorch.federation.run import Run as Run, run as run
 from fedtorch.federation.sampler import Sampler as Sampler
@@ -86,8 +85,25 @@ from fedtorch.federation.sampling import (
 )
 from fedtorch.federation.tuning import Grid as Grid, grid as grid
 from fedtorch.federation.unreliable_edges import unreliable_edges as unreliable_edges
+from fedtorch.lazy import attributes as _attributes
 from fedtorch.models.linear import LinearHead as LinearHead
 from fedtorch.module_randomness import Drawn as Drawn
 from fedtorch.networks import Network as Network
+
+if TYPE_CHECKING:
+    from fedtorch.federation.client_sharding import ClientSharding as ClientSharding
+    from fedtorch.federation.lightning import Federation as Federation
+    from fedtorch.federation.local_solvers.lightning_fit import lightning_fit as lightning_fit
+    from fedtorch.federation.round_progress_bar import RoundProgressBar as RoundProgressBar
+else:  # what needs Lightning, which takes seconds to import
+    __getattr__, __dir__ = _attributes(
+        __name__,
+        {
+            "ClientSharding": "fedtorch.federation.client_sharding",
+            "Federation": "fedtorch.federation.lightning",
+            "RoundProgressBar": "fedtorch.federation.round_progress_bar",
+            "lightning_fit": "fedtorch.federation.local_solvers.lightning_fit",
+        },
+    )
 
 __version__ = "0.1.0"

@@ -23,14 +23,17 @@ import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-import torchmetrics
 from torch import Tensor
-from torchmetrics.utilities import dim_zero_sum
 
 from fedtorch import tree
+from fedtorch.lazy import loaded
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import torchmetrics
 
 PerExample = Callable[[Tensor, Tensor], Tensor]
 
@@ -214,10 +217,10 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
     """
     if isinstance(metric, StackedMetric):
         return metric
-    if isinstance(metric, torchmetrics.Metric):
+    if isinstance(metric, loaded("torchmetrics", "Metric")):
         return from_torchmetrics(metric)
     kinds = "a StackedMetric, a torchmetrics.Metric or a function (prediction, target) -> (K, N)"
-    if isinstance(metric, torchmetrics.MetricCollection):
+    if isinstance(metric, loaded("torchmetrics", "MetricCollection")):
         raise TypeError(f"Expected {kinds}, but got a MetricCollection; give its metrics one by one")
     if isinstance(metric, type):
         raise TypeError(f"Expected {kinds}, but got the class {metric.__name__}; call it first")
@@ -266,6 +269,8 @@ def _wide(state: Tensor) -> torch.dtype:
 
 def _summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
     """The initial states of a metric, if sums over clients make them up."""
+    import torchmetrics  # here, because few need it and it takes long to import
+
     name = type(metric).__name__
     if any(isinstance(child, torchmetrics.Metric) for child in list(metric.modules())[1:]) or not metric._defaults:
         raise TypeError(f"Expected a metric with states of its own, but got {name}; give the metric inside it")
@@ -278,7 +283,7 @@ def _summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
         reduction = metric._reductions[state]
         if not isinstance(default, Tensor):
             raise TypeError(f"Expected states that are sums, but got {name}.{state}, a list of examples; {advice}")
-        if reduction is not dim_zero_sum or bool((default != 0).any()):
+        if reduction is not torchmetrics.utilities.dim_zero_sum or bool((default != 0).any()):
             how = str(getattr(reduction, "__name__", reduction)).removeprefix("dim_zero_")
             raise TypeError(
                 f"Expected states that are sums from zero, but got {name}.{state}, reduced by {how}; {advice}"

@@ -245,17 +245,13 @@ def population(name: str, chunk: int | None = None) -> ft.InProcess:
     return ft.InProcess(data.pool() if name in POOLED else data, chunk)
 
 
-@pytest.fixture(params=[0, 16_384], ids=["blocks by size", "one block"])
-def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", request.param)
-
-
 @every_algorithm
 @pytest.mark.parametrize("cohort", [None, 3])
-@pytest.mark.usefixtures("small_block")
-def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None) -> None:
+def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block, blocks by size, and either in chunks; those by size hold at most three clients."""
     runs = []
-    for chunk in (None, 1, 3):
+    for small, chunk in ((16_384, None), (16_384, 3), (0, None), (0, 1)):
+        monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", small)
         algorithm, clients = ALGORITHMS[name](), population(name, chunk)
         size = None if cohort is None or name in POOLED else cohort
         rounds = ft.Run(algorithm, clients, start(name, algorithm), cohort=size, seed=2).rounds(ROUNDS)
@@ -277,10 +273,10 @@ def test_a_block_of_no_clients(name: str) -> None:
     algorithm = ALGORITHMS[name]()
     progress = ft.Run(algorithm, population(name), start(name, algorithm))
     outbox, clients = algorithm.outbox(progress.server), progress.clients
-    nobody = clients.reply(clients.empty_block(), outbox, random.key(0))
+    nobody = clients.reply(clients.empty_block(), outbox, ft.Turn(random.key(0), 0))
     assert all(len(leaf) == 0 for leaf in tree.leaves(nobody))
     block = next(iter(clients.blocks(None)))
-    somebody = clients.reply(block, outbox, random.key(0))
+    somebody = clients.reply(block, outbox, ft.Turn(random.key(0), 0))
     for empty, full in zip(nobody[:2], somebody[:2]):
         shapes = [[(path, leaf.shape[1:], leaf.dtype) for path, leaf in tree.items(part)] for part in (empty, full)]
         assert shapes[0] == shapes[1]
@@ -311,7 +307,7 @@ def test_inputs_are_not_changed(name: str, chunk: int | None) -> None:
         )
         given = (one.server, inbox, state, block[1], keys)
         before = copy_of(given)
-        reply = algorithm.client(inbox, state, block[1], keys)
+        reply = algorithm.client(inbox, state, block[1], ft.Turn(keys, 0))
         algorithm.model(inbox, state)
         message = copy_of(reply.message)
         aggregate = algorithm.exchange.finish(algorithm.exchange.gather(reply.message, block[0]))

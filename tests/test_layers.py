@@ -24,6 +24,7 @@ LAYERS = (
         "exact",
         "functional",
         "linalg",
+        "lazy",
         "safetensors_header",
         "wire",
         "metrics",

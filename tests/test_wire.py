@@ -392,7 +392,8 @@ def hostile(draw: random.Random, header: dict[str, Any], data: bytes) -> tuple[s
     return kind, kinds[kind]()
 
 
-def test_hostile_payloads_are_refused_or_valid():
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_hostile_payloads_are_refused_or_valid(count):
     draw = random.Random(0)
     likes = [LIKE, {"a": torch.ones(2, 3), "b": torch.ones((), dtype=torch.float64), "c": torch.zeros(0, 2)}]
     headers = [
@@ -408,7 +409,7 @@ def test_hostile_payloads_are_refused_or_valid():
         wire.decode(build(header, data), like, limit=1000)
     refused: Counter[str] = Counter()
     valid: Counter[str] = Counter()
-    for i in range(100_000):
+    for i in range(count):
         like = likes[i % 2]
         kind, payload = hostile(draw, headers[i % 2], honest[i % 2])
         try:
@@ -423,4 +424,4 @@ def test_hostile_payloads_are_refused_or_valid():
     assert not EXECUTED
     assert set(valid) <= {"flipped", "spliced", "offsets", "junk"}, "the others never happen to be right"
     assert len(refused) == 24
-    assert min(refused.values()) > 500
+    assert min(refused.values()) > count / 200

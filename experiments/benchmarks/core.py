@@ -141,9 +141,8 @@ def overhead(rounds: int, repeat: int) -> list[common.Row]:
     local = ft.least_squares(nn.Linear(8, 1))
     population = ft.InProcess(ft.data.from_tensors(linear_clients(10, 20)))
 
-    def alone() -> None:
-        for _ in ft.Run(ft.fedavg(local), population).rounds(rounds):
-            pass
+    def alone() -> ft.Run:
+        return ft.run(ft.fedavg(local), population, rounds=rounds)
 
     def under(**arguments: object) -> Callable[[], None]:
         return lambda: trainer(rounds, **arguments).fit(ft.Federation(ft.fedavg(local), population))
@@ -165,7 +164,7 @@ def many_clients(count: int) -> list[common.Row]:
     """A round of many linear clients, and the memory of the process."""
     local = ft.gradient_descent(Linear(), steps=20)
     data = ft.data.from_tensors(linear_clients(count, 40))
-    times = measure.round_seconds(ft.run(ft.fedavg(local), ft.InProcess(data)), 6)
+    times = measure.round_seconds(ft.Run(ft.fedavg(local), ft.InProcess(data)), 6)
     name = f"{count} linear clients, 20 full-batch steps"
     return [
         common.Row(name, "s a round (target < 0.5)", statistics.median(times[1:])),
@@ -179,8 +178,8 @@ def touched_only(count: int, cohort: int) -> list[common.Row]:
     clients = list(zip(x, x.sum(-1)))
     algorithm = ft.personal_layers(ft.gradient_descent(Wide(), steps=5), personal="personal.*")
     few, many = (ft.InProcess(ft.data.from_tensors(those)) for those in (clients[:cohort], clients))
-    alone = measure.round_seconds(ft.run(algorithm, few), 12)
-    every = measure.round_seconds(ft.run(algorithm, many, cohort=cohort), 12)
+    alone = measure.round_seconds(ft.Run(algorithm, few), 12)
+    every = measure.round_seconds(ft.Run(algorithm, many, cohort=cohort), 12)
     name = f"cohort of {cohort} among {count} clients, 10 000 personal parameters each"
     beyond = statistics.median(every[1:]) - statistics.median(alone[1:])
     return [

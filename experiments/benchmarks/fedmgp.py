@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,9 +31,8 @@ class Curve(NamedTuple):
 
 def exact(data: ft.data.FederatedData, inducing: torch.Tensor, rounds: int) -> Curve:
     """`ft.fedmgp`, whose server knows the bound."""
-    return _run(
-        ft.fedmgp(fm.model(inducing), accept_disclosure=True), data, rounds, lambda round: float(round.server.bound)
-    )
+    algorithm = ft.fedmgp(fm.model(inducing), accept_disclosure=True)
+    return _follow(algorithm, data, rounds, lambda run: float(run.server.bound))
 
 
 def averaged(data: ft.data.FederatedData, inducing: torch.Tensor, rounds: int, lr: float) -> Curve:
@@ -44,31 +43,28 @@ def averaged(data: ft.data.FederatedData, inducing: torch.Tensor, rounds: int, l
     whole = fm.model(inducing, units=units)
     own = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
 
-    def bound(round: ft.Round) -> float:
-        everybody = slice(0, units)
-        outbox, state = algorithm.outbox(round.server), round.clients.table.read(everybody)
-        tensors = algorithm.model(algorithm.exchange.scatter(outbox, everybody), state)
-        for name, value in tensors.items():
+    def bound(run: ft.Run) -> float:
+        for name, value in run.tensors().items():
             own[name].data = (value if name in whole.unit_names else value[0]).detach().clone()
         with torch.no_grad():
             part = whole.expected_log_likelihood(block.batch[0], block.batch[1], block.mask)
             return float(part.sum() - whole.divergence())
 
-    return _run(algorithm, data, rounds, bound)
+    return _follow(algorithm, data, rounds, bound)
 
 
-def _run(algorithm: ft.Algorithm, data: ft.data.FederatedData, rounds: int, bound: object) -> Curve:
-    found, seconds, floats = [], [], []
-    spent = sent = 0.0
-    began = time.perf_counter()
-    for round in ft.Run(algorithm, ft.InProcess(data)).rounds(rounds):
+def _follow(
+    algorithm: ft.Algorithm, data: ft.data.FederatedData, rounds: int, bound: Callable[[ft.Run], float]
+) -> Curve:
+    curve, spent, began = Curve([], [], []), 0.0, time.perf_counter()
+    run = ft.Run(algorithm, ft.InProcess(data))
+    for _ in run.rounds(rounds):
         spent += time.perf_counter() - began
-        sent += (round.bytes_up + round.bytes_down) / 8
-        found.append(bound(round))  # type: ignore[operator]
-        seconds.append(spent)
-        floats.append(sent)
+        curve.bound.append(bound(run))
+        curve.seconds.append(spent)
+        curve.floats.append((run.bytes_up + run.bytes_down) / 8)
         began = time.perf_counter()
-    return Curve(found, seconds, floats)
+    return curve
 
 
 def until(curve: Curve, goal: float) -> tuple[float, float]:

@@ -32,9 +32,13 @@ def sweeps(smoke: bool) -> list[common.Row]:
     rounds = 5 if smoke else 1000
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=100, chains=4)
     population = ft.InProcess(simulated(0))
-    run = lambda count: ft.Sampler(algorithm, population, torch.zeros(COVARIATES), keep=False).run(count)
-    run(1)
-    spent = statistics.median(common.seconds(lambda: run(rounds)) for _ in range(1 if smoke else REPETITIONS))
+
+    def chains(rounds: int) -> ft.Run:
+        start, sampler = torch.zeros(COVARIATES), ft.Sampler(keep=False)
+        return ft.run(algorithm, population, start, rounds=rounds, record=sampler)
+
+    chains(1)
+    spent = statistics.median(common.seconds(lambda: chains(rounds)) for _ in range(1 if smoke else REPETITIONS))
     setting = f"4 sites, {COVARIATES} covariates, 4 chains, {100 * rounds} sweeps"
     return [common.Row(setting, "seconds", spent), common.Row(setting, "µs a sweep", spent / rounds / 100 * 1e6)]
 
@@ -60,9 +64,10 @@ def nuts(smoke: bool) -> list[common.Row]:
     rows, ours = [], {}
     for name, (chains, interweave) in ways.items():
         algorithm = ft.gibbs(sparse.regression(interweave=interweave), sparse.hierarchy(), sweeps=10, chains=chains)
-        watch = lambda round: {"theta": round.server.variables.theta}
-        sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(COVARIATES), burn_in=rounds // 10, watch=watch)
-        spent = common.seconds(partial(sampler.run, rounds), time.process_time)
+        sampler = ft.Sampler(burn_in=rounds // 10, watch=lambda round: {"theta": round.server.variables.theta})
+        start, population = torch.zeros(COVARIATES), ft.InProcess(data)
+        sampling = partial(ft.run, algorithm, population, start, rounds=rounds, record=sampler)
+        spent = common.seconds(sampling, time.process_time)
         table = sampler.summary()
         ours[name] = float(table["ess_bulk"].min()) / spent
         setting = f"Gibbs, {name}, {rounds} rounds of 10 sweeps"
@@ -91,7 +96,7 @@ def clients(smoke: bool) -> list[common.Row]:
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=20, chains=1)
     ways = {}
     for name, chunk in (("stacked", None), ("a loop over clients", 1)):
-        ways[name] = partial(next, ft.run(algorithm, ft.InProcess(data, chunk), torch.zeros(covariates)))
+        ways[name] = ft.Run(algorithm, ft.InProcess(data, chunk), torch.zeros(covariates)).step
     medians = measure.medians(measure.interleaved(ways, 1 if smoke else REPETITIONS))
     found = [common.Row(f"{count} clients, {name}", "s a round of 20 sweeps", value) for name, value in medians.items()]
     ratio = medians["a loop over clients"] / medians["stacked"]

@@ -17,6 +17,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
+from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import solvers
 from fedtorch.networks.solvers.fedgd import gradient_step
 
@@ -39,7 +40,8 @@ def random_problem(nodes: int) -> solvers.LinearProblem:
     x = ft.random.normal(key, (nodes, FEATURES, FEATURES)).div_(FEATURES**0.5)
     gram = torch.bmm(x.mT, x)
     cross = ft.random.normal(ft.random.fold_in(key, 1), (nodes, FEATURES))
-    return solvers.LinearProblem(random_network(nodes), 0.5, gram, cross, torch.ones(nodes))
+    ones = torch.ones(nodes)
+    return solvers.LinearProblem(random_network(nodes), 0.5, SufficientStatistics(gram, cross, ones, ones))
 
 
 def gather_and_scatter(problem: solvers.LinearProblem) -> Callable[[Tensor], Tensor]:

@@ -9,9 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import fedtorch as ft
 from experiments import common
 
 Parts = dict[str, Callable[[], list[common.Row]]]
@@ -38,9 +39,9 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast))
 
 
-def round_seconds(rounds: Iterator[object], count: int) -> list[float]:
+def round_seconds(run: ft.Run, count: int) -> list[float]:
     """Seconds of each of the next rounds."""
-    return [common.seconds(lambda: next(rounds)) for _ in range(count)]
+    return [common.seconds(run.step) for _ in range(count)]
 
 
 def in_own_process(module: str, *options: str) -> list[common.Row]:

@@ -19,9 +19,9 @@ def seconds_per_round(clients: int, compile: bool) -> float:
     x = ft.random.normal(key, (clients * 40, 8))
     y = x.sum(-1) + ft.random.normal(ft.random.fold_in(key, 1), (clients * 40,))
     data = ft.data.FederatedData((x, y), torch.full((clients,), 40))
-    rounds = ft.run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=5, compile=compile)), ft.InProcess(data))
+    run = ft.Run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=5, compile=compile)), ft.InProcess(data))
     count = 20 if clients < 10_000 else 5
-    return statistics.median(measure.round_seconds(rounds, count + 1)[1:])
+    return statistics.median(measure.round_seconds(run, count + 1)[1:])
 
 
 def draw(counts: Sequence[int], found: dict[str, list[float]]) -> Figure:

@@ -37,13 +37,12 @@ def first(*names: str) -> Any:
     raise ModuleNotFoundError(f"Expected one of the modules {', '.join(names)}, but this version has none")
 
 
-def last_of(algorithm: Any, population: Any, start: Any = None, *, rounds: int) -> Any:
-    """The finished run, or in versions whose rounds are iterated, the last round: `server`, `clients`."""
-    running = ft.run(algorithm, population, start, rounds=rounds)
-    if hasattr(running, "server"):
-        return running
-    *_, last = running
-    return last
+def finished(algorithm: Any, population: Any, start: Any = None, *, rounds: int) -> Any:
+    """The finished run, or the last round where `ft.run` is a generator of rounds; both have `server` and `clients`."""
+    run = ft.run(algorithm, population, start, rounds=rounds)
+    if inspect.isgenerator(run):
+        *_, run = run
+    return run
 
 
 def norm(*leaves: Tensor) -> float:
@@ -51,9 +50,9 @@ def norm(*leaves: Tensor) -> float:
     return float(torch.stack([leaf.detach().double().norm() for leaf in leaves]).norm())
 
 
-def parameters_of(last: Any) -> float:
+def parameters_of(run: Any) -> float:
     """The norm of the server's parameters."""
-    server = getattr(last.server, "parameters", last.server)
+    server = getattr(run.server, "parameters", run.server)
     return norm(*(server.values() if isinstance(server, dict) else [server]))
 
 
@@ -87,14 +86,14 @@ def average_linear(small: bool, clients: int, rounds: int, algorithm: Callable[[
     """FedAvg, or another algorithm, of steps of a linear model."""
     clients, rounds = (10, 2) if small else (clients, rounds)
     made, population = algorithm(steps_of_linear()), ft.InProcess(linear_data(clients, 40))
-    return lambda: parameters_of(last_of(made, population, rounds=rounds))
+    return lambda: parameters_of(finished(made, population, rounds=rounds))
 
 
 def closed_form(small: bool) -> Work:
     """FedAvg of the same steps from Gram matrices."""
     made = ft.fedavg(ft.least_squares(nn.Linear(8, 1), steps=20, lr=0.05))
     population = ft.InProcess(linear_data(10 if small else 100, 40))
-    return lambda: parameters_of(last_of(made, population, rounds=2 if small else 400))
+    return lambda: parameters_of(finished(made, population, rounds=2 if small else 400))
 
 
 def perceptron(small: bool, compile: bool) -> Work:
@@ -110,7 +109,7 @@ def perceptron(small: bool, compile: bool) -> Work:
     )
     data = ft.data.partition(ft.data.digits(), ft.data.iid(), clients=clients, seed=0)
     made, population = ft.fedavg(local), ft.InProcess(data)
-    return lambda: parameters_of(last_of(made, population, rounds=rounds))
+    return lambda: parameters_of(finished(made, population, rounds=rounds))
 
 
 def gtv(small: bool) -> Work:
@@ -122,8 +121,8 @@ def gtv(small: bool) -> Work:
     population = ft.InProcess(linear_data(nodes, 10))
 
     def work() -> float:
-        last = last_of(made, population, rounds=rounds)
-        return norm(*last.clients.table.read(slice(0, nodes)).parameters.values())
+        run = finished(made, population, rounds=rounds)
+        return norm(*run.clients.table.read(slice(0, nodes)).parameters.values())
 
     return work
 
@@ -134,7 +133,7 @@ def gibbs(small: bool) -> Work:
     made = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=5, chains=4)
     population = ft.InProcess(linear_data(4, 120, 11, torch.float64))
     rounds = 3 if small else 100
-    return lambda: norm(last_of(made, population, torch.zeros(11), rounds=rounds).server.variables.theta)
+    return lambda: norm(finished(made, population, torch.zeros(11), rounds=rounds).server.variables.theta)
 
 
 def ep(small: bool) -> Work:
@@ -142,7 +141,7 @@ def ep(small: bool) -> Work:
     hierarchical = importlib.import_module("fedtorch.models.hierarchical")
     made = expectation_propagation(hierarchical.linear(hierarchical.normal(4)))
     population = ft.InProcess(linear_data(10 if small else 100, 40, 4, torch.float64))
-    return lambda: norm(last_of(made, population, rounds=2 if small else 10).server.posterior.shift)
+    return lambda: norm(finished(made, population, rounds=2 if small else 10).server.posterior.shift)
 
 
 def fedmgp(small: bool) -> Work:
@@ -155,7 +154,7 @@ def fedmgp(small: bool) -> Work:
     x = 2 * ft.random.uniform(ft.random.key(3), (5 * 60, 1), torch.float64) - 1
     y = (3 * x[:, 0]).sin() + 0.1 * ft.random.normal(ft.random.key(4), (len(x),), torch.float64)
     population = ft.InProcess(ft.data.FederatedData((x, y), torch.full((5,), 60)))
-    return lambda: float(last_of(made, population, rounds=2 if small else 20).server.bound)
+    return lambda: float(finished(made, population, rounds=2 if small else 20).server.bound)
 
 
 def vertical_data(rows: int, copies: int | None = None) -> Any:
@@ -170,7 +169,7 @@ def sfvi(small: bool) -> Work:
     """Vertical inference of a logistic model."""
     likelihoods = first("fedtorch.vfl.likelihoods", "fedtorch.models.likelihoods")
     model = ft.vfl.augmented(likelihoods.bernoulli(), [ft.vfl.linear(5), ft.vfl.linear(6)], 1.0)
-    guide, data = ft.vfl.Guide.of(ft.vfl.sums()), vertical_data(60 if small else 800)
+    guide, data = getattr(ft.vfl.Guide, "of", ft.vfl.Guide)(ft.vfl.sums()), vertical_data(60 if small else 800)
     fit = functools.partial(ft.vfl.sfvi, model, guide, data, key=ft.random.key(0), steps=3 if small else 200)
     return lambda: norm(*ft.tree.leaves(fit().parameters))
 

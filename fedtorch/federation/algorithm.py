@@ -21,6 +21,13 @@ from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
 
+class Turn(NamedTuple):
+    """A client's part in a round: what it draws with, and where the federation's clock stands."""
+
+    key: Tensor  # (K,) of randomness, one for each client
+    round: int  # rounds done before this one, in which a client may have been away
+
+
 class Reply(NamedTuple):
     """What `Algorithm.client` returns for `K` clients."""
 
@@ -52,12 +59,12 @@ class Local(NamedTuple):
 class Solve(Protocol):
     """The signature of a local solver."""
 
-    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local: ...
+    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local: ...
 
 
 @dataclass(frozen=True)
 class LocalSolver:
-    """A way of solving a client's problem: `local(start, state, data, quadratic, key) -> Local`.
+    """A way of solving a client's problem: `local(start, state, data, quadratic, turn) -> Local`.
 
     Attributes:
         solve: the solver itself, on stacked clients.
@@ -79,8 +86,8 @@ class LocalSolver:
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-        return self.solve(start, state, data, quadratic, key)
+    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
+        return self.solve(start, state, data, quadratic, turn)
 
 
 def identity(value: Any) -> Any:
@@ -95,7 +102,7 @@ class Algorithm:
     Attributes:
         init: (parameters, number of clients) -> (server state, one client's state).
         outbox: server state -> what is sent out.
-        client: (inbox, state, data, key), all `(K, ...)` -> `Reply`.
+        client: (inbox, state, data, turn), all `(K, ...)` -> `Reply`.
         server: (server state, aggregate, key) -> server state; not called when nobody answers.
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
         exchange: who hears whom, and how messages add up.
@@ -115,7 +122,7 @@ class Algorithm:
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
     outbox: Callable[[Tree], Tree]
-    client: Callable[[Tree, Tree, Any, Tensor], Reply]
+    client: Callable[[Tree, Tree, Any, Turn], Reply]
     server: Callable[[Tree, Tree, Tensor], Tree]
     model: Callable[[Tree, Tree], Tree]
     exchange: Exchange = field(default_factory=star)

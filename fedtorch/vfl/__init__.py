@@ -10,6 +10,9 @@ Features stay where they are, but training shows more than predictions do: gradi
 parties the labels, and averaging what is sent over steps removes the noise ρ. See `split` and `iteration`.
 """
 
+from typing import TYPE_CHECKING
+
+from fedtorch.lazy import attributes as _attributes
 from fedtorch.vfl.augmented import attenuation as attenuation, augmented as augmented
 from fedtorch.vfl.auxiliary import (
     Auxiliary as Auxiliary,
@@ -27,7 +30,6 @@ from fedtorch.vfl.gaussians import (
 )
 from fedtorch.vfl.guide import Guide as Guide, Parameters as Parameters, count_parameters as count_parameters
 from fedtorch.vfl.leakage import LabelLeakageWarning as LabelLeakageWarning
-from fedtorch.vfl.lightning import StackedEarlyStopping as StackedEarlyStopping, VerticalLoader as VerticalLoader
 from fedtorch.vfl.model import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
 from fedtorch.vfl.noise import Noise as Noise
 from fedtorch.vfl.part import Part as Part, parts as parts
@@ -57,4 +59,17 @@ from fedtorch.vfl.predictors import (
 )
 from fedtorch.vfl.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
 from fedtorch.vfl.soul import Soul as Soul, soul as soul
-from fedtorch.vfl.split import HierarchicalBayes as HierarchicalBayes, SplitNetwork as SplitNetwork
+
+if TYPE_CHECKING:
+    from fedtorch.vfl.lightning import StackedEarlyStopping as StackedEarlyStopping, VerticalLoader as VerticalLoader
+    from fedtorch.vfl.split import HierarchicalBayes as HierarchicalBayes, SplitNetwork as SplitNetwork
+else:  # what needs Lightning, which takes seconds to import
+    __getattr__, __dir__ = _attributes(
+        __name__,
+        {
+            "HierarchicalBayes": "fedtorch.vfl.split",
+            "SplitNetwork": "fedtorch.vfl.split",
+            "StackedEarlyStopping": "fedtorch.vfl.lightning",
+            "VerticalLoader": "fedtorch.vfl.lightning",
+        },
+    )

@@ -56,8 +56,8 @@ class Server(NamedTuple):
 def telling() -> ft.Algorithm:
     """Clients tell new values every round; the server keeps the sum of all clients' and the mean of a round."""
 
-    def client(inbox: Tree, state: State, data: ClientData, key: Tensor) -> ft.Reply:
-        new = 0.3 * state.told + random.normal(key, (3,), torch.float64) + 0.1 * inbox["sum"]
+    def client(inbox: Tree, state: State, data: ClientData, turn: ft.Turn) -> ft.Reply:
+        new = 0.3 * state.told + random.normal(turn.key, (3,), torch.float64) + 0.1 * inbox["sum"]
         return ft.Reply(ft.Mean(new, data.count), State(new), {"loss": new.square().sum(1)})
 
     return ft.Algorithm(
@@ -80,8 +80,8 @@ def rounds(population: Any = None, count: int = 8, **arguments: Any) -> Iterator
 
 def hits(fault: Any, count: int = 2000) -> Tensor:
     """How often each client is hit."""
-    ids = torch.arange(K)
-    return torch.stack([fault(key, ids) for key in random.fold_in(random.key(3), torch.arange(count))]).double().mean(0)
+    keys = random.fold_in(random.key(3), torch.arange(count))
+    return fault(keys[:, None], torch.arange(K)).double().mean(0)
 
 
 def assert_probability(found: Tensor, expected: Tensor, count: int = 2000) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression, Ridge
-from support.closed_forms import ROUNDING, distance, linear_clients
+from support.closed_forms import ROUNDING, clock_clients, distance, linear_clients
 from torch import Tensor, nn
 
 import fedtorch as ft
@@ -15,6 +15,7 @@ from fedtorch.models.linear import (
     SufficientStatistics,
     least_norm,
     polynomial,
+    reduced,
     residual_sum,
     residual_variance,
     ridge,
@@ -167,3 +168,42 @@ def test_bad_input() -> None:
         LinearHead(2)(torch.zeros(4, 3))
     with pytest.raises(ValueError, match=r"Expected design \(\.\.\., N, p\), y \(\.\.\., N\)"):
         sufficient_statistics(torch.zeros(4, 3), torch.zeros(5))
+
+
+UNITS = torch.tensor([1e6, 1e-6, 1.0, 1e3], dtype=torch.float64)  # a power of ten is a unit that somebody brings
+
+
+def test_units_of_columns_do_not_matter() -> None:
+    """Scaling columns scales every answer back: least squares, ridge without penalty, variance, the triangular root."""
+    plain, data = statistics(), SufficientStatistics(*statistics())
+    scaled = data._replace(gram=data.gram * UNITS * UNITS[:, None], cross=data.cross * UNITS)
+    for fit in (lambda one: least_norm(one).solution, ridge):
+        assert distance(fit(scaled) * UNITS, fit(plain)) < 1000 * ROUNDING
+    assert least_norm(scaled).rank.tolist() == [4, 4, 4, 4]
+    assert torch.allclose(residual_variance(scaled), residual_variance(plain), rtol=1e-9)
+    spread = torch.linalg.inv(plain.gram).diagonal(dim1=1, dim2=2) / UNITS.square()
+    assert torch.allclose(least_norm(scaled).spread, spread.mean(1), rtol=1e-9)
+    root, response, rest, _ = reduced(scaled)
+    assert distance(root @ root.mT / UNITS / UNITS[:, None], plain.gram) < ROUNDING
+    assert distance((root @ response[..., None])[..., 0] / UNITS, plain.cross) < ROUNDING
+    assert torch.allclose(rest, reduced(plain).rest, rtol=1e-9)
+    order = torch.tensor([0, 3, 2, 1])  # large columns first, as which the root is triangular
+    assert not root[:, order].triu(1).any()
+
+
+def test_a_clock_beside_an_indicator() -> None:
+    x, y = clock_clients([50]).rows
+    for fit in (lambda one: least_norm(one).solution, ridge):
+        assert fit(sufficient_statistics(x, y)).tolist() == pytest.approx([1e-9, 3.0], rel=1e-9)
+
+
+def test_dependent_columns_are_warned_of_and_have_the_least_norm_in_their_units() -> None:
+    x, y = clock_clients([50]).rows
+    both = torch.cat([x, 1000 * x[:, :1], torch.zeros(50, 1)], 1)  # seconds, another, milliseconds, nothing
+    with pytest.warns(UserWarning, match="Expected columns of rank 3, but got rank 2 in data set 0 of 1"):
+        fit = least_norm(sufficient_statistics(both, y))
+    share = 1e-9 / (1 + 1000**2)
+    assert fit.solution.tolist() == pytest.approx([share, 3.0, 1000 * share, 0.0], rel=1e-9)
+    assert fit.solution[3] == 0
+    with pytest.raises(ValueError, match="got features that are dependent"):
+        ridge(sufficient_statistics(both, y))

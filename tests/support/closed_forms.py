@@ -33,6 +33,17 @@ def linear_clients(sizes: Sequence[int], features: int = 3, seed: int = 0, outpu
     return ft.data.from_tensors(clients, [f"client {k}" for k in range(len(sizes))])
 
 
+def clock_clients(sizes: Sequence[int], noise: float = 0.0, seed: int = 0) -> ft.data.FederatedData:
+    """Rows x = (Unix time, N(0, 1)) of a year, y = 1e-9 x₁ + 3 x₂ + noise."""
+    generator = torch.Generator().manual_seed(seed)
+    clients = []
+    for size in sizes:
+        time = 1.7e9 + 3e7 * torch.rand(size, generator=generator, dtype=torch.float64)
+        other, error = torch.randn(2, size, generator=generator, dtype=torch.float64)
+        clients.append((torch.stack([time, other], 1), 1e-9 * time + 3 * other + noise * error))
+    return ft.data.from_tensors(clients)
+
+
 def linear(features: int = 3, outputs: int = 1, bias: bool = True, seed: int = 0) -> nn.Linear:
     """An `nn.Linear` whose parameters are not zero and do not come from the global generator."""
     module = nn.Linear(features, outputs, bias=bias, dtype=torch.float64)

@@ -45,7 +45,7 @@ class Told(NamedTuple):
 def remembers() -> ft.Algorithm:
     """Every client hears its own row and tells a new one: rows need `private_rows`, which gathers and does not add."""
 
-    def client(inbox: Tensor, state: Tensor, data: ft.data.ClientData, key: Tensor) -> ft.Reply:
+    def client(inbox: Tensor, state: Tensor, data: ft.data.ClientData, turn: ft.Turn) -> ft.Reply:
         total = torch.where(data.mask[..., None], data.batch[0], 0).sum(1)
         told = Told(ft.Mean(total + inbox, data.count.double()), ft.Sum({"seen": data.count}))
         return ft.Reply(told, state + 1, {"inbox": inbox.sum(1)} if len(state) else {})
@@ -150,8 +150,8 @@ def rounds() -> dict[str, float]:
     }
     found = {}
     for name, (algorithm, data, arguments) in cases.items():
+        expected = some_rounds(algorithm, ft.InProcess(data), **arguments)
         for chunk in (None, 2):
-            expected = some_rounds(algorithm, ft.InProcess(data), **arguments)
             got = some_rounds(algorithm, ft.Distributed(data, chunk=chunk), **arguments)
             found[f"{name}, chunk {chunk}"] = worst(expected, got)
         got = some_rounds(algorithm, ft.Redelivered(ft.Distributed(data), 0.6), **arguments)

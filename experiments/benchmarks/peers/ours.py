@@ -56,9 +56,9 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
             return federation.global_module()
 
         def loop(rounds: int) -> nn.Module:
-            final = ft.run(ft.fedavg(local), population, cohort=spec.cohort, rounds=rounds).last
+            run = ft.run(ft.fedavg(local), population, cohort=spec.cohort, rounds=rounds)
             module = mine.model()
-            module.load_state_dict({f"0.{name}": leaf for name, leaf in final.server.items()})
+            module.load_state_dict({f"0.{name}": leaf for name, leaf in run.server.items()})
             return module
 
         train_rounds = loop if options.closed_form else fit

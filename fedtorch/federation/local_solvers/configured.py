@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from fedtorch.lazy import loaded
 from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, copied, options, rebind
 
 
@@ -38,6 +38,11 @@ class Schedule:
     def by_epoch(self) -> bool:
         """Whether it depends on where the epochs end, so that clients at one step may differ."""
         return self._interval == "epoch" or self._frequency > 1
+
+    @property
+    def by_step(self) -> bool:
+        """Whether it depends on the steps taken in earlier rounds."""
+        return self._interval == "step"
 
     def apply(self, optimizer: Optimizer, position: int, per_epoch: int) -> None:
         """Gives `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps."""
@@ -78,7 +83,7 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
     """
     if make is not None:
         answer: Any = make(p for p in module.parameters() if p.requires_grad)
-    elif isinstance(module, L.LightningModule):
+    elif isinstance(module, loaded("lightning.pytorch", "LightningModule")):
         answer = module.configure_optimizers()
     else:
         raise TypeError(

@@ -10,16 +10,18 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import torch
-import torchmetrics
 from torch import Tensor, nn
 from torch.func import vmap
 
 from fedtorch import tree
+from fedtorch.lazy import loaded
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import lightning as L
 
 Loss = Callable[[Any, Any], Tensor]  # (output, target) -> the mean loss of a batch
 
@@ -72,6 +74,11 @@ class TrainerStandIn:
                 f"'trainer.{name}'; a stacked client has no trainer of its own, use ft.lightning_fit"
             )
         self.asked.add(name)
+        if self.answers.get(name) is None and name in ("estimated_stepping_batches", "max_epochs"):
+            raise RuntimeError(
+                f"Expected rounds=, for example gradient_descent(..., rounds=50), because the module asks for "
+                f"'trainer.{name}', which counts all rounds"
+            )
         if self.answers.get(name) is None:
             raise RuntimeError(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
         return self.answers[name]
@@ -117,20 +124,20 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"Expected an nn.Module or a LightningModule, but got {type(module).__name__}")
-    if isinstance(module, L.LightningModule):
+    if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
         _refuse_unsupported(module, ignore_hooks)
     module = copy.deepcopy(module)
     for parent in list(module.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, torchmetrics.MetricCollection):
+            if isinstance(child, loaded("torchmetrics", "MetricCollection")):
                 setattr(parent, name, _InertCollection())
-            elif isinstance(child, torchmetrics.Metric):
+            elif isinstance(child, loaded("torchmetrics", "Metric")):
                 setattr(parent, name, _InertMetric())
     return module
 
 
 def _refuse_unsupported(module: L.LightningModule, ignore_hooks: Sequence[str]) -> None:
-    cls, base = type(module), L.LightningModule
+    cls, base = type(module), loaded("lightning.pytorch", "LightningModule")
     if cls.training_step is base.training_step:
         raise TypeError(f"Expected {cls.__name__} to define training_step, but it does not")
     if not module.automatic_optimization:
@@ -161,12 +168,12 @@ class Objective(nn.Module):
         self.module = module
         self.trainer = TrainerStandIn()
         self._logs: dict[str, Tensor] = {}
-        if isinstance(module, L.LightningModule):
+        if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
             if loss is not None:
                 raise TypeError("Expected loss=None for a LightningModule, whose training_step returns the loss")
-            module.trainer = self.trainer  # type: ignore[assignment]
-            module.log = self._log  # type: ignore[method-assign]
-            module.log_dict = self._log_dict  # type: ignore[method-assign, assignment]
+            module.trainer = self.trainer
+            module.log = self._log
+            module.log_dict = self._log_dict
             accepts = inspect.signature(module.training_step).parameters.values()
             positional = [p for p in accepts if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
             takes_index = len(positional) > 1 or any(p.kind is p.VAR_POSITIONAL for p in accepts)

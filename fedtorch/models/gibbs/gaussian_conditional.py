@@ -83,9 +83,19 @@ class Fold:
 def least_norm(x: Tensor, y: Tensor) -> Tensor:
     """The least squares estimates of least norm `(..., p, m)` of rows x `(..., n, p)` and y `(..., n, m)`.
 
-    They are found on the CPU wherever the rows are: the solvers of other devices want columns of full rank.
+    What the rows leave open is found with the columns brought to one size, the least norm is in their own units.
     """
-    return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)
+    n, p = x.shape[-2:]
+    scale = linalg.unit_scale(x.square().sum(-2))
+    turn, upper = torch.linalg.qr(x * scale[..., None, :])
+    rows = (0, 0, 0, max(p - n, 0))  # of zeros, for a square matrix
+    left, singular, right = torch.linalg.svd(torch.nn.functional.pad(upper, rows))
+    known = singular > torch.finfo(x.dtype).eps * max(n, p) * singular[..., :1]
+    target = left.mT @ torch.nn.functional.pad(turn.mT @ y, rows)
+    inside = torch.where(known[..., None], target / singular[..., None], 0.0)
+    found = scale[..., None] * (right.mT @ inside)
+    null = linalg.Equilibrated(scale, (singular * known).flip(-1), right.mT.flip(-1)).null()
+    return found - null @ (null.mT @ found)
 
 
 def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> Draw:

@@ -109,7 +109,8 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         >>> normal = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
         >>> local = imputation.imputing(sparse.regression(), normal)
         >>> algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=5, chains=2)
-        >>> sampler = ft.Sampler(algorithm, ft.InProcess(data), torch.zeros(2), burn_in=20).run(60)
+        >>> sampler = ft.Sampler(burn_in=20)
+        >>> _ = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=60, record=sampler)
         >>> sampler.mean()["theta"].round()
         tensor([1., 1.], dtype=torch.float64)
     """

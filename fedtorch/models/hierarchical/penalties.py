@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy
-import scipy.signal
 import torch
 from torch import Tensor
 
@@ -135,6 +134,8 @@ def _fused_normaliser(features: int, ratio: float) -> float:
 
     A convolution with exp(−ratio |x|) is a recursion from either side.
     """
+    from scipy.signal import lfilter  # here, because few need it and it takes long to import
+
     x = numpy.linspace(-_FUSED_REACH, _FUSED_REACH, _FUSED_POINTS)
     h = x[1] - x[0]
     decay, lost = math.exp(-ratio * h), -math.expm1(-ratio * h)
@@ -143,8 +144,8 @@ def _fused_normaliser(features: int, ratio: float) -> float:
     own = numpy.exp(-numpy.abs(x))
     chain, log_scale = own, 0.0
     for _ in range(features - 1):
-        forward = scipy.signal.lfilter([near, far], [1.0, -decay], chain)
-        backward = scipy.signal.lfilter([near, far], [1.0, -decay], chain[::-1])[::-1]
+        forward = lfilter([near, far], [1.0, -decay], chain)
+        backward = lfilter([near, far], [1.0, -decay], chain[::-1])[::-1]
         chain = own * (forward + backward)
         log_scale += math.log(chain.max())
         chain = chain / chain.max()

@@ -342,7 +342,7 @@ def test_the_prior_goes_where_the_devices_rows_are() -> None:
     server, state = told.init(model.prior.normal._asdict(), 3)
     rows = tree.to(tree.expand(state, 3), "meta")
     inbox = tree.to(tree.expand(told.outbox(server), 3), "meta")._replace(version=torch.zeros(3))
-    told.client(inbox, rows, {}, random.key(0).expand(3))
+    told.client(inbox, rows, {}, ft.Turn(random.key(0).expand(3), 0))
     assert places[-1].type == "meta"
 
 

@@ -73,7 +73,7 @@ def test_it_reaches_the_optimum_of_the_pooled_rows(solver: str, participation: s
     data = linear_clients(sizes)
     local = ft.least_squares(linear()) if solver == "least squares" else sgd(0.05, steps=8)
     best = pooled_optimum(data, data.counts)
-    cohort, rounds, tolerance = (None, 150, 10 * ROUNDING) if participation == "full" else (4, 500, 1e-8)
+    cohort, rounds, tolerance = (None, 150, 10 * ROUNDING) if participation == "full" else (4, 300, 1e-5)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
     found = ft.run(ft.feddyn(local, 4.0), ft.InProcess(data), start, cohort=cohort, rounds=rounds).last
     assert distance(joined(found.server.parameters), best) < tolerance  # it converges linearly
@@ -135,7 +135,9 @@ def test_averaged_buffers_are_averaged() -> None:
 
 def test_no_clients() -> None:
     progress = ft.Run(algorithm := ft.feddyn(sgd(0.1), 1.0), ft.InProcess(linear_clients(SIZES)))
-    reply = progress.clients.reply(progress.clients.empty_block(), algorithm.outbox(progress.server), torch.tensor(0))
+    reply = progress.clients.reply(
+        progress.clients.empty_block(), algorithm.outbox(progress.server), ft.Turn(torch.tensor(0), 0)
+    )
     assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, client_tensors, distance, linear_clients, same_bits
+from support.closed_forms import ROUNDING, client_tensors, clock_clients, distance, linear_clients, same_bits
 from torch import Tensor, nn
 
 import fedtorch as ft
@@ -344,7 +344,8 @@ def test_hard_data() -> None:
     data = ft.data.FederatedData((x, y), torch.tensor([*sizes, 0]), allow_empty=True)
     for steps in (None, 10):
         local = ft.least_squares(head(4, intercept=True), steps=steps)
-        final = ft.run(matrix_normal(local), ft.InProcess(data), rounds=40).last.server
+        with pytest.warns(UserWarning, match=r"Expected columns of rank 5, but got rank 4 in data set 0 of 6"):
+            final = ft.run(matrix_normal(local), ft.InProcess(data), rounds=40).last.server
         assert final.parameters.isfinite().all()
         assert not final.parameters[5].any()  # nobody is related to a device that has nothing to tell
         assert float(final.parameters[0].norm()) > 0.1
@@ -395,3 +396,22 @@ def test_single_precision() -> None:
     exact = ft.run(double, ft.InProcess(linear_clients(SIZES)), rounds=20).last.server.parameters
     assert distance(single.server.parameters, exact) < 1e-4
     assert client_tensors(single.clients, algorithm.outbox(single.server), 0)["coefficients"].dtype == torch.float32
+
+
+def test_the_noise_of_a_clock_beside_an_indicator_is_that_of_least_squares() -> None:
+    data = clock_clients([30, 40, 25], noise=0.1)
+    algorithm = matrix_normal(ft.least_squares(head(2)))
+    summary = algorithm.prepare(data.stack(range(3))).summary
+    for k, (x, y) in enumerate(data):
+        size = x.norm(dim=0)
+        fit = torch.linalg.lstsq(x / size, y[:, None]).solution[:, 0]
+        assert float(summary.residual[k]) == pytest.approx(float((y - x / size @ fit).square().sum()), rel=1e-9)
+        spread = torch.linalg.inv(x.T @ x / size / size[:, None]).diagonal() / size.square()
+        assert float(summary.spread[k]) == pytest.approx(float(spread.mean()), rel=1e-9)
+    assert summary.freedom.tolist() == [28, 38, 23]
+    final = ft.run(algorithm, ft.InProcess(data), rounds=30).server
+    assert torch.allclose(final.parameters[:, 1], torch.tensor(3.0).double(), atol=0.1)  # five standard errors
+    assert torch.allclose(final.parameters[:, 0], torch.tensor(1e-9).double(), rtol=0.1)
+    one, noise = statistics(data), noise_variance(summary)
+    mode = posterior_mode(one, noise, final.covariance)
+    assert mode.residual < 1e-9

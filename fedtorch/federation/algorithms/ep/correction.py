@@ -95,7 +95,7 @@ def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepar
     algorithm = Algorithm(
         init=lambda parameters, clients: (torch.zeros_like(nodes[:, 0]), ()),
         outbox=lambda server: nodes,
-        client=lambda inbox, state, data, key: Reply(Sum(log_factor(inbox, data)), state, {}),
+        client=lambda inbox, state, data, turn: Reply(Sum(log_factor(inbox, data)), state, {}),
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: {},
         prepare=prepare,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
     AdamMoments,
@@ -158,10 +158,10 @@ def outbox(server: Server, *, gp: StackedGP) -> Outbox:
     return Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
 
 
-def client(inbox: Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
+def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """The units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp, work=work)
-    return in_parts(part, gp.module.points * data.mask.shape[1], inbox, state, data, key)
+    return in_parts(part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
 def server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
