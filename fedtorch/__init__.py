@@ -25,6 +25,7 @@ from fedtorch.federation.algorithm import (
     LocalSolver as LocalSolver,
     Quadratic as Quadratic,
     Reply as Reply,
+    Turn as Turn,
 )
 from fedtorch.federation.algorithms.consensus import without_server as without_server
 from fedtorch.federation.algorithms.ditto import ditto as ditto

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -58,8 +59,17 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     for (name, value), own in zip(tensors.items(), _named(result, list(tensors))):
         if value.shape != own.shape:
             raise ValueError(f"Expected shape {tuple(own.shape)} for {name!r}, but got {tuple(value.shape)}")
-        own.data = value.detach().to(own.device, copy=True)
+        value = value.detach() if own.is_floating_point() else counted(value.detach(), own.dtype)
+        own.data = value.to(own.device, copy=True)
     return result
+
+
+def counted(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Means of counts or flags as whole numbers, rounded up: a flag that one of several clients has raised is raised.
+
+    What lies above a whole number by less than 0.001 is taken for the rounding of a mean.
+    """
+    return (value - 1e-3).ceil().to(dtype) if value.is_floating_point() else value.to(dtype)
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:

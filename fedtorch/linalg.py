@@ -1,6 +1,13 @@
-"""Small linear algebra on stacked matrices `(..., p, p)`."""
+r"""Small linear algebra on stacked matrices `(..., p, p)`, and what to do with columns of very different units.
+
+A Gram matrix of a Unix time beside an indicator has eigenvalues that differ by twenty orders of magnitude, and which of
+them are rounding cannot be told from their size. `equilibrated` brings every column to one size first: A = S⁻¹ Ã S⁻¹
+with S diagonal and Ã of unit diagonal, up to powers of two. Only eigenvalues of Ã are ever cut.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,3 +34,78 @@ def normal_draw(factor: Tensor, shift: Tensor, z: Tensor) -> Tensor:
     """
     half = torch.linalg.solve_triangular(factor, shift[..., None], upper=False)
     return torch.linalg.solve_triangular(factor.mT, half + z[..., None], upper=True)[..., 0]
+
+
+class Equilibrated(NamedTuple):
+    """A positive semi-definite A = S⁻¹ V diag(m) V' S⁻¹, whatever the units of its rows and columns."""
+
+    scale: Tensor  # (..., p) the diagonal of S, see `unit_scale`
+    values: Tensor  # (..., p) m, ascending, zero where it is rounding
+    vectors: Tensor  # (..., p, p) V
+
+    @property
+    def rank(self) -> Tensor:
+        """Of A, `(...)`."""
+        return (self.values > 0).sum(-1)
+
+    def null(self) -> Tensor:
+        """Orthonormal columns that span the null space of A in its own units; `(..., p, p)`, zeros beside them."""
+        found = torch.zeros_like(self.vectors)
+        open_ = self.values.shape[-1] - self.rank
+        for count in filter(None, open_.unique().tolist()):
+            which = open_ == count
+            scale, vectors = self.scale[which][..., None], self.vectors[which][..., :count]
+            # Elimination with pivots keeps directions apart that the scales make all but parallel; what it leaves of
+            # other columns is rounding, which in their units could be large.
+            order, lower, _ = torch.linalg.lu(scale * vectors)
+            basis = order @ lower
+            size = (basis / scale).abs()
+            basis = torch.where(size > 64 * _noise(vectors) * size.amax(-2, keepdim=True), basis, 0.0)
+            upper = torch.linalg.qr(basis, mode="r").R
+            whole = torch.linalg.solve_triangular(upper, basis, upper=True, left=False)
+            found[which] = torch.nn.functional.pad(whole, (0, found.shape[-1] - count))
+        return found
+
+    def inverse_root(self, null: Tensor) -> Tensor:
+        """X `(..., p, p)` with XX' = A⁺, the pseudo-inverse in the units of A, from what `null()` gives."""
+        known = self.values > 0
+        root = torch.where(known, self.values, 1.0).rsqrt() * known
+        found = self.vectors * root[..., None, :] * self.scale[..., None]
+        if bool(known.all()):
+            return found
+        # A column of zeros has zeros here: its coefficient is zero, not rounding.
+        return torch.where(found.any(-1, keepdim=True), found - null @ (null.mT @ found), 0.0)
+
+
+def equilibrated(matrix: Tensor) -> Equilibrated:
+    """The eigenvalues and -vectors of a positive semi-definite matrix between diagonal matrices that make it a unit's.
+
+    Eigenvalues below 64 p ε of the largest are taken for the rounding of sums over rows.
+
+    Args:
+        matrix: A, `(..., p, p)`.
+    """
+    scale = unit_scale(matrix.diagonal(dim1=-2, dim2=-1))
+    values, vectors = torch.linalg.eigh(scale[..., :, None] * matrix * scale[..., None, :])
+    known = values > _noise(matrix) * values[..., -1:].clamp(min=0)
+    empty = matrix.diagonal(dim1=-2, dim2=-1) == 0
+    vectors = torch.where(empty[..., :, None] & known[..., None, :], 0.0, vectors)
+    return Equilibrated(scale, torch.where(known, values, 0.0), vectors)
+
+
+def _noise(matrix: Tensor) -> float:
+    """What is rounding, relative to the largest eigenvalue of a matrix that is a sum over rows."""
+    return 64 * matrix.shape[-2] * torch.finfo(matrix.dtype).eps
+
+
+def unit_scale(diagonal: Tensor) -> Tensor:
+    """Powers of two s, which scale without rounding, such that s² times `diagonal` is in [0.5, 2); 1 for zeros."""
+    exponent = torch.frexp(diagonal).exponent
+    return torch.ldexp(torch.ones_like(diagonal), -exponent.div(2, rounding_mode="floor"))
+
+
+def pseudo_inverse(matrix: Tensor) -> Tensor:
+    """A⁺ of a positive semi-definite A, `(..., p, p)`: A⁺b is the solution of least norm, in the units of A."""
+    parts = equilibrated(matrix)
+    root = parts.inverse_root(parts.null())
+    return root @ root.mT

@@ -273,10 +273,10 @@ def test_a_block_of_no_clients(name: str) -> None:
     algorithm = ALGORITHMS[name]()
     progress = ft.Run(algorithm, population(name), start(name, algorithm))
     outbox, clients = algorithm.outbox(progress.server), progress.clients
-    nobody = clients.reply(clients.empty_block(), outbox, random.key(0))
+    nobody = clients.reply(clients.empty_block(), outbox, ft.Turn(random.key(0), 0))
     assert all(len(leaf) == 0 for leaf in tree.leaves(nobody))
     block = next(iter(clients.blocks(None)))
-    somebody = clients.reply(block, outbox, random.key(0))
+    somebody = clients.reply(block, outbox, ft.Turn(random.key(0), 0))
     for empty, full in zip(nobody[:2], somebody[:2]):
         shapes = [[(path, leaf.shape[1:], leaf.dtype) for path, leaf in tree.items(part)] for part in (empty, full)]
         assert shapes[0] == shapes[1]
@@ -307,7 +307,7 @@ def test_inputs_are_not_changed(name: str, chunk: int | None) -> None:
         )
         given = (one.server, inbox, state, block[1], keys)
         before = copy_of(given)
-        reply = algorithm.client(inbox, state, block[1], keys)
+        reply = algorithm.client(inbox, state, block[1], ft.Turn(keys, 0))
         algorithm.model(inbox, state)
         message = copy_of(reply.message)
         aggregate = algorithm.exchange.finish(algorithm.exchange.gather(reply.message, block[0]))

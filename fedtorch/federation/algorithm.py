@@ -21,6 +21,13 @@ from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
 
+class Turn(NamedTuple):
+    """A client's part in a round: what it draws with, and where the federation's clock stands."""
+
+    key: Tensor  # (K,) of randomness, one for each client
+    round: int  # rounds done before this one, in which a client may have been away
+
+
 class Reply(NamedTuple):
     """What `Algorithm.client` returns for `K` clients."""
 
@@ -52,12 +59,12 @@ class Local(NamedTuple):
 class Solve(Protocol):
     """The signature of a local solver."""
 
-    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local: ...
+    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local: ...
 
 
 @dataclass(frozen=True)
 class LocalSolver:
-    """A way of solving a client's problem: `local(start, state, data, quadratic, key) -> Local`.
+    """A way of solving a client's problem: `local(start, state, data, quadratic, turn) -> Local`.
 
     Attributes:
         solve: the solver itself, on stacked clients.
@@ -79,8 +86,8 @@ class LocalSolver:
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
-        return self.solve(start, state, data, quadratic, key)
+    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
+        return self.solve(start, state, data, quadratic, turn)
 
 
 def identity(value: Any) -> Any:
@@ -95,7 +102,7 @@ class Algorithm:
     Attributes:
         init: (parameters, number of clients) -> (server state, one client's state).
         outbox: server state -> what is sent out.
-        client: (inbox, state, data, key), all `(K, ...)` -> `Reply`.
+        client: (inbox, state, data, turn), all `(K, ...)` -> `Reply`.
         server: (server state, aggregate, key) -> server state; not called when nobody answers.
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
         exchange: who hears whom, and how messages add up.
@@ -109,11 +116,13 @@ class Algorithm:
         start: parameters to start from, where a run is given none.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`, for evaluation.
         module: whose copies `client_module` and `global_module` return.
+        finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
+            model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
     outbox: Callable[[Tree], Tree]
-    client: Callable[[Tree, Tree, Any, Tensor], Reply]
+    client: Callable[[Tree, Tree, Any, Turn], Reply]
     server: Callable[[Tree, Tree, Tensor], Tree]
     model: Callable[[Tree, Tree], Tree]
     exchange: Exchange = field(default_factory=star)
@@ -124,6 +133,7 @@ class Algorithm:
     start: Tree = None
     predict: Callable[[Tree, Tree], Tree] | None = None
     module: nn.Module | None = None
+    finish: Callable[[Any, Tree], None] | None = None
 
 
 def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:

@@ -26,8 +26,12 @@ _DEEPEST = 4  # functions within functions that a description follows
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
     """Writes a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
+    replace(path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()}))
+
+
+def replace(path: Path | str, payload: bytes | memoryview) -> None:
+    """Writes a file that appears whole: beside it, to the disk, and then in its place."""
     path = Path(path)
-    payload = safetensors.torch.save({name: leaf.detach().cpu().contiguous().clone() for name, leaf in flat.items()})
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

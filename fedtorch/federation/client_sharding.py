@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning as L
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
+from fedtorch.federation.checkpoint_io import PlainCheckpointIO
 from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.population import Population
 
@@ -15,6 +19,9 @@ class ClientSharding(DDPStrategy):
     The first rank writes checkpoints, with the states of all ranks' clients in them; each can be loaded with another
     number of ranks, one included.
     """
+
+    def __init__(self, checkpoint_io: CheckpointIO | None = None, **options: Any) -> None:
+        super().__init__(checkpoint_io=checkpoint_io or PlainCheckpointIO(), **options)
 
     def configure_ddp(self) -> None:
         """Nothing to wrap: the ranks meet in the population's exchange."""

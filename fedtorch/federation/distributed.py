@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.population import SMALL_BLOCK, LocalClients, Pending, joined, placed
+from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.clients import LocalClients, Pending
+from fedtorch.federation.population import SMALL_BLOCK, placed
 from fedtorch.tree import Tree
 
 _TIMEOUT = timedelta(minutes=10)
@@ -74,18 +76,21 @@ class DistributedClients:
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
         self.mine[own] = True
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
         exchange = self.local.algorithm.exchange
-        partial, states, infos, up, down = self.local.gather(outbox, cohort, key, lost)
+        found = self.local.gather(outbox, cohort, turn, lost)
+        partial = found.partial
         if partial is None:
             block = self.local.empty_block()
-            partial = exchange.gather(self.local.reply(block, outbox, key).message, block[0])
-        ids, info = self._join_infos(*joined(infos))
-        up, down = self._reduce(torch.tensor([up, down], dtype=torch.int64)).tolist()
+            partial = exchange.gather(self.local.reply(block, outbox, turn).message, block[0])
+        ids, info = self._join_infos(found.ids, found.info)
+        counts = torch.tensor([found.up, found.down, len(found.refused)], dtype=torch.int64)
+        up, down, refusals = self._reduce(counts).tolist()
         partial = self._add(partial) if exchange.additive else self._gather(partial)
         aggregate = exchange.finish(partial) if len(ids) else None
-        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(states))
+        refused = self._join_refused(found.refused) if refusals else {}
+        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(found.states), refused=refused)
 
     def total(self) -> Tree:
         """What all ranks' clients tell for good; see `Clients.total`."""
@@ -159,13 +164,19 @@ class DistributedClients:
         columns = every.split([part.shape[1] for part in found], 1)
         return tree.refill(rows, [_from_bytes(part, leaf) for part, leaf in zip(columns, leaves)])
 
+    def _texts(self, mine: Any) -> list[Any]:
+        """What all ranks have to say, as JSON."""
+        line = torch.tensor(list(json.dumps(mine).encode() + b"\n"), dtype=torch.uint8)
+        return [json.loads(text) for text in bytes(self._gather(line).tolist()).splitlines()]
+
+    def _join_refused(self, refused: dict[int, str]) -> dict[int, str]:
+        return {client: field for part in self._texts(list(refused.items())) for client, field in part}
+
     def _join_infos(self, ids: Tensor, info: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Everybody's diagnostics; ranks without clients do not know the names and learn them."""
         if self.world_size == 1:
             return ids, info
-        names = torch.tensor(list(json.dumps(sorted(info)).encode() + b"\n"), dtype=torch.uint8)
-        everybody = bytes(self._gather(names).tolist()).splitlines()
-        union = sorted({name for line in everybody for name in json.loads(line)})
+        union = sorted({name for names in self._texts(sorted(info)) for name in names})
         missing = torch.full((len(ids),), torch.nan, dtype=torch.float64)
         rows = self._gather((ids, {name: info.get(name, missing) for name in union}))
         return tree.take(rows, rows[0].argsort())

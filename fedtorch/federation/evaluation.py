@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedtorch import metrics as fm, tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.population import Clients
+from fedtorch.federation.clients import Clients
 from fedtorch.tree import Tree
 
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)

@@ -85,6 +85,20 @@ def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
     return exchange.finish(exchange.gather(Sum(value), ids)).value
 
 
+def not_finite(messages: Tree) -> dict[int, str]:
+    """The rows of messages `(K, ...)` that have NaN or Inf, and the field in which they have it."""
+    numbers = {name: leaf for name, leaf in tree.items(messages) if leaf.is_floating_point() and leaf.numel()}
+    if not numbers or bool(
+        torch.stack([leaf.sum(dtype=torch.float64).cpu() for leaf in numbers.values()]).isfinite().all()
+    ):
+        return {}
+    found: dict[int, str] = {}
+    for name, leaf in numbers.items():
+        bad = ~leaf.flatten(1).isfinite().all(1) if leaf.ndim > 1 else ~leaf.isfinite()
+        found = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **found}
+    return found
+
+
 def indices(ids: Rows) -> Tensor:
     """`ids` as a tensor of indices."""
     return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.population import Clients
+from fedtorch.federation.clients import Clients
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ _COUNTS = (
     "late",
     "lost_after",
     "repeated",
+    "refused",
     "round_bytes_up",
     "round_bytes_down",
 )
@@ -60,6 +61,7 @@ class Round(NamedTuple):
     late: Tensor  # ids of those that answered after the deadline
     lost_after: Tensor  # ids of those whose message was lost
     repeated: Tensor  # ids of those whose message came more than once, and was taken once
+    refused: Tensor  # ids of those whose message had NaN or Inf and was left out
     report: Mapping[str, float | Tensor]  # what the algorithm says of the server's state
 
 
@@ -117,7 +119,7 @@ class History:
 
     def _append(self, round: Round, seconds: float) -> None:
         values = means(round.info)
-        ids = (round.asked, round.ids, round.lost_before, round.late, round.lost_after, round.repeated)
+        ids = (round.asked, round.ids, round.lost_before, round.late, round.lost_after, round.repeated, round.refused)
         counts = (round.number, *map(len, ids), round.bytes_up, round.bytes_down)
         row = dict(zip(_COUNTS, map(float, counts)))
         losses = round.info.get("train_loss", round.info.get("loss"))
@@ -152,8 +154,8 @@ class History:
     def frame(self) -> pd.DataFrame:
         """A row per round.
 
-        Columns: `round`; how many clients were `asked`, `answered`, `lost_before`, `late`, `lost_after`, and
-        `repeated`; `train_loss`, the mean over the clients that answered, and its `_min`, `_q25`, `_median`, `_q75`
+        Columns: `round`; how many clients were `asked`, `answered`, `lost_before`, `late`, `lost_after`, `repeated` and
+        `refused`; `train_loss`, the mean over the clients that answered, and its `_min`, `_q25`, `_median`, `_q75`
         and `_max` over them; the means of all else that the clients log (as `logged_<name>` where a name is taken);
         `round_bytes_up` and `round_bytes_down`, and in total `bytes_up` and `bytes_down`; `val_<metric>` over all rows,
         and its `_mean`, `_min` and `_max` over clients, NaN where validation did not run; `seconds`, NaN where unknown.

@@ -7,9 +7,8 @@ One communication round is one training step and one epoch, so validation, check
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from fedtorch import metrics as fm, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.federation.client_sharding import check_place
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.faults import Faults
@@ -25,11 +25,14 @@ from fedtorch.federation.history import Recorder, means
 from fedtorch.federation.population import Population
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort
+from fedtorch.federation.trainer_settings import check_loader, check_settings
+from fedtorch.federation.validation import OwnValidation, has_validation_step
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     import pandas as pd
 
+_ONE_ROUND = [0]  # what an epoch of the Trainer goes through
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
 
 
@@ -47,13 +50,15 @@ class Federation(L.LightningModule):
             key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
         metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, or a function
-            (prediction, target) -> per-example values.
+            (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` logs,
+            under its names, with each client's tensors on all of its rows as one batch.
         split: rows -> (inputs, targets), for `metrics`.
         seed: of all randomness.
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
         record: who follows the run, such as an `ft.Sampler`.
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
+        on_bad_message: what a message with NaN or Inf does; see `Run`.
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
@@ -87,13 +92,19 @@ class Federation(L.LightningModule):
         faults: Faults | None = None,
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
+        on_bad_message: Literal["raise", "drop"] = "raise",
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
-        if (validation is None) != (not metrics):
-            raise ValueError("Expected validation= and metrics= together, but got only one of them")
+        own = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
+        if (validation is None) != (not metrics) and (validation is None or own is None):
+            raise ValueError(
+                "Expected validation= and metrics= together, but got only one of them, and a module that has no "
+                "validation_step"
+            )
         if validation is not None:
             check_same_clients(validation, population.names)
+        self._own = OwnValidation(own) if isinstance(own, L.LightningModule) else None
         self.run = Run(
             algorithm,
             population,
@@ -103,8 +114,9 @@ class Federation(L.LightningModule):
             seed=seed,
             record=record,
             keep_losses=keep_losses,
+            on_bad_message=on_bad_message,
         )
-        self._default_dtype, self._split, self._validation = torch.get_default_dtype(), split, validation
+        self._split, self._validation = split, validation
         self._metrics = {name: fm.as_stacked(metric) for name, metric in (metrics or {}).items()}
         self._warned = False
         if validation is None:
@@ -151,48 +163,64 @@ class Federation(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Runs one communication round."""
-        with self._own_precision():
-            done = self.run.step()
-        values = means(done.info)
-        self._log_values(values, prog_bar=("train_loss",))
+        self._log_values(means(self.run.step().info), prog_bar=("train_loss",))
         self._log_values({"bytes_up": self.run.bytes_up, "bytes_down": self.run.bytes_down})
         self.optimizers().step()  # type: ignore[union-attr]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Scores every client's model on its validation rows."""
         assert self._validation is not None
-        with self._own_precision():
-            scores = self.evaluate(self._validation)
+        if self._own is not None:
+            scores = self._own(self.run, self._validation)
+        else:
+            scores = {f"val_{name}": score for name, score in self.evaluate(self._validation).items()}
         values: dict[str, float] = {}
         for name, score in scores.items():
-            values[f"val_{name}"] = score.overall
-            values[f"val_{name}_mean"] = score.mean()
-            values[f"val_{name}_min"] = score.worst(largest_is_best=True)
-            values[f"val_{name}_max"] = score.worst(largest_is_best=False)
+            values[name] = score.overall
+            values[f"{name}_mean"] = score.mean()
+            values[f"{name}_min"] = score.worst(largest_is_best=True)
+            values[f"{name}_max"] = score.worst(largest_is_best=False)
         self.run.log.validated(self.round, values)
-        self._log_values(values, prog_bar=tuple(f"val_{name}" for name in scores))
+        self._log_values(values, prog_bar=tuple(scores))
 
     def train_dataloader(self) -> Iterable[int]:
         """One item: an epoch is a round."""
-        return [0]
+        return _ONE_ROUND
 
     def val_dataloader(self) -> Iterable[int]:
         """One item: all clients are scored in one step."""
-        return [0]
+        return _ONE_ROUND
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """An optimiser without parameters, stepped once a round, because Lightning counts optimiser steps."""
         return _RoundCounter()
 
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Adds none; this is where a Trainer asks first, and what would do nothing is refused."""
+        check_settings(self.trainer)
+        return []
+
+    def on_train_start(self) -> None:
+        """Refuses rows that the Trainer was given."""
+        check_loader(self.trainer.train_dataloader, _ONE_ROUND, "train")
+
+    def on_validation_start(self) -> None:
+        """Refuses rows that the Trainer was given."""
+        check_loader(self.trainer.val_dataloaders, _ONE_ROUND, "validation")
+
+    @classmethod
+    def load_from_checkpoint(cls, *arguments: Any, **options: Any) -> Any:
+        """Refused: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
+        raise TypeError(
+            "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
+            "but got load_from_checkpoint, for which a checkpoint says too little"
+        )
+
     def setup(self, stage: str) -> None:
         """Refuses to train the same clients several times over."""
         trainer = self.trainer
         check_place(trainer, getattr(self.run.population, "population", self.run.population))
-        if trainer.scaler is not None:
-            raise ValueError(
-                f"Expected a Trainer that leaves precision to the clients' module, but got precision="
-                f"{trainer.precision!r}, which scales losses; leave precision= away"
-            )
+        keep_plain(trainer.strategy)
         # An epoch has one step; Lightning warns of longer intervals.
         trainer.log_every_n_steps = min(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
@@ -212,18 +240,6 @@ class Federation(L.LightningModule):
                 reduce_fx="max",
                 sync_dist=True,
             )
-
-    @contextmanager
-    def _own_precision(self) -> Iterator[None]:
-        """Trainer(precision=...) sets default dtype and autocast around its steps; the clients keep their own."""
-        device = self.run.population.device.type
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self._default_dtype)
-        try:
-            with torch.autocast(device, enabled=False):
-                yield
-        finally:
-            torch.set_default_dtype(before)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import Algorithm, LocalSolver
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Turn
 from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.regressors import Regressor, gtv_regressors
 from fedtorch.models.linear import SufficientStatistics
@@ -291,7 +291,7 @@ def trained_from(local: LocalSolver, starts: Tree, data: FederatedData, key: Ten
     """
     nodes = torch.arange(len(data))
     state = tree.expand(local.init(local.parameters), len(data))
-    return local(starts, state, local.prepare(data.stack(nodes)), None, random.fold_in(key, nodes)).parameters
+    return local(starts, state, local.prepare(data.stack(nodes)), None, Turn(random.fold_in(key, nodes), 0)).parameters
 
 
 def few_shot(x: Tensor, y: Tensor, network: Network, alpha: float) -> LinearProblem:

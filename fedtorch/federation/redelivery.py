@@ -18,9 +18,10 @@ from torch import Tensor
 
 from fedtorch import random, tree, wire
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.clients import Clients, Pending
 from fedtorch.federation.exchange import Exchange, indices
-from fedtorch.federation.population import Clients, Pending, Population
+from fedtorch.federation.population import Population
 from fedtorch.tree import Rows, Tree
 
 _NETWORK = -1  # folded into a round's key; clients fold in their ids, which are not negative
@@ -110,10 +111,10 @@ class RedeliveredClients:
         """How many payloads this process has refused: repetitions, in the same round or in a later one."""
         return self.network.receiver.refused
 
-    def step(self, outbox: Tree, cohort: Tensor | None, key: Tensor, lost: Tensor | None = None) -> Pending:
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs a cohort; see `Clients.step`."""
-        self.network.open(key)
-        pending = self.clients.step(outbox, cohort, key, lost)
+        self.network.open(turn.key)
+        pending = self.clients.step(outbox, cohort, turn, lost)
         return pending._replace(repeated=pending.ids[self.network.repeats(pending.ids)])
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:

@@ -22,22 +22,23 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random, tree
+from fedtorch import functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, first_total
+from fedtorch.federation.algorithm import Algorithm, Turn, first_total
 from fedtorch.federation.checkpoint import below, describe
+from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
-from fedtorch.federation.population import Clients, Population
+from fedtorch.federation.population import Population, refuse_bad_messages
 from fedtorch.federation.progress import rounds_bar
-from fedtorch.federation.sampling import Cohort, check_cohort, check_ids, cohort_function
+from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -45,18 +46,8 @@ if TYPE_CHECKING:
 
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
 _COUNTS = ("number", "bytes_up", "bytes_down")
-_KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
 Until = Callable[[History], bool]
-
-
-class _Keys(NamedTuple):
-    """A round's keys, one for each purpose."""
-
-    cohort: Tensor
-    client: Tensor
-    server: Tensor
-    faults: Tensor
 
 
 class Run:
@@ -73,6 +64,8 @@ class Run:
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
+        on_bad_message: whether a message with NaN or Inf stops the run before anything of its round is kept, or is left
+            out, as if it were lost.
 
     Attributes:
         number: rounds done.
@@ -95,7 +88,10 @@ class Run:
         seed: int = 0,
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
+        on_bad_message: Literal["raise", "drop"] = "raise",
     ) -> None:
+        if on_bad_message not in ("raise", "drop"):
+            raise ValueError(f"Expected on_bad_message='raise' or 'drop', but got {on_bad_message!r}")
         if parameters is None:
             if algorithm.start is None:
                 raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
@@ -103,7 +99,7 @@ class Run:
         clients = len(population.names)
         check_cohort(cohort, clients)
         self.algorithm, self.population, self.seed = algorithm, population, seed
-        self.cohort, self.faults = cohort, faults
+        self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
         self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
@@ -115,19 +111,21 @@ class Run:
         self.server: Tree = tree.to(server, population.device)
         self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
-        self._ahead: list[_Keys] = []  # of the rounds to come, the next one last
+        self._keys = RoundKeys(seed)
 
     # -- round by round --------------------------------------------------------------------------------------------
 
     def step(self) -> Round:
         """Does one round."""
         began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
-        keys = self._next_keys()
+        keys = self._keys(self.number)
         asked = None if self._draw is None else self._draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
         hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self.clients.step(algorithm.outbox(self.server), hear, keys.client, silent)
+        pending = self.clients.step(algorithm.outbox(self.server), hear, Turn(keys.client, self.number), silent)
+        if self.on_bad_message == "raise":
+            refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
             pending.commit()
@@ -149,6 +147,7 @@ class Run:
             late,
             after,
             pending.repeated,
+            torch.tensor(sorted(pending.refused), dtype=torch.int64),
             {} if algorithm.report is None else algorithm.report(self.server),
         )
         self.log.record(self.last, time.perf_counter() - began)
@@ -182,15 +181,6 @@ class Run:
             aggregate = aggregate.fresh
         self.server = self.algorithm.server(self.server, aggregate, key)
 
-    def _next_keys(self) -> _Keys:
-        """The keys of the next round, which depend on the seed and its number only."""
-        if not self._ahead:
-            numbers = torch.arange(self.number, self.number + _KEYS_AHEAD)
-            rounds = random.fold_in(random.key(self.seed), numbers)
-            keys = random.fold_in(rounds[:, None], torch.arange(len(_Keys._fields)))
-            self._ahead = [_Keys(*each.unbind()) for each in reversed(keys.unbind())]
-        return self._ahead.pop()
-
     # -- what came out ---------------------------------------------------------------------------------------------
 
     @property
@@ -215,9 +205,11 @@ class Run:
 
     def client_module(self, client: int | str) -> nn.Module:
         """A copy of the module with the tensors that `client` (number or name) predicts with."""
-        number = self._client(client)
-        module = self._module()
-        return functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+        number, module = self._client(client), self._module()
+        module = functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+        if self.algorithm.finish is not None:
+            self.algorithm.finish(module, self.population.data[number])
+        return module
 
     def global_module(self) -> nn.Module:
         """A copy of the module with the server's parameters, for algorithms that send out all of them.
@@ -300,7 +292,7 @@ class Run:
         loaded = tree.unflatten(flat, self.server, "server")
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
-        self._ahead, self.last = [], None
+        self.last = None
 
     def _fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""

@@ -15,11 +15,14 @@ tensor([1, 4])
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import random
+
+_KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
 Cohort = Callable[[Tensor], Tensor | None]  # round key -> ascending ids of the clients asked, None for all
 
@@ -115,3 +118,28 @@ def check_ids(ids: Tensor, clients: int) -> None:
         raise ValueError(
             f"Expected distinct ascending ids of the population's {clients} clients, but got {ids.tolist()}"
         )
+
+
+class Keys(NamedTuple):
+    """A round's keys, one for each purpose."""
+
+    cohort: Tensor
+    client: Tensor
+    server: Tensor
+    faults: Tensor
+
+
+class RoundKeys:
+    """The keys of rounds: number of rounds done before -> `Keys`, which depend on the seed and the number only."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._first = seed, 0
+        self._made: list[Keys] = []
+
+    def __call__(self, number: int) -> Keys:
+        if not 0 <= number - self._first < len(self._made):
+            self._first = number
+            rounds = random.fold_in(random.key(self._seed), torch.arange(number, number + _KEYS_AHEAD))
+            keys = random.fold_in(rounds[:, None], torch.arange(len(Keys._fields)))
+            self._made = [Keys(*each.unbind()) for each in keys.unbind()]
+        return self._made[number - self._first]

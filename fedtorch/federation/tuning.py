@@ -155,12 +155,13 @@ def grid(
     title = f"{len(tried)} setting{'s' * (len(tried) > 1)}"
     with rounds_bar(title, len(tried) * rounds, shown=progress) as bar:
         for i, algorithm in enumerate(algorithms, 1):
-            made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults)
-            for done in made.rounds(rounds):
+            made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults, on_bad_message="drop")
+            finite = True
+            while finite and made.number < rounds:
+                done = made.step()
+                finite = _is_finite(done.server) and not len(done.refused)
                 bar.update()
-                if not _is_finite(done.server):
-                    break
-            scores.append(_score(made, validation, metric, split))
+            scores.append(_score(made, validation, metric, split) if finite else None)
             bar.set_postfix({"diverged": scores.count(None)} if None in scores else {}, refresh=False)
             bar.update(i * rounds - bar.n)
     nothing = Score(math.nan, torch.full((len(validation),), math.nan, dtype=torch.float64))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Mean, RowsOf, graph, private_rows, sum_over
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
@@ -91,8 +91,8 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         memory = (last, numbers(count), sent, numbers(window, clients))
         return Edges(server._replace(total=total), *memory, numbers(window), numbers(), numbers(clients)), state
 
-    def client(inbox: Tree, state: Tree, data: Any, key: Tensor) -> Reply:
-        reply = algorithm.client(inbox, state, data, key)
+    def client(inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
+        reply = algorithm.client(inbox, state, data, turn)
         whole = told(reply.state)
         first = tree.leaves(whole)[0]
         number = torch.ones(len(first), dtype=torch.int64, device=first.device)  # stands for the sequence number

@@ -4,6 +4,11 @@ The rows of a client enter a linear model with squared loss through X'X, X'y, y'
 batched: leading dimensions are clients, `(K, N, d)`, or nothing at all for one data set `(N, d)`. Statistics are kept
 in float64, because forming them squares the condition number.
 
+Columns may have any units: before anything is factorised or cut they are brought to one size (`fedtorch.linalg`).
+Where columns depend on each other, there are many solutions. Which combinations the rows leave open is found at that
+one size; of the solutions it is then the one of least norm in the units of the columns as they were given. A column
+of zeros gets the coefficient zero.
+
 >>> import torch
 >>> from fedtorch.models.linear import LinearHead, polynomial, ridge, sufficient_statistics
 >>> head = LinearHead(2, polynomial(2))  # 1, x, x²
@@ -14,18 +19,20 @@ tensor([ 0.,  -3.,  1.], dtype=torch.float64)
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import tree
+from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
 from fedtorch.models.rows import regression_fields, regression_rows
 
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
+CLEAR = 1e-6  # eigenvalues above, relative to the largest, are as exact in any units
 _ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relative to the largest eigenvalue
 
 
@@ -173,9 +180,9 @@ def ridge(statistics: SufficientStatistics, penalty: Tensor | float = 0.0) -> Te
     eye = torch.eye(statistics.gram.shape[-1], dtype=torch.float64, device=statistics.gram.device)
     matrix = statistics.gram + penalty[..., None, None] * eye
     factor, failed = torch.linalg.cholesky_ex(matrix)
-    size = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
-    pivot = factor.diagonal(dim1=-2, dim2=-1).amin(-1).square()
-    unique = (failed == 0) & (pivot > _ROUNDING * matrix.shape[-1] * size)
+    size = matrix.diagonal(dim1=-2, dim2=-1)  # a pivot beside it is one minus the column's R² from those before it
+    pivot = factor.diagonal(dim1=-2, dim2=-1).square()
+    unique = (failed == 0) & (pivot > _ROUNDING * matrix.shape[-1] * size).all(-1)
     if not bool(unique.all()):
         raise ValueError(_not_unique(statistics, unique))
     return torch.cholesky_solve(statistics.cross[..., None], factor)[..., 0]
@@ -190,21 +197,52 @@ def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
 
 
 class Spectral(NamedTuple):
-    """Sufficient statistics in the basis of the eigenvectors of X'X = V diag(m) V'."""
+    """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns."""
 
-    values: Tensor  # (..., p) m, zero where it is rounding
+    statistics: SufficientStatistics
+    values: Tensor  # (..., p) m, zero where the rows leave a direction open
     vectors: Tensor  # (..., p, p) V
     cross: Tensor  # (..., p) V'X'y, or (..., p, o)
-    power: Tensor  # (...) y'y
     count: Tensor  # type: ignore[assignment]  # (...) n
 
 
 def spectral(statistics: SufficientStatistics) -> Spectral:
-    """The statistics in the basis of the eigenvectors of X'X; directions that the rows leave open have eigenvalue 0."""
-    gram, cross, power, rows = statistics
+    """The statistics in the basis of the eigenvectors of X'X; directions that the rows leave open have eigenvalue 0.
+
+    Eigenvalues below 1e-6 of the largest are as inexact as their ratio says: `linalg.equilibrated` is the exact way,
+    which here only tells how many of them there are. Warns of columns that depend on each other.
+    """
+    gram = statistics.gram
     values, vectors = torch.linalg.eigh(gram)
-    known = values > _ROUNDING * values.shape[-1] * values.amax(-1, keepdim=True).clamp(min=0)
-    return Spectral(torch.where(known, values, 0.0), vectors, _times(vectors.mT, cross, gram.ndim - 1), power, rows)
+    rank = (values > CLEAR * values[..., -1:]).sum(-1)
+    doubtful = rank < _most(statistics)
+    if bool(doubtful.any()):
+        rank[doubtful] = linalg.equilibrated(gram[doubtful]).rank
+        warn_of_dependence(statistics, rank)
+    place = torch.arange(gram.shape[-1], device=gram.device)
+    known = place >= gram.shape[-1] - rank[..., None]
+    values = torch.where(known, values.clamp(min=torch.finfo(values.dtype).tiny), 0.0)
+    cross = _times(vectors.mT, statistics.cross, gram.ndim - 1)
+    return Spectral(statistics, values, vectors, cross, statistics.count)
+
+
+def _most(statistics: SufficientStatistics) -> Tensor:
+    """The rank of X if its columns are independent but for those of zeros, `(...)`."""
+    return statistics.count.minimum((statistics.gram.diagonal(dim1=-2, dim2=-1) > 0).sum(-1))
+
+
+def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
+    """Warns where X has a smaller rank `(...)` than its rows and its columns that are not zeros let it have."""
+    most = _most(statistics).flatten()
+    missing = most - rank.flatten()
+    if bool((missing > 0).any()):
+        worst = int(missing.argmax())
+        warnings.warn(
+            f"Expected columns of rank {int(most[worst])}, but got rank {int(rank.flatten()[worst])} in data set {worst} "
+            f"of {missing.numel()} ({int((missing > 0).sum())} have dependent columns): of the solutions that fit alike, "
+            "the one of least norm is taken; leave columns out, centre them, or add a penalty",
+            stacklevel=4,
+        )
 
 
 class LeastSquares(NamedTuple):
@@ -216,13 +254,15 @@ class LeastSquares(NamedTuple):
 
 
 def least_norm(statistics: SufficientStatistics) -> LeastSquares:
-    """The least squares solution of least norm; defined for any rows, also none."""
-    values, vectors, cross, _, _ = spectral(statistics)
-    known = values > 0
-    inverse = torch.where(known, 1 / torch.where(known, values, 1.0), 0.0)
-    rank = known.sum(-1)
-    solution = (vectors @ (inverse * cross)[..., None])[..., 0]
-    return LeastSquares(solution, rank, inverse.sum(-1) / rank.clamp(min=1))
+    """The least squares solution of least norm in the columns' units; defined for any rows, also none.
+
+    Warns of columns that depend on each other.
+    """
+    parts = linalg.equilibrated(statistics.gram)
+    warn_of_dependence(statistics, parts.rank)
+    root = parts.inverse_root(parts.null())
+    solution = (root @ (root.mT @ statistics.cross[..., None]))[..., 0]
+    return LeastSquares(solution, parts.rank, root.square().sum((-2, -1)) / parts.rank.clamp(min=1))
 
 
 class Reduced(NamedTuple):
@@ -235,12 +275,21 @@ class Reduced(NamedTuple):
 
 
 def reduced(statistics: SufficientStatistics) -> Reduced:
-    """B = V Λ^½ of X'X = V Λ V'; directions that the rows leave open are zero."""
-    values, vectors, cross, power, rows = spectral(statistics)
-    scale = values.sqrt()
-    response = torch.where(values > 0, cross / torch.where(values > 0, scale, 1.0), 0.0)
+    """A triangular B, columns in the order of their size; directions that the rows leave open are zero.
+
+    Its columns then differ in size as those of X do, which a symmetric root would mix up.
+    """
+    gram, cross, power, rows = statistics
+    scale, values, vectors = linalg.equilibrated(gram)
+    known = values > 0
+    response = (vectors.mT @ (scale * cross)[..., None])[..., 0]
+    response = torch.where(known, response / torch.where(known, values, 1.0).sqrt(), 0.0)
+    order = scale.argsort(dim=-1, stable=True)
+    half = (vectors * values.sqrt()[..., None, :]).take_along_dim(order[..., None], -2)
+    turn, upper = torch.linalg.qr(half.mT)
+    root = upper.mT.take_along_dim(order.argsort(-1)[..., None], -2) / scale[..., None]
     rest = (power - response.square().sum(-1)).clamp(min=0)
-    return Reduced(vectors * scale[..., None, :], response, rest, rows)
+    return Reduced(root, (turn.mT @ response[..., None])[..., 0], rest, rows)
 
 
 def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:

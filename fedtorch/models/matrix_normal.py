@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch import linalg
 from fedtorch.models import low_rank
 from fedtorch.models.linear import SufficientStatistics, residual_sum
 from fedtorch.models.low_rank import LowRank
@@ -156,7 +157,7 @@ class Mode(NamedTuple):
 
     coefficients: Tensor  # (K, d)
     iterations: int
-    residual: float  # of the equations, relative to their right side
+    residual: float  # of the equations, relative to their right side, coefficients brought to one size
 
 
 def posterior_mode(
@@ -175,7 +176,7 @@ def posterior_mode(
         statistics: of K units.
         noise: σ_k², `(K,)`, positive.
         covariance: Ω.
-        tolerance: where to stop, for the residual relative to the right side.
+        tolerance: where to stop, for the residual relative to the right side, coefficients brought to one size.
         iterations: at most so many; the residual tells how far they came.
 
     Raises:
@@ -192,7 +193,8 @@ def posterior_mode(
     gram = statistics.gram / noise[:, None, None]
     right = statistics.cross / noise[:, None]
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky(gram + covariance.inverse_diagonal()[:, None, None] * eye)
+    blocks = gram + covariance.inverse_diagonal()[:, None, None] * eye
+    factor, unit = torch.linalg.cholesky(blocks), linalg.unit_scale(blocks.diagonal(dim1=1, dim2=2))
 
     def apply(theta: Tensor) -> Tensor:
         return (gram @ theta[..., None])[..., 0] + low_rank.solve(covariance, theta)
@@ -202,11 +204,11 @@ def posterior_mode(
 
     theta = precondition(right)
     residual = right - apply(theta)
-    size = float(right.norm())
+    size = float((unit * right).norm())
     direction = scaled = precondition(residual)
     inner = (residual * scaled).sum()
     done = 0
-    while done < iterations and float(residual.norm()) > tolerance * size:
+    while done < iterations and float((unit * residual).norm()) > tolerance * size and bool(inner > 0):
         image = apply(direction)
         step = inner / (direction * image).sum()
         theta, residual = theta + step * direction, residual - step * image
@@ -214,7 +216,7 @@ def posterior_mode(
         before, inner = inner, (residual * scaled).sum()
         direction = scaled + (inner / before) * direction
         done += 1
-    return Mode(theta, done, float((right - apply(theta)).norm()) / size if size else 0.0)
+    return Mode(theta, done, float((unit * (right - apply(theta))).norm()) / size if size else 0.0)
 
 
 def _check_alpha(alpha: float) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import linalg, tree
 from fedtorch.networks.bounds import ClusterBound, Diagnostics
 from fedtorch.networks.network import Network
 from fedtorch.networks.solvers.problem import LinearProblem
@@ -116,9 +116,16 @@ def _check_clusters(network: Network, clusters: Any) -> Tensor:
 
 
 def _smallest(matrix: Tensor) -> float:
-    """The smallest eigenvalue, zero where it is rounding."""
-    values = torch.linalg.eigvalsh(matrix)
-    return float(values[0]) if float(values[0]) > 10 * len(matrix) * torch.finfo(matrix.dtype).eps * values[-1] else 0.0
+    """The smallest eigenvalue, zero where it is rounding in whatever units."""
+    return _smallest_positive(matrix, 0) if int(linalg.equilibrated(matrix).rank) == len(matrix) else 0.0
+
+
+def _smallest_positive(matrix: Tensor, nullity: int) -> float:
+    """The smallest eigenvalue beyond the null space: by the inverse, because beside large ones it may be rounding."""
+    parts = linalg.equilibrated(matrix)
+    if int(parts.rank) != len(matrix) - nullity:
+        return float(torch.linalg.eigvalsh(matrix)[nullity])
+    return 1 / float(torch.linalg.matrix_norm(parts.inverse_root(parts.null()), 2)) ** 2
 
 
 def _warn(network: Network, nullity: int) -> None:
@@ -141,9 +148,9 @@ def _check_minimum(problem: LinearProblem) -> None:
     b, (labels, number), (component, vectors) = problem.cross, problem.components, problem.null_space
     if not bool(b.isfinite().all()):
         raise ValueError("Expected finite right-hand sides X'y/m, but got NaN or infinity")
-    total = b.new_zeros(number, b.shape[1]).index_add_(0, labels, b)
+    total, size = (b.new_zeros(number, b.shape[1]).index_add_(0, labels, each) for each in (b, b.abs()))
     slope = (total[component] * vectors).sum(1).abs()
-    if bool((slope > 1e-8 * b.abs().sum()).any()):
+    if bool((slope > 1e-8 * (size[component] * vectors.abs()).sum(1)).any()):
         worst = int(component[slope.argmax()])
         raise ValueError(
             f"Expected right-hand sides in the range of the Gram matrices, but component {worst} has a"
@@ -155,8 +162,8 @@ def _extremes(problem: LinearProblem) -> tuple[float, float]:
     """The smallest positive and the largest eigenvalue of Q."""
     matrix, nullity = problem.matrix(), len(problem.null_space[0])
     if matrix.shape[0] <= _DENSE:
-        values = torch.linalg.eigvalsh(torch.from_numpy(matrix.toarray()))
-        return float(values[nullity]), float(values[-1])
+        dense = torch.from_numpy(matrix.toarray())
+        return _smallest_positive(dense, nullity), float(torch.linalg.eigvalsh(dense)[-1])
 
     def project(x: np.ndarray) -> np.ndarray:
         """Takes stacked parameters to the complement of the null space."""

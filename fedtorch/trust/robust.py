@@ -47,7 +47,7 @@ def trimmed_mean(fraction: float) -> Exchange:
     def average(value: Tensor, weight: Tensor) -> Tensor:
         ordered, share, above = _ordered(value, weight)
         kept = (above.clamp(max=1 - fraction) - (above - share).clamp(min=fraction)).clamp(min=0)
-        return (kept * ordered).sum(0) / (1 - 2 * fraction)
+        return torch.where(kept > 0, kept * ordered, 0.0).sum(0) / (1 - 2 * fraction)
 
     return _robust("trimmed_mean", average)
 

@@ -14,9 +14,13 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
   visible, one bit of every row, and clamping makes secrets multiples of the cofactor; it is not used here.)
 - *The leader learns* how many rows each member has, and for its own rows which member has them. *A member learns* how
   many rows the leader has, which of its own rows are used, and their order. A third party learns the sizes.
-- *Limits.* All follow the protocol: who puts guessed identifiers into its list learns whether the other has them, and
-  no such protocol can prevent it. Secrets come from the operating system, are new in each alignment and are not
-  reproducible; the result does not depend on them. Hashing takes a time that depends on the identifier.
+- *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
+  two systems may write for one name; nothing else is folded, neither case nor blanks.
+- *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it: every point that it
+  multiplies is a guess that the other can test. All follow the protocol: who puts guessed identifiers into its list
+  learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
+  new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
+  on the identifier.
 
 The leader is the party with the labels, usually. `leading` and `following` are the halves of the protocol for any
 driver of `fedtorch.vfl.protocol`, and `intersect` runs all of it in one process.
@@ -29,7 +33,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,14 +77,14 @@ class Holder:
     Args:
         identifiers: one per row.
         name: for error messages.
+        most: so many points of others are multiplied by the secret at most, in all requests together.
 
     Raises:
-        ValueError: an identifier that comes twice.
+        ValueError: an identifier that comes twice, or is no Unicode text.
     """
 
-    def __init__(self, identifiers: Sequence[str], name: str) -> None:
-        check_identifiers(identifiers, name)
-        self.name, self.identifiers = name, list(identifiers)
+    def __init__(self, identifiers: Sequence[str], name: str, most: int = 10_000_000) -> None:
+        self.name, self.identifiers, self.most = name, normalised(identifiers, name), most
         self._secret = ec.generate_private_key(_CURVE)
         self.order = list(range(len(self.identifiers)))
         secrets.SystemRandom().shuffle(self.order)
@@ -92,9 +97,15 @@ class Holder:
         """The other's points times one's own secret, in the order that they came in.
 
         Raises:
-            ValueError: something that is not a point of the curve.
+            ValueError: something that is not a point of the curve, or more points than are still taken.
         """
-        return Points(_stack(self._times(_decode(bytes(x.tolist()), self.name)) for x in points.x))
+        if len(points.x) > self.most:
+            raise ValueError(
+                f"Expected at most {self.most} more points at {self.name!r}, but got {len(points.x)}; raise most= if "
+                "the lists are that long"
+            )
+        self.most -= len(points.x)
+        return Points(_stack(self._times(_decode(x, self.name)) for x in _each(points)))
 
     def places(self, member: str, theirs: Points, returned: Points) -> Tensor:
         """Where each own row is in a member's list, −1 where it is not, `(n,)`; what the leader finds out.
@@ -105,13 +116,16 @@ class Holder:
             returned: one's own points as it sent them back.
 
         Raises:
-            ValueError: another number of points than were sent, or points that are not on the curve.
+            ValueError: another number of points than were sent, one twice, or points that are not on the curve.
         """
         if len(returned.x) != len(self.order):
             raise ValueError(f"Expected {len(self.order)} points back from {member!r}, but got {len(returned.x)}")
-        known = {bytes(x.tolist()): i for i, x in enumerate(self.blind(theirs).x)}
+        known = {x: i for i, x in enumerate(_each(self.blind(theirs)))}
+        for sent, count in ((theirs, len(known)), (returned, len(set(_each(returned))))):
+            if count < len(sent.x):
+                raise ValueError(f"Expected distinct points of {member!r}, but got {len(sent.x) - count} twice")
         found = torch.empty(len(self.order), dtype=torch.int64)
-        found[self.order] = torch.tensor([known.get(bytes(x.tolist()), -1) for x in returned.x], dtype=torch.int64)
+        found[self.order] = torch.tensor([known.get(x, -1) for x in _each(returned)], dtype=torch.int64)
         return found
 
     def rows(self, positions: Positions) -> Tensor:
@@ -202,13 +216,24 @@ def intersect(
     return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
 
 
-def check_identifiers(identifiers: Sequence[str], name: str) -> None:
-    """Raises `ValueError` unless identifiers are distinct strings."""
+def normalised(identifiers: Sequence[str], name: str) -> list[str]:
+    """Identifiers in Unicode's normal form C.
+
+    Raises:
+        TypeError: not strings.
+        ValueError: not distinct, or no Unicode text.
+    """
     seen: dict[str, int] = {}
     for row, identifier in enumerate(identifiers):
         if not isinstance(identifier, str):
             raise TypeError(
                 f"Expected strings as identifiers of {name!r}, but got {type(identifier).__name__} in row {row}"
+            )
+        identifier = unicodedata.normalize("NFC", identifier)
+        if any("\ud800" <= letter <= "\udfff" for letter in identifier):
+            raise ValueError(
+                f"Expected Unicode text as identifiers of {name!r}, but got half a surrogate pair in row {row}; read "
+                "the file in its own encoding"
             )
         if identifier in seen:
             raise ValueError(
@@ -216,6 +241,7 @@ def check_identifiers(identifiers: Sequence[str], name: str) -> None:
                 "merge them, or keep the first with `Party.distinct`"
             )
         seen[identifier] = row
+    return list(seen)
 
 
 def _hash_to_point(identifier: str) -> ec.EllipticCurvePublicKey:
@@ -242,5 +268,11 @@ def _decode(x: bytes, name: str) -> ec.EllipticCurvePublicKey:
 
 
 def _stack(points: Iterable[bytes]) -> Tensor:
-    joined = b"".join(points)
-    return torch.tensor(list(joined), dtype=torch.uint8).reshape(-1, _BYTES)
+    joined = bytearray().join(points)
+    return torch.frombuffer(joined, dtype=torch.uint8).reshape(-1, _BYTES) if joined else _POINTS.x.clone()
+
+
+def _each(points: Points) -> Iterator[bytes]:
+    """One after the other."""
+    joined = points.x.numpy().tobytes()
+    return (joined[place : place + _BYTES] for place in range(0, len(joined), _BYTES))

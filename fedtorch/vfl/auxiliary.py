@@ -9,7 +9,9 @@ r"""Families q(z | θ) of the auxiliary variables, by reparametrisation of stand
 
   .. math:: e_j = \rho\,[x/\sqrt J + a(u_j - \bar u)], \qquad x = m + b\,T(\sqrt J \bar u), \qquad u_j \sim N(0, 1),
 
-  with (m, log b, the shape of T, log a) from one encoder of :math:`(y_i, b + o_i + \sum_j \eta_{ij})` at the server.
+  with (m, log b, the shape of T, log a) from one encoder of :math:`(y_i, b + o_i + \sum_j \eta_{ij})` at the server;
+  where the likelihood is near a normal one (`ResponseLikelihood.normal`), it answers in sds about the mean that x then
+  has, so that no answer is good to one row and far off for another, however large ρ and the counts are.
   The exact posterior of a Gaussian likelihood has this form, with T the identity. In the augmented model a = 1 is
   exact for any likelihood, so only s is drawn.
   A factorised q(z_j | θ_j) instead has a floor of :math:`\tfrac12[J\log(1 + \rho^2/\sigma^2) - \log(1 + J\rho^2/
@@ -52,14 +54,15 @@ class Auxiliary:
     Attributes:
         init: (model, outputs C, batch size, rows, key, dtype) -> parameters of one party or the server.
         party: (parameters, fixed parameters, η `(B, M, C, n)`, τ, minibatch, model) -> (z, log ratio), or None.
-        server: (parameters, fixed parameters, intercept + offset + Σ η, τ, minibatch, model) -> `Sampled`, or None.
+        server: (parameters, fixed parameters, intercept + offset + Σ η, the likelihood's own parameters, τ, minibatch,
+            model) -> `Sampled`, or None.
         noises: (model) -> how many standard normal numbers a row and output takes.
         sees_response: whether the parties need y.
     """
 
     init: Callable[[VerticalModel, int, int, int, Tensor, torch.dtype], Tensors]
     party: Callable[[Tensors, Tensors, Tensor, Tensor, VerticalData, VerticalModel], tuple[Tensor, Tensor]] | None
-    server: Callable[[Tensors, Tensors, Tensor, Tensor, VerticalData, VerticalModel], Sampled] | None
+    server: Callable[[Tensors, Tensors, Tensor, Tensor, Tensor, VerticalData, VerticalModel], Sampled] | None
     noises: Callable[[VerticalModel], int]
     sees_response: bool = False
 
@@ -129,11 +132,14 @@ def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxil
         return make(outputs + _shown(model, outputs), count).start(key, batch, dtype)
 
     def server(
-        q: Tensors, fixed: Tensors, centre: Tensor, noise: Tensor, data: VerticalData, model: VerticalModel
-    ) -> Sampled:
+        q: Tensors, fixed: Tensors, centre: Tensor, shared: Tensor, noise: Tensor, data: VerticalData,
+        model: VerticalModel,
+    ) -> Sampled:  # fmt: skip
         parties = len(model.predictors)
         seen, count = _seen(centre, data, model), shapes + model.power
-        answer = lambda weights: encoded(make, weights, seen, count * centre.shape[-2]).chunk(count, -2)
+        first = _conditional(centre, shared, data, model)
+        outputs = count * centre.shape[-2]
+        answer = lambda weights: _from(first, encoded(make, weights, seen, outputs).chunk(count, -2), model.power)
         found = answer(q)
         held = found if fixed is q else answer(fixed)
         u = noise.unflatten(-2, (-1, model.likelihood.outputs))  # (B, M, J or 1, C, n)
@@ -155,6 +161,30 @@ def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxil
         return Sampled(total, deviations, ratio.sum(-2))
 
     return Auxiliary(init, None, server, noises=lambda model: len(model.predictors) if model.power else 1)
+
+
+def _conditional(
+    centre: Tensor, shared: Tensor, data: VerticalData, model: VerticalModel
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Mean and log sd of x, and log a, given y and θ where the likelihood is a normal one of s; None without mode."""
+    if model.likelihood.normal is None:
+        return None
+    parties = len(model.predictors)
+    s, precision = (part.unsqueeze(-2) for part in model.likelihood.normal(data.y, shared))
+    rho = model.noise_sd.to(centre)
+    slope = rho * (parties - model.power) / math.sqrt(parties)  # of the predictor in x
+    log_sd = -0.5 * (slope.square() * precision).log1p()
+    mean = (2 * log_sd).exp() * slope * precision * (s - centre)
+    return mean, log_sd, -0.5 * (rho.square() * precision / parties).log1p()
+
+
+def _from(first: tuple[Tensor, Tensor, Tensor] | None, found: Sequence[Tensor], power: bool) -> list[Tensor]:
+    """An encoder's answers (m, log b, …, log a) in the units of the normal conditional, as those of x and e."""
+    if first is None:
+        return list(found)
+    mean, log_sd, log_apart = first
+    answers = [torch.addcmul(mean, log_sd.exp(), found[0]), log_sd + found[1], *found[2:]]
+    return [*answers[:-1], answers[-1] + log_apart] if power else answers
 
 
 def noiseless() -> Auxiliary:

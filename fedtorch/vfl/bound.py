@@ -77,7 +77,8 @@ def server_bound(
     own, weights = shared_terms(model, q, gamma, data)
     ratio = None
     if guide.auxiliary.server is not None:
-        total, deviations, ratio = guide.auxiliary.server(q["z"], fixed(guide, q["z"]), centre, noise.z[0], data, model)
+        seen = centre, shared, noise.z[0], data, model
+        total, deviations, ratio = guide.auxiliary.server(q["z"], fixed(guide, q["z"]), *seen)
         centre, ratio = model.masked(total, centre), None if ratio is None else model.masked(ratio, 0.0)
     rows = model.log_likelihood(data.y, centre, shared, deviations, weights)
     return own + data.weighted_sum(rows if ratio is None else rows + ratio)

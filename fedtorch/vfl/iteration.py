@@ -28,7 +28,9 @@ sends nothing, but for its link in the chain of a joint q, and the server goes o
 does not decide by the clock whom it goes on without, since numbers would depend on the machines' load.
 
 Noise and dropout are functions of keys and steps. Who knows a key knows its noise: as long as all share the keys, it
-hides nothing of z_j from the other nodes.
+hides nothing of z_j from the other nodes. Who does not know it sees g_j with other noise in every step, and the mean
+over T steps has 1/√T of it: ρ hides little from who keeps what it was sent. Gradients go the other way: that of a row
+has the sign of its residual, so that parties of a plain split network are as good as told the labels.
 
 Source: Hassan et al., algorithms 1 and 2.
 """

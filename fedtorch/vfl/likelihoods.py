@@ -43,6 +43,8 @@ class ResponseLikelihood:
             predictor, `(..., F, n)`; where there is a natural scale, how far it is from the predictor.
         outputs: `C`, the numbers that the predictor has for a row.
         shared: names of what all rows share, on the log scale.
+        normal: (response `(..., n)`, shared `(..., S)`) -> mode and curvature there of −log p as a function of the
+            predictor, `(..., n)` each, curvature 0 where there is no mode; None for none at all, as of labels.
     """
 
     log_prob: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -51,6 +53,7 @@ class ResponseLikelihood:
     features: Callable[[Tensor, Tensor], Tensor]
     outputs: int = 1
     shared: tuple[str, ...] = ()
+    normal: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 def gaussian(sd: float | None = None) -> ResponseLikelihood:
@@ -75,6 +78,7 @@ def gaussian(sd: float | None = None) -> ResponseLikelihood:
         check=partial(_check, expected="finite numbers for a Gaussian response", fits=torch.isfinite),
         features=lambda y, s: y.unsqueeze(-2) - s,
         shared=("log_sd",) if fixed is None else (),
+        normal=lambda y, shared: (y, torch.exp(-2 * (shared[..., :1] if fixed is None else y.new_tensor([fixed])))),
     )
 
 
@@ -95,6 +99,7 @@ def poisson() -> ResponseLikelihood:
         mean=lambda s, shared: s[..., 0, :].exp(),
         check=partial(_check, expected="counts (whole numbers from 0 on) for a Poisson response", fits=_is_count),
         features=lambda y, s: y.log1p().unsqueeze(-2) - s,
+        normal=lambda y, shared: (y.clamp(min=1).log(), y),
     )
 
 
@@ -115,12 +120,17 @@ def negative_binomial(dispersion: float | None = None) -> ResponseLikelihood:
         ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
         return ways + r * log_r + y * s - (y + r) * torch.logaddexp(log_r, s)
 
+    def normal(y: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        r = (shared[..., :1] if fixed is None else y.new_tensor([fixed])).exp()
+        return y.clamp(min=1).log(), y * r / (y + r)
+
     return ResponseLikelihood(
         log_prob,
         mean=lambda s, shared: s[..., 0, :].exp(),
         check=partial(_check, expected="counts (whole numbers from 0 on) for a negative binomial one", fits=_is_count),
         features=lambda y, s: y.log1p().unsqueeze(-2) - s,
         shared=("log_dispersion",) if fixed is None else (),
+        normal=normal,
     )
 
 

@@ -6,13 +6,13 @@ Messages are `NamedTuple`s of tensors; who sends which to whom and when is in `i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedtorch import tree
+from fedtorch.vfl.adam import RestartingAdam
 from fedtorch.vfl.bound import ascend, party_bound, server_bound, shared_terms
 from fedtorch.vfl.data import VerticalData, check_known
 from fedtorch.vfl.gaussians import Shares, cholesky
@@ -22,7 +22,6 @@ from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import Part
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-fused_adam: Optimizers = partial(torch.optim.Adam, lr=1.0, fused=True)
 
 
 class Iteration(NamedTuple):
@@ -77,7 +76,7 @@ class _Node:
         data: VerticalData,
         *,
         response_shared: bool = False,
-        optimizer: Optimizers = fused_adam,
+        optimizer: Optimizers = RestartingAdam,
         per_row: bool = False,
     ) -> None:
         self.part, self.index, self.model, self.guide = part, part.index, part.model, part.guide

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +32,7 @@ class Party:
 
     Attributes:
         name: of the party.
-        identifiers: of its rows, such as patients' numbers; strings.
+        identifiers: of its rows, such as patients' numbers; strings, compared in Unicode's normal form C.
         x: its features, `(n, p)`, or rows of any shape `(n, ...)`; None for a party with labels only.
         features: names of its columns, where it has columns.
         response: the labels `(n,)`, at the party that has them.
@@ -63,7 +64,8 @@ class Party:
 
     def distinct(self) -> Party:
         """Its rows without those whose identifier came before."""
-        first = {identifier: row for row, identifier in reversed(list(enumerate(self.identifiers)))}
+        names = [unicodedata.normalize("NFC", identifier) for identifier in self.identifiers]  # as `align` sees them
+        first = {name: row for row, name in reversed(list(enumerate(names)))}
         return self.take(torch.tensor(sorted(first.values()), dtype=torch.long))
 
     def take(self, rows: Tensor) -> Party:

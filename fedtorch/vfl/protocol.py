@@ -25,6 +25,9 @@ from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from fedtorch import tree, wire
 from fedtorch.tree import Tree
 
@@ -45,6 +48,7 @@ class Receive(NamedTuple):
     sender: Name
     like: Tree  # its structure, shapes and dtypes; anything else is refused
     rows: bool = False  # whether the payload says how many rows there are in place of those of `like`
+    most: int = 10_000_000  # so many rows at most, where the payload says it
 
 
 class Traffic(NamedTuple):
@@ -71,15 +75,22 @@ def decode(payload: bytes, step: Receive, sender: str) -> Tree:
         sender: for error messages.
 
     Raises:
-        fedtorch.wire.PayloadError: what came is something else.
+        fedtorch.wire.PayloadError: what came is something else, or more rows than are taken.
     """
     like = step.like
     if step.rows:
         rows = wire.metadata(payload, client=sender).get("rows")
-        if not isinstance(rows, int) or not 0 <= rows <= len(payload):
-            raise wire.PayloadError(f"payload of client {sender!r}: expected a number of rows, but got {rows!r}")
-        like = tree.map(lambda leaf: leaf.new_empty(rows, *leaf.shape[1:]), like)
-    return tree.map(lambda value, own: value.to(own.device), wire.decode(payload, like, client=sender), like)
+        if type(rows) is not int or not 0 <= rows <= step.most:
+            raise wire.PayloadError(
+                f"payload of client {sender!r}: expected a number of rows up to {step.most}, but got {rows!r}"
+            )
+        like = tree.map(partial(_with_rows, rows), like)
+    return tree.map(lambda value, own: value.to(own.device), wire.decode(payload, like, client=sender), step.like)
+
+
+def _with_rows(rows: int, leaf: Tensor) -> Tensor:
+    """What is expected of so many rows, without their memory: what the sender claims has not been checked yet."""
+    return torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
 
 
 def drive(half: Half, send: Callable[[Send], None], receive: Callable[[Receive], Tree]) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch.vfl.adam import Drift, RestartingAdam
 from fedtorch.vfl.bound import ascend, bound
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.guide import Guide, Parameters, draw_theta, initial
@@ -25,6 +26,7 @@ from fedtorch.vfl.model import VerticalModel, prepared
 from fedtorch.vfl.noise import draw_noise, iterations
 
 _START = 0  # purpose of the key
+_TAIL = 8  # the last eighth of the steps, in which a learning rate that falls to zero has all but done so
 
 Schedule = Callable[[int], float]
 
@@ -36,6 +38,18 @@ class VariationalFit(NamedTuple):
     guide: Guide
     parameters: Parameters
     bounds: Tensor  # (steps // every, B) mean of the sampled bound over each `every` steps
+    drift: Tensor  # (B,) the largest mean gradient of a parameter over the last steps, in standard errors
+
+    def converged(self, tolerance: float = 5.0) -> Tensor:
+        """Whether no parameter still has somewhere to go, `(B,)`.
+
+        A bound that looks flat does not say so: gradients of counts, or a noise ρ far above the likelihood's, may hold
+        the optimiser up. This asks whether the gradients of the last eighth of the steps are zero but for their noise.
+
+        Args:
+            tolerance: on `drift`; the largest of some hundreds of parameters at their optimum is about 4.
+        """
+        return self.drift <= tolerance
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean `(B, D)` and covariance `(B, D, D)` of q(γ, θ_1, …, θ_J), all coordinates one after the other."""
@@ -97,8 +111,9 @@ def sfvi(
         batch_size: rows per iteration, drawn uniformly with replacement; all rows by default.
         size: B.
         every: over how many steps a value of `bounds` is averaged.
-        start: parameters to start from. To begin anew from a short run's also forgets the optimiser's moments, which
-            the first gradients of counts fill for thousands of iterations.
+        start: parameters to start from.
+
+    Ask the fit whether it has `converged`: a bound that looks flat does not say so.
 
     Raises:
         ValueError: data that do not fit the model, or fewer than one step or draw.
@@ -117,7 +132,8 @@ def sfvi(
     begin = start or initial(model, guide, batch.y.shape[-1], size, random.fold_in(key, _START), like.dtype)
     parameters = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), begin)
     networks = [weight for predictor in model.predictors for weight in predictor.parameters()]
-    optimizer = torch.optim.Adam([*tree.leaves(parameters), *networks], lr=1.0, fused=True)
+    leaves = [*tree.leaves(parameters), *networks]
+    optimizer, drift = RestartingAdam(leaves), Drift(leaves)
     placed = dataclasses.replace(model, rho=model.rho.to(like))  # once, not in every iteration
     means, recent = [], torch.zeros(size, dtype=torch.float64, device=like.device)
     drawn = iterations(model, guide, key, like, batch.y.shape[-1], steps, draws, batch_size)
@@ -125,10 +141,12 @@ def sfvi(
         here = batch if rows is None else batch.take(rows, model.row_dims)
         sampled = bound(placed, guide, parameters, here, noise)
         ascend(optimizer, sampled, schedule(step))
+        if step >= steps - max(steps // _TAIL, 1):
+            drift.add()
         recent += sampled.detach().mean(1)
         if (step + 1) % every == 0 or step + 1 == steps:
             means.append(recent / ((step % every) + 1))
             recent = torch.zeros_like(recent)
             if not bool(means[-1].isfinite().all()):
                 raise FloatingPointError(f"Expected a finite bound, but got {means[-1].tolist()} by step {step + 1}")
-    return VariationalFit(model, guide, tree.map(torch.detach, parameters), torch.stack(means))
+    return VariationalFit(model, guide, tree.map(torch.detach, parameters), torch.stack(means), drift.largest(size))

@@ -56,8 +56,8 @@ class Server(NamedTuple):
 def telling() -> ft.Algorithm:
     """Clients tell new values every round; the server keeps the sum of all clients' and the mean of a round."""
 
-    def client(inbox: Tree, state: State, data: ClientData, key: Tensor) -> ft.Reply:
-        new = 0.3 * state.told + random.normal(key, (3,), torch.float64) + 0.1 * inbox["sum"]
+    def client(inbox: Tree, state: State, data: ClientData, turn: ft.Turn) -> ft.Reply:
+        new = 0.3 * state.told + random.normal(turn.key, (3,), torch.float64) + 0.1 * inbox["sum"]
         return ft.Reply(ft.Mean(new, data.count), State(new), {"loss": new.square().sum(1)})
 
     return ft.Algorithm(

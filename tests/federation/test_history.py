@@ -153,7 +153,7 @@ def test_rounds_without_validation_have_no_scores() -> None:
 def told(info: dict[str, Tensor], number: int = 1) -> ft.Round:
     none = torch.zeros(0, dtype=torch.int64)
     ids = torch.arange(len(next(iter(info.values()), none)))
-    return ft.Round(number, None, None, ids, info, 3, 4, ids, none, none, none, none, {})
+    return ft.Round(number, None, None, ids, info, 3, 4, ids, none, none, none, none, none, {})
 
 
 def test_spreads_of_odd_losses() -> None:

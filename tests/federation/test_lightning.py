@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import re
 import time
 import warnings
 from typing import Any
@@ -12,12 +13,19 @@ import lightning as L
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from support.closed_forms import linear, linear_clients, same_bits, sgd
 from support.small_federations import CLASSES, Classifier, classes, everything, solver, trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fedtorch as ft
 from fedtorch import tree
@@ -100,19 +108,55 @@ def test_validation_does_not_change_training(local: ft.LocalSolver) -> None:
     assert same_bits(everything(plain), everything(validated))
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true", "64-true", "bf16-mixed"])
-def test_the_trainers_precision_leaves_the_clients_alone(local: ft.LocalSolver, precision: Any) -> None:
-    plain, other = federation(local, validate=True), federation(local, validate=True)
-    expected, outer = trainer(max_epochs=3), trainer(max_epochs=3, precision=precision)
-    expected.fit(plain)
-    outer.fit(other)
-    assert same_bits(everything(plain), everything(other))
-    assert expected.callback_metrics == outer.callback_metrics
-    assert torch.get_default_dtype() == torch.float32
-    assert outer.validate(other, verbose=False) == expected.validate(plain, verbose=False)
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [
+        *(({"precision": precision}, "ft.gradient_descent") for precision in ("16-true", "bf16-mixed", "64-true")),
+        ({"gradient_clip_val": 1.0}, "ft.gradient_descent(clip="),
+        ({"accumulate_grad_batches": 2}, "ft.lightning_fit(accumulate_grad_batches="),
+        ({"callbacks": EMAWeightAveraging()}, "recorder"),
+        ({"callbacks": StochasticWeightAveraging(0.1)}, "recorder"),
+        ({"callbacks": GradientAccumulationScheduler({0: 2})}, "ft.lightning_fit"),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused_by_name(setting: dict[str, Any], instead: str) -> None:
+    name = next(iter(setting))
+    told = type(setting[name]).__name__ if name == "callbacks" else name
+    with pytest.raises(
+        ValueError, match=f"Expected a Trainer without .*{told}.*would do nothing.*{re.escape(instead)}"
+    ):
+        trainer(max_epochs=1, **setting).fit(quadratic())
 
 
-def test_the_default_dtype_comes_back_after_an_error() -> None:
+class Module(L.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.zeros(4, 1))
+
+
+def test_rows_are_the_populations_and_not_the_trainers(local: ft.LocalSolver) -> None:
+    model, loader = federation(local, validate=True), DataLoader(torch.zeros(4, 1))
+    for call, name in (
+        (lambda: trainer(max_epochs=1).fit(model, loader), "a train loader"),
+        (lambda: trainer(max_epochs=1).fit(model, datamodule=Module()), "datamodule="),
+        (lambda: trainer(max_epochs=1).fit(model, val_dataloaders=loader), "a validation loader"),
+        (lambda: trainer().validate(model, loader, verbose=False), "a validation loader"),
+    ):
+        with pytest.raises(ValueError, match=f"Expected a Trainer without {name}, which would do nothing"):
+            call()
+    assert model.round == 0
+
+
+def test_what_a_trainer_does_not_do_says_who_does(local: ft.LocalSolver) -> None:
+    model = federation(local)
+    with pytest.raises(ValueError, match=r"but got trainer\.test; use federation\.evaluate"):
+        trainer().test(model)
+    with pytest.raises(ValueError, match=r"but got trainer\.predict; use federation\.client_module"):
+        trainer().predict(model, DataLoader(torch.zeros(4, 1)))
+    with pytest.raises(TypeError, match=r"Expected .*trainer\.fit\(federation, ckpt_path=path\)"):
+        ft.Federation.load_from_checkpoint("http://localhost/last.ckpt")
+
+
+def test_a_run_goes_on_after_an_error() -> None:
     def fail(*arguments: Any) -> Any:
         raise RuntimeError("no client today")
 
@@ -120,7 +164,7 @@ def test_the_default_dtype_comes_back_after_an_error() -> None:
     algorithm = model.run.algorithm
     model.run.algorithm = dataclasses.replace(algorithm, outbox=fail)
     with pytest.raises(RuntimeError, match="no client today"):
-        trainer(max_epochs=2, precision="16-true").fit(model)
+        trainer(max_epochs=2).fit(model)
     assert torch.get_default_dtype() == torch.float32
     model.run.algorithm = algorithm
     trainer(max_epochs=2).fit(model)
@@ -330,7 +374,7 @@ def test_a_starting_point_of_ones_own() -> None:
 
 def test_loss_scaling_is_refused() -> None:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match="leave precision= away"):
+    with pytest.raises(ValueError, match="Expected a Trainer without precision='16-mixed'"):
         trainer(max_epochs=1, plugins=[plugin]).fit(quadratic())
 
 

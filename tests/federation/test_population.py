@@ -13,7 +13,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation.population import LocalClients, Pending
+from fedtorch.federation.clients import LocalClients, Pending
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 4, 17, 6]
@@ -28,7 +28,8 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 @pytest.fixture(autouse=True, params=[0, 16_384], ids=["blocks by size", "one block"])
 def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test sees its few rows in blocks of similar size, and in one padded block."""
-    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", request.param)
+    for place in ("population", "clients"):
+        monkeypatch.setattr(f"fedtorch.federation.{place}.SMALL_BLOCK", request.param)
 
 
 every_algorithm = pytest.mark.parametrize("make", ALGORITHMS.values(), ids=ALGORITHMS)
@@ -47,7 +48,7 @@ def two_rounds(
     outbox, clients, _ = bound(make, chunk)
     rounds = []
     for number in range(2):
-        pending = clients.step(outbox, cohort, random.key(number), lost if number else None)
+        pending = clients.step(outbox, cohort, ft.Turn(random.key(number), 0), lost if number else None)
         pending.commit()
         order = pending.ids.argsort()
         info = {name: value[order] for name, value in pending.info.items()}
@@ -81,13 +82,14 @@ def test_everybody_by_name_is_everybody(make: Callable[[], ft.Algorithm]) -> Non
 @every_algorithm
 def test_a_block_of_no_clients(make: Callable[[], ft.Algorithm]) -> None:
     outbox, clients, algorithm = bound(make)
-    message, state, _ = clients.reply(clients.empty_block(), outbox, random.key(0))
+    message, state, _ = clients.reply(clients.empty_block(), outbox, ft.Turn(random.key(0), 0))
     assert all(len(leaf) == 0 for leaf in tree.leaves((message, state)))
-    full, _, _ = clients.reply(next(iter(clients.blocks(None))), outbox, random.key(0))
+    full, _, _ = clients.reply(next(iter(clients.blocks(None))), outbox, ft.Turn(random.key(0), 0))
     assert [name for name, _ in tree.items(message)] == [name for name, _ in tree.items(full)]
-    everybody = clients.step(outbox, None, random.key(0))
+    everybody = clients.step(outbox, None, ft.Turn(random.key(0), 0))
     partials = [
-        algorithm.exchange.gather(clients.reply(b, outbox, random.key(0))[0], b[0]) for b in clients.blocks(None)
+        algorithm.exchange.gather(clients.reply(b, outbox, ft.Turn(random.key(0), 0))[0], b[0])
+        for b in clients.blocks(None)
     ]
     with_nobody = algorithm.exchange.merge([*partials, algorithm.exchange.gather(message, slice(0, 0))])
     assert distance(algorithm.exchange.finish(with_nobody), everybody.aggregate) < ROUNDING
@@ -95,7 +97,7 @@ def test_a_block_of_no_clients(make: Callable[[], ft.Algorithm]) -> None:
 
 def test_nobody_asked() -> None:
     outbox, clients, _ = bound(ALGORITHMS["fedavg"])
-    pending = clients.step(outbox, torch.zeros(0, dtype=torch.int64), random.key(0))
+    pending = clients.step(outbox, torch.zeros(0, dtype=torch.int64), ft.Turn(random.key(0), 0))
     assert pending.aggregate is None
     assert (pending.bytes_up, pending.bytes_down, len(pending.ids), pending.info) == (0, 0, 0, {})
     pending.commit()
@@ -110,7 +112,7 @@ def test_nothing_is_changed_in_place(make: Callable[[], ft.Algorithm], chunk: in
     algorithm = make()
     progress = ft.Run(algorithm, population)
     outbox, clients = algorithm.outbox(progress.server), progress.clients
-    clients.step(outbox, torch.tensor([1, 2, 3]), random.key(0)).commit()
+    clients.step(outbox, torch.tensor([1, 2, 3]), ft.Turn(random.key(0), 0)).commit()
     blocks = [block for _, block in clients._blocks]
     watched = (
         outbox,
@@ -121,7 +123,7 @@ def test_nothing_is_changed_in_place(make: Callable[[], ft.Algorithm], chunk: in
         clients.state_dict(),
     )
     before = [copy_of(tuple(value) if isinstance(value, list) else value) for value in watched]
-    pending = clients.step(outbox, None, random.key(1))
+    pending = clients.step(outbox, None, ft.Turn(random.key(1), 0))
     clients.evaluate(outbox, data, lambda tensors, block: block.count)
     now = (
         outbox,
@@ -143,9 +145,9 @@ def test_a_lost_message_counts_for_nothing(make: Callable[[], ft.Algorithm], chu
     answered = torch.tensor([1, 2, 3, 4, 6])
     rounds, states = two_rounds(make, chunk, None, lost)
     outbox, clients, _ = bound(make, chunk)
-    clients.step(outbox, None, random.key(0)).commit()
+    clients.step(outbox, None, ft.Turn(random.key(0), 0)).commit()
     old = copy_of(clients.table.read(slice(0, len(SIZES))))
-    pending = clients.step(outbox, answered, random.key(1))
+    pending = clients.step(outbox, answered, ft.Turn(random.key(1), 0))
     pending.commit()
     assert rounds[1].ids.tolist() == answered.tolist()
     assert distance(rounds[1].aggregate, pending.aggregate) < ROUNDING
@@ -156,7 +158,7 @@ def test_a_lost_message_counts_for_nothing(make: Callable[[], ft.Algorithm], chu
 
 def test_all_messages_lost() -> None:
     outbox, clients, _ = bound(ALGORITHMS["fedavg"])
-    pending = clients.step(outbox, None, random.key(0), torch.arange(len(SIZES)))
+    pending = clients.step(outbox, None, ft.Turn(random.key(0), 0), torch.arange(len(SIZES)))
     assert pending.aggregate is None
     assert pending.bytes_up > 0
     pending.commit()
@@ -175,7 +177,7 @@ def squared_errors(algorithm: ft.Algorithm) -> Callable[[Tree, ClientData], Tree
 @every_algorithm
 def test_evaluation_in_the_order_of_the_clients(make: Callable[[], ft.Algorithm]) -> None:
     outbox, clients, algorithm = bound(make, 2)
-    clients.step(outbox, torch.tensor([1, 5]), random.key(0)).commit()
+    clients.step(outbox, torch.tensor([1, 5]), ft.Turn(random.key(0), 0)).commit()
     sizes = [3, 0, 8, 1, 0, 2, 40]
     rows = linear_clients([sum(sizes)], seed=9).rows
     validation = ft.data.FederatedData(rows, torch.tensor(sizes), allow_empty=True)
@@ -190,10 +192,10 @@ def test_evaluation_in_the_order_of_the_clients(make: Callable[[], ft.Algorithm]
 
 def test_evaluation_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     outbox, clients, algorithm = bound(ALGORITHMS["separate"])
-    clients.step(outbox, None, random.key(0)).commit()
+    clients.step(outbox, None, ft.Turn(random.key(0), 0)).commit()
     data = linear_clients(SIZES, seed=1)
     whole = clients.evaluate(outbox, data, squared_errors(algorithm))
-    monkeypatch.setattr("fedtorch.federation.population._BLOCK_ROWS", 1)
+    monkeypatch.setattr("fedtorch.federation.clients._BLOCK_ROWS", 1)
     assert distance(clients.evaluate(outbox, data, squared_errors(algorithm)), whole) < ROUNDING
 
 
@@ -210,7 +212,7 @@ def test_a_pooled_client_is_evaluated_on_everybody() -> None:
     algorithm = ft.pooled(ft.least_squares(sgd(0.1).module))
     data = linear_clients(SIZES)
     progress = ft.Run(algorithm, ft.InProcess(data.pool()))
-    progress.clients.step({}, None, random.key(0)).commit()
+    progress.clients.step({}, None, ft.Turn(random.key(0), 0)).commit()
     result = progress.clients.evaluate({}, data, squared_errors(algorithm))
     together = progress.clients.evaluate({}, data.pool(), squared_errors(algorithm))
     assert result["rows"].tolist() == SIZES
@@ -238,9 +240,9 @@ def test_a_bad_client_is_named_when_bound(local: ft.LocalSolver, value: float, c
 
 def test_states_move_between_chunkings() -> None:
     outbox, clients, _ = bound(ALGORITHMS["separate"], 1)
-    clients.step(outbox, torch.tensor([0, 4, 6]), random.key(0)).commit()
+    clients.step(outbox, torch.tensor([0, 4, 6]), ft.Turn(random.key(0), 0)).commit()
     _, other, _ = bound(ALGORITHMS["separate"])
-    other.step(outbox, None, random.key(5)).commit()
+    other.step(outbox, None, ft.Turn(random.key(5), 0)).commit()
     other.load_state_dict(clients.state_dict())
     assert other.table.touched().tolist() == [0, 4, 6]
     assert same_bits(other.table.read(slice(0, 7)), clients.table.read(slice(0, 7)))
@@ -252,20 +254,20 @@ def test_many_blocks_are_merged_on_the_way() -> None:
     results = []
     for chunk in (1, None):
         progress = ft.Run(algorithm, ft.InProcess(data, chunk))
-        results.append(progress.clients.step(progress.server, None, random.key(0)).aggregate)
+        results.append(progress.clients.step(progress.server, None, ft.Turn(random.key(0), 0)).aggregate)
     assert distance(*results) < ROUNDING
 
 
 def test_info_that_some_blocks_do_not_tell() -> None:
     base = ft.separate(sgd(0.1))
 
-    def client(inbox: Tree, state: Tree, data: ClientData, key: Tensor) -> ft.Reply:
-        reply = base.client(inbox, state, data, key)
+    def client(inbox: Tree, state: Tree, data: ClientData, turn: ft.Turn) -> ft.Reply:
+        reply = base.client(inbox, state, data, turn)
         large = bool((data.count > 8).any())
         return reply._replace(info={"size": data.count, "large": data.count} if large else {"size": data.count})
 
     progress = ft.Run(dataclasses.replace(base, client=client), ft.InProcess(linear_clients(SIZES), 1))
-    pending = progress.clients.step({}, None, random.key(0))
+    pending = progress.clients.step({}, None, ft.Turn(random.key(0), 0))
     sizes = torch.tensor(SIZES, dtype=torch.float64)[pending.ids]
     expected = torch.where(sizes > 8, sizes, torch.nan)
     torch.testing.assert_close(pending.info["large"], expected, equal_nan=True, rtol=0, atol=0)

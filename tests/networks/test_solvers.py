@@ -141,7 +141,7 @@ def test_a_round_of_fedgd_is_a_gradient_step() -> None:
     start = torch.ones(N, 3, dtype=torch.float64)
     found = solvers.fedgd(one, rate=0.01, rounds=1, tolerance=0, start=start)
     assert distance(found.parameters, start - 0.02 * (one.product(start) - one.cross)) < ROUNDING
-    assert (found.rounds, found.sums, found.bytes) == (1, 1, 2 * len(one.network.edges) * 3 * 8)
+    assert (found.rounds, found.sums, found.bytes) == (1, 2, 2 * len(one.network.edges) * 3 * 8)
 
 
 def test_a_round_of_fedrelax_minimises_over_every_node_with_alpha_not_half_of_it() -> None:
@@ -171,7 +171,7 @@ def test_chebyshev_with_the_eigenvalue_needs_no_sums_but_checks() -> None:
     smallest = float(torch.linalg.eigvalsh(root @ q @ root)[0])
     found = solvers.chebyshev(one, smallest=smallest, tolerance=TOLERANCE)
     assert distance(found.parameters, dense_solution(data, network, 0.7)) < NEAR
-    assert found.sums <= 3 + found.rounds // 20
+    assert found.sums <= 3 + 2 * (found.rounds // 20)
     for wrong in (0.0, 2.0):
         with pytest.raises(ValueError, match="Expected the smallest eigenvalue between 0 and 2"):
             solvers.chebyshev(one, smallest=wrong)
@@ -374,5 +374,5 @@ def test_costs_are_counted() -> None:
         assert found.scope == ("reference" if name == "conjugate_gradient" else "local")
     assert solvers.direct(one).scope == solvers.proximal_averaging(one).scope == "reference"
     stopped = solvers.fedgd(one, rounds=7)
-    assert (stopped.rounds, stopped.converged) == (7, False)
-    assert stopped.optimality == pytest.approx(one.optimality(solvers.fedgd(one, rounds=6).parameters), rel=1e-9)
+    assert (stopped.rounds, stopped.converged, stopped.reason) == (7, False, "rounds")
+    assert stopped.optimality == one.optimality(stopped.parameters)

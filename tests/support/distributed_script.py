@@ -45,7 +45,7 @@ class Told(NamedTuple):
 def remembers() -> ft.Algorithm:
     """Every client hears its own row and tells a new one: rows need `private_rows`, which gathers and does not add."""
 
-    def client(inbox: Tensor, state: Tensor, data: ft.data.ClientData, key: Tensor) -> ft.Reply:
+    def client(inbox: Tensor, state: Tensor, data: ft.data.ClientData, turn: ft.Turn) -> ft.Reply:
         total = torch.where(data.mask[..., None], data.batch[0], 0).sum(1)
         told = Told(ft.Mean(total + inbox, data.count.double()), ft.Sum({"seen": data.count}))
         return ft.Reply(told, state + 1, {"inbox": inbox.sum(1)} if len(state) else {})

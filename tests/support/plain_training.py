@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 
 from fedtorch import functional, random, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import Quadratic
+from fedtorch.federation.algorithm import Quadratic, Turn
 from fedtorch.federation.local_solvers.batches import PERMUTATIONS
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
 
@@ -75,6 +75,23 @@ class Session:
         for name, value in values.items():
             self.log(name, value)
 
+    def passed(self, per_epoch) -> None:
+        """A step has been taken, or missed by a client that was away: schedules go on."""
+        self.taken += 1
+        within, ends = (self.taken - 1) % per_epoch, self.taken % per_epoch == 0
+        for config in self.schedulers:
+            if config.interval == "step" and (within + 1) % config.frequency == 0:
+                config.scheduler.step()
+            if config.interval == "epoch" and ends and (self.taken // per_epoch) % config.frequency == 0:
+                config.scheduler.step()
+
+    def catch_up(self, position, per_epoch) -> None:
+        """Goes on to step `position` without training."""
+        self.optimizer.zero_grad()
+        self.optimizer.step()
+        while self.taken < position:
+            self.passed(per_epoch)
+
     def step(self, batch, index):
         if self.loss is not None:
             return self.loss(self.module(batch[0]), batch[1])
@@ -83,20 +100,21 @@ class Session:
         return answer["loss"] if isinstance(answer, dict) else answer
 
 
-def plain(session, rows, key, epochs=None, steps=None, batch_size=None, quadratic=None, project=None):
-    """One round of one client as anybody would write it: (parameters, buffers, sum of learning rates, info)."""
+def plain(session, rows, key, epochs=None, steps=None, batch_size=None, quadratic=None, project=None, round=0):
+    """Round `round` of one client as anybody would write it: (parameters, buffers, sum of learning rates, info)."""
     n = len(tree.leaves(rows)[0])
     size = n if batch_size is None else batch_size
     per_epoch = -(-n // size)
     session.logs = {}
     rate, losses, t = 0.0, [], 0
+    session.catch_up(round * (per_epoch * epochs if epochs else steps), per_epoch)
     for epoch in range(10**6):
         if t == (per_epoch * epochs if epochs else steps):
             break
         order = torch.arange(n)
         if batch_size is not None:
             order = random.permutation(random.fold_in(random.fold_in(key, PERMUTATIONS), epoch), n)
-        for index, chosen in enumerate(order.split(size)):
+        for chosen in order.split(size):
             if steps is not None and t == steps:
                 break
             session.trainer.global_step, session.trainer.current_epoch = session.taken, session.taken // per_epoch
@@ -115,13 +133,8 @@ def plain(session, rows, key, epochs=None, steps=None, batch_size=None, quadrati
                 with torch.no_grad():
                     for name, value in project({n: p.detach() for n, p in named.items()}).items():
                         named[name].copy_(value)
-            t, session.taken = t + 1, session.taken + 1
-            ends = session.taken % per_epoch == 0
-            for config in session.schedulers:
-                if config.interval == "step" and (index + 1) % config.frequency == 0:
-                    config.scheduler.step()
-                if config.interval == "epoch" and ends and (session.taken // per_epoch) % config.frequency == 0:
-                    config.scheduler.step()
+            t += 1
+            session.passed(per_epoch)
     info = {name: torch.stack(values).mean() for name, values in session.logs.items()}
     info["loss"] = torch.stack(losses).mean()
     return functional.parameters(session.module), functional.buffers(session.module), rate, info
@@ -136,7 +149,7 @@ def total_steps(data, k, epochs=None, steps=None, batch_size=None):
     return steps or epochs * -(-n // (batch_size or n))
 
 
-def solve(local, data, key, quadratic=None, start=None, state=None):
+def solve(local, data, key, quadratic=None, start=None, state=None, round=0):
     count = len(data.count)
     start = tree.expand(local.parameters, count) if start is None else start
     state = (
@@ -144,7 +157,7 @@ def solve(local, data, key, quadratic=None, start=None, state=None):
         if state is None
         else state
     )
-    return local(start, state, local.prepare(data), quadratic, key)
+    return local(start, state, local.prepare(data), quadratic, Turn(key, round))
 
 
 def check(module, data=None, loss=None, optimizer=None, quadratic=None, buffers="refuse", **options):
@@ -152,7 +165,7 @@ def check(module, data=None, loss=None, optimizer=None, quadratic=None, buffers=
     data = stacked_data() if data is None else data
     key = keys(len(data.count))
     taken = {name: value for name, value in options.items() if name in ("epochs", "steps", "batch_size")}
-    local = gradient_descent(module, loss=loss, optimizer=optimizer, buffers=buffers, **options)
+    local = gradient_descent(module, loss=loss, optimizer=optimizer, buffers=buffers, rounds=1, **options)
     result = solve(local, data, key, quadratic)
     for k in range(len(data.count)):
         session = Session(module, optimizer, loss, options.get("epochs"), total_steps(data, k, **taken))
@@ -294,27 +307,38 @@ class Odd(nn.Module):
         return self.scale * self.second(torch.tanh(self.frozen(self.first(x))))
 
 
-def kept_over_rounds(module, optimizer, loss):
+def over_rounds(module, optimizer, loss, reset="never", **options):
+    """Rounds of partial participation against each client's plain loop on the federation's clock."""
+    options = options or {"epochs": 2, "batch_size": 4}
     data, count = stacked_data(), len(RAGGED)
-    local = gradient_descent(module, loss=loss, optimizer=optimizer, reset="never", epochs=2, batch_size=4)
+    local = gradient_descent(module, loss=loss, optimizer=optimizer, reset=reset, rounds=4, **options)
     local.prepare(data)
-    sessions = [Session(module, optimizer, loss, 2) for _ in RAGGED]
+    total = [4 * total_steps(data, k, **options) for k in range(count)]
+    begin = lambda k: Session(module, optimizer, loss, 4 * options["epochs"] if "epochs" in options else None, total[k])
+    sessions = [begin(k) for k in range(count)]
+    taken = [0] * count
     start = tree.map(torch.clone, tree.expand(local.parameters, count))
     state = tree.map(lambda leaf: leaf.expand(count, *leaf.shape).clone(), local.init(local.parameters))
     for number, cohort in enumerate([[0, 2, 5], [1, 2, 3, 5], list(range(7)), [2, 6]]):
         key = random.fold_in(keys(count), number)
         at = torch.tensor(cohort)
-        taken = tree.take((start, state, data, key), at)
-        result = local(taken[0], taken[1], taken[2], None, taken[3])
+        some = tree.take((start, state, data, key), at)
+        result = local(some[0], some[1], some[2], None, Turn(some[3], number))
+        if reset == "round":
+            sessions = [begin(k) for k in range(count)]
+            for k, session in enumerate(sessions):
+                session.module.load_state_dict({name: leaf[k] for name, leaf in start.items()}, strict=False)
         tree.map(
             lambda whole, some, at=at: whole.index_copy_(0, at, some), (start, state), (result.parameters, result.state)
         )
         for row, k in enumerate(cohort):
-            parameters, _, rate, _ = plain(sessions[k], own_rows(data, k), key[k], epochs=2, batch_size=4)
+            parameters, _, rate, info = plain(sessions[k], own_rows(data, k), key[k], round=number, **options)
+            taken[k] += total_steps(data, k, **options)
             assert float(result.steps[row]) == pytest.approx(rate, rel=1e-12)
+            torch.testing.assert_close(result.info["loss"][row].double(), info["loss"].double(), **CLOSE)
             mine = tree.map(lambda leaf, k=k: leaf[k], start)
             torch.testing.assert_close(mine, parameters, **CLOSE)
-    assert state.steps.tolist() == [session.taken for session in sessions]
+    assert reset == "round" or state.steps.tolist() == taken
 
 
 class Noisy(NoMetrics):

@@ -11,6 +11,7 @@ import torch
 from fedtorch import wire
 from fedtorch.vfl import alignment
 from fedtorch.vfl.alignment import Holder, Points, Positions, following, intersect, leading
+from fedtorch.vfl.parties import Party
 from fedtorch.vfl.protocol import Half, Receive, Send, decode, drive, encode
 
 LISTS = {
@@ -120,6 +121,43 @@ def test_what_is_refused() -> None:
     bad = wire.encode(Points(torch.zeros(2, 32, dtype=torch.uint8)), {"rows": 3})
     with pytest.raises(wire.PayloadError, match="expected shape"):
         decode(bad, expected, "b")
-    with pytest.raises(wire.PayloadError, match="expected a number of rows"):
-        decode(wire.encode(off, {"rows": -1}), expected, "b")
+    for rows in (-1, True, 10_000_001):
+        with pytest.raises(wire.PayloadError, match="expected a number of rows up to 10000000"):
+            decode(wire.encode(off, {"rows": rows}), expected, "b")
     assert torch.equal(decode(encode(Send("a", off, rows=True)), expected, "b").x, off.x)
+
+
+def test_what_a_sender_claims_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million rows announced by a payload of none: refused before there is any room for them."""
+    made: list[torch.Size] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(empty(*a, **k)) or made[-1])
+    expected = Receive("b", Points(empty(0, 32, dtype=torch.uint8)), rows=True)
+    with pytest.raises(wire.PayloadError, match="expected shape"):
+        decode(wire.encode(Points(empty(0, 32, dtype=torch.uint8)), {"rows": 10_000_000}), expected, "b")
+    assert all(leaf.is_meta for leaf in made if leaf.numel() > 1000)
+
+
+def test_points_come_once_and_not_without_end() -> None:
+    leader, member = Holder(["x", "y"], "leader"), Holder(["x", "y", "z"], "b", most=5)
+    theirs, sent = member.own_points(), leader.own_points()
+    returned = member.blind(sent)
+    with pytest.raises(ValueError, match="Expected distinct points of 'b', but got 1 twice"):
+        leader.places("b", theirs, Points(returned.x[[0, 0]]))
+    with pytest.raises(ValueError, match="Expected distinct points of 'b', but got 1 twice"):
+        leader.places("b", Points(theirs.x[[0, 1, 0]]), returned)
+    member.blind(sent)
+    with pytest.raises(ValueError, match="at most 1 more points at 'b', but got 2; raise most="):
+        member.blind(sent)
+
+
+def test_identifiers_are_compared_in_a_normal_form() -> None:
+    composed, apart = "Zo\u00eb", "Zoe\u0308"
+    found = intersect({"clinic": ["b", composed], "laboratory": [apart, "c"]}, leader="clinic").rows
+    assert [rows.tolist() for rows in found] == [[1], [0]]
+    with pytest.raises(ValueError, match="distinct identifiers at 'a', but rows 0 and 1"):
+        Holder([composed, apart], "a")
+    party = Party("a", [composed, apart], torch.eye(2))
+    assert party.distinct().identifiers == [composed]
+    with pytest.raises(ValueError, match="Expected Unicode text as identifiers of 'a', but got half a surrogate pair"):
+        Holder(["x\udcff"], "a")

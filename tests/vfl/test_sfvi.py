@@ -15,6 +15,7 @@ from support.verticals import (
     MODELS,
     SD,
     WIDTHS,
+    counts_data,
     draw,
     gaussian_data,
     logistic_data,
@@ -27,10 +28,12 @@ from torch import Tensor
 
 from fedtorch import random, tree, vfl
 from fedtorch.vfl import encoder, likelihoods
+from fedtorch.vfl.adam import RestartingAdam
 from fedtorch.vfl.bound import ascend, bound
 from fedtorch.vfl.guide import initial
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.noise import draw_noise
+from fedtorch.vfl.oracles import log_joint
 
 KEY = random.key(0)
 
@@ -331,3 +334,73 @@ def test_a_fold_may_leave_out_rows_that_do_not_fit(row: int) -> None:
     y, weight = data.response.clone(), torch.ones(9, dtype=torch.float64)
     y[row], weight[row] = 7, 0
     assert fit_with(data._replace(response=y, weight=weight)).bounds.isfinite().all()
+
+
+def modes(model: vfl.VerticalModel, data: vfl.VerticalData) -> tuple[Tensor, Tensor]:
+    """Mode and sds there of the posterior with the auxiliary variables integrated out."""
+    density = log_joint(model, data, adaptive=True)
+    at = torch.zeros(sum(model.sizes), dtype=torch.float64)
+    for _ in range(30):
+        gradient = torch.autograd.functional.jacobian(density, at)
+        curvature = -torch.autograd.functional.hessian(density, at)
+        at = at + torch.linalg.solve(curvature, gradient).clamp(-0.5, 0.5)
+    return at, torch.linalg.inv(curvature).diagonal().sqrt()
+
+
+@pytest.mark.parametrize(
+    ("steps", "close"), [(800, 0.5), pytest.param(4000, 0.1, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_counts_under_large_noise(steps: int, close: float) -> None:
+    """ρ = 3: s is known far better than its prior says, and e^s of draws from the prior blocked the optimiser."""
+    data = counts_data([1, 1], 60)
+    model = vfl.augmented(likelihoods.poisson(), [vfl.linear(1)] * 2, 3.0)
+    fit = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=steps, lr=0.01 if steps > 1000 else 0.03)
+    (mean, sd), found = modes(model, data), fit.moments()
+    assert ((found[0][0] - mean) / sd).abs().max() < close
+    if steps > 1000:
+        assert (found[1][0].diagonal().sqrt() / sd - 1).abs().max() < 0.1
+        assert bool(fit.converged())
+
+
+def test_a_fit_that_is_held_up_has_not_converged() -> None:
+    """Draws from the prior, as of a likelihood that says nothing of its normal form: the bound goes on from afar."""
+    data = counts_data([1, 1], 60)
+    poisson = dataclasses.replace(likelihoods.poisson(), normal=None)
+    model = vfl.augmented(poisson, [vfl.linear(1)] * 2, 3.0)
+    fit = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=400)
+    assert not bool(fit.converged())
+    assert not bool(vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=3).converged())  # nothing to tell by
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_regressions_posterior_at_noise_far_above_the_likelihoods(name: str) -> None:
+    data, rho = gaussian_data([1, 1], 60), 20.0
+    fit = vfl.sfvi(
+        MODELS[name](likelihoods.gaussian(SD), predictors([1, 1]), rho),
+        exact_guide(),
+        data,
+        key=KEY,
+        steps=800,
+        lr=0.03,
+    )
+    mean, covariance, evidence = regression(data, noise_variance(name, rho, 2))
+    sd, (means, covariances) = covariance.diagonal().sqrt(), fit.moments()
+    assert ((means[0] - mean) / sd).abs().max() < 1e-2
+    assert (covariances[0].diagonal().sqrt() / sd - 1).abs().max() < 1e-2
+    assert bool(fit.converged())
+    if name == "augmented":
+        assert float(fit.bounds[-1, 0]) == pytest.approx(evidence, abs=1e-2)
+
+
+def test_adam_begins_anew_where_its_moments_block_it() -> None:
+    """One gradient of 1e8, and then those of (x − 3)²: Adam's own moments hold it up for thousands of steps."""
+    ends = []
+    for make in (RestartingAdam, torch.optim.Adam):
+        x = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        optimizer = make([x], lr=0.05)
+        for step in range(600):
+            x.grad = 2 * (x.detach() - 3) if step else torch.full_like(x, -1e8)
+            optimizer.step()
+        ends.append(float((x.detach() - 3).abs().max()))
+    assert ends[0] < 0.05
+    assert ends[1] > 2

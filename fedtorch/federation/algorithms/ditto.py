@@ -16,10 +16,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from fedtorch import random
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn
 from fedtorch.federation.algorithms.fedavg import Weight, fedavg, proximal, rows_weight
 from fedtorch.tree import Tree
 
@@ -68,10 +66,10 @@ def ditto(
     if not strength >= 0:
         raise ValueError(f"Expected a strength of at least 0, but got {strength}")
 
-    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
-        averaged = shared.client(inbox, state.solver, data, key)
-        own_key = random.fold_in(key, _PERSONAL)
-        own = local(state.personal, state.personal_solver, data, proximal(inbox, strength), own_key)
+    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
+        averaged = shared.client(inbox, state.solver, data, turn)
+        own_turn = turn._replace(key=random.fold_in(turn.key, _PERSONAL))
+        own = local(state.personal, state.personal_solver, data, proximal(inbox, strength), own_turn)
         info = {**averaged.info, **{f"personal_{name}": value for name, value in own.info.items()}}
         return Reply(averaged.message, State(own.parameters, own.state, averaged.state), info)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
@@ -57,8 +57,8 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
     """
     check_settings(mu, lr)
 
-    def client(inbox: Tree, state: Tree, data: Any, key: Tensor) -> Reply:
-        solved = local(inbox, state, data, proximal(inbox, mu), key)
+    def client(inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
+        solved = local(inbox, state, data, proximal(inbox, mu), turn)
         change = tree.subtract(solved.parameters, inbox)
         return Reply(Message(Mean(change, weight(data))), solved.state, solved.info)
 

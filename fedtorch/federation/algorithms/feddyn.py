@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
 from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.algorithms.scaffold import Controls, Server, State, mean_control, no_controls
@@ -65,12 +65,12 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:
         return Server(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
 
-    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
+    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         weights = weight(data).to(torch.float64)
         gradient = tree.scale(state.controls.weighted, 1 / weights)
         precision = torch.full_like(weights, alpha, dtype=tree.leaves(gradient)[0].dtype)
         quadratic = Quadratic(precision, tree.add_scaled(gradient, inbox, alpha))
-        solved = local(inbox, state.solver, data, quadratic, key)
+        solved = local(inbox, state.solver, data, quadratic, turn)
         change = tree.subtract(solved.parameters, inbox)
         renewed = tree.add_scaled(gradient, change, -alpha)
         controls = Controls(tree.scale(renewed, weights), weights, torch.ones_like(weights))

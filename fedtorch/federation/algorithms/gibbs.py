@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
 
@@ -84,8 +84,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         nothing = tree.zeros_like(_in_limbs(local.report(variables)))
         return Server(shared.init(start)), State(variables, nothing)
 
-    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
-        keys = random.fold_in(key[:, None], numbers.to(key.device))
+    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
+        keys = random.fold_in(turn.key[:, None], numbers.to(turn.key.device))
         variables = local.sweep(inbox, state.variables, data, keys, sweeps)
         return Reply(None, State(variables, _in_limbs(local.report(variables))), {})
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
@@ -84,9 +84,9 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
             )
         return Server(), State(parameters, local.init(parameters))
 
-    def client(inbox: Neighbourhood, state: State, data: Any, key: Tensor) -> Reply:
+    def client(inbox: Neighbourhood, state: State, data: Any, turn: Turn) -> Reply:
         quadratic = _coupling(inbox, state.parameters, strengths)
-        solved = local(state.parameters, state.solver, data, quadratic, key)
+        solved = local(state.parameters, state.solver, data, quadratic, turn)
         return Reply(None, State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
 from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
@@ -240,11 +240,11 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     return PreparedRows(local.prepare(data), summary, statistics.count)
 
 
-def client(inbox: Outbox, state: Tree, data: PreparedRows, key: Tensor, *, local: LocalSolver) -> Reply:
+def client(inbox: Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
     """The device's steps on its misfit with the prior in each, in units of its mean squared error."""
     unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
-    solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, key)
+    solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)
     found = Mean(Found(data.summary, solved.steps * unit), torch.ones_like(unit))
     return Reply(Message(change, found), solved.state, solved.info)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, solved_by
 from fedtorch.federation.algorithms.fedavg import (
     Message,
     Weight,
@@ -57,9 +57,9 @@ def personal_layers(
     if not functional.split(local.parameters, personal)[1]:
         raise ValueError(f"Expected some parameters to remain shared, but {personal!r} matches all; use ft.separate")
 
-    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
+    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         start = _in_order({**inbox, **state.personal}, local.parameters)
-        solved = local(start, state.solver, data, proximal(start, mu), key)
+        solved = local(start, state.solver, data, proximal(start, mu), turn)
         mine, shared = functional.split(solved.parameters, personal)
         change = tree.subtract(shared, {name: inbox[name] for name in shared})
         return Reply(Message(Mean(change, weight(data))), State(mine, solved.state), solved.info)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Mean
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
@@ -51,7 +51,7 @@ def pooled_covariance() -> Algorithm:
     )
 
 
-def _client(inbox: Normal, state: Any, data: Any, key: Tensor) -> Reply:
+def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
     expected, spread, _ = conditional(incomplete_rows(data.batch), inbox)
     rows = data.mask.to(expected.dtype)
     count = data.count.clamp(min=1).to(expected.dtype)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
@@ -112,7 +112,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
             )
         return Server(), State(Told(torch.zeros(shared.shape[1], dtype=torch.float64), torch.zeros(()).double()))
 
-    def client(inbox: Neighbourhood, state: State, data: ClientData, key: Tensor) -> Reply:
+    def client(inbox: Neighbourhood, state: State, data: ClientData, turn: Turn) -> Reply:
         heard: Told = inbox.heard.heard
         seen = inbox.heard.inputs.numpy()
         predictions, losses = torch.zeros_like(state.told.predictions), torch.zeros_like(state.told.weight)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
 from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
@@ -102,11 +102,11 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         control = mean_control(server.total, server.population)
         return Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, server.parameters))
 
-    def client(inbox: Outbox, state: State, data: Any, key: Tensor) -> Reply:
+    def client(inbox: Outbox, state: State, data: Any, turn: Turn) -> Reply:
         weights = weight(data).to(torch.float64)
         correction = tree.subtract(tree.scale(state.controls.weighted, 1 / weights), inbox.control)
         precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
-        solved = local(inbox.parameters, state.solver, data, Quadratic(precision, correction), key)
+        solved = local(inbox.parameters, state.solver, data, Quadratic(precision, correction), turn)
         change = tree.subtract(solved.parameters, inbox.parameters)
         control = tree.add_scaled(correction, change, -1 / _checked(solved.steps))
         controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, solved_by
 from fedtorch.tree import Tree
 
 
@@ -24,8 +24,8 @@ def separate(local: LocalSolver) -> Algorithm:
         local: how a client works on its own problem; a round is one call.
     """
 
-    def client(inbox: Tree, state: State, data: Any, key: Tensor) -> Reply:
-        solved = local(state.parameters, state.solver, data, None, key)
+    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
+        solved = local(state.parameters, state.solver, data, None, turn)
         return Reply({}, State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(

@@ -39,6 +39,11 @@ class Schedule:
         """Whether it depends on where the epochs end, so that clients at one step may differ."""
         return self._interval == "epoch" or self._frequency > 1
 
+    @property
+    def by_step(self) -> bool:
+        """Whether it depends on the steps taken in earlier rounds."""
+        return self._interval == "step"
+
     def apply(self, optimizer: Optimizer, position: int, per_epoch: int) -> None:
         """Gives `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps."""
         epoch, within = divmod(position, per_epoch)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Local, Quadratic
+from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.local_solvers.probe import probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
-from fedtorch.federation.local_solvers.state import LocalState, divided_buffers
+from fedtorch.federation.local_solvers.state import LocalState, counts, divided_buffers, tensors_of
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -32,6 +32,7 @@ class Descent:
         module: nn.Module,
         epochs: int | None,
         steps: int | None,
+        rounds: int | None,
         batch_size: int | None,
         loss: Loss | None,
         make: MakeOptimizer | None,
@@ -39,36 +40,33 @@ class Descent:
         buffers: str,
         batched: bool,
         compile: bool,
+        clip: float | None,
+        precision: str,
         project: Callable[[Tree], Tree] | None,
         ignore_hooks: Sequence[str],
     ) -> None:
         self.module = copy.deepcopy(module)
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
-        self.epochs, self.steps, self.batch_size = epochs, steps, batch_size
-        self.make, self.keep, self.project = make, reset == "never", project
-        self.one_epoch = epochs == 1 and not self.keep  # every step is in the schedule's first epoch
+        self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
+        self.make, self.keep, self.clip, self.project = make, reset == "never", clip, project
+        self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
         own = functional.parameters(trained)
         if not own:
             raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
         self.trained = list(own)
         self.averaged, self.buffers = divided_buffers(trained, buffers)
+        self.counts = counts(trained, self.averaged)
         self.parameters = {**own, **self.averaged}
-        self.loss = StackedLoss(self.objective, self.trained, [*self.averaged, *self.buffers], batched, compile)
+        both = [*self.averaged, *self.buffers]
+        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision == "bf16")
         self._configurations: dict[int | None, Configured] = {}
-        self.objective.trainer.answers.update(max_epochs=-1 if epochs is None else epochs)
+        self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
         check_independent(configured.optimizer)
-        self.untrained = self._untrained(configured) if self.keep else {}
-
-    def _untrained(self, configured: Configured) -> State:
-        """The optimiser's state of one client before its first round, if it is kept between rounds."""
-        if "estimated_stepping_batches" in self.objective.trainer.asked:
-            raise TypeError(
-                "Expected configure_optimizers not to ask for trainer.estimated_stepping_batches with reset='never', "
-                "because the number of rounds is not known; use reset='round' or name a number of steps"
-            )
-        return tree.map(lambda leaf: leaf[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
+        self.untrained: State = {}
+        if self.keep:
+            self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
 
     def init(self, parameters: Tree) -> LocalState:
         """One client's state before its first round."""
@@ -91,12 +89,16 @@ class Descent:
         separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
         if len(data.count) and not (self.loss.probed and separable):
             self.move(data.count.device)
-            probe(self.loss, data, {**self.parameters, **self.buffers})
+            probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
+
+    def tensors(self, parameters: Tree, state: LocalState) -> Tree:
+        """All tensors that clients predict with; see `LocalSolver`."""
+        return tensors_of(self.counts, parameters, state)
 
     def configured(self, total: int) -> Configured:
-        """The optimiser and schedule; a new one per number of steps only if the module asks for that number."""
+        """The optimiser and schedule; a new one per number of steps of a round only if the module asks for it."""
         trainer = self.objective.trainer
-        trainer.answers["estimated_stepping_batches"] = total
+        trainer.answers["estimated_stepping_batches"] = self.rounds and self.rounds * total
         by_total = "estimated_stepping_batches" in trainer.asked
         if (total if by_total else None) not in self._configurations:
             found = configure(self.objective.module, self.make)
@@ -109,25 +111,25 @@ class Descent:
         if next(self.objective.parameters()).device != device:
             self.objective.to(device)
 
-    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Trains the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
         if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
             self._learn(data)
-        count = data.count.to("cpu")
+        count, key = data.count.to("cpu"), turn.key
         if len(count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
-        groups = self._groups(state, count)
+        groups = self._groups(state, count, turn.round)
         if len(groups) == 1:
-            return Stack(self, start, state, data.batch, count, quadratic, key).run()
+            return Stack(self, start, state, data.batch, count, quadratic, turn).run()
         done = []
         for rows in groups:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
-            done.append(Stack(self, first, old, batch, count[rows], pull, keys).run())
+            done.append(Stack(self, first, old, batch, count[rows], pull, Turn(keys, turn.round)).run())
         back = torch.cat(groups).argsort().to(key.device)
         return tree.take(tree.concatenate(_same_info(done)), back)
 
-    def _groups(self, state: LocalState, count: Tensor) -> list[Tensor]:
+    def _groups(self, state: LocalState, count: Tensor, round: int) -> list[Tensor]:
         """Rows of the block that can share steps exactly."""
         asked = self.objective.trainer.asked
         traits = []
@@ -135,10 +137,13 @@ class Descent:
             traits.append(count)
         schedule = self.configured(_SOME_STEPS).schedule
         by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
-        if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch):
+        by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
+        behind = round > 0 and self.epochs is not None  # who has more steps to an epoch has taken more by now
+        if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch) or (by_step and behind):
             traits.append(torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size))
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
+            traits.extend(_trained(parts) for parts in state.optimizer.values() if parts)
         if not traits:
             return [torch.arange(len(count))]
         _, group = torch.stack(traits, 1).unique(dim=0, return_inverse=True)
@@ -156,27 +161,30 @@ class Stack:
         rows: Tree,
         count: Tensor,
         quadratic: Quadratic | None,
-        key: Tensor,
+        turn: Turn,
     ) -> None:
+        key = turn.key
         descent.move(key.device)
         self.descent, self.state = descent, state
         self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
         drawn = descent.loss.random or not descent.loss.batched
         self.key = random.fold_in(key, MODULE) if drawn else key
-        own = tree.map(_contiguous, {**{n: start[n] for n in descent.parameters}, **state.buffers})
+        own = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: own.pop(name) for name in descent.trained}
         self.buffers = own
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(self.batches.total[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
-        self.position = 0 if state.steps is None else int(state.steps[0])
-        self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if self.position else None)
+        self.position = turn.round * int(self.batches.total.max())  # where those stand who have been away, too
+        begun = state.steps is not None and bool(state.steps[0])
+        self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
 
     def run(self) -> Local:
         """Takes all steps."""
         total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
         longest, loss = int(total.max()), self.descent.loss
         same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
+        same_steps = self.position == 0 or bool((total == longest).all())
         answers = self.descent.objective.trainer.answers
         rates, seen = [0.0], _Seen(total)
         finished: Tree = None
@@ -185,7 +193,7 @@ class Stack:
             if self.schedule is not None:
                 self.schedule.apply(self.optimizer, position, per_epoch)
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
-            answers["global_step"] = position
+            answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None
             losses, logs, self.buffers, gradients = loss.gradients(
                 self.tensors, self.buffers, self.batches[t], t, self.key
@@ -212,6 +220,8 @@ class Stack:
                     tensor.grad = gradient.contiguous()
                 else:
                     tensor.grad.copy_(gradient)
+            if self.descent.clip is not None:
+                _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
             self.optimizer.step()
             if self.descent.project is not None:
                 for name, value in self.descent.project(dict(self.tensors)).items():
@@ -225,7 +235,7 @@ class Stack:
     def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
-            {name: tensors[name] for name in descent.parameters},
+            {n: tensors[n].double() if n in descent.counts else tensors[n] for n in descent.parameters},
             LocalState(
                 kept,
                 {name: tensors[name] for name in descent.buffers},
@@ -234,6 +244,16 @@ class Stack:
             rates[total].to(self.key.device),
             info,
         )
+
+
+def _clip(tensors: Sequence[Tensor], most: float) -> None:
+    """Scales the gradients of each client whose norm over all `tensors` is above `most`."""
+    held = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+    if held:
+        squares = [gradient.reshape(len(gradient), -1).square().sum(1) for _, gradient in held]
+        share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
+        for tensor, gradient in held:
+            tensor.grad = gradient * tree.along(share, gradient)
 
 
 class _Seen:
@@ -257,6 +277,11 @@ class _Seen:
             active = active.to(values.device)
             means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
         return means
+
+
+def _trained(parts: Mapping[str, Tensor]) -> Tensor:
+    """Which clients' optimisers have had a gradient of a parameter, `(K,)` of 0 and 1."""
+    return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
 
 
 def _contiguous(leaf: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ def gradient_descent(
     *,
     epochs: int | None = None,
     steps: int | None = None,
+    rounds: int | None = None,
     batch_size: int | None = None,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
@@ -35,6 +36,8 @@ def gradient_descent(
     buffers: Literal["refuse", "local", "average"] = "refuse",
     batched: bool = True,
     compile: bool = False,
+    clip: float | None = None,
+    precision: Literal["32", "bf16"] = "32",
     project: Callable[[Tree], Tree] | None = None,
     ignore_hooks: Sequence[str] = (),
 ) -> LocalSolver:
@@ -48,19 +51,27 @@ def gradient_descent(
             `requires_grad=False` stay as they are and are never sent.
         epochs: passes over a client's rows in each round; exactly one of `epochs` and `steps` is given.
         steps: minibatches in each round, going through as many epochs as that takes.
+        rounds: how many are planned, for modules that ask their trainer for `max_epochs` or
+            `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`.
         optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`.
-        reset: "round" starts optimiser and schedule afresh each round; "never" keeps both in the client's state, its
-            epoch then being all steps it has taken divided by its steps per epoch.
+        reset: "round" starts the optimiser's moments afresh each round; "never" keeps them in the client's state.
+            Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
+            first being 0, a client begins at r times its own epochs and steps, also if it has been away.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
-            error, "local" keeps each client's own, "average" treats floating-point buffers as parameters.
+            error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
+            a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
         batched: False evaluates the loss client by client, for modules that `vmap` cannot run (LSTM, `.item()`,
             boolean masks); everything else stays stacked.
         compile: True captures a step's tensor operations once per shape and replays them, 1.3 to 1.6 times faster
             for small modules. The module's Python code then runs once only: it must not depend on the batch index, the
             trainer's counters or anything else that changes from step to step. Modules that draw random numbers or
             have stacked buffers are not captured.
+        clip: the largest norm of a client's gradient, the quadratic's included, before its optimiser's step, as
+            `gradient_clip_val` of a Trainer.
+        precision: "bf16" computes the losses' products under `torch.autocast` in bfloat16 while parameters, gradients
+            and optimisers keep their dtype, as `precision="bf16-mixed"` of a Trainer; "32" leaves all in its dtype.
         project: applied to the stacked parameters after every step, for constraints.
         ignore_hooks: names of overridden Lightning hooks that training does not depend on.
 
@@ -78,20 +89,25 @@ def gradient_descent(
     """
     if (epochs is None) == (steps is None):
         raise ValueError(f"Expected either epochs= or steps=, but got epochs={epochs} and steps={steps}")
-    for name, value in (("epochs", epochs), ("steps", steps), ("batch_size", batch_size)):
+    for name, value in (("epochs", epochs), ("steps", steps), ("rounds", rounds), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"Expected a positive clip, but got {clip}")
+    if precision not in ("32", "bf16"):
+        raise ValueError(f"Expected precision='32' or 'bf16', but got {precision!r}; other dtypes are the module's own")
     if reset not in ("round", "never"):
         raise ValueError(f"Expected reset='round' or reset='never', but got {reset!r}")
     descent = Descent(
-        module, epochs, steps, batch_size, loss, optimizer, reset, buffers, batched, compile, project, ignore_hooks
-    )
+        module, epochs, steps, rounds, batch_size, loss, optimizer, reset, buffers, batched, compile, clip, precision,
+        project, ignore_hooks,
+    )  # fmt: skip
     return LocalSolver(
         solve=descent.solve,
         parameters=descent.parameters,
         init=descent.init,
         predict=predictor(descent.module, batched),
-        tensors=lambda parameters, state: {**parameters, **state.buffers},
+        tensors=descent.tensors,
         prepare=descent.prepare,
         module=descent.module,
         settings={
@@ -99,11 +115,14 @@ def gradient_descent(
             "module": type(module),
             "epochs": epochs,
             "steps": steps,
+            "rounds": rounds,
             "loss": loss,
             "batch_size": batch_size,
             "optimizer": optimizer,
             "reset": reset,
             "buffers": buffers,
+            "clip": clip,
+            "precision": precision,
             "project": project,
         },
     )

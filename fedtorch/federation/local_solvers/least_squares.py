@@ -14,6 +14,10 @@ of size η are
 A λ that all parameters share only adds to m, so V comes from one eigendecomposition of X'X when the data are prepared,
 and a round costs O(p²) whatever the number of rows and steps. Everything is kept in float64, because X'X squares the
 condition number.
+
+Features may have any units. Where the m differ by more than 1e6, V is too inexact for the minimiser, which then comes
+from the curvature with its columns brought to one size (`fedtorch.linalg`), O(p³) a round. Gradient steps are those in
+the units of the features as given: along a feature that is small beside the others they lead nowhere.
 """
 
 from __future__ import annotations
@@ -26,21 +30,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
+from fedtorch import functional, linalg, tree
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.state import LocalState
-from fedtorch.models.linear import LinearHead, Spectral, spectral, sufficient_statistics
+from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
 from fedtorch.tree import Tree
-
-_NOISE = 64 * torch.finfo(torch.float64).eps  # eigenvalues below, times p, are rounding of the sums over rows
 
 
 def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, lr: float | None = None) -> LocalSolver:
     """A local solver of the mean squared error of `module`: its minimiser, or the end of `steps` gradient steps.
 
-    Where the minimiser is not unique (fewer rows than features and no quadratic), it is the one nearest to the start,
-    which is where gradient descent would have gone. With `steps` it is where full-batch `torch.optim.SGD` on
+    Where the minimiser is not unique (fewer rows than features, or features that depend on each other, and no
+    quadratic), it is the one nearest to the start in the units of the features, which is where gradient descent would
+    have gone; a feature that is always zero keeps its coefficient. Dependent features are warned of. With `steps` it is where full-batch `torch.optim.SGD` on
     `torch.nn.functional.mse_loss` stops. `Local.info` has the mean squared `loss` at the solution.
 
     Args:
@@ -104,36 +107,76 @@ def _solve(
     state: Tree,
     data: Spectral,
     quadratic: Quadratic | None,
-    key: Tensor,
+    turn: Turn,
 ) -> Local:
-    old = form.join(start).to(torch.float64)
-    basis, curvature = data.vectors, data.values * (2 / form.outputs)
-    descent = data.cross * (2 / form.outputs)  # minus the gradient, in the basis of the eigenvectors
+    old, share = form.join(start).to(torch.float64), 2 / form.outputs
+    precision, shift = None, None
     if quadratic is not None:
-        if isinstance(quadratic.precision, Tensor):
-            curvature = curvature + quadratic.precision.to(torch.float64)[:, None]
-        else:
-            precision = _precisions(quadratic, start, form).to(torch.float64)
-            curvature, basis = torch.linalg.eigh((basis * curvature[:, None]) @ basis.mT + precision.diag_embed())
-            descent = basis.mT @ (data.vectors @ descent)
-        descent = descent + basis.mT @ form.join(quadratic.shift).to(torch.float64)
-    descent = descent - curvature[..., None] * (basis.mT @ old)
+        common = isinstance(quadratic.precision, Tensor)
+        precision = quadratic.precision[:, None] if common else _precisions(quadratic, start, form)
+        precision, shift = precision.to(torch.float64), form.join(quadratic.shift).to(torch.float64)
     if steps is None:
-        reach, taken = _minimiser(curvature), torch.zeros_like(curvature[:, 0])
+        new, taken = _minimiser(data, share, precision, shift, old), torch.zeros_like(data.values[:, 0])
     else:
-        reach, taken = _gradient_steps(curvature, steps, lr)
-    new = old + basis @ (reach[..., None] * descent)
-    rotated = data.vectors.mT @ new
-    fitted = (rotated * (data.values[..., None] * rotated - 2 * data.cross)).sum((1, 2))
-    loss = ((data.power + fitted) / form.outputs).clamp(min=0)
+        new, taken = _descended(data, share, precision, shift, old, steps, lr)
+    gram, cross, power, _ = data.statistics
+    loss = ((power + (new * (gram @ new - 2 * cross)).sum((1, 2))) / form.outputs).clamp(min=0)
     solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
     return Local(solution, state, taken, {"loss": loss})
 
 
-def _minimiser(curvature: Tensor) -> Tensor:
-    """1 / m, and 0 where m is rounding."""
-    noise = _NOISE * curvature.shape[-1] * curvature.abs().amax(-1, keepdim=True)
-    return torch.where(curvature.abs() > noise, 1 / curvature, 0.0)
+def _minimiser(data: Spectral, share: float, precision: Tensor | None, shift: Tensor | None, old: Tensor) -> Tensor:
+    """The minimiser `(K, p, o)` nearest to `old`, for precisions `(K, 1)` or `(K, p)` and a shift `(K, p, o)`."""
+    if precision is not None and precision.shape[1] != 1:
+        return _exact_minimiser(data, share, precision, shift, old)
+    curvature, target = data.values * share, data.cross * share
+    if precision is not None:
+        curvature, target = curvature + precision, target + data.vectors.mT @ shift
+    known = curvature > 0
+    inside = target / curvature[..., None]
+    if not bool(known.all()):
+        inside = torch.where(known[..., None], inside, data.vectors.mT @ old)
+    new = data.vectors @ inside
+    inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
+    if bool(inexact.any()):
+        own = tree.map(lambda leaf: leaf[inexact], (data, precision, shift, old))
+        new[inexact] = _exact_minimiser(own[0], share, *own[1:])
+    return new
+
+
+def _exact_minimiser(
+    data: Spectral, share: float, precision: Tensor | None, shift: Tensor | None, old: Tensor
+) -> Tensor:
+    """The same whatever the units of the features."""
+    matrix, right = data.statistics.gram * share, data.statistics.cross * share
+    if precision is not None:
+        matrix, right = matrix + precision.expand(right.shape[:2]).diag_embed(), right + shift
+    parts = linalg.equilibrated(matrix)
+    null = parts.null()
+    root = parts.inverse_root(null)
+    return root @ (root.mT @ right) + null @ (null.mT @ old)
+
+
+def _descended(
+    data: Spectral,
+    share: float,
+    precision: Tensor | None,
+    shift: Tensor | None,
+    old: Tensor,
+    steps: int,
+    lr: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Where gradient steps from `old` end, `(K, p, o)`, and the sum of the learning rates `(K,)`."""
+    basis, curvature, descent = data.vectors, data.values * share, data.cross * share
+    if precision is not None:
+        if precision.shape[1] == 1:
+            curvature = curvature + precision
+        else:
+            curvature, basis = torch.linalg.eigh(data.statistics.gram * share + precision.diag_embed())
+            descent = basis.mT @ (data.statistics.cross * share)
+        descent = descent + basis.mT @ shift
+    reach, taken = _gradient_steps(curvature, steps, lr)
+    return old + basis @ (reach[..., None] * (descent - curvature[..., None] * (basis.mT @ old))), taken
 
 
 def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import lightning as L
@@ -19,10 +20,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, identity
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, identity
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.local_solvers.clock import RoundTrainer
 from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.federation.local_solvers.state import LocalState, divided_buffers, refuse_changed_buffers
+from fedtorch.federation.local_solvers.state import (
+    LocalState,
+    counts,
+    divided_buffers,
+    refuse_changed_buffers,
+    tensors_of,
+)
 from fedtorch.federation.local_solvers.surroundings import isolated
 from fedtorch.federation.local_solvers.watch import Watch
 from fedtorch.tree import Tree
@@ -64,10 +72,13 @@ def lightning_fit(
         module: an unmodified LightningModule. Parameters with `requires_grad=False` stay as they are and are
             never sent.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step.
-        reset: "round" starts optimisers, schedulers and callbacks afresh each round, the only choice here.
+        reset: "round" starts optimisers and callbacks afresh each round, the only choice here. Schedulers and
+            `current_epoch` go on: in round r, the first being 0, a client begins at r times its own epochs and steps,
+            also if it has been away; but a schedule for which `configure_optimizers` asks its trainer how long
+            training is spans a round and begins anew in each, as `ReduceLROnPlateau` does.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
-            raises an error, "local" keeps each client's own, "average" treats floating-point buffers as
-            parameters.
+            raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
+            too.
         shuffle: whether each epoch goes through the rows in a new order.
         trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required.
             Callbacks and plugins are copied for each client.
@@ -97,7 +108,7 @@ def lightning_fit(
         parameters=fit.parameters,
         init=lambda parameters: LocalState({}, dict(fit.buffers), None),
         predict=predictor(fit.module, batched=False),
-        tensors=lambda parameters, state: {**parameters, **state.buffers},
+        tensors=partial(tensors_of, fit.counts),
         prepare=identity,
         module=fit.module,
         settings={
@@ -154,21 +165,23 @@ class _Fit:
         self.module = copy.deepcopy(module)
         self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
         averaged, self.buffers = divided_buffers(self.module, buffers)
+        self.counts = counts(self.module, averaged)
         self.trained = list(functional.parameters(self.module))
         self.parameters = {**functional.parameters(self.module), **averaged}
 
-    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Fits the clients of a block, one after the other."""
         device = data.count.device
         if len(data.count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
         fitted = []
         for k, count in enumerate(data.count.tolist()):
-            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(key[k], MODULE))):
+            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(turn.key[k], MODULE))):
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-                fitted.append(self._fit(tensors, own, self._loader(rows, count, key[k]), device))
+                watch = Watch(own, turn.round)
+                fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device))
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
         numbers = lambda values: torch.tensor(list(values), dtype=torch.float64, device=device)
@@ -185,13 +198,12 @@ class _Fit:
         size = self.batch_size or max(count, 1)
         return DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
 
-    def _fit(
-        self, tensors: dict[str, Tensor], quadratic: Quadratic | None, loader: DataLoader, device: torch.device
-    ) -> _Fitted:
+    def _fit(self, tensors: dict[str, Tensor], watch: Watch, loader: DataLoader, device: torch.device) -> _Fitted:
         module: Any = functional.load(self.module, tensors)
         before = {} if self.policy != "refuse" else functional.buffers(module)
-        watch = Watch(quadratic)
-        trainer = L.Trainer(**self._trainer_arguments(watch, device))
+        trainer = RoundTrainer(**self._trainer_arguments(watch, device))
+        configure = module.configure_optimizers
+        module.configure_optimizers = partial(_asked, trainer, configure)
         try:
             trainer.fit(module, train_dataloaders=loader)
         except SystemExit:
@@ -200,6 +212,7 @@ class _Fit:
                 raise
         finally:
             module.trainer = None
+            del module.configure_optimizers
         if isinstance(watch.exception, KeyboardInterrupt):
             raise KeyboardInterrupt
         refuse_changed_buffers(module, before)
@@ -232,6 +245,15 @@ class _Fit:
             )
 
 
+def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
+    """What a module configures, while it is watched for questions how long training is."""
+    trainer.configuring = True
+    try:
+        return configure()
+    finally:
+        trainer.configuring = False
+
+
 class _Fitted(NamedTuple):
     """What one client's fit has brought."""
 
@@ -262,10 +284,12 @@ class _Order(Sampler[int]):
 
     def __init__(self, key: Tensor, count: int, shuffle: bool) -> None:
         self.key, self.count, self.shuffle, self.epoch = key, count, shuffle, 0
+        self.first: int | None = None  # epoch of the round, by the federation's clock
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of each epoch."""
-        self.epoch = epoch
+        self.first = epoch if self.first is None else self.first
+        self.epoch = epoch - self.first
 
     def __len__(self) -> int:
         return self.count

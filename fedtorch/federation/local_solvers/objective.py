@@ -74,6 +74,11 @@ class TrainerStandIn:
                 f"'trainer.{name}'; a stacked client has no trainer of its own, use ft.lightning_fit"
             )
         self.asked.add(name)
+        if self.answers.get(name) is None and name in ("estimated_stepping_batches", "max_epochs"):
+            raise RuntimeError(
+                f"Expected rounds=, for example gradient_descent(..., rounds=50), because the module asks for "
+                f"'trainer.{name}', which counts all rounds"
+            )
         if self.answers.get(name) is None:
             raise RuntimeError(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
         return self.answers[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ class StackedLoss:
         buffers: names of buffers that are stacked too and may change.
         batched: False evaluates client by client.
         compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
+        half: whether the losses of steps are computed under autocast in bfloat16; what `probe` looks at never is.
 
     Attributes (found out by `probe`):
         random: whether the module draws random numbers; they come from the clients' keys.
@@ -38,9 +40,15 @@ class StackedLoss:
     """
 
     def __init__(
-        self, objective: Objective, tensors: Sequence[str], buffers: Sequence[str], batched: bool, compile: bool = False
+        self,
+        objective: Objective,
+        tensors: Sequence[str],
+        buffers: Sequence[str],
+        batched: bool,
+        compile: bool = False,
+        half: bool = False,
     ) -> None:
-        self.objective, self.batched, self.compile = objective, batched, compile
+        self.objective, self.batched, self.compile, self.half = objective, batched, compile, half
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.probed = False
         self.separable: bool | None = None
@@ -93,11 +101,8 @@ class StackedLoss:
         with torch.enable_grad():
             own = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
             whole = [*own, *flat[trained:]]
-            if key is None:
-                losses, *others = self.stacked(whole, rows, index, "error")
-            else:
-                with Drawn(random.fold_in(key, index)):
-                    losses, *others = self.stacked(whole, rows, index, "different")
+            with self._cast(flat[0].device), nullcontext() if key is None else Drawn(random.fold_in(key, index)):
+                losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
             found = _gradients(losses, own)
         told = len(self.told)
         new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[told:])}
@@ -126,6 +131,9 @@ class StackedLoss:
             new = tuple(self._swap.current(i) for i in range(len(self.tensors), len(values)))
         return loss, logs, new
 
+    def _cast(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.half)
+
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
         keys, replies, found = random.fold_in(key, index), [], []
@@ -136,7 +144,8 @@ class StackedLoss:
             rows = tree.map(lambda leaf, k=k, size=size: leaf[k, :size], batch.rows)
             own = [v[k].detach().requires_grad_() if i < trained else v[k].clone() for i, v in enumerate(values)]
             with torch.enable_grad(), Drawn(keys[k]):
-                loss, logs, new = self.single(own, rows, None, index)
+                with self._cast(keys.device):
+                    loss, logs, new = self.single(own, rows, None, index)
                 found.append(_gradients(loss, own[:trained]))
             replies.append((loss.detach(), logs, new))
         losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)

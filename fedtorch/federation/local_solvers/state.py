@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fedtorch import functional
 from fedtorch.optimisers import State
+from fedtorch.tree import Tree
 
 
 class LocalState(NamedTuple):
@@ -23,7 +26,8 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
 
     Args:
         module: whose buffers.
-        policy: "refuse" stacks none, "local" keeps all, "average" averages those of floating-point numbers.
+        policy: "refuse" stacks none, "local" keeps all, "average" averages all but complex ones: counts and flags
+            travel as float64.
 
     Raises:
         ValueError: the policy is none of these.
@@ -31,8 +35,20 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
     if policy not in ("refuse", "local", "average"):
         raise ValueError(f"Expected buffers='refuse', 'local' or 'average', but got {policy!r}")
     every = {} if policy == "refuse" else functional.buffers(module)
-    averaged = {name: b for name, b in every.items() if policy == "average" and b.is_floating_point()}
+    real = lambda b: b if b.is_floating_point() else b.to(torch.float64)
+    averaged = {name: real(b) for name, b in every.items() if policy == "average" and not b.is_complex()}
     return averaged, {name: b for name, b in every.items() if name not in averaged}
+
+
+def counts(module: nn.Module, averaged: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The dtypes of those averaged buffers that hold counts or flags."""
+    return {n: b.dtype for n, b in module.named_buffers() if n in averaged and not b.is_floating_point()}
+
+
+def tensors_of(counts: Mapping[str, torch.dtype], parameters: Tree, state: LocalState) -> Tree:
+    """All tensors that clients compute with, counts and flags as the module holds them."""
+    whole = {name: functional.counted(parameters[name], dtype) for name, dtype in counts.items()}
+    return {**parameters, **whole, **state.buffers}
 
 
 def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:

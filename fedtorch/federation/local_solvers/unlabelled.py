@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.tree import Tree
 
 
@@ -56,9 +56,9 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
         )
         return Prepared(local.prepare(ClientData(batch, data.count.clamp(min=1))), data.count == 0)
 
-    def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, key: Tensor) -> Local:
+    def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         rows, empty = prepare(data)
-        solved = local(start, state, rows, quadratic, key)
+        solved = local(start, state, rows, quadratic, turn)
 
         def of_empty(new: Tensor, instead: Tensor) -> Tensor:
             return torch.where(tree.along(empty, new), instead, new)

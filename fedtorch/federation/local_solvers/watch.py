@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedtorch.federation.algorithm import Quadratic
+from fedtorch.federation.local_solvers.clock import RoundTrainer, catch_up
 
 
 class Watch(L.Callback):
     """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts."""
 
-    def __init__(self, quadratic: Quadratic | None) -> None:
-        self.quadratic = quadratic
+    def __init__(self, quadratic: Quadratic | None, round: int = 0) -> None:
+        self.quadratic, self.round = quadratic, round
         self.losses: list[Tensor] = []
         self.rates = 0.0
         self.exception: BaseException | None = None
@@ -25,7 +26,10 @@ class Watch(L.Callback):
         self._gradients: list[tuple[Tensor, Tensor | None]] = []  # without the quadratic's
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Looks at the optimisers, which exist by now."""
+        """Goes to where the federation is, and looks at the optimisers, which exist by now."""
+        assert isinstance(trainer, RoundTrainer)
+        if self.round:
+            catch_up(trainer, self.round)
         for metric in pl_module.modules():
             if isinstance(metric, torchmetrics.Metric):  # it would gather over the ranks of the federation
                 metric.distributed_available_fn = lambda: False

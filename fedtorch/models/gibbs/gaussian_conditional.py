@@ -34,7 +34,7 @@ class Design(NamedTuple):
     """What a linear regression needs of each client's rows; float64."""
 
     statistics: SufficientStatistics  # (K, ...)
-    estimate: Tensor  # (K, p) the least squares estimate of least norm
+    estimate: Tensor  # (K, p) a least squares estimate, see `least_norm`
     rss: Tensor  # (K,) its residual sum of squares
     degrees: Tensor  # (K,) rows that count for the noise: n, or n − 1 with an intercept
     x: Tensor | None  # (K, N, p), where there are many coefficients, and
@@ -81,11 +81,14 @@ class Fold:
 
 
 def least_norm(x: Tensor, y: Tensor) -> Tensor:
-    """The least squares estimates of least norm `(..., p, m)` of rows x `(..., n, p)` and y `(..., n, m)`.
+    """Least squares estimates `(..., p, m)` of rows x `(..., n, p)` and y `(..., n, m)`.
 
-    They are found on the CPU wherever the rows are: the solvers of other devices want columns of full rank.
+    Where there are several, it is the one of least norm with the columns brought to one size; what is drawn around it
+    does not depend on which. They are found on the CPU wherever the rows are: the solvers of other devices want columns
+    of full rank.
     """
-    return torch.linalg.lstsq(x.cpu(), y.cpu(), driver="gelsd").solution.to(x.device)
+    scale = linalg.unit_scale(x.square().sum(-2))[..., None]
+    return scale * torch.linalg.lstsq((x * scale.mT).cpu(), y.cpu(), driver="gelsd").solution.to(x.device)
 
 
 def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> Draw:

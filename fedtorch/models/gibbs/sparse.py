@@ -257,7 +257,7 @@ def design(data: Any, intercept: bool = False) -> Design:
 
 
 def _one_design(x: Tensor, y: Tensor, intercept: bool) -> tuple[SufficientStatistics, Tensor, Tensor]:
-    """(sufficient statistics, least squares estimate of least norm, residual sum of squares) of one client's rows."""
+    """(sufficient statistics, a least squares estimate, residual sum of squares) of one client's rows."""
     if intercept:
         x, y = x - x.mean(0), y - y.mean()
     estimate = least_norm(x, y[:, None])[:, 0]

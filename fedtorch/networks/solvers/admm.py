@@ -54,16 +54,16 @@ def admm(
     if not rho > 0:
         raise ValueError(f"Expected a positive rho, but got {rho}")
     monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
-    w = edges.proximal(torch.zeros_like(problem.cross), torch.zeros_like(edges.neighbours))
+    w = edges.proximal(torch.zeros_like(edges.neighbours))(torch.zeros_like(problem.cross))
+    nearest = edges.proximal(rho * edges.neighbours)
     u = torch.zeros_like(edges.differences(w))
     while True:
         gap = edges.differences(w) + 2 * u
         s = penalty.prox(gap, 2 * edges.strength / rho)
         u = (gap - s) / 2
         middle, push = (w[edges.first] + w[edges.second]) / 2, s / 2 - u
-        w = edges.proximal(rho * edges.gathered(middle + push, middle - push), rho * edges.neighbours)
+        w = nearest(rho * edges.gathered(middle + push, middle - push))
         stop = monitor.tell(w)
         if stop or monitor.due():
-            monitor.sums += 1
-            if stop or edges.optimality(w, rho * u) <= tolerance:
+            if monitor.check(edges.optimality(w, rho * u), w) or stop:
                 return edges.solution(monitor, w, rho * u, s, "local")

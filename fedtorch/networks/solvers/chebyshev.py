@@ -46,7 +46,7 @@ def chebyshev(
         lanczos_rounds: rounds of conjugate gradients that estimate the smallest eigenvalue; they are counted.
         smallest: the smallest non-zero eigenvalue of P⁻¹Q if it is known, which saves the sums of these rounds.
         rounds: at most so many in all.
-        tolerance: of ‖b − Q w‖ / ‖b‖, which is checked every 20 rounds; 0 takes all rounds.
+        tolerance: of `LinearProblem.optimality`, which is checked every 20 rounds; 0 takes all rounds.
         start: `(n, d)`; default: zeros.
         watch: see `fedgd`.
 
@@ -59,7 +59,7 @@ def chebyshev(
         raise ValueError(f"Expected at least 2 Lanczos rounds, but got {lanczos_rounds}; or pass smallest=")
     monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
     first = ConjugateGradients(problem, start_at(problem, start), monitor, started=start is not None)
-    stop = monitor.small(first.residual.norm())
+    stop = monitor.small(first.residual, first.w)
     if smallest is None:
         for _ in range(lanczos_rounds):
             stop = stop or first.step()
@@ -67,8 +67,9 @@ def chebyshev(
     while not stop:
         stop = _iterate(first, monitor, smallest)
         if not stop:
-            smallest = min(_MARGIN * _rayleigh_quotient(first, monitor), smallest / 2)
-    return monitor.solution(problem.minimum_norm(first.w), "local")
+            quotient = _rayleigh_quotient(first, monitor)
+            smallest = min(_MARGIN * quotient, smallest / 2) if quotient > 0 else smallest / 2
+    return monitor.solution(first.w, "local", problem.minimum_norm)
 
 
 def _iterate(state: ConjugateGradients, monitor: Monitor, smallest: float) -> bool:
@@ -83,7 +84,7 @@ def _iterate(state: ConjugateGradients, monitor: Monitor, smallest: float) -> bo
         r.sub_(problem.product(delta))
         stop = monitor.tell(w)
         if stop or monitor.due():
-            if monitor.small(r.norm()) or stop:
+            if monitor.small(r, w) or stop:
                 return True
             if monitor.rounds - since >= window:
                 if monitor.optimality > _SLOW * before:

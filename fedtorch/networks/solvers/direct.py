@@ -1,11 +1,11 @@
 r"""The whole problem in one place, solved by a sparse factorisation.
 
-Where f does not change along the directions Z, the solution of least norm is w in
+With all parameters brought to one size, w = Su, and where f does not change along directions Z of u, a solution is u in
 
-.. math:: \begin{pmatrix} Q & Z \\ Z' & 0 \end{pmatrix} \begin{pmatrix} w \\ 0 \end{pmatrix} =
-    \begin{pmatrix} b \\ 0 \end{pmatrix},
+.. math:: \begin{pmatrix} SQS & Z \\ Z' & 0 \end{pmatrix} \begin{pmatrix} u \\ 0 \end{pmatrix} =
+    \begin{pmatrix} Sb \\ 0 \end{pmatrix},
 
-whose matrix is regular. Source: Jung, "Federated learning: from theory to practice", equation (3.26).
+whose matrix is regular; w without its part in SZ is that of least norm. Source: Jung, "Federated learning: from theory to practice", equation (3.26).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Solution
+from fedtorch.networks.solvers.solution import Reason, Solution, within
 
 
 def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
@@ -23,23 +23,29 @@ def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
 
     Args:
         problem: squared penalty.
-        tolerance: of ‖b − Q w‖ / ‖b‖, for `converged`; the factorisation decides how small it becomes.
+        tolerance: of `LinearProblem.optimality`, for `converged`; the factorisation decides how small it becomes.
     """
-    from scipy.sparse import block_array, coo_matrix
+    from scipy.sparse import block_array, coo_matrix, diags
     from scipy.sparse.linalg import splu
 
     n, d = problem.cross.shape
-    system, right = problem.matrix().T, problem.cross.double().cpu().numpy().reshape(-1)
+    scale = problem.scale.double().cpu().flatten().numpy()
+    system = (diags(scale) @ problem.matrix() @ diags(scale)).tocsc()
+    right = problem.cross.double().cpu().flatten().numpy() * scale
     component, vectors = problem.null_space
     if len(component):
         labels = problem.components.labels
         node, which = (labels[:, None] == component).nonzero().unbind(1)
         rows = (node[:, None] * d + torch.arange(d, device=node.device)).flatten().cpu().numpy()
-        values = vectors[which].double().flatten().cpu().numpy()
+        values = vectors[which].double() / problem.scale[node].double()
+        size = values.new_zeros(len(component)).index_add_(0, which, values.square().sum(1)).sqrt()
+        values = (values / size[which, None]).flatten().cpu().numpy()
         border = coo_matrix((values, (rows, which.repeat_interleave(d).cpu().numpy())), (n * d, len(component)))
         system = block_array([[system, border], [border.T, None]], format="csc")
         right = torch.cat([torch.from_numpy(right), torch.zeros(len(component), dtype=torch.float64)]).numpy()
-    w = torch.from_numpy(splu(system).solve(right)[: n * d]).reshape(n, d).to(problem.cross)
+    w = torch.from_numpy(splu(system).solve(right)[: n * d] * scale).reshape(n, d).to(problem.cross)
+    w = problem.minimum_norm(w)
     optimality = problem.optimality(w)
     sent = n * (d * (d + 1) // 2 + 2 * d) * problem.cross.element_size()
-    return Solution(w, optimality, optimality <= tolerance, 1, 0, sent, "reference")
+    reason: Reason = "converged" if within(optimality, tolerance, w) else "breakdown"
+    return Solution(w, optimality, reason, 1, 0, sent, "reference")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from fedtorch.networks.solvers.penalties import Penalty
+from fedtorch import linalg
+from fedtorch.networks.solvers.penalties import Penalty, squared
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Scope, Solution
 
@@ -23,10 +26,12 @@ class EdgeProblem:
         self.first, self.second = problem.network.edges.to(problem.cross.device).unbind(1)
         self.strength = problem.alpha * problem.network.weights.to(problem.cross)  # (E,) α A_ij
         self.neighbours = problem.network.neighbour_counts.to(problem.cross)  # (n,)
-        self._values, self._vectors = torch.linalg.eigh(problem.gram)
-        self.curvature = float(2 * self._values.mean())  # of a loss, on average
+        self.curvature = float(2 * problem.gram.diagonal(dim1=1, dim2=2).mean())  # of a loss, on average
         per_edge = 3 * self.curvature / float(self.neighbours.mean().clamp(min=1))
         self.scale = max(per_edge, torch.finfo(self.strength.dtype).eps)  # of the edges' own curvature
+        self._unit = linalg.unit_scale(problem.gram.diagonal(dim1=1, dim2=2).mean(0))  # (d,) of each feature
+        rows = (problem.gram.abs() @ self._unit) * self._unit
+        self._sizes = 2 * (problem.cross * self._unit).norm(), 2 * rows.max()
 
     def differences(self, w: Tensor) -> Tensor:
         """w_i − w_j of every edge, `(E, d)`."""
@@ -37,28 +42,31 @@ class EdgeProblem:
         total = torch.zeros_like(self.problem.cross).index_add_(0, self.first, first)
         return total.index_add_(0, self.second, second)
 
-    def proximal(self, centre: Tensor, weight: Tensor) -> Tensor:
-        """argmin L_i(w) + weight_i/2 ‖w‖² − ⟨centre_i, w⟩ of every node, the one of least norm."""
-        curvature = 2 * self._values + weight[:, None]
-        limit = 64 * curvature.shape[1] * torch.finfo(curvature.dtype).eps * curvature[:, -1:]
-        target = (self._vectors.mT @ (2 * self.problem.cross + centre).unsqueeze(2)).squeeze(2)
-        inside = torch.where(curvature > limit, target / curvature, 0.0)
-        return (self._vectors @ inside.unsqueeze(2)).squeeze(2)
+    def proximal(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """centre -> argmin L_i(w) + weight_i/2 ‖w‖² − ⟨centre_i, w⟩ of every node, the one of least norm."""
+        eye = torch.eye(self.problem.cross.shape[1]).to(self.problem.gram)
+        inverse = linalg.pseudo_inverse(2 * self.problem.gram + weight[:, None, None] * eye)
+        return lambda centre: torch.bmm(inverse, (2 * self.problem.cross + centre).unsqueeze(2)).squeeze(2)
 
     def optimality(self, w: Tensor, dual: Tensor) -> float:
         r"""How far the Karush–Kuhn–Tucker conditions are from holding, relative to the numbers in them.
 
-        The larger of ‖∇L(w) + B'y‖ / ‖∇L(0)‖ and ‖Bw − prox(Bw + cy)‖ / ‖w‖, which are zero when every edge's y is in
-        αA_ij ∂φ(w_i − w_j); c is one over the mean curvature of the losses.
+        For the penalty `squared`, whose y is known from w, that is the problem's own. Else, with features brought to
+        one size by U, the larger of ‖U(∇L(w) + B'y)‖ / (‖U∇L(0)‖ + ‖U∇²L U‖ ‖U⁻¹w‖) and ‖U⁻¹(Bw − prox(Bw + cy))‖ /
+        ‖U⁻¹w‖, which are zero when every edge's y is in αA_ij ∂φ(w_i − w_j); c is one over the mean curvature of the
+        losses.
         """
+        if self.penalty is squared:
+            return self.problem.optimality(w)
         tiny = torch.finfo(w.dtype).tiny
         gram = torch.bmm(self.problem.gram, w.unsqueeze(2)).squeeze(2)
-        stationary = (2 * (gram - self.problem.cross) + self.gathered(dual, -dual)).norm()
+        stationary = ((2 * (gram - self.problem.cross) + self.gathered(dual, -dual)) * self._unit).norm()
         step = 1 / max(self.curvature, tiny)
         s = self.differences(w)
-        feasible = (s - self.penalty.prox(s + step * dual, step * self.strength)).norm()
-        stationary = stationary / (2 * self.problem.cross.norm()).clamp(min=tiny)
-        return max(float(stationary), float(feasible / w.norm().clamp(min=tiny)))
+        feasible = ((s - self.penalty.prox(s + step * dual, step * self.strength)) / self._unit).norm()
+        size = (w / self._unit).norm()
+        stationary = stationary / (self._sizes[0] + self._sizes[1] * size).clamp(min=tiny)
+        return max(float(stationary), float(feasible / size.clamp(min=tiny)))
 
     def solution(self, monitor: Monitor, w: Tensor, dual: Tensor, s: Tensor, scope: Scope) -> Solution:
         """The result, with parameters made equal where an edge's difference `s` `(E, d)` is exactly zero."""
@@ -68,9 +76,9 @@ class EdgeProblem:
             labels, count = self._components(tied[:, c])
             size = torch.bincount(labels, minlength=count)
             w[:, c] = (w.new_zeros(count).index_add_(0, labels, w[:, c]) / size)[labels]
-        monitor.optimality = self.optimality(w, dual)
         clusters = self._components(tied.all(1))[0] if bool(tied.any()) else None
-        return monitor.solution(w, scope, clusters)
+        monitor.least = torch.inf  # steps that are averaged cannot go astray, and no other parameters have these ties
+        return monitor.solution(w, scope, optimality=lambda w: self.optimality(w, dual), clusters=clusters)
 
     def _components(self, kept: Tensor) -> tuple[Tensor, int]:
         from scipy.sparse import coo_matrix

@@ -35,7 +35,7 @@ def fedgd(
         problem: squared penalty.
         rate: learning rate η, below 1/λ_max(Q); default: `safe_rate`.
         rounds: at most so many.
-        tolerance: of ‖b − Q w‖ / ‖b‖, which is checked every 20 rounds; 0 takes all rounds.
+        tolerance: of `LinearProblem.optimality`, which is checked every 20 rounds; 0 takes all rounds.
         start: `(n, d)`; default: zeros.
         watch: told (rounds, parameters) after each round, to read only; stops the solver by returning something true.
 
@@ -52,7 +52,7 @@ def fedgd(
     while True:
         step(w, new)
         stop = monitor.tell(new)
-        if (stop or monitor.due()) and monitor.small((new - w).norm() / (2 * rate)):
+        if (stop or monitor.due()) and monitor.small((new - w) / (2 * rate), w):
             stop = True
         w, new = new, w
         if stop:

@@ -53,15 +53,15 @@ def primal_dual(
         raise ValueError(f"Expected a positive theta, but got {theta}")
     monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
     pull, sigma = edges.neighbours / theta, 1 / (2 * theta)  # pull is 1 / τ
-    w = edges.proximal(torch.zeros_like(problem.cross), torch.zeros_like(edges.neighbours))
+    w = edges.proximal(torch.zeros_like(edges.neighbours))(torch.zeros_like(problem.cross))
+    nearest = edges.proximal(pull)
     y = torch.zeros_like(edges.differences(w))
     while True:
-        new = edges.proximal(pull[:, None] * w - edges.gathered(y, -y), pull)
+        new = nearest(pull[:, None] * w - edges.gathered(y, -y))
         v = y + sigma * edges.differences(2 * new - w)
         s = penalty.prox(v / sigma, edges.strength / sigma)
         w, y = new, v - sigma * s
         stop = monitor.tell(w)
         if stop or monitor.due():
-            monitor.sums += 1
-            if stop or edges.optimality(w, y) <= tolerance:
+            if monitor.check(edges.optimality(w, y), w) or stop:
                 return edges.solution(monitor, w, y, s, "local")

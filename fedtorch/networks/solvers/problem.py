@@ -8,6 +8,11 @@ minimisers are the solutions of Q w = b, where
 .. math:: (Q w)_i = Q_i w_i + \alpha \Big(d_i w_i - \sum_j A_{ij} w_j\Big).
 
 Q may be singular: f does not change along w_i = v for all i of a connected component when X_i v = 0 for all of them.
+Which v these are is found with all features brought to one size; of the solutions the one of least norm is meant in the
+units of the features as given. A feature that is zero everywhere has parameters zero.
+
+Features may have any units. All solvers stop by one criterion, which no units change: with S diagonal so that SQS has a
+unit diagonal, up to powers of two, it is ‖S(b − Qw)‖ relative to ‖Sb‖ + ‖SQS‖ ‖S⁻¹w‖.
 
 Source: Jung, "Federated learning: from theory to practice", equations (3.20) to (3.26), where q = −2b.
 """
@@ -22,16 +27,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
-from fedtorch.models.linear import SufficientStatistics, client_statistics
+from fedtorch.models.linear import SufficientStatistics, client_statistics, warn_of_dependence
 from fedtorch.networks.network import Components, Network
 from fedtorch.networks.solvers.penalties import Penalty, squared
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
-
-_NOISE = 64  # units in the last place, times the order of a matrix: eigenvalues below are rounding
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +99,31 @@ class LinearProblem:
         torch.addmm(out, self.adjacency, w, alpha=-self.alpha, out=out)
         return out.unsqueeze(2).baddbmm_(self.gram, w.unsqueeze(2)).squeeze(2)
 
+    @cached_property
+    def scale(self) -> Tensor:
+        """The diagonal of S, `(n, d)`: powers of two with which SQS has a diagonal between a half and two."""
+        return linalg.unit_scale(self.blocks.diagonal(dim1=1, dim2=2))
+
+    @cached_property
+    def _sizes(self) -> tuple[Tensor, Tensor]:
+        """‖Sb‖ and ‖SQS‖, the largest sum of absolute values in a row."""
+        size = 1 / self.scale
+        own = torch.bmm(self.blocks.abs(), self.scale.unsqueeze(2)).squeeze(2)
+        rows = torch.addmm(own, self.adjacency, self.scale, alpha=self.alpha) / size
+        return (self.cross / size).norm(), rows.max()
+
+    def residual_size(self, residual: Tensor) -> float:
+        """‖S(b − Qw)‖ of a residual b − Q w, `(n, d)`."""
+        return float((self.scale * residual).norm())
+
+    def size(self, w: Tensor) -> float:
+        """‖Sb‖ + ‖SQS‖ ‖S⁻¹w‖, the size of the numbers in Q w = b at `w` `(n, d)`."""
+        right, matrix = self._sizes
+        return float((right + matrix * (w / self.scale).norm()).clamp(min=torch.finfo(w.dtype).tiny))
+
     def optimality(self, w: Tensor) -> float:
-        """‖b − Q w‖ / ‖b‖, the gradient's size relative to that at zero; zero at a minimiser."""
-        return float((self.cross - self.product(w)).norm() / self.cross.norm().clamp(min=torch.finfo(w.dtype).tiny))
+        """How far `w` `(n, d)` is from a minimiser: `residual_size` relative to `size`, which units do not change."""
+        return self.residual_size(self.cross - self.product(w)) / self.size(w)
 
     def objective(self, w: Tensor, penalty: Penalty = squared) -> float:
         """f at `w` `(n, d)`."""
@@ -113,14 +138,15 @@ class LinearProblem:
     def null_space(self) -> tuple[Tensor, Tensor]:
         """Directions along which f does not change: components `(Z,)` and orthonormal vectors v `(Z, d)` of each.
 
-        They are w_i = v for all nodes i of a component, see `components`.
+        They are w_i = v for all nodes i of a component, see `components`. Warns of features that depend on each other.
         """
         labels, count = self.components
-        total = self.gram.new_zeros(count, *self.gram.shape[1:]).index_add_(0, labels, self.gram)
-        values, vectors = torch.linalg.eigh(total)
-        limit = _NOISE * values.shape[1] * torch.finfo(values.dtype).eps * values[:, -1:]
-        component, which = (values <= limit).nonzero().unbind(1)
-        return component, vectors.mT[component, which]
+        empty = SufficientStatistics(*(leaf.new_zeros(count, *leaf.shape[1:]) for leaf in self.statistics))
+        total = tree.map(lambda zeros, leaf: zeros.index_add_(0, labels, leaf), empty, self.statistics)
+        parts = linalg.equilibrated(total.gram)
+        warn_of_dependence(total, parts.rank)
+        component, which = (parts.values == 0).nonzero().unbind(1)
+        return component, parts.null().mT[component, which]
 
     def minimum_norm(self, w: Tensor) -> Tensor:
         """`w` without its part along which f does not change: a minimiser becomes the one of least norm."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import torch
 
+from fedtorch import linalg
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Solution, Watch
+from fedtorch.networks.solvers.solution import Reason, Solution, Watch
 
 
 def proximal_averaging(
@@ -26,14 +27,14 @@ def proximal_averaging(
 ) -> Solution:
     """Algorithm 5.3 (reference, because a server averages): one model for all nodes, biased.
 
-    `optimality` is ‖Σ(b_i − Q_i w)‖ / ‖Σ b_i‖, which stays above zero: that is the bias. `converged` says that the
-    parameters have come to rest.
+    `optimality` is ‖U Σ(b_i − Q_i w)‖ relative to ‖U Σ b_i‖ + ‖U ΣQ_i U‖ ‖U⁻¹w‖, U bringing the features to one size,
+    which stays above zero: that is the bias. `converged` says that the parameters have come to rest.
 
     Args:
         problem: whose losses are used; its network and α are not.
         rate: η.
         rounds: at most so many, each an average.
-        tolerance: of the change of the parameters in a round, relative to them.
+        tolerance: of the change of the parameters in a round, relative to them, features brought to one size.
         watch: see `fedgd`.
 
     Raises:
@@ -43,15 +44,19 @@ def proximal_averaging(
         raise ValueError(f"Expected a positive rate, but got {rate}")
     n, d = problem.cross.shape
     factor = torch.linalg.cholesky(problem.gram + torch.eye(d).to(problem.gram) / rate)
+    gram, cross = problem.gram.sum(0), problem.cross.sum(0)
+    unit = linalg.unit_scale(gram.diagonal())
     w = torch.zeros_like(problem.cross[0])
+    reason: Reason = "rounds"
     for done in range(1, rounds + 1):
         own = torch.cholesky_solve((problem.cross + w / rate).unsqueeze(2), factor).squeeze(2)
         new = own.mean(0)
-        still = float((new - w).norm()) <= tolerance * max(float(new.norm()), torch.finfo(w.dtype).tiny)
+        still = float(((new - w) / unit).norm()) <= tolerance * float((new / unit).norm())
         w = new
         if still or (watch is not None and watch(done, w.expand(n, d))):
+            reason = "converged" if still else "watch"
             break
-    gradient = problem.cross.sum(0) - problem.gram.sum(0) @ w
-    optimality = float(gradient.norm() / problem.cross.sum(0).norm().clamp(min=torch.finfo(w.dtype).tiny))
+    size = (unit * cross).norm() + ((gram.abs() @ unit) * unit).max() * (w / unit).norm()
+    optimality = float((unit * (cross - gram @ w)).norm() / size.clamp(min=torch.finfo(w.dtype).tiny))
     sent = 2 * done * problem.cross.numel() * w.element_size()
-    return Solution(w.expand(n, d).clone(), optimality, still, done, done, sent, "reference")
+    return Solution(w.expand(n, d).clone(), optimality, reason, done, done, sent, "reference")

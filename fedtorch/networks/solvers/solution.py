@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -12,19 +13,36 @@ from fedtorch.networks.solvers.problem import LinearProblem
 
 Scope = Literal["local", "reference"]
 Watch = Callable[[int, Tensor], object]  # (rounds of messages so far, parameters (n, d)) -> something true to stop
+Reason = Literal["converged", "rounds", "watch", "breakdown"]
+_EXACT = 8  # units in the last place: no residual relative to the numbers that it is made of is surely below
 
 
 class Solution(NamedTuple):
-    """A solver's result. What it cost is counted as the nodes would have to pay for it."""
+    """A solver's result. What it cost is counted as the nodes would have to pay for it.
+
+    `reason` is why the solver stopped: it "converged", all its "rounds" are used up, the "watch" wanted it, or
+    "breakdown": numbers that are no longer finite, or nothing more to gain in this precision. Where later ones are
+    worse, the parameters are the best of those that were checked. None of them are NaN.
+    """
 
     parameters: Tensor  # (n, d)
-    optimality: float  # see the solver: zero at a minimiser
-    converged: bool  # whether `optimality` is within the tolerance
+    optimality: float  # of these parameters, see `LinearProblem.optimality`: zero at a minimiser
+    reason: Reason
     rounds: int  # in which every node tells its neighbours d numbers, or the server
     sums: int  # numbers added up over the whole network
     bytes: int  # of all messages to neighbours or the server
     scope: Scope  # local: between checks of optimality a node needs its neighbours only
     clusters: Tensor | None = None  # (n,) int64, nodes with equal parameters; for penalties that make ties
+
+    @property
+    def converged(self) -> bool:
+        """Whether `optimality` is within the tolerance, or is exact to rounding."""
+        return self.reason == "converged"
+
+
+def within(optimality: float, tolerance: float, like: Tensor) -> bool:
+    """Whether an optimality is within the tolerance, or as small as rounding in the precision of `like` lets it be."""
+    return optimality <= max(tolerance, _EXACT * torch.finfo(like.dtype).eps)
 
 
 class Monitor:
@@ -47,37 +65,85 @@ class Monitor:
             raise ValueError(f"Expected at least one round, but got {rounds}")
         self.problem, self.tolerance, self.limit, self.every, self.watch = problem, tolerance, rounds, every, watch
         self.rounds = self.sums = 0
-        self.optimality = torch.inf
-        self._size = float(problem.cross.norm()) or 1.0
+        self.optimality = self.least = torch.inf
+        self.best: Tensor | None = None
+        self._size = 1.0  # of the numbers in the equations, which changes slowly
+        self.reason: Reason = "rounds"
 
     def tell(self, w: Tensor) -> bool:
         """Counts a round that ended at `w`; whether the watcher wants to stop or no rounds are left."""
         self.rounds += 1
-        stop = self.watch is not None and bool(self.watch(self.rounds, w))
-        return stop or self.rounds >= self.limit
+        if self.watch is not None and bool(self.watch(self.rounds, w)):
+            self.reason = "watch"
+            return True
+        return self.rounds >= self.limit
 
     def due(self) -> bool:
         """Whether optimality is to be checked after this round."""
         return self.rounds % self.every == 0
 
-    def small(self, norm: float | Tensor) -> bool:
-        """Takes the norm of the residual b − Q w, a sum over the network; whether it is within the tolerance."""
-        self.sums += 1
-        self.optimality = float(norm) / self._size
-        return self.optimality <= self.tolerance
+    def small(self, residual: Tensor, w: Tensor) -> bool:
+        """Takes the residual b − Q w at `w`, two sums over the network; whether to stop because of it."""
+        found = self.problem.residual_size(residual)
+        if self.due() or self._within(found / self._size):
+            self._size = self.problem.size(w)
+        return self.check(found / self._size, w)
 
-    def solution(self, w: Tensor, scope: Scope, clusters: Tensor | None = None) -> Solution:
-        """The result with everything that has been counted."""
-        return Solution(
-            w,
-            self.optimality,
-            self.optimality <= self.tolerance,
-            self.rounds,
-            self.sums,
-            self.rounds * self.problem.round_bytes,
-            scope,
-            clusters,
-        )
+    def check(self, optimality: float, w: Tensor) -> bool:
+        """Takes the optimality of `w`, two sums over the network, and keeps the best; whether to stop because of it."""
+        self.sums += 2
+        self.optimality = optimality
+        if not math.isfinite(optimality):
+            return self.broken()
+        if optimality < self.least:
+            self.least = optimality
+            if self.due():
+                self.best = w.clone()
+        if self._within(optimality):
+            self.reason = "converged"
+            return True
+        return False
+
+    def _within(self, optimality: float) -> bool:
+        return within(optimality, self.tolerance, self.problem.cross) if self.tolerance else optimality == 0
+
+    def broken(self) -> bool:
+        """Says that the solver cannot go on; True."""
+        self.reason = "breakdown"
+        return True
+
+    def solution(
+        self,
+        w: Tensor,
+        scope: Scope,
+        finish: Callable[[Tensor], Tensor] = lambda w: w,
+        optimality: Callable[[Tensor], float] | None = None,
+        clusters: Tensor | None = None,
+    ) -> Solution:
+        """The result with everything that has been counted: `w`, or the best that was checked, if `w` is worse.
+
+        Args:
+            w: `(n, d)`, where the solver is.
+            scope: of the solver.
+            finish: makes parameters those to return.
+            optimality: of parameters; default: the problem's.
+            clusters: of `w`.
+        """
+        optimality = optimality or self.problem.optimality
+        w = finish(w)
+        found = optimality(w)
+        if not found <= self.least:
+            other = torch.zeros_like(w) if self.best is None else finish(self.best)
+            value = optimality(other)
+            if not found <= value:
+                w, found, clusters = other, value, None
+        reason = self.reason
+        if within(found, self.tolerance, w):
+            reason = "converged"
+        elif reason == "converged":  # it was so by a residual that had been carried on from round to round
+            reason = "breakdown"
+        cost = self.rounds, self.sums, self.rounds * self.problem.round_bytes
+        return Solution(w, found, reason, *cost, scope, clusters)
 
 
 def start_at(problem: LinearProblem, start: Tensor | None) -> Tensor:

@@ -138,7 +138,7 @@ def test_both_losses_are_told() -> None:
 def test_no_clients() -> None:
     for local in (ft.least_squares(linear()), sgd(0.1)):
         progress = ft.Run(ft.ditto(local, 0.5), ft.InProcess(linear_clients(SIZES)))
-        reply = progress.clients.reply(progress.clients.empty_block(), progress.server, random.key(0))
+        reply = progress.clients.reply(progress.clients.empty_block(), progress.server, ft.Turn(random.key(0), 0))
         assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 
 

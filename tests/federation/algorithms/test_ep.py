@@ -342,7 +342,7 @@ def test_the_prior_goes_where_the_devices_rows_are() -> None:
     server, state = told.init(model.prior.normal._asdict(), 3)
     rows = tree.to(tree.expand(state, 3), "meta")
     inbox = tree.to(tree.expand(told.outbox(server), 3), "meta")._replace(version=torch.zeros(3))
-    told.client(inbox, rows, {}, random.key(0).expand(3))
+    told.client(inbox, rows, {}, ft.Turn(random.key(0).expand(3), 0))
     assert places[-1].type == "meta"
 
 
@@ -401,3 +401,66 @@ def test_random_problems_do_not_fail(problems: range, most: int) -> None:
         assert bool(told) == bool((run.last.info["improper"] + run.last.info["failed"]).any())
         named += bool(told)
     assert named <= max(1, len(problems) // 20)
+
+
+def around(levels: list[float], noise: float, rows: int = 20) -> ft.data.FederatedData:
+    """Devices of one coefficient, rows exact but for noise of this variance."""
+    x, e = torch.ones(rows, 1, dtype=torch.float64), noise**0.5 * random.normal(random.key(3), (rows,), torch.float64)
+    return ft.data.from_tensors([(x, level + e - e.mean()) for level in levels])
+
+
+def test_one_device_is_exact_in_one_step() -> None:
+    """Its cavity is the prior, however far from it and how narrow the first estimate is: p(μ, log τ) N(5; μ, τ)."""
+    run = settle(algorithm(linear(1, noise=1e-4)), around([5.0], 1e-4))
+    assert converged(run)
+    assert run.number == 3  # a summary, the step, and one that finds nothing left to do
+    model = linear(1, noise=1e-4)
+    prior = MultivariateNormal(*gaussian.moments(model.prior.normal))
+    mu, log_tau = torch.cartesian_prod(torch.linspace(-7, 9, 801).double(), torch.linspace(-12, 14, 651).double()).T
+    grid = torch.stack([mu, log_tau], 1)
+    variance = grid[:, 1].exp() + 1e-4 / 20
+    weights = (prior.log_prob(grid) - 0.5 * (5 - grid[:, 0]).square() / variance - 0.5 * variance.log()).softmax(0)
+    mean = weights @ grid
+    sd = (weights @ (grid - mean).square()).sqrt()
+    found = posterior(run)
+    assert ((found.mean - mean) / sd).abs().max() < 1e-3
+    assert (found.stddev / sd - 1).abs().max() < 1e-3
+
+
+def test_a_prior_in_conflict_with_the_data_is_named() -> None:
+    """Thirty devices at 20 ± 0.3 under μ ~ N(0, 1): a wide τ at μ near 0, or a small one at μ near 20."""
+    levels = [20 + 0.3 * math.sin(7 * k) for k in range(30)]
+    run = settle(algorithm(linear(1, noise=1e-2)), around(levels, 1e-2), rounds=30)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = posterior(run, tolerance=math.inf)
+    assert float(found.mean[0]) > 4
+    assert any("the prior is in conflict with the data" in str(warning.message) for warning in caught)
+    posterior(settle(algorithm(linear(1, noise=1e-2, sd=20.0)), around(levels, 1e-2)))  # a wider one is fine
+
+
+@pytest.mark.parametrize("freedom", [3, 6])
+def test_a_correction_has_tails_like_those_of_t(freedom: int) -> None:
+    """One factor that is t itself, under a prior that hardly matters: sds by quadrature over the radius."""
+
+    def log_factor(phi: Tensor, data: Any) -> Tensor:
+        return -0.5 * (freedom + 2) * (phi.square().sum(-1) / freedom).log1p()
+
+    prior = MultivariateNormal(torch.zeros(2).double(), 1e4 * torch.eye(2).double())
+    one = ft.ep(Factors(projections.quadrature(log_factor), prior, log_factor=log_factor))
+    better = ep.corrected(settle(one, ft.data.from_tensors([(torch.zeros(1, 1).double(),)])))
+    radius = torch.linspace(0, 2000, 400_001, dtype=torch.float64)[1:]
+    on_axis = torch.stack([radius, torch.zeros_like(radius)], 1)
+    weights = (log_factor(on_axis, None) - 0.5e-4 * radius.square() + radius.log()).softmax(0)
+    sd = (weights @ radius.square() / 2).sqrt()
+    assert ((better.posterior.stddev / sd - 1).abs() < 0.02).all()
+    assert better.effective > 1000
+
+
+def test_the_effective_size_is_that_of_variances_too() -> None:
+    """A hundredth of the nodes with a hundred times the variance: all the mass is seen, and hardly any of the sd."""
+    from fedtorch.federation.algorithms.ep.correction import effective
+
+    weights, away = torch.full((1000,), 1e-3).double(), random.normal(random.key(0), (1000, 1), torch.float64)
+    assert 800 < effective(weights, away) <= 1000
+    assert effective(weights, torch.cat([away[:990], 100 * away[990:]])) < 40

@@ -114,7 +114,8 @@ def test_changes_are_in_sds_and_far_is_five_of_them() -> None:
 
     assert distance(damping.changes(normal(0.0, 1.0), normal(1.0, 2.0)), number(0.5, 0.5)) < ROUNDING
     assert damping.is_near(normal(0.0, 2.0), normal(9.9, 1.0))
-    assert not damping.is_near(normal(0.0, 2.0), normal(10.1, 9.0))
+    assert not damping.is_near(normal(0.0, 2.0), normal(10.1, 1.0))
+    assert damping.is_near(normal(0.0, 2.0), normal(10.1, 9.0))  # it was too narrow
     nothing = Natural(number(0.0, 0.0), number(0.0, 0.0, 0.0))
     assert damping.is_near(nothing, normal(100.0, 1.0))
     assert bool(damping.changes(nothing, normal(0.0, 1.0)).isnan().all())

@@ -211,7 +211,7 @@ def test_no_clients() -> None:
     for local in locals_():
         progress = ft.Run(ft.fedprox(local, 0.3), ft.InProcess(data))
         block = progress.clients.empty_block()
-        message, state, info = progress.clients.reply(block, progress.server, torch.tensor(0))
+        message, state, info = progress.clients.reply(block, progress.server, ft.Turn(torch.tensor(0), 0))
         assert all(len(leaf) == 0 for leaf in tree.leaves((message, state, info)))
 
 

@@ -135,7 +135,9 @@ def test_averaged_buffers_are_averaged() -> None:
 
 def test_no_clients() -> None:
     progress = ft.Run(algorithm := ft.feddyn(sgd(0.1), 1.0), ft.InProcess(linear_clients(SIZES)))
-    reply = progress.clients.reply(progress.clients.empty_block(), algorithm.outbox(progress.server), torch.tensor(0))
+    reply = progress.clients.reply(
+        progress.clients.empty_block(), algorithm.outbox(progress.server), ft.Turn(torch.tensor(0), 0)
+    )
     assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 
 

@@ -86,17 +86,15 @@ def test_it_is_the_central_model(rounds: int, kind: str) -> None:
     exact_units, owns, shared = kind == "exact units", kind.startswith("own"), kind.endswith("size")
     alone, together = (own_process(shared), own_process(shared, K)) if owns else ({}, {})
     data, algorithm = signals(), exact(exact_units=exact_units, model=module(**alone))
-    final = ft.run(algorithm, ft.InProcess(data), rounds=rounds).last
+    run = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
+    final = run.last
     gp, (x, y, mask) = central(algorithm, final, **together), block(data)
     with torch.no_grad():
         assert abs(float(gp.bound(x, y, mask, exact_units) - final.server.bound)) < CLOSE
         gp.condition(x, y, mask, exact_units)
         mean, variance = gp.marginals(x)
         for k in range(K):
-            unit = ft.functional.load(
-                algorithm.module, client_tensors(final.clients, algorithm.outbox(final.server), k)
-            )
-            unit.observe(*data[k], exact_units=exact_units)
+            unit = run.client_module(k)  # has observed its rows
             found = unit.predict(x[k])
             assert isinstance(found, gpytorch.distributions.MultivariateNormal)
             assert torch.allclose(found.mean, mean[k], rtol=0, atol=CLOSE)

@@ -160,7 +160,7 @@ def test_no_clients() -> None:
     for local in (ft.least_squares(linear()), sgd(0.1)):
         algorithm = ft.personal_layers(local, "bias", mu=0.1)
         progress = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)))
-        reply = progress.clients.reply(progress.clients.empty_block(), progress.server, torch.tensor(0))
+        reply = progress.clients.reply(progress.clients.empty_block(), progress.server, ft.Turn(torch.tensor(0), 0))
         assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 
 

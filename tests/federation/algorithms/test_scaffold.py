@@ -157,7 +157,9 @@ def test_copies_of_one_client_are_that_client() -> None:
 
 def test_no_clients() -> None:
     progress = ft.Run(algorithm := ft.scaffold(sgd(0.1)), ft.InProcess(linear_clients(SIZES)))
-    reply = progress.clients.reply(progress.clients.empty_block(), algorithm.outbox(progress.server), torch.tensor(0))
+    reply = progress.clients.reply(
+        progress.clients.empty_block(), algorithm.outbox(progress.server), ft.Turn(torch.tensor(0), 0)
+    )
     assert all(len(leaf) == 0 for leaf in tree.leaves(reply))
 
 

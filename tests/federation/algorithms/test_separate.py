@@ -87,5 +87,5 @@ def test_a_silent_client_stays_where_it_is() -> None:
 def test_no_clients() -> None:
     for local in (ft.least_squares(linear()), sgd(0.1)):
         clients = ft.Run(ft.separate(local), ft.InProcess(linear_clients(SIZES))).clients
-        reply = clients.reply(clients.empty_block(), {}, torch.tensor(0))
+        reply = clients.reply(clients.empty_block(), {}, ft.Turn(torch.tensor(0), 0))
         assert all(len(leaf) == 0 for leaf in tree.leaves(reply))

@@ -25,6 +25,7 @@ from support.plain_training import (
 from torch import nn
 
 from fedtorch import tree
+from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
 
 pytestmark = pytest.mark.usefixtures("nothing_outside_changes")
@@ -175,7 +176,7 @@ def test_batch_sizes_in_epochs_without_a_schedule_share_steps():
     local.prepare(stacked_data())
     calls.clear()
     start, state = tree.expand((local.parameters, local.init(local.parameters)), 7)
-    local(start, state, stacked_data(), None, keys(7))
+    local(start, state, stacked_data(), None, Turn(keys(7), 0))
     assert len(calls) == 2 * 10
 
 

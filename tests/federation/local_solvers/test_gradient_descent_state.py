@@ -13,10 +13,10 @@ from support.plain_training import (
     Odd,
     Session,
     check,
-    kept_over_rounds,
     keys,
     lit,
     net,
+    over_rounds,
     own_rows,
     plain,
     seeded,
@@ -27,6 +27,7 @@ from support.plain_training import (
 from torch import nn
 
 from fedtorch import functional, tree
+from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
 
 pytestmark = pytest.mark.usefixtures("nothing_outside_changes")
@@ -36,9 +37,10 @@ pytestmark = pytest.mark.usefixtures("nothing_outside_changes")
 def test_batch_norm(buffers):
     data = stacked_data((2, 4, 6, 8, 10))
     result = check(with_norm(), data, F.cross_entropy, OPTIMISERS["adam"], buffers=buffers, epochs=2, batch_size=4)
-    averaged = {"1.running_mean", "1.running_var"} if buffers == "average" else set()
+    names = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    averaged = names if buffers == "average" else set()
     assert averaged <= result.parameters.keys()
-    assert result.state.buffers.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"} - averaged
+    assert result.state.buffers.keys() == names - averaged
 
 
 def test_averaged_buffers_start_at_what_the_server_sends():
@@ -56,13 +58,13 @@ def test_averaged_buffers_start_at_what_the_server_sends():
 
 @pytest.mark.parametrize("module", ["plain", "odd"])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMISERS if name != "tensor_rate"])
-def test_optimisers_kept_over_rounds_of_partial_participation(optimizer, module):
-    kept_over_rounds({"plain": net, "odd": lambda: seeded(Odd)}[module](), OPTIMISERS[optimizer], F.cross_entropy)
+def test_optimisers_over_rounds_of_partial_participation(optimizer, module):
+    over_rounds({"plain": net, "odd": lambda: seeded(Odd)}[module](), OPTIMISERS[optimizer], F.cross_entropy)
 
 
 @pytest.mark.parametrize("form", ["two_schedulers", "lists_of_dicts", "dict_dict", "step_frequency", "warm_up"])
-def test_schedules_kept_over_rounds_of_partial_participation(form):
-    kept_over_rounds(lit(FORMS[form], kind=NoMetrics), None, None)
+def test_schedules_over_rounds_of_partial_participation(form):
+    over_rounds(lit(FORMS[form], kind=NoMetrics), None, None)
 
 
 def test_a_solver_made_anew_continues_kept_states():
@@ -72,7 +74,7 @@ def test_a_solver_made_anew_continues_kept_states():
     local, data, key = make(), stacked_data(), keys(7)
     first = solve(local, data, key)
     again = solve(local, data, key, start=first.parameters, state=first.state)
-    resumed = make()(first.parameters, first.state, data, None, key)
+    resumed = make()(first.parameters, first.state, data, None, Turn(key, 0))
     torch.testing.assert_close(resumed, again, rtol=0, atol=0)
 
 
@@ -101,7 +103,7 @@ def test_arguments_stay_as_they_are():
     )
     first = solve(local, data, key)
     before = tree.map(torch.clone, (tuple(first[:2]), data, key))
-    local(first.parameters, first.state, data, None, key)
+    local(first.parameters, first.state, data, None, Turn(key, 0))
     torch.testing.assert_close((tuple(first[:2]), data, key), before, rtol=0, atol=0)
 
 
@@ -118,9 +120,38 @@ def test_changed_buffers():
         local.prepare(stacked_data())
 
 
-def test_number_of_all_steps_is_unknown_when_schedules_are_kept():
-    with pytest.raises(TypeError, match=r"estimated_stepping_batches with reset='never'.*reset='round'"):
-        gradient_descent(lit(FORMS["one_cycle"]), epochs=1, reset="never")
+CLOCKS = ("two_lists", "two_schedulers", "lists_of_dicts", "frequency", "step_frequency", "dict_dict", "warm_up")
+
+
+@pytest.mark.parametrize("options", [{"epochs": 1, "batch_size": 4}, {"epochs": 2, "batch_size": 4}, {"steps": 3}])
+@pytest.mark.parametrize("form", CLOCKS)
+def test_schedules_run_on_the_federations_clock(form, options):
+    over_rounds(lit(FORMS[form], kind=NoMetrics), None, None, reset="round", **options)
+
+
+@pytest.mark.parametrize("reset", ["round", "never"])
+@pytest.mark.parametrize("form", ["one_cycle", "max_epochs"])
+def test_schedules_over_all_rounds(form, reset):
+    over_rounds(lit(FORMS[form], kind=NoMetrics), None, None, reset=reset)
+
+
+@pytest.mark.parametrize("form", ["one_cycle", "max_epochs"])
+def test_what_a_module_asks_of_all_rounds_has_to_be_told(form):
+    with pytest.raises(RuntimeError, match=r"Expected rounds=.*gradient_descent\(\.\.\., rounds=50\).*'trainer\."):
+        gradient_descent(lit(FORMS[form]), epochs=1)
+
+
+class Clocked(NoMetrics):
+    """A loss that reads where the training stands."""
+
+    def training_step(self, batch, index):
+        weight = 1 + 0.1 * self.trainer.current_epoch + 0.01 * self.trainer.global_step
+        return weight * F.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("options", [{"epochs": 1, "batch_size": 4}, {"epochs": 2, "batch_size": 4}])
+def test_epochs_and_steps_that_a_loss_reads_go_on_over_rounds(options):
+    over_rounds(seeded(Clocked), None, None, reset="round", **options)
 
 
 class Awakes(NoMetrics):
@@ -137,4 +168,4 @@ class Awakes(NoMetrics):
 
 @pytest.mark.parametrize("optimizer", ["momentum", "nadam", "rprop", "adagrad"])
 def test_kept_states_of_parameters_that_are_used_later(optimizer):
-    kept_over_rounds(lit(lambda lit: OPTIMISERS[optimizer](lit.parameters()), kind=Awakes), None, None)
+    over_rounds(lit(lambda lit: OPTIMISERS[optimizer](lit.parameters()), kind=Awakes), None, None)

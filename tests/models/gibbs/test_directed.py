@@ -238,8 +238,8 @@ def test_a_block_of_no_clients(kind: str) -> None:
     made = algorithm() if kind == "directed" else fields
     progress = ft.Run(made, ft.InProcess(cyclic_sites([9, 5])), graphical.start(4))
     outbox, clients = made.outbox(progress.server), progress.clients
-    nobody = clients.reply(clients.empty_block(), outbox, random.key(0))
-    somebody = clients.reply(next(iter(clients.blocks(None))), outbox, random.key(0))
+    nobody = clients.reply(clients.empty_block(), outbox, ft.Turn(random.key(0), 0))
+    somebody = clients.reply(next(iter(clients.blocks(None))), outbox, ft.Turn(random.key(0), 0))
     for empty, full in zip(nobody[:2], somebody[:2]):
         shapes = [[(path, leaf.shape[1:]) for path, leaf in tree.items(part)] for part in (empty, full)]
         assert shapes[0] == shapes[1]

@@ -322,7 +322,8 @@ def test_a_correction_that_cannot_be_trusted_says_so() -> None:
     run = infer(model, data)
     far = gaussian.natural(Moments(torch.full((4,), 9.0).double(), 0.01 * torch.eye(4).double()))
     run.server = run.server._replace(posterior=far)
-    with pytest.warns(RuntimeWarning, match="Expected at least 100 effective nodes, but got"):
+    conflict = pytest.warns(RuntimeWarning, match="9.0 prior sds from the prior's: the prior is in conflict")
+    with conflict, pytest.warns(RuntimeWarning, match="Expected at least 100 effective nodes, but got"):
         corrected(run)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.ep import damping as pacing
 from fedtorch.federation.algorithms.ep.start import Completed, Factors, completed
 from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, State, Told
@@ -93,7 +93,7 @@ def outbox(server: Server) -> Outbox:
     return Outbox(server.posterior, server.share, server.version, pace.good, pace.back, pace.damping)
 
 
-def client(inbox: Outbox, state: State, data: Any, key: Tensor, *, model: Completed) -> Reply:
+def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, model: Completed) -> Reply:
     """Tells a summary, goes back, or takes a step, whatever the round is for."""
     none = torch.zeros_like(state.told.waiting)
     if bool((inbox.version == 0).all()) and len(none):
@@ -105,7 +105,7 @@ def client(inbox: Outbox, state: State, data: Any, key: Tensor, *, model: Comple
     if bool(inbox.back.any()):
         back = tree.where(state.stepped >= 0, pacing.halfway(site, good), state.told.site)
         return _reply(state, state._replace(told=state.told._replace(site=back)), none, none)
-    return _stepped(inbox, state, site, good, _target(inbox, site, model.project, data, key))
+    return _stepped(inbox, state, site, good, _target(inbox, site, model.project, data, turn.key))
 
 
 def server(state: Server, aggregate: Message, key: Tensor, *, model: Completed, damping: float) -> Server:
@@ -117,11 +117,12 @@ def server(state: Server, aggregate: Message, key: Tensor, *, model: Completed, 
     base = tree.add(state.prior, tree.add_scaled(total.site, share, total.waiting))
     prior_sites = renewed(base, state.prior_sites, prior.factors)
     posterior = _product(base, prior_sites, prior)
+    free = first or int(state.population) == 1
     pace, moved = pacing.update(
         state.pace,
         pacing.changes(state.posterior, posterior),
         version=int(state.version),
-        proper=bool(gaussian.is_proper(posterior)) and (first or pacing.is_near(state.trusted, posterior)),
+        proper=bool(gaussian.is_proper(posterior)) and (free or pacing.is_near(state.trusted, posterior)),
         improper=aggregate.improper.value,
         everybody=float(aggregate.improper.weight) == float(state.population),
         most=damping,

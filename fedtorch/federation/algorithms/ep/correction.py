@@ -5,12 +5,14 @@ as that of a log variance and of a mean whose variance is uncertain, and q's sds
 client takes the same nodes φ_i around q and tells log f_k(φ_i), of which the server hears the sum only:
 
 .. math:: w_i \propto p(\varphi_i) \prod_k f_k(\varphi_i) \big/ g(\varphi_i), \qquad
-    g = \tfrac12 N(m, \Sigma) + \tfrac12 N(m, 2 \Sigma),
+    g = \tfrac12 N(m, \Sigma) + \tfrac12 t_2(m, \Sigma),
 
-with q = N(m, Σ). The wider half of g keeps the weights bounded where the posterior's tails are moderately longer.
+with q = N(m, Σ). The half of Student's t with two degrees of freedom keeps the weights bounded where the posterior's
+tails are longer, as those of a mean of few clients are, which look like t themselves; a wider normal density does not,
+and cuts them off without a word.
 
 Source: Vehtari et al. (2020), "Expectation propagation as a way of life", section 4; Owen and Zhou (2000), "Safe and
-effective importance sampling".
+effective importance sampling"; Owen (2013), "Monte Carlo theory, methods and examples".
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor
 from fedtorch.models.quadrature import quasi_random
 
-_WIDER = 2.0  # variance of the second half of the nodes
+_FREEDOM = 2.0  # degrees of freedom of the second half of the nodes
 _FEWEST = 100  # effective nodes
 
 
@@ -46,7 +48,7 @@ class Corrected(NamedTuple):
     posterior: MultivariateNormal  # of the nodes' mean and covariance
     nodes: Tensor  # (R, p)
     weights: Tensor  # (R,) of sum 1
-    effective: float  # how many nodes of equal weight would tell as much
+    effective: float  # how many nodes of equal weight would tell as much of each mean and variance, at the least
 
     def quantile(self, probability: float) -> Tensor:
         """Quantiles of each coordinate, `(p,)`: the least node with at least this probability below or at it."""
@@ -71,25 +73,21 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01) -> Corre
     if model.log_factor is None:
         raise ValueError("Expected factors that tell their values, but got none; use Factors(..., log_factor=)")
     q, prior = gaussian.moments(run.server.posterior), as_prior(model.prior).replaced(run.server.prior)
-    white = quasi_random(len(q.mean), points).nodes.to(q.mean)
-    scale = torch.ones_like(white[:, :1])
-    half = len(white) // 2  # then come the negatives of the first half
-    scale[1:half:2] = scale[half + 1 :: 2] = _WIDER**0.5
-    white = white * scale
+    white = _proposed(len(q.mean), points).to(q.mean)
     nodes = q.mean + white @ torch.linalg.cholesky(q.covariance).mT
     total = _summed(model.log_factor, nodes, run.population, model.prepare)
     weights = torch.softmax(total + _log_prior(prior, nodes) - _log_mixture(white), 0)
-    effective = float(1 / weights.square().sum())
-    if not effective >= _FEWEST:
+    centre = weights @ nodes
+    away = nodes - centre
+    size = effective(weights, away)
+    if not size >= _FEWEST:
         warnings.warn(
-            f"Expected at least {_FEWEST} effective nodes, but got {effective:.1f} of {len(nodes)}; the correction is "
+            f"Expected at least {_FEWEST} effective nodes, but got {size:.1f} of {len(nodes)}; the correction is "
             "not to be trusted: use more points=, or the normal approximation",
             RuntimeWarning,
             stacklevel=2,
         )
-    centre = weights @ nodes
-    away = nodes - centre
-    return Corrected(MultivariateNormal(centre, (weights[:, None] * away).mT @ away), nodes, weights, effective)
+    return Corrected(MultivariateNormal(centre, (weights[:, None] * away).mT @ away), nodes, weights, size)
 
 
 def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepare: Callable[[Any], Any]) -> Tensor:
@@ -97,7 +95,7 @@ def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepar
     algorithm = Algorithm(
         init=lambda parameters, clients: (torch.zeros_like(nodes[:, 0]), ()),
         outbox=lambda server: nodes,
-        client=lambda inbox, state, data, key: Reply(Sum(log_factor(inbox, data)), state, {}),
+        client=lambda inbox, state, data, turn: Reply(Sum(log_factor(inbox, data)), state, {}),
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: {},
         prepare=prepare,
@@ -116,7 +114,27 @@ def _log_prior(prior: Prior, nodes: Tensor) -> Tensor:
     return nodes @ normal.shift - 0.5 * quadratic + sum(factors, torch.zeros_like(quadratic))
 
 
+def _proposed(size: int, points: int) -> Tensor:
+    """Nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's in turn, and the negatives of all."""
+    normal, last = quasi_random(size + 1, points).nodes.split([size, 1], 1)
+    chi_square = -2 * torch.special.log_ndtr(last)  # of two degrees of freedom, the only one with so short an inverse
+    scale = torch.where(torch.arange(len(normal))[:, None] % 2 == 0, 1.0, (_FREEDOM / chi_square).sqrt())
+    return scale * normal
+
+
 def _log_mixture(white: Tensor) -> Tensor:
     """log g at m + Lz, up to a constant, for z `(R, p)`."""
     square, size = white.square().sum(1), white.shape[1]
-    return torch.logaddexp(-0.5 * square, -0.5 * square / _WIDER - 0.5 * size * math.log(_WIDER))
+    student = -0.5 * (_FREEDOM + size) * (square / _FREEDOM).log1p()
+    student = student + math.lgamma(0.5 * (_FREEDOM + size)) - math.lgamma(0.5 * _FREEDOM)
+    return torch.logaddexp(-0.5 * square, student + 0.5 * size * math.log(2 / _FREEDOM))
+
+
+def effective(weights: Tensor, away: Tensor) -> float:
+    """The least effective number of nodes of the mass and of each coordinate's variance (Owen 2013, section 9.3).
+
+    Of a variance it counts 3 for each node, since equal weights of normal draws tell n / 3 there.
+    """
+    shares = weights[:, None] * away.square()
+    shares = shares / shares.sum(0).clamp(min=torch.finfo(shares.dtype).tiny)
+    return min(float(1 / weights.square().sum()), float((3 / shares.square().sum(0)).min()))

@@ -4,9 +4,10 @@ A client's step is a share δ, the damping, of the way to the site that its rows
 once can leave the sites at which q and every cavity are densities, or go around their fixed point. The sites at which
 they are densities form a convex set that the start lies in, so the way back to sites known to be good leads into it:
 
-- where q is no density, or has moved by more than five sds, or a client's cavity is none, every client goes half the
-  way back to its last good site, until q is a density again, and q is then tried anew; δ is half of what it was, so
-  that the next step ends short of the place;
+- where q is no density, or has moved by more than five sds (the larger of those that it had and has), or a client's
+  cavity is none, every client goes half the way back to its last good site, until q is a density again, and q is then
+  tried anew; δ is half of what it was, so that the next step ends short of the place. The cavity of a client that is
+  alone is the prior: its step is exact, however far it goes;
 - a cavity that is none after five such rounds will not become one, as with few clients of very different sizes; from
   then on that client keeps its site, and the others go on;
 - where changes of q, divided by δ, do not shrink, δ is halved too: the map overshoots. That is asked of rounds after
@@ -105,9 +106,13 @@ def changes(before: Natural, after: Natural) -> Tensor:
 
 
 def is_near(trusted: Natural, posterior: Natural) -> bool:
-    """Whether no mean of q has moved far, in the sd that it had; true where it had none."""
+    """Whether no mean of q has moved far, in the larger of the sds that it had and has; true where it had none.
+
+    In the sd that it had alone, a first estimate that is too narrow could never be left.
+    """
     old, new = gaussian.moments(trusted), gaussian.moments(posterior)
-    jump = ((new.mean - old.mean).abs() / old.covariance.diagonal().sqrt()).amax().nan_to_num(0.0)
+    sd = torch.maximum(old.covariance.diagonal(), new.covariance.diagonal()).sqrt()
+    jump = ((new.mean - old.mean).abs() / sd).amax().nan_to_num(0.0)
     return float(jump) <= _FARTHEST
 
 

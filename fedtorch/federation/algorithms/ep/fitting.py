@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributions import MultivariateNormal
 
 from fedtorch.federation.run import Run
@@ -16,6 +17,7 @@ from fedtorch.models import gaussian
 
 _SHOWN = 5  # names of clients in a warning
 _LARGEST = 10  # change of a last round, in tolerances
+_SURPRISE = 4.0  # sds of what a prior says of a posterior mean
 _READ = "mean_change", "sd_change", "damping", "remaining"
 _WHYS = {
     "improper": "the cavity is no density, as the prior and the others know too little of what is shared",
@@ -56,7 +58,8 @@ def converged(run: Run, tolerance: float = 0.01, patience: int = 1) -> bool:
 def posterior(run: Run, *, tolerance: float = 0.01) -> MultivariateNormal:
     """q(φ), which a run has found.
 
-    A `RuntimeWarning` says so where the run has not converged, or clients keep old sites.
+    A `RuntimeWarning` says so where the run has not converged, where clients keep old sites, and where q is
+    more than four sds of the prior from its mean.
 
     Args:
         run: of `ep`.
@@ -97,6 +100,18 @@ def _warnings(run: Run, tolerance: float) -> Iterator[str]:
             f"Not converged after {run.number} rounds: the last moved a mean by {float(moved.mean_change):.2g} sd and "
             f"an sd by {float(moved.sd_change):.2g} of itself; allow more rounds or less damping="
         )
+    prior, q = gaussian.unpack(run.server.prior.precision), gaussian.moments(run.server.posterior)
+    own = prior.diagonal() > 0
+    if bool(own.any()):
+        spread = torch.linalg.inv(prior[own][:, own])
+        before = spread @ run.server.prior.shift[own]
+        surprise = float(((q.mean[own] - before).square() / spread.diagonal()).sqrt().amax())
+        if surprise > _SURPRISE:
+            yield (
+                f"Expected a posterior that the prior allows for, but got a mean {surprise:.1f} prior sds from the "
+                "prior's: the prior is in conflict with the data, and the posterior may have several modes of which "
+                "this is one; use a wider prior"
+            )
     last = run.last  # unknown after a resumption, until there is another round
     for figure, why in _WHYS.items():
         which = [] if last is None else [run.population.names[k] for k in last.ids[last.info[figure] > 0].tolist()]

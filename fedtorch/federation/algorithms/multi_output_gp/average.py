@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic
+from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
@@ -87,12 +87,12 @@ def init(parameters: Tree, *, gp: StackedGP) -> Unit:
 
 
 def solve(
-    start: Tree, state: Unit, data: Any, quadratic: Quadratic | None, key: Tensor, *, gp: StackedGP, work: UnitSteps,
+    start: Tree, state: Unit, data: Any, quadratic: Quadratic | None, turn: Turn, *, gp: StackedGP, work: UnitSteps,
     units: int,
 ) -> Local:  # fmt: skip
     """Adam steps on the units' risks, some units at a time."""
     part = partial(_part, gp=gp, work=work, units=units)
-    return in_parts(part, gp.module.points * data.mask.shape[1], start, state, data, key, quadratic)
+    return in_parts(part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic)
 
 
 def _part(

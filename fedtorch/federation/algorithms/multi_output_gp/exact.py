@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
 from fedtorch.federation.algorithms.multi_output_gp.steps import (
     AdamMoments,
@@ -81,9 +81,10 @@ def fedmgp(
     """A multi-output Gaussian process over units that keep their data; rows are (x `(d,)`, y) and what the likelihood
     wants besides.
 
-    `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior: call it for a `MultivariateNormal` of
-    f, its `predict` for outputs. `Server.bound` is the bound of the marginal likelihood at the hyperparameters with
-    which the units last told their sites, and those make the predictions.
+    `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior, and has observed the unit's rows where
+    their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate`
+    predicts from what units share. `Server.bound` is the bound of the marginal likelihood at the hyperparameters
+    with which the units last told their sites, and those make the predictions.
 
     Args:
         module: of one unit, no batch shape; in float64 unless the data are easy. A unit's own parameters start from
@@ -129,6 +130,7 @@ def fedmgp(
         start=gp.start(),
         predict=gp.predict,
         module=gp.module,
+        finish=gp.finish,
     )
 
 
@@ -156,10 +158,10 @@ def outbox(server: Server, *, gp: StackedGP) -> Outbox:
     return Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
 
 
-def client(inbox: Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
+def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """The units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp, work=work)
-    return in_parts(part, gp.module.points * data.mask.shape[1], inbox, state, data, key)
+    return in_parts(part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
 def server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:

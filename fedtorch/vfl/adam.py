@@ -1,0 +1,94 @@
+"""Adam for sampled bounds: it forgets gradients that block it; and what says whether it has arrived.
+
+The first gradients of a bound may be many orders larger than all that follow, as those of counts are. Adam's second
+moments remember them for thousands of steps, in which nothing moves and the bound looks flat. Every hundred steps, a
+coordinate whose second moment is a hundred times the mean square of its last gradients begins anew from these, if they
+still say with certainty where to go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_WINDOW = 100  # steps over which gradients are averaged
+_SMALL = 0.01  # nats for a unit step: gradients below it are nothing to follow, however little noise they have
+_BLOCKED = 100.0  # ratio of second moments
+_CERTAIN = 4.0  # standard errors
+_FEWEST = 10  # steps that have a standard error
+
+
+class RestartingAdam(torch.optim.Adam):
+    """`torch.optim.Adam`, fused, that begins anew where its moments block it.
+
+    Args:
+        parameters: to step.
+        lr: learning rate.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float = 1.0) -> None:
+        super().__init__(parameters, lr=lr, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """One step; every hundred of them, coordinates that are blocked begin anew."""
+        loss = super().step(closure)
+        for group in self.param_groups:
+            leaves = [leaf for leaf in group["params"] if leaf.grad is not None]
+            states, gradients = [self.state[leaf] for leaf in leaves], [leaf.grad for leaf in leaves]
+            for state, leaf in zip(states, leaves):
+                for name in ("sum", "squares") if "sum" not in state else ():
+                    state[name] = torch.zeros_like(leaf)
+            if leaves:
+                torch._foreach_add_([state["sum"] for state in states], gradients)
+                torch._foreach_addcmul_([state["squares"] for state in states], gradients, gradients)
+            for state in states:
+                if int(state["step"]) % _WINDOW == 0:
+                    _renew(state, group["betas"][1])
+        return loss
+
+
+class Drift:
+    """Whether gradients are zero but for their noise: their means over some steps, in standard errors.
+
+    Args:
+        leaves: parameters, `(B, ...)`.
+    """
+
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self.leaves, self.count = [leaf for leaf in leaves if leaf.numel()], 0
+        self.sums, self.squares = ([torch.zeros_like(leaf) for leaf in self.leaves] for _ in range(2))
+
+    def add(self) -> None:
+        """Counts the gradients of a step."""
+        self.count += 1
+        for leaf, total, squares in zip(self.leaves, self.sums, self.squares):
+            if leaf.grad is not None:
+                total.add_(leaf.grad)
+                squares.addcmul_(leaf.grad, leaf.grad)
+
+    def largest(self, size: int) -> Tensor:
+        """That of all parameters, `(B,)`; infinite after fewer than ten steps, which cannot tell."""
+        if self.count < _FEWEST:
+            return torch.full((size,), torch.inf, dtype=torch.float64)
+        n = self.count
+        each = [_drift(total / n, squares / n, n).flatten(1).amax(1) for total, squares in zip(self.sums, self.squares)]
+        return torch.stack([part.expand(size) for part in each]).amax(0)
+
+
+def _renew(state: dict[str, Tensor], beta: float) -> None:
+    mean, square = state["sum"] / _WINDOW, state["squares"] / _WINDOW
+    fresh = square * (1 - beta ** float(state["step"]))  # without Adam's correction for its start from zero
+    blocked = (state["exp_avg_sq"] > _BLOCKED * fresh) & (_drift(mean, square, _WINDOW) > _CERTAIN)
+    state["exp_avg_sq"].copy_(torch.where(blocked, fresh, state["exp_avg_sq"]))
+    state["exp_avg"].masked_fill_(blocked, 0.0)
+    state["sum"], state["squares"] = torch.zeros_like(mean), torch.zeros_like(square)
+
+
+def _drift(mean: Tensor, square: Tensor, count: int) -> Tensor:
+    """Mean gradients in standard errors, 0 where they are small."""
+    error = ((square - mean.square()).clamp(min=0) / (count - 1)).sqrt()
+    return torch.where(mean.abs() > _SMALL, mean.abs() / error, 0.0)
