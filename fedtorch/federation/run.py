@@ -220,7 +220,8 @@ class Run:
         module = self._module()
         held = getattr(self.outbox, "parameters", self.outbox)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        whole = {name for name, tensor in named.items() if tensor.is_floating_point()}  # counters do not predict
+        # Counters do not predict, and bounds at infinity are the module's own.
+        whole = {name for name, t in named.items() if t.is_floating_point() and bool(t.isfinite().all())}
         if not isinstance(held, dict) or not whole <= held.keys() <= named.keys():
             raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
         return functional.load(module, held)

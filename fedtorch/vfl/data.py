@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 
-class VerticalData(NamedTuple):
-    """Aligned rows, or a minibatch of them."""
-
+class _Fields(NamedTuple):
     features: tuple[Tensor, ...]  # (n, ...) or (B, n, ...), one per party
     response: Tensor  # (n,) or (B, n)
     offset: Tensor | None = None  # (n,) or (B, n), added to the predictor
@@ -22,6 +20,39 @@ class VerticalData(NamedTuple):
     present: Tensor | None = None  # (n, J) bool, False for the rows that a party lacks; split networks take these
     weight_total: Tensor | None = None  # () or (B,), the sum of the weights of all rows, where these are a minibatch
     rows: Tensor | None = None  # (n,) which rows a minibatch has
+
+
+class VerticalData(_Fields):
+    """Aligned rows, or a minibatch of them.
+
+    Args:
+        features: `(n, ...)` or `(B, n, ...)`, one per party.
+        response: `(n,)` or `(B, n)`; NaN everywhere at a party that does not know it.
+        offset: `(n,)` or `(B, n)`, added to the predictor.
+        weight: `(n,)` or `(B, n)`, zero for the rows that a fold leaves out.
+        present: `(n, J)` bool, False for the rows that a party lacks; split networks take these.
+        weight_total: `()` or `(B,)`, the sum of the weights of all rows, where these are a minibatch.
+        rows: `(n,)` which rows a minibatch has.
+
+    Raises:
+        ValueError: parts of other numbers of rows, or features that are not finite.
+    """
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        features: tuple[Tensor, ...],
+        response: Tensor,
+        offset: Tensor | None = None,
+        weight: Tensor | None = None,
+        present: Tensor | None = None,
+        weight_total: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> VerticalData:
+        made = super().__new__(cls, features, response, offset, weight, present, weight_total, rows)
+        _check_parts(made)
+        return made
 
     @property
     def y(self) -> Tensor:
@@ -62,15 +93,19 @@ class VerticalData(NamedTuple):
             weight = torch.full_like(rows, scale, dtype=torch.promote_types(self.response.dtype, torch.float32))
         else:
             weight = self.weight.index_select(-1, rows) * scale
-        return VerticalData(
-            tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(self.features, dims)),
-            self.response.index_select(-1, rows), last(self.offset), weight,
-            None if self.present is None else self.present[rows], self.total, rows,
-        )  # fmt: skip
+        return self._replace(
+            features=tuple(x.index_select(x.ndim - 1 - d, rows) for x, d in zip(self.features, dims)),
+            response=self.response.index_select(-1, rows),
+            offset=last(self.offset),
+            weight=weight,
+            present=None if self.present is None else self.present[rows],
+            weight_total=self.total,
+            rows=rows,
+        )
 
     def of_party(self, index: int) -> VerticalData:
         """What party `index`, from 0 on, needs: its features alone, and weight zero on the rows that it lacks."""
-        mine = VerticalData(self.features[index : index + 1], *self[1:])
+        mine = self._replace(features=self.features[index : index + 1])
         if self.present is None:
             return mine
         present = self.present[:, index : index + 1]
@@ -82,11 +117,31 @@ class VerticalData(NamedTuple):
         """What each party may know, with the response or NaN instead of it."""
         told = self.response if response else torch.full_like(self.response, torch.nan, dtype=torch.float32)
         split = [None] * len(self.features) if self.present is None else list(self.present.split(1, 1))
-        return [VerticalData((x,), told, None, self.weight, own) for x, own in zip(self.features, split)]
+        return [
+            VerticalData._make(((x,), told, None, self.weight, own, None, None)) for x, own in zip(self.features, split)
+        ]
 
     def known_to_server(self) -> VerticalData:
         """What the server may know: everything but the features."""
         return self._replace(features=(), present=None)
+
+
+def _check_parts(data: VerticalData) -> None:
+    """Raises `ValueError` unless all parts have the response's rows, and features are finite."""
+    rows = data.response.shape[-1] if data.response.ndim else -1
+    parts = [(f"features of party {j}", x, x.shape[:2]) for j, x in enumerate(data.features)]
+    parts += [
+        (name, x, x.shape[-1:]) for name, x in (("offset", data.offset), ("weight", data.weight)) if x is not None
+    ]
+    for name, value, sizes in parts:
+        if rows not in sizes:
+            raise ValueError(
+                f"Expected {name} of {max(rows, 0)} rows, as many as the response has, but got shape "
+                f"{tuple(value.shape)}; align the rows, see `fedtorch.vfl.align`"
+            )
+    for j, x in enumerate(data.features):
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"Expected finite features of party {j}, but got NaN or Inf; impute them first")
 
 
 def check_known(data: VerticalData) -> None:

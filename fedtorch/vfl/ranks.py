@@ -7,8 +7,9 @@ its own data, and nothing else leaves it:
     over_ranks(node.half(iterations), node.index, parties + 1)
 
 Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
-sender's name. Before each payload goes its length, 8 bytes that are not counted: gloo ends the whole process when more
-comes than the receiver has room for, so that a longer payload has to be refused unread.
+sender's name. Payloads go over streams of their own (`streams`), before each its length, 8 bytes that are not counted:
+what is too long is refused unread, and who sends more than it announced is refused at the next message. gloo would end
+the whole process.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from fedtorch import wire
 from fedtorch.tree import Tree
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, decode, drive, encode
+from fedtorch.vfl.streams import Streams
 
 TIMEOUT = timedelta(minutes=10)
 _LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
@@ -37,11 +38,14 @@ def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) 
         timeout: the longest wait for another rank.
 
     Raises:
-        RuntimeError: no process group, another rank or number of processes, or a rank that does not answer in time.
+        RuntimeError: no process group, another rank or number of processes, or a rank that has gone or is late.
         fedtorch.wire.PayloadError: a message that is not what was expected.
     """
     link = Link(rank, ranks, timeout)
-    result = drive(half, link.send, link.receive)
+    try:
+        result = drive(half, link.send, link.receive)
+    finally:
+        link.close()
     return result, Traffic(link.sent, link.received) if rank else Traffic(link.received, link.sent)
 
 
@@ -67,7 +71,8 @@ class Link:
         if (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
             here = f"rank {dist.get_rank()} of {dist.get_world_size()}"
             raise RuntimeError(f"Expected node {rank} to run on its own rank of {ranks}, but got {here}")
-        self.timeout, self.sent, self.received = timeout, 0, 0
+        self.sent = self.received = 0
+        self.streams = Streams(rank, ranks, timeout)
 
     def send(self, step: Send) -> None:
         """Sends a message.
@@ -75,11 +80,9 @@ class Link:
         Raises:
             RuntimeError: it was not taken in time.
         """
-        payload, to = encode(step), int(step.to)
-        self._wait(dist.isend(torch.tensor([len(payload)]), to), to)
-        if payload:
-            self._wait(dist.isend(torch.frombuffer(bytearray(payload), dtype=torch.uint8), to), to)
-            self.sent += len(payload)
+        payload = encode(step)
+        self.streams.write(int(step.to), len(payload).to_bytes(8, "little") + payload)
+        self.sent += len(payload)
 
     def receive(self, step: Receive) -> Tree:
         """A message in the structure, shapes and dtypes of `step.like`, and on its device.
@@ -88,23 +91,17 @@ class Link:
             RuntimeError: nothing came in time.
             fedtorch.wire.PayloadError: what came is something else.
         """
-        length, source = torch.empty(1, dtype=torch.int64), int(step.sender)
+        source = int(step.sender)
+        length = int.from_bytes(self.streams.read(source, 8), "little")
         longest = _LONGEST if step.rows else wire.size(step.like)
-        self._wait(dist.irecv(length, source), source)
-        if not 0 <= int(length) <= longest:
+        if length > longest:
             raise wire.PayloadError(
-                f"payload of rank {source}: expected {longest} bytes, but got {int(length)}; start all ranks with the "
+                f"payload of rank {source}: expected {longest} bytes, but got {length}; start all ranks with the "
                 "same model, guide and number of rows"
             )
-        payload = torch.empty(int(length), dtype=torch.uint8)
-        if len(payload):
-            self._wait(dist.irecv(payload, source), source)
-            self.received += len(payload)
-        return decode(payload.numpy().tobytes(), step, f"rank {source}")
+        self.received += length
+        return decode(self.streams.read(source, length), step, f"rank {source}")
 
-    def _wait(self, work: Any, rank: int) -> None:
-        try:
-            work.wait(self.timeout)
-        except RuntimeError as error:
-            waited = f"{self.timeout.total_seconds():g} s"
-            raise RuntimeError(f"Expected rank {rank} to answer within {waited}, but got none: {error}") from error
+    def close(self) -> None:
+        """Ends the streams."""
+        self.streams.close()

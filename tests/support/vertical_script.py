@@ -77,7 +77,10 @@ def compare_split(name: str) -> tuple[float, int]:
 
 def silence() -> str:
     """What the server says of a party that does not answer."""
-    link = Link(0, 4, timedelta(seconds=0.5))
+    link = Link(0, 4, timedelta(seconds=5))
+    link.streams.seconds = 0.5
+    for stream in link.streams.sockets.values():
+        stream.settimeout(0.5)
     try:
         link.receive(Receive(1, torch.zeros(3)))
     except RuntimeError as error:
@@ -95,7 +98,9 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "silence.txt").write_text(silence())
     else:
+        link = Link(dist.get_rank(), 4, timedelta(seconds=5))
         time.sleep(2)
+        link.close()
     dist.destroy_process_group()
 
 

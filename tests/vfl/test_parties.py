@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from fedtorch import random, vfl
 from fedtorch.data import VerticalTable
 from fedtorch.vfl import likelihoods
+from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.leakage import determines
 from fedtorch.vfl.parties import from_table, party_named
 
@@ -134,3 +136,17 @@ def test_alignment_warns_of_leakage_by_name() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         vfl.joined([vfl.Party("images", rows, torch.zeros(N, 1, 4, 4)), held[1]])
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"features": (torch.eye(3), torch.ones(2, 1))}, r"features of party 1 of 3 rows, .* but got shape \(2, 1\)"),
+    ({"features": (torch.tensor([[1.0], [torch.nan], [2.0]]),)}, "finite features of party 0, but got NaN or Inf"),
+    ({"offset": torch.zeros(4)}, "offset of 3 rows"),
+    ({"weight": torch.ones(2)}, "weight of 3 rows"),
+    ({"response": torch.tensor(1.0)}, "features of party 0 of 0 rows"),
+])  # fmt: skip
+def test_rows_that_do_not_fit_are_refused_when_data_are_made(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"features": (torch.eye(3), torch.ones(3, 1)), "response": torch.zeros(3)}
+    VerticalData(**good)
+    with pytest.raises(ValueError, match=message):
+        VerticalData(**{**good, **change})

@@ -25,25 +25,27 @@ link = Link(rank, 2, timedelta(seconds=20))
 if rank == 1:
     link.send(Send(0, {"first": torch.arange(4.0)}))
     link.send(Send(0, {}))
-    for size in (3, 500):
+    for size in (3, 4, 500):
         try:
             link.send(Send(0, {"second": torch.zeros(size)}))
+            if size == 4:
+                link.streams.write(0, bytes([255]) * 8)  # beyond what was announced
         except RuntimeError:
             pass  # the other has gone
 else:
     like = {"first": torch.zeros(4)}
     first = link.receive(Receive(1, like))["first"].tolist()
     print(first, link.receive(Receive(1, {})), link.received == wire.size(like))
-    for _ in range(2):
+    for _ in range(4):
         try:
-            link.receive(Receive(1, {"second": torch.zeros(4)}))
+            print(link.receive(Receive(1, {"second": torch.zeros(4)}))["second"].tolist())
         except wire.PayloadError as error:
             print(error)
 """
 
 
 def test_payloads_of_another_length_are_refused(tmp_path: Path) -> None:
-    """Without its length before it, a longer one ends the receiver's process by an abort."""
+    """Over gloo, one that is longer than it was announced to be ends the receiver's process by an abort."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -62,9 +64,12 @@ def test_payloads_of_another_length_are_refused(tmp_path: Path) -> None:
             process.kill()
             process.communicate()
     assert ranks[1].returncode == 0, errors[-2000:]
-    first, short, long = found.strip().split("\n")
+    first, short, good, beyond, long = found.strip().split("\n")
     assert first == "[0.0, 1.0, 2.0, 3.0] {} True"
     assert "rank 1" in short
     assert "field 'second': expected shape (4,), but got (3,)" in short
+    assert good == "[0.0, 0.0, 0.0, 0.0]"
+    assert "rank 1: expected" in beyond
+    assert f"bytes, but got {2**64 - 1}" in beyond
     assert "rank 1" in long
     assert "bytes" in long

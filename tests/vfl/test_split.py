@@ -231,7 +231,8 @@ def test_convolutional_bottoms_and_tables_train_together(prior: vfl.Hierarchical
         in_one_graph(model, rows, 3)
     assert model.log_score(rows).mean() > before
     stacked = rows._replace(features=(images.expand(B, -1, -1, -1, -1), rows.features[1]))
-    assert torch.equal(model.predict(stacked.features), model.predict(rows.features))
+    gap = model.predict(stacked.features) - model.predict(rows.features)  # convolutions of other shapes
+    assert gap.abs().max() < ROUNDING
 
 
 def trainer(folder: Path, **arguments: Any) -> L.Trainer:

@@ -26,8 +26,8 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
 
     Args:
         module: whose buffers.
-        policy: "refuse" stacks none, "local" keeps all, "average" averages all but complex ones: counts and flags
-            travel as float64.
+        policy: "refuse" stacks none, "local" keeps all, "average" averages all that have a mean, counts and flags
+            as float64; complex ones and bounds at infinity stay with the client.
 
     Raises:
         ValueError: the policy is none of these.
@@ -36,7 +36,8 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
         raise ValueError(f"Expected buffers='refuse', 'local' or 'average', but got {policy!r}")
     every = {} if policy == "refuse" else functional.buffers(module)
     real = lambda b: b if b.is_floating_point() else b.to(torch.float64)
-    averaged = {name: real(b) for name, b in every.items() if policy == "average" and not b.is_complex()}
+    means = lambda b: policy == "average" and not b.is_complex() and bool(b.isfinite().all())
+    averaged = {name: real(b) for name, b in every.items() if means(b)}
     return averaged, {name: b for name, b in every.items() if name not in averaged}
 
 

@@ -131,3 +131,10 @@ def test_batches_are_counted() -> None:
     counted = run.global_module()[1].num_batches_tracked
     assert (int(counted), counted.dtype) == (6, torch.int64)
     assert run.tensors()["1.num_batches_tracked"].tolist() == [6, 6]
+
+
+def test_bounds_at_infinity_stay_what_they_are(posterior: ft.Run) -> None:
+    for module in (posterior.global_module(), posterior.client_module(3)):
+        bounds = {name: b for name, b in module.named_buffers() if name.endswith("upper_bound")}
+        assert len(bounds) == 2
+        assert all(float(bound) == float("inf") for bound in bounds.values())
