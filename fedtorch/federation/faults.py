@@ -53,17 +53,17 @@ class Faults:
         )
 
 
+_NOBODY = torch.zeros(0, dtype=torch.int64)
+
+
 class Fates(NamedTuple):
     """What happens to the clients that are asked; ids, ascending and disjoint."""
 
     hear: Tensor | None  # the clients that work, None for all
-    silent: Tensor | None  # those of them that do not answer
-    before: Tensor  # hit before their work
-    late: Tensor
-    after: Tensor
-
-
-_NOBODY = torch.zeros(0, dtype=torch.int64)
+    silent: Tensor | None = None  # those of them that do not answer
+    before: Tensor = _NOBODY  # hit before their work
+    late: Tensor = _NOBODY
+    after: Tensor = _NOBODY
 
 
 def dropouts(probability: float) -> Faults:
@@ -117,10 +117,8 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
     return Faults(late=lambda key, ids: mean[ids] * noise(random.fold_in(key, ids)) > deadline)
 
 
-def fates(faults: Faults | None, key: Tensor, asked: Tensor | None, clients: int) -> Fates:
+def fates(faults: Faults, key: Tensor, asked: Tensor | None, clients: int) -> Fates:
     """What happens in a round to the clients that are `asked`, None for all."""
-    if faults is None:
-        return Fates(asked, None, _NOBODY, _NOBODY, _NOBODY)
     ids = torch.arange(clients) if asked is None else asked
 
     def split(hit: Hit | None, purpose: int, among: Tensor) -> tuple[Tensor, Tensor]:

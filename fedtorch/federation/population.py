@@ -76,9 +76,7 @@ def placed(
 
 
 def refuse_bad_messages(refused: Mapping[int, str], names: Sequence[str], round: int) -> None:
-    """Raises ValueError if there are messages with NaN or Inf, and names the first client, its field and the round."""
-    if not refused:
-        return
+    """Raises ValueError for messages with NaN or Inf, and names the first client, its field and the round."""
     client, field = next(iter(refused.items()))
     raise ValueError(
         f"Expected finite messages, but client {names[client]!r} sent NaN or Inf in {field!r} in round {round}, and "

@@ -34,7 +34,7 @@ from fedtorch.federation.algorithm import Algorithm, Turn, first_total
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
-from fedtorch.federation.faults import Faults, fates
+from fedtorch.federation.faults import Fates, Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
 from fedtorch.federation.population import Population, refuse_bad_messages
 from fedtorch.federation.progress import rounds_bar
@@ -122,8 +122,10 @@ class Run:
         asked = None if self._draw is None else self._draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
-        hear, silent, before, late, after = fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self.clients.step(algorithm.outbox(self.server), hear, Turn(keys.client, self.number), silent)
+        fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
+        pending = self.clients.step(
+            algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent
+        )
         if self.on_bad_message == "raise":
             refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
         if pending.aggregate is not None:
@@ -143,9 +145,9 @@ class Run:
             pending.bytes_up,
             pending.bytes_down,
             everybody if asked is None else asked,
-            before,
-            late,
-            after,
+            fate.before,
+            fate.late,
+            fate.after,
             pending.repeated,
             torch.tensor(sorted(pending.refused), dtype=torch.int64),
             {} if algorithm.report is None else algorithm.report(self.server),
