@@ -126,7 +126,7 @@ class Run:
         pending = self.clients.step(
             algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent
         )
-        if self.on_bad_message == "raise":
+        if pending.refused and self.on_bad_message == "raise":
             refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
