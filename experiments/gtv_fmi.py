@@ -10,6 +10,7 @@ FEDTORCH_DATA_DIR, or downloads the course's file.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -228,6 +229,9 @@ def as_map(figure: Figure) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one method, prints it beside the optimum and what is published, and draws maps and curves."""
+    warnings.filterwarnings(
+        "ignore", message="Expected columns of rank"
+    )  # the year of a station is constant; neighbours decide
     default = Settings()
     parser = common.arguments(__doc__)
     parser.add_argument("--method", choices=METHODS, default=default.method)
