@@ -26,6 +26,7 @@ LAYERS = (
         "linalg",
         "lazy",
         "safetensors_header",
+        "streams",
         "wire",
         "metrics",
         "module_randomness",

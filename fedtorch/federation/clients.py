@@ -89,6 +89,10 @@ class Clients(Protocol):
         """Waits for the other processes, if there are any."""
         ...
 
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """Says what a run is about to do; other processes, if there are any, compare it when they next meet."""
+        ...
+
 
 class LocalClients:
     """The clients that this process runs; `clients` counts those of the whole federation.
@@ -282,6 +286,9 @@ class LocalClients:
 
     def meet(self) -> None:
         """There is nobody to wait for."""
+
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """There is nobody to compare it with."""
 
 
 def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:

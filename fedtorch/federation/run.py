@@ -112,6 +112,7 @@ class Run:
         self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
+        self.clients.introduce(lambda: {**self._fingerprint(), "start": describe(parameters)})
 
     # -- round by round --------------------------------------------------------------------------------------------
 
@@ -296,6 +297,7 @@ class Run:
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
         self.last = None
+        self.clients.introduce(lambda: {**self._fingerprint(), "round": str(self.number)})
 
     def _fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
