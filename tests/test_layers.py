@@ -22,6 +22,7 @@ LAYERS = (
         "philox",
         "random",
         "exact",
+        "files",
         "functional",
         "linalg",
         "lazy",

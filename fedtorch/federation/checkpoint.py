@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,27 +19,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedtorch import files
+
 _DEEPEST = 4  # functions within functions that a description follows
 
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
     """Writes a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
-    replace(path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()}))
-
-
-def replace(path: Path | str, payload: bytes | memoryview) -> None:
-    """Writes a file that appears whole: beside it, to the disk, and then in its place."""
-    path = Path(path)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    files.replace(
+        path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()})
+    )
 
 
 def read(path: Path | str) -> dict[str, Tensor]:
