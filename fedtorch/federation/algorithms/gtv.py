@@ -104,6 +104,8 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
 
 def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, float]) -> Quadratic:
     """λ = 2αd_i and h = 2α Σ_j A_ij w_j of every parameter, zero for the personal ones."""
+    if not hasattr(inbox, "degree"):
+        raise TypeError(f"Expected to hear neighbours, but got {type(inbox).__name__}; leave GTV its exchange, a graph")
     degree = inbox.degree
     shift = tree.zeros_like({name: leaf for name, leaf in parameters.items() if name not in strengths})
     for name, alpha in strengths.items():
