@@ -1,7 +1,4 @@
-"""Ranks as forked processes: one process imports the package and forks, because an import takes seconds.
-
-The process that forks must not have used threads or automatic differentiation before; `warm` only imports.
-"""
+"""Ranks as forked processes."""
 
 from __future__ import annotations
 
@@ -9,19 +6,14 @@ import json
 import os
 import signal
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-
-def warm() -> None:
-    """Loads what the first optimiser of a process loads, which takes a second."""
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+from experiments.benchmarks.forked import fork
 
 
 def over_ranks(
@@ -48,22 +40,6 @@ def over_ranks(
     files = [folder / f"{rank}.json" for rank in range(count)]
     told = [json.loads(file.read_text()) if file.exists() else None for file in files]
     return [*told, f"hung after {longest} s"] if pids else told
-
-
-def fork(body: Callable[[], Any]) -> int:
-    """A child that runs `body` and ends; its process id."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            body()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return pid
 
 
 def _one(folder: Path, count: int, rank: int, body: Callable[[int], Any], timeout: float) -> None:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 import fedtorch as ft
+from experiments.benchmarks.forked import warm
 from fedtorch import tree
 from support.closed_forms import linear, linear_clients, mean_squared_error
-from support.forked import over_ranks, warm
+from support.forked import over_ranks
 
 SIZES = [3, 12, 5, 9]
 SHORT = timedelta(seconds=1)
