@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,44 @@ def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
     assert distance(whole, rest) == 0
     assert torch.equal(expected.best, found.best)
     assert torch.equal(expected.epoch, found.epoch)
+
+
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_checkpoints_are_plain_and_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loader, path = CASES["plain"](), vfl.VerticalLoader(data(), steps=3), tmp_path / "kept.ckpt"
+    fit = trainer(tmp_path)
+    fit.fit(model, loader)
+    fit.save_checkpoint(path)
+    good = path.read_bytes()
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit.save_checkpoint(path)
+    assert path.read_bytes() == good
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(good[:-700])
+    with pytest.raises(ValueError, match=r"in .*kept\.ckpt, but got a damaged file"):
+        trainer(tmp_path).fit(model, loader, ckpt_path=path)
+    torch.save({"state_dict": Evil(tmp_path / "made")}, path)
+    with pytest.raises(ValueError, match="objects that could run code"):
+        trainer(tmp_path).fit(model, loader, ckpt_path=path, weights_only=False)
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(ValueError, match="file of this machine, but got the address 'http://"):
+        trainer(tmp_path).fit(model, loader, ckpt_path="http://127.0.0.1:9/last.ckpt")
 
 
 @pytest.mark.parametrize("name", ["plain", "sums", "amortised"])
