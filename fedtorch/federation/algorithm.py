@@ -103,7 +103,8 @@ class Algorithm:
         init: (parameters, number of clients) -> (server state, one client's state).
         outbox: server state -> what is sent out.
         client: (inbox, state, data, turn), all `(K, ...)` -> `Reply`.
-        server: (server state, aggregate, key) -> server state; not called when nobody answers.
+        server: (server state, aggregate, key) -> server state; not called when nobody answers. The aggregate comes in
+            the dtypes of the messages, but for whole numbers, whose sums and means are float64.
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
         exchange: who hears whom, and how messages add up.
         prepare: data -> data, once per block.

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Sent, Sum, client_count, indices, is_finite, not_finite
+from fedtorch.federation.exchange import Sent, Sum, client_count, in_dtypes_of, indices, is_finite, not_finite
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
@@ -75,6 +75,7 @@ class Gathered(NamedTuple):
     up: int  # bytes
     down: int
     refused: dict[int, str]  # clients whose message had NaN or Inf, and in which field
+    message: Tree  # of the last block, None if there was none
 
 
 class Clients(Protocol):
@@ -201,6 +202,7 @@ class LocalClients:
         states: list[tuple[Rows, Tree]] = []
         infos: list[tuple[Tensor, dict[str, Tensor]]] = []
         up = down = 0
+        answers: Answers | None = None
         for block in self.blocks(cohort):
             answers = Answers(block[0], *self.reply(block, outbox, turn))
             sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
@@ -220,7 +222,15 @@ class LocalClients:
                 partials = [exchange.merge(partials)]
             states.append((answers.ids, answers.state))
             infos.append((indices(answers.ids), answers.info))
-        return Gathered(exchange.merge(partials) if partials else None, states, *joined(infos), up, down, refused)
+        partial, message = exchange.merge(partials) if partials else None, answers and answers.message
+        return Gathered(partial, states, *joined(infos), up, down, refused, message)
+
+    def finish(self, partial: Tree, message: Tree) -> Tree:
+        """The aggregate as the server takes it, of a partial one and any block's messages."""
+        aggregate = self.algorithm.exchange.finish(partial)
+        if self.algorithm.told is None:
+            return in_dtypes_of(message, aggregate)
+        return aggregate._replace(fresh=in_dtypes_of(message.fresh, aggregate.fresh))
 
     def commit(self, states: list[tuple[Rows, Tree]]) -> None:
         """Keeps the states of clients whose messages have arrived."""
@@ -232,7 +242,7 @@ class LocalClients:
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs a cohort; see `Clients.step`."""
         found = self.gather(outbox, cohort, turn, lost)
-        aggregate = None if found.partial is None else self.algorithm.exchange.finish(found.partial)
+        aggregate = None if found.partial is None else self.finish(found.partial, found.message)
         commit = lambda: self.commit(found.states)
         return Pending(aggregate, found.ids, found.info, found.up, found.down, commit, refused=found.refused)
 

@@ -117,15 +117,16 @@ class DistributedClients:
         """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
         ranks, exchange = self.ranks, self.local.algorithm.exchange
         found = self.local.gather(outbox, cohort, turn, lost)
-        partial = found.partial
+        partial, message = found.partial, found.message
         if partial is None:
             block = self.local.empty_block()
-            partial = exchange.gather(self.local.reply(block, outbox, turn).message, block[0])
+            message = self.local.reply(block, outbox, turn).message
+            partial = exchange.gather(message, block[0])
         ids, info = self._join_infos(found.ids, found.info)
         counts = torch.tensor([found.up, found.down, len(found.refused)], dtype=torch.int64)
         up, down, refusals = ranks.sum(counts).tolist()
         partial = ranks.add(partial) if exchange.additive else ranks.gather(partial)
-        aggregate = exchange.finish(partial) if len(ids) else None
+        aggregate = self.local.finish(partial, message) if len(ids) else None
         refused = self._join_refused(found.refused) if refusals else {}
         return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(found.states), refused=refused)
 

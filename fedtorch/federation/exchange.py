@@ -5,7 +5,7 @@ so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is ad
 (`Algorithm.told`) travels beside them as the `Sum` of its changes, see `Sent`.
 
 A block's weighted sum is computed in the dtype of its values; sums of blocks and ranks are kept in float64, so that all
-of them agree up to that rounding.
+of them agree up to that rounding. The server takes what is fresh in the dtype of the messages, and totals in float64.
 """
 
 from __future__ import annotations
@@ -83,6 +83,22 @@ def client_count(ids: Rows) -> int:
 def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
     """What `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
     return exchange.finish(exchange.gather(Sum(value), ids)).value
+
+
+def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
+    """The aggregate as a server takes it: floats in the dtypes of the messages, sums of whole numbers in float64."""
+    if isinstance(aggregate, RowsOf):
+        return aggregate  # as they came
+
+    def cast(total: Tensor, sent: Tensor) -> Tensor:
+        return total.to(sent.dtype) if sent.is_floating_point() else total
+
+    return tree.map(
+        lambda node, sent: node._replace(value=tree.map(cast, node.value, sent.value)),
+        aggregate,
+        messages,
+        is_leaf=(Mean, Sum),
+    )
 
 
 def is_finite(partial: Tree) -> bool:
