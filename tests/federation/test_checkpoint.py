@@ -222,7 +222,7 @@ def test_long_descriptions_are_digested() -> None:
     assert re.fullmatch(r"Model\(\{.*… \(\d+ characters of digest [0-9a-f]{16}\)", first)
     assert len(first) < 200
     assert first != second
-    with pytest.raises(ValueError, match="a run with model .* of digest .*, but got one with Model.* of digest"):
+    with pytest.raises(ValueError, match=r"a run with model .* of digest .*, but got one with Model.* of digest"):
         checkpoint.check_fingerprint({"model": first}, {"model": second})
 
 
