@@ -17,8 +17,8 @@ r"""Families q(z | θ) of the auxiliary variables, by reparametrisation of stand
   A factorised q(z_j | θ_j) instead has a floor of :math:`\tfrac12[J\log(1 + \rho^2/\sigma^2) - \log(1 + J\rho^2/
   \sigma^2)]` nats a row. The price: the server needs Σ_j η_j, without the noise that protects z. Sum it securely.
 
-The first two start with sds of ρ/√(1 + ρ²), as of a response that tells of z what a normal one of variance 1 would. That
-is close to the prior where ρ is small; where it is large, draws from the prior block the optimiser for counts.
+The first two start with sds of ρ/√(1 + ρ²), as of a response that tells of z what a normal one of variance 1 would:
+close to the prior's where ρ is small; where it is large, draws from the prior block the optimiser for counts.
 
 Log ratios are those of log p(z | θ) − log q(z | θ), `(B, M, n)`, with the parameters of log q taken from `fixed`:
 detached ones make the gradient stick the landing (equation 4).
