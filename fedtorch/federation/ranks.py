@@ -124,7 +124,7 @@ class Ranks:
         plain = dist.new_group(backend="gloo", timeout=self.timeout)
         self._group = None if nccl else plain
         self._streams = Streams(self.rank, self.world_size, self.timeout, plain)
-        weakref.finalize(self, self._streams.close)
+        weakref.finalize(self, _part, self._streams, plain)
 
     def _missing(self) -> str:
         """Tells the others that this rank is here, and says who of them is not."""
@@ -148,6 +148,14 @@ class Ranks:
         return (
             f"Expected all ranks within {self.timeout.total_seconds():g} s, but got one later; pass a longer timeout="
         )
+
+
+def _part(streams: Streams, group: Any) -> None:
+    """Ends what one population has opened."""
+    streams.close()
+    with contextlib.suppress(ValueError):  # the group has ended with all others
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def _say(stream: Any) -> None:
