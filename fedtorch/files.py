@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from pathlib import Path
 
 
@@ -13,7 +13,8 @@ def replace(path: Path | str, payload: bytes | memoryview) -> None:
     A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it.
     """
     path = Path(path)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(payload)
@@ -21,5 +22,5 @@ def replace(path: Path | str, payload: bytes | memoryview) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
