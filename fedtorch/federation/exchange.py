@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
     scatter: Callable[[Tree, Rows], Tree]  # (outbox, ids) -> inboxes (K, ...)
     gather: Callable[[Tree, Rows], Tree]  # (messages (K, ...), ids) -> partial aggregate
     merge: Callable[[Sequence[Tree]], Tree]  # partials -> partial
-    finish: Callable[[Tree], Tree]  # partial -> aggregate
+    finish: Callable[[Tree], Tree]  # partial -> aggregate: Mean and Sum where the message has them, or RowsOf
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
 
