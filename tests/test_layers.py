@@ -29,6 +29,7 @@ LAYERS = (
         "wire",
         "metrics",
         "module_randomness",
+        "expected",
     },
     {"data", "models", "networks"},
     {"federation", "vfl"},

@@ -25,7 +25,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.data.federated import FederatedData, field_name
 from fedtorch.tree import Tree
 
@@ -158,8 +158,11 @@ def as_tensors(value: Any, where: str = "", path: str = "") -> Tree:
         where: what messages add to the field, such as `" of client 'a'"`.
         path: the name of this leaf so far.
     """
-    if value is None or isinstance(value, Tensor):
-        return value if value is None else value.detach()
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        expected.dense(value, f"{field_name(path)}{where}")
+        return value.detach()
     if isinstance(value, numpy.ndarray):
         try:
             return torch.from_numpy(numpy.require(value, requirements=["C", "W"]))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
@@ -88,6 +88,18 @@ class LocalSolver:
 
     def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         return self.solve(start, state, data, quadratic, turn)
+
+
+def check_solver(local: LocalSolver) -> None:
+    """Raises TypeError unless it is a local solver."""
+    advice = "make one of a module: ft.gradient_descent(module, epochs=1), ft.lightning_fit or ft.least_squares"
+    expected.kind(local, LocalSolver, "a local solver", advice)
+
+
+def check_algorithm(algorithm: Algorithm) -> None:
+    """Raises TypeError unless it is an algorithm."""
+    advice = "make one with ft.fedavg(ft.gradient_descent(module, epochs=1)) or another of the package"
+    expected.kind(algorithm, Algorithm, "an algorithm", advice)
 
 
 def identity(value: Any) -> Any:

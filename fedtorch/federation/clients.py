@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Sent, Sum, client_count, indices, not_finite
+from fedtorch.federation.exchange import Sent, Sum, check_shapes, client_count, indices, not_finite
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
@@ -178,6 +178,8 @@ class LocalClients:
         for block in self.blocks(cohort):
             ids = block[0]
             message, state, info = self.reply(block, outbox, turn)
+            if turn.round == 0:
+                check_shapes(message, ids)
             sent, heard = exchange.traffic(outbox, message, ids)
             up, down = up + sent, down + heard
             bad = {int(indices(ids)[row]): field for row, field in not_finite(message).items()}

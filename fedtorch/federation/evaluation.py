@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import metrics as fm, tree
-from fedtorch.data import ClientData, FederatedData
+from fedtorch import expected, metrics as fm, tree
+from fedtorch.data import ClientData, FederatedData, described_rows
 from fedtorch.federation.clients import Clients
 from fedtorch.tree import Tree
 
@@ -66,18 +66,36 @@ def evaluate(
     Raises:
         ValueError: no metrics.
     """
-    if not metrics:
-        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
-    stacked = {name: fm.as_stacked(metric) for name, metric in metrics.items()}
+    stacked = stacked_metrics(metrics)
+    expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
 
     def sums(tensors: Tree, block: ClientData) -> Tree:
         inputs, target = split(block.batch)
-        prediction = predict(tensors, inputs)
+        try:
+            prediction = predict(tensors, inputs)
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"Expected inputs that the clients' models take, but got {described_rows(inputs)}: {error}; pass rows "
+                "like those of training, and split=lambda rows: (inputs, targets) if they have other fields"
+            ) from error
         return {name: metric.update(prediction, target, block.mask) for name, metric in stacked.items()}
 
     with torch.inference_mode(False), torch.no_grad():
         every = clients.evaluate(outbox, data, sums)
         return {name: score_of(metric, every[name]) for name, metric in stacked.items()}
+
+
+def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
+    """Metrics in whatever form, by name.
+
+    Raises:
+        TypeError: they have no names, or one of them is no metric.
+        ValueError: no metrics.
+    """
+    expected.kind(metrics, Mapping, "metrics by name", "pass metrics={'accuracy': ft.metrics.accuracy()}")
+    if not metrics:
+        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
+    return {name: fm.as_stacked(metric) for name, metric in metrics.items()}
 
 
 def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
@@ -88,6 +106,7 @@ def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
 
 def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
     """Refuses rows of other clients, unless one (pooled) client is scored on all of them."""
+    expected.kind(validation, FederatedData, "validation= as FederatedData", "split the clients' own with data.split")
     if len(names) == 1:
         return
     if len(validation) != len(names):

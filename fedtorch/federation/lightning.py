@@ -14,15 +14,15 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from fedtorch import metrics as fm, tree
+from fedtorch import tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.federation.client_sharding import check_place
-from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
+from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import Recorder, means
-from fedtorch.federation.population import Population
+from fedtorch.federation.population import Population, check_population
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort
 from fedtorch.federation.trainer_settings import check_loader, check_settings
@@ -96,6 +96,8 @@ class Federation(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        check_algorithm(algorithm)
+        check_population(population)
         own = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
         if (validation is None) != (not metrics) and (validation is None or own is None):
             raise ValueError(
@@ -117,7 +119,7 @@ class Federation(L.LightningModule):
             on_bad_message=on_bad_message,
         )
         self._split, self._validation = split, validation
-        self._metrics = {name: fm.as_stacked(metric) for name, metric in (metrics or {}).items()}
+        self._metrics = stacked_metrics(metrics) if metrics else {}
         self._warned = False
         if validation is None:
             # Lightning then sees that there is nothing to validate.

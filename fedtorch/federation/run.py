@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, tree
+from fedtorch import expected, functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, Turn, first_total
+from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
-from fedtorch.federation.population import Population, refuse_bad_messages
+from fedtorch.federation.population import Population, check_population, refuse_bad_messages
 from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
 from fedtorch.tree import Tree
@@ -92,10 +92,11 @@ class Run:
     ) -> None:
         if on_bad_message not in ("raise", "drop"):
             raise ValueError(f"Expected on_bad_message='raise' or 'drop', but got {on_bad_message!r}")
-        if parameters is None:
-            if algorithm.start is None:
-                raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
-            parameters = algorithm.start
+        check_algorithm(algorithm)
+        check_population(population)
+        parameters = _start(algorithm, parameters)
+        if faults is not None:
+            expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
         clients = len(population.names)
         check_cohort(cohort, clients)
         self.algorithm, self.population, self.seed = algorithm, population, seed
@@ -313,6 +314,21 @@ class Run:
         """Goes on from what `save` wrote, and returns itself; see `load_state_dict`."""
         self.load_state_dict(checkpoint.read(path), anyway=anyway)
         return self
+
+
+def _start(algorithm: Algorithm, parameters: Tree) -> Tree:
+    """Where a run starts: finite parameters like the algorithm's own, where it has some."""
+    if parameters is None:
+        if algorithm.start is None:
+            raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
+        return algorithm.start
+    if algorithm.start is not None:
+        advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
+        expected.like(parameters, algorithm.start, "parameter", advice)
+    bad = [name for name, leaf in tree.items(parameters) if not bool(leaf.isfinite().all())]
+    if bad:
+        raise ValueError(f"Expected finite parameters, but got NaN or Inf in {bad[0]!r}; start from others")
+    return parameters
 
 
 def run(

@@ -15,6 +15,7 @@ from typing import Literal
 
 from torch import nn
 
+from fedtorch import expected
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.federation.local_solvers.descent import Descent
 from fedtorch.federation.local_solvers.objective import Loss
@@ -92,8 +93,8 @@ def gradient_descent(
     for name, value in (("epochs", epochs), ("steps", steps), ("rounds", rounds), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"Expected a positive clip, but got {clip}")
+    if clip is not None:
+        expected.positive(clip=clip)
     if precision not in ("32", "bf16"):
         raise ValueError(f"Expected precision='32' or 'bf16', but got {precision!r}; other dtypes are the module's own")
     if reset not in ("round", "never"):

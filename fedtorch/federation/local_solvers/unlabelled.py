@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, check_solver
 from fedtorch.tree import Tree
 
 
@@ -47,6 +47,8 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
         >>> final.tensors()["weight"].flatten().round(decimals=4)
         tensor([1.3333, 2.0000, 2.6667])
     """
+
+    check_solver(local)
 
     def prepare(data: Any) -> Prepared:
         if isinstance(data, Prepared):
