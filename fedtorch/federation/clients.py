@@ -21,7 +21,7 @@ from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
 _BLOCK_BYTES = 512 * 2**20  # what a block of clients may take, unless `chunk` is given
-_BLOCK_ROWS = 65_536  # rows of a block in evaluation
+BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
 _MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
 _MERGE_EVERY = 32  # partial aggregates that are held before they are merged
@@ -199,6 +199,8 @@ class LocalClients:
         up = down = 0
         for block in self.blocks(cohort):
             answers = Answers(block[0], *self.reply(block, outbox, turn))
+            if turn.round == 0:
+                check_shapes(answers.message, answers.ids)
             sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
             up, down = up + sent, down + heard
             if lost is not None:
@@ -263,11 +265,11 @@ class LocalClients:
         if len(data) != self.clients and self.clients > 1:
             raise ValueError(
                 f"Expected data of the population's {self.clients} clients, but got {len(data)}; split the data of the "
-                "same clients, or evaluate a population of one (pooled) client"
+                "same clients, pass unseen=True for others, or evaluate a population of one (pooled) client"
             )
         order, parts = [], []
         for ids, block in self._stacked(data):
-            size = min(_BLOCK_ROWS // max(1, block.mask.shape[1]), self._block_size(block, self._chunk))
+            size = min(BLOCK_ROWS // max(1, block.mask.shape[1]), self._block_size(block, self._chunk))
             for rows in torch.arange(len(ids)).split(max(1, size)):
                 rows = rows if mine is None else rows[mine[ids[rows]]]
                 here = ids[rows] if self.clients > 1 else torch.zeros_like(rows)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fedtorch import expected, metrics as fm, tree
 from fedtorch.data import ClientData, FederatedData, described_rows
-from fedtorch.federation.clients import Clients
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.clients import BLOCK_ROWS, SMALL_BLOCK, Clients
 from fedtorch.tree import Tree
 
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
@@ -45,7 +46,7 @@ def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
 
 
 def evaluate(
-    clients: Clients,
+    clients: Clients | Newcomers,
     outbox: Tree,
     predict: Callable[[Tree, Tree], Tree],
     data: FederatedData,
@@ -55,12 +56,12 @@ def evaluate(
     """Scores of every client's model on its own rows of `data`.
 
     Args:
-        clients: of a population, bound to an algorithm.
+        clients: of a population, bound to an algorithm; or such as are in none.
         outbox: what the server sends out.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> predictions `(K, N, ...)`.
         data: rows of the same clients, or of any clients if the population is one pooled client.
-        metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, or a function
-            (prediction, target) -> per-example values.
+        metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, a loss such as
+            `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
         split: rows -> (inputs, targets).
 
     Raises:
@@ -83,6 +84,40 @@ def evaluate(
     with torch.inference_mode(False), torch.no_grad():
         every = clients.evaluate(outbox, data, sums)
         return {name: score_of(metric, every[name]) for name, metric in stacked.items()}
+
+
+class Newcomers:
+    """Clients of a star that no run has seen: in the initial state, they hear what everybody hears.
+
+    Args:
+        algorithm: what they compute.
+        state: one client's initial state.
+        clients: how many have been seen.
+        device: where they run.
+    """
+
+    def __init__(self, algorithm: Algorithm, state: Tree, clients: int, device: torch.device) -> None:
+        self.algorithm, self.state, self.clients, self.device = algorithm, tree.to(state, device), clients, device
+
+    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        """`function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`.
+
+        Raises:
+            ValueError: what a client hears is its own: on a graph, or by private rows.
+        """
+        order, parts = [], []
+        for ids, block in data.to(self.device).buckets(small=SMALL_BLOCK):
+            for rows in torch.arange(len(ids)).split(max(1, BLOCK_ROWS // max(1, block.mask.shape[1]))):
+                inbox = self.algorithm.exchange.scatter(outbox, slice(self.clients, self.clients + len(rows)))
+                if any(len(leaf) != len(rows) for leaf in tree.leaves(inbox)):
+                    raise ValueError(
+                        "Expected an algorithm in which all clients hear the same, but got one that has a row for each "
+                        "(a graph, or private rows), where clients that have not been seen have no model"
+                    )
+                model = self.algorithm.model(inbox, tree.expand(self.state, len(rows)))
+                parts.append(function(model, tree.take(block, rows.to(self.device))))
+                order.append(ids[rows])
+        return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(self.device))
 
 
 def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:

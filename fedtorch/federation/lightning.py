@@ -49,7 +49,7 @@ class Federation(L.LightningModule):
         cohort: how many clients are asked each round (uniformly without replacement), or a function of the round's
             key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
-        metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, or a function
+        metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, losses of torch, or functions
             (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` logs,
             under its names, with each client's tensors on all of its rows as one batch.
         split: rows -> (inputs, targets), for `metrics`.
@@ -156,10 +156,15 @@ class Federation(L.LightningModule):
         return self.run.global_module()
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any] | None = None, split: Split | None = None
+        self,
+        data: FederatedData,
+        metrics: Mapping[str, Any] | None = None,
+        split: Split | None = None,
+        *,
+        unseen: bool = False,
     ) -> dict[str, Score]:
-        """Scores of every client's model on its rows of `data`; metrics default to those of construction."""
-        return self.run.evaluate(data, metrics or self._metrics, split or self._split)
+        """Scores as of `Run.evaluate`; metrics default to those of construction."""
+        return self.run.evaluate(data, metrics or self._metrics, split or self._split, unseen=unseen)
 
     # -- Lightning -------------------------------------------------------------------------------------------------
 

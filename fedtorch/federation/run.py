@@ -33,7 +33,7 @@ from fedtorch.federation import checkpoint
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
-from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
+from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
 from fedtorch.federation.population import Population, check_population, refuse_bad_messages
@@ -107,6 +107,7 @@ class Run:
         self.log = History(keep_losses)
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
         self.clients: Clients = population.bind(algorithm, state)
+        self._newcomers = Newcomers(algorithm, state, clients, population.device)
         if algorithm.told is not None:
             server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
@@ -230,19 +231,27 @@ class Run:
         return functional.load(module, held)
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets
+        self,
+        data: FederatedData,
+        metrics: Mapping[str, Any],
+        split: Split = inputs_and_targets,
+        *,
+        unseen: bool = False,
     ) -> dict[str, Score]:
         """Scores of every client's model on its rows of `data`; see `ft.metrics`.
 
         Args:
             data: rows of the run's clients.
-            metrics: by name: torchmetrics with summed states, `ft.metrics`, or a function (prediction, target) ->
-                per-example values.
-            split: rows -> (inputs, targets).
+            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
+                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+            split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
+            unseen: whether `data` are the rows of other clients, all of which begin where the run's have begun, with
+                what the server sends out now.
         """
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
-        return evaluate(self.clients, self.outbox, self.algorithm.predict, data, metrics, split)
+        clients = self._newcomers if unseen else self.clients
+        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split)
 
     def _module(self) -> nn.Module:
         if self.algorithm.module is None:
