@@ -30,6 +30,7 @@ from fedtorch.data.federated import (
     FederatedData as FederatedData,
     described_rows as described_rows,
 )
+from fedtorch.data.items import read as read
 from fedtorch.data.partition import (
     Partitioner as Partitioner,
     by_column as by_column,
