@@ -27,7 +27,7 @@ def separate(local: LocalSolver) -> Algorithm:
     check_solver(local)
 
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
-        solved = local(state.parameters, state.solver, data, None, turn)
+        solved = local.solve(state.parameters, state.solver, data, None, turn)
         return Reply({}, State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(

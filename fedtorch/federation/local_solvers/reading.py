@@ -77,7 +77,7 @@ def _solve(
     turn: Turn,
 ) -> Local:
     rows = local.prepare(_read(dataset, data, random.fold_in(turn.key, _TRANSFORMS)))
-    return local(start, state, rows, quadratic, turn)
+    return local.solve(start, state, rows, quadratic, turn)
 
 
 def _read(dataset: Any, data: ClientData, keys: Tensor) -> ClientData:
