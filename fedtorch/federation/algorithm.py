@@ -151,6 +151,25 @@ def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     return {"settings": settings, "start": local.parameters, "predict": local.predict, "module": local.module}
 
 
+def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
+    """Where a run starts: with `parameters`, or where the algorithm says.
+
+    Raises:
+        ValueError: neither is given, or the parameters are not finite or of another form than the algorithm's.
+    """
+    if parameters is None:
+        if algorithm.start is None:
+            raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
+        return algorithm.start
+    if algorithm.start is not None:
+        advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
+        expected.like(parameters, algorithm.start, "parameter", advice)
+    for name, leaf in tree.items(parameters):
+        if not bool(leaf.isfinite().all()):
+            raise ValueError(f"Expected finite parameters, but got NaN or Inf in {name!r}; start from others")
+    return parameters
+
+
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
     """The total of what clients tell while all of them are in their initial `state`."""
     assert algorithm.told is not None

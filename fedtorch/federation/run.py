@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fedtorch import expected, functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total
+from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
@@ -94,7 +94,7 @@ class Run:
             raise ValueError(f"Expected on_bad_message='raise' or 'drop', but got {on_bad_message!r}")
         check_algorithm(algorithm)
         check_population(population)
-        parameters = _start(algorithm, parameters)
+        parameters = start_of(algorithm, parameters)
         if faults is not None:
             expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
         clients = len(population.names)
@@ -231,12 +231,7 @@ class Run:
         return functional.load(module, held)
 
     def evaluate(
-        self,
-        data: FederatedData,
-        metrics: Mapping[str, Any],
-        split: Split = inputs_and_targets,
-        *,
-        unseen: bool = False,
+        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
     ) -> dict[str, Score]:
         """Scores of every client's model on its rows of `data`; see `ft.metrics`.
 
@@ -245,8 +240,7 @@ class Run:
             metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
                 `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
             split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
-            unseen: whether `data` are the rows of other clients, all of which begin where the run's have begun, with
-                what the server sends out now.
+            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
         """
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
@@ -323,21 +317,6 @@ class Run:
         """Goes on from what `save` wrote, and returns itself; see `load_state_dict`."""
         self.load_state_dict(checkpoint.read(path), anyway=anyway)
         return self
-
-
-def _start(algorithm: Algorithm, parameters: Tree) -> Tree:
-    """Where a run starts: finite parameters like the algorithm's own, where it has some."""
-    if parameters is None:
-        if algorithm.start is None:
-            raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
-        return algorithm.start
-    if algorithm.start is not None:
-        advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
-        expected.like(parameters, algorithm.start, "parameter", advice)
-    bad = [name for name, leaf in tree.items(parameters) if not bool(leaf.isfinite().all())]
-    if bad:
-        raise ValueError(f"Expected finite parameters, but got NaN or Inf in {bad[0]!r}; start from others")
-    return parameters
 
 
 def run(

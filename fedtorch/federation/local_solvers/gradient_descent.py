@@ -55,7 +55,8 @@ def gradient_descent(
         rounds: how many are planned, for modules that ask their trainer for `max_epochs` or
             `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step.
-        loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`.
+        loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`. An input that is a
+            dict reaches its `forward` by name.
         optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`.
         reset: "round" starts the optimiser's moments afresh each round; "never" keeps them in the client's state.
             Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
@@ -77,8 +78,9 @@ def gradient_descent(
         ignore_hooks: names of overridden Lightning hooks that training does not depend on.
 
     Raises:
-        TypeError, ValueError: at construction or on first sight of the data (when a population is bound), if the
-            module cannot run stacked; the message says what to do.
+        TypeError, ValueError, RuntimeError: at construction or on first sight of the data (when a population is bound),
+            if the module cannot run stacked, checkpoints activations, or cannot take the rows of some client (their
+            number of features, their dtype, labels out of range); the message says what to do.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -88,8 +88,9 @@ def lightning_fit(
             Callbacks and plugins are copied for each client.
 
     Raises:
-        TypeError, ValueError: at construction; or in a fit that changes buffers, unfreezes parameters or
-            uses a line search.
+        TypeError, ValueError: at construction; when a population is bound, of rows that the `training_step` cannot
+            take (without hooks, callbacks, plugins and `precision`, which may change them on their way); or in a fit
+            that changes buffers, unfreezes parameters or uses a line search.
 
     Example:
         >>> import lightning, torch, fedtorch as ft
