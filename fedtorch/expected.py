@@ -56,13 +56,12 @@ def not_negative(**numbers: Any) -> None:
 
 
 def like(values: Tree, example: Tree, what: str, advice: str) -> None:
-    """Raises ValueError unless `values` have the names, shapes and dtypes of `example`."""
-    got, wanted = tree.flatten(values), tree.flatten(example)
+    """Raises ValueError unless `values` have the names and shapes of `example`."""
+    got, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items(each)} for each in (values, example))
     for name in {**wanted, **got}:
-        if _form(wanted.get(name)) != _form(got.get(name)):
-            raise ValueError(
-                f"Expected {what} {name!r} to be {_form(wanted.get(name))}, but got {_form(got.get(name))}; {advice}"
-            )
+        if wanted.get(name) != got.get(name):
+            of = lambda shapes, name=name: f"of shape {shapes[name]}" if name in shapes else "absent"
+            raise ValueError(f"Expected {what} {name!r} to be {of(wanted)}, but got it {of(got)}; {advice}")
 
 
 def _finite(name: str, value: Any) -> bool:
@@ -80,7 +79,3 @@ def _described(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return str(value) if isinstance(value, float) else type(value).__name__
-
-
-def _form(leaf: Tensor | None) -> str:
-    return "absent" if leaf is None else f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"

@@ -152,10 +152,10 @@ def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
 
 
 def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
-    """Where a run starts: with `parameters`, or where the algorithm says.
+    """Where a run starts: with `parameters`, in the dtypes of the algorithm's own start, or there.
 
     Raises:
-        ValueError: neither is given, or the parameters are not finite or of another form than the algorithm's.
+        ValueError: neither is given, or the parameters are not finite or have other names or shapes.
     """
     if parameters is None:
         if algorithm.start is None:
@@ -164,6 +164,7 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
     if algorithm.start is not None:
         advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
         expected.like(parameters, algorithm.start, "parameter", advice)
+        parameters = tree.map(lambda own, new: new.to(own.dtype), algorithm.start, parameters)
     for name, leaf in tree.items(parameters):
         if not bool(leaf.isfinite().all()):
             raise ValueError(f"Expected finite parameters, but got NaN or Inf in {name!r}; start from others")
