@@ -170,5 +170,6 @@ def check_known(data: VerticalData) -> None:
             raise ValueError(f"Expected {name} of {rows} rows, but got shape {tuple(value.shape)}")
         if not bool(value.isfinite().all()) or (name == "weight" and bool((value < 0).any())):
             raise ValueError(f"Expected a finite offset and weights from 0 on, but got {name} with others")
-    if data.present is not None and (data.present.ndim != 2 or len(data.present) != rows):
-        raise ValueError(f"Expected present of ({rows}, parties), but got shape {tuple(data.present.shape)}")
+    if data.present is not None and data.present.shape != (rows, len(data.features)):
+        parties = len(data.features)
+        raise ValueError(f"Expected present of shape ({rows}, {parties}), but got {tuple(data.present.shape)}")

@@ -297,6 +297,7 @@ def test_validation_and_metrics_of_another_kind() -> None:
             "Expected a response of .* NaN in row 1",
         ),
         (ValueError, {"weight": torch.tensor([1.0, -1.0, 1.0])}, "Expected a finite offset and weights from 0 on"),
+        (ValueError, {"present": torch.ones(3, 2, dtype=torch.bool)}, r"Expected present of shape \(3, 1\), but got"),
         (ValueError, {"offset": torch.tensor([1.0, torch.nan, 1.0])}, "Expected a finite offset"),
         (TypeError, {"features": ([[1.0]] * 3,)}, "Expected features of party 0 as a tensor, but got list"),
         (TypeError, {"features": (torch.ones(3, 1), torch.ones(3, 1) + 0j)}, "Expected real features of party 1"),

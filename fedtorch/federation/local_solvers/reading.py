@@ -25,7 +25,7 @@ def reading(local: LocalSolver, dataset: Any) -> LocalSolver:
     The items of a block's clients are read when its round begins, with torch's, NumPy's and Python's generators seeded
     from each client's key: a random transform draws again in every round, the same in every population. All epochs of
     one round see the same draw: for one in every epoch, let a round be one epoch. Memory is that of a block, see
-    `chunk=` of a population.
+    `chunk=` of a population. Evaluation takes rows: those of `ft.data.read(data, dataset)`.
 
     Args:
         local: how a client works on its own problem, once it has its rows.
