@@ -240,7 +240,7 @@ def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
     if isinstance(rows, Tensor) or values.ndim != 1 or values.is_floating_point() or values.is_complex():
         raise ValueError(
             f"Expected labels (total,) of integers or booleans in field {label!r}, but got {values.dtype} of "
-            f"shape {tuple(values.shape)}; pass label=… (of a Dataset the classes), or put real targets into bins"
+            f"shape {tuple(values.shape)}; pass label=… (of a Dataset its classes), or put real targets into bins first"
         )
     return values.cpu().unique(return_inverse=True)[1]
 

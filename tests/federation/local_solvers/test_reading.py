@@ -121,7 +121,7 @@ def test_partitions_of_a_data_set() -> None:
     assert len(ft.data.partition(dataset, ft.data.dirichlet(0.3, label=Y.tolist()), clients=3)) == 3
     tensors = ft.data.partition(TensorDataset(X, Y), ft.data.dirichlet(0.3), clients=3)
     assert [leaf.shape for leaf in tensors.rows] == [(24, 3), (24,)]
-    with pytest.raises(ValueError, match=r"pass label=… \(of a Dataset the classes\)"):
+    with pytest.raises(ValueError, match=r"pass label=… \(of a Dataset its classes\)"):
         ft.data.partition(dataset, ft.data.dirichlet(0.3), clients=3)
     with pytest.raises(ValueError, match="Expected a label for each of 24 rows, but got shape"):
         ft.data.partition(dataset, ft.data.dirichlet(0.3, label=[0, 1]), clients=3)
