@@ -23,6 +23,7 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from copy import copy as copied
 from dataclasses import dataclass
 from functools import partial
@@ -87,11 +88,9 @@ def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
             weights of its classes are not divided out.
 
     Example:
-        >>> import torch
-        >>> from fedtorch import metrics
-        >>> mae = metrics.mean_loss(torch.nn.functional.l1_loss)
-        >>> mask = torch.ones(1, 2, dtype=torch.bool)
-        >>> mae.compute(mae.update(torch.zeros(1, 2, 1), torch.tensor([[1.0, 3.0]]), mask))
+        >>> import torch, fedtorch as ft
+        >>> mae = ft.metrics.mean_loss(torch.nn.functional.l1_loss)
+        >>> mae.compute(mae.update(torch.zeros(1, 2, 1), torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])))
         tensor([2.], dtype=torch.float64)
     """
     each: Any = partial(loss, reduction="none")
@@ -264,8 +263,9 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
         raise TypeError(f"Expected {kinds}, but got the class {metric.__name__}; call it first")
     if not callable(metric):
         raise TypeError(f"Expected {kinds}, but got {type(metric).__name__}")
-    if hasattr(metric, "reduction") or "reduction" in inspect.signature(metric).parameters:
-        return mean_loss(metric)
+    with suppress(ValueError):  # of functions without a signature
+        if hasattr(metric, "reduction") or "reduction" in inspect.signature(metric).parameters:
+            return mean_loss(metric)
     return mean_of(metric)
 
 

@@ -316,6 +316,12 @@ def test_losses_of_torch_are_metrics(loss, prediction, target):
         assert float(found[k]) == pytest.approx(float(loss(output, target[k, :n])), rel=1e-5)  # float32
 
 
+def test_functions_without_a_signature_are_metrics():
+    metric = metrics.as_stacked(torch.eq)
+    found = metric.update(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool))
+    assert metric.compute(found).tolist() == [0.5]
+
+
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_a_loss_of_other_shapes_is_refused():
     metric = metrics.as_stacked(F.mse_loss)
