@@ -319,3 +319,23 @@ def test_features_that_do_not_fit_a_split_network() -> None:
     data = ft.vfl.VerticalData((torch.ones(5, 3), torch.ones(5, 4)), torch.zeros(5))
     with pytest.raises(ValueError, match=r"Expected features that the network of 'party 1' takes, but got .*\(5, 4\)"):
         network.losses(data, 0)
+
+
+def test_a_look_at_the_rows_costs_the_same_for_any_number_of_clients_and_nothing_later() -> None:
+    calls = []
+
+    def counted(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(len(output))
+        return F.cross_entropy(output, target)
+
+    found = []
+    for clients in (4, 400):
+        data = ft.data.from_tensors([(torch.randn(6, 3), torch.randint(0, 2, (6,))) for _ in range(clients)])
+        run = ft.Run(ft.fedavg(stacked(loss=counted)), ft.InProcess(data))
+        began, most = len(calls), max(calls)
+        run.step()
+        found.append((began, most, len(calls) - began))
+        calls.clear()
+    assert found[0][0] == found[1][0]
+    assert max(most for _, most, _ in found) <= 16 + 2 * 2  # rows, and the extreme labels
+    assert [rounds for _, _, rounds in found] == [2, 2]  # steps of a round
