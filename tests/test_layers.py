@@ -31,6 +31,7 @@ LAYERS = (
         "wire",
         "metrics",
         "module_randomness",
+        "expected",
     },
     {"data", "models", "networks"},
     {"federation", "vfl"},

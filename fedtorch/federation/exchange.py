@@ -117,6 +117,23 @@ def not_finite(messages: Tree) -> dict[int, str]:
     return found
 
 
+def check_shapes(messages: Tree, ids: Rows) -> None:
+    """Raises ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
+    count = client_count(ids)
+
+    def check(node: Mean | Sum) -> Mean | Sum:
+        for name, leaf in tree.items(node):
+            if leaf.shape[:1] != (count,) or (isinstance(node, Mean) and leaf is node.weight and leaf.ndim > 1):
+                wanted = "weights (K,)" if name == "weight" else "values (K, ...)"
+                raise ValueError(
+                    f"Expected messages with {wanted} of K = {count} clients, but got shape {tuple(leaf.shape)} in "
+                    f"{name!r} of a {type(node).__name__}; see what Algorithm.client returns"
+                )
+        return node
+
+    _map_messages(check, messages)
+
+
 def indices(ids: Rows) -> Tensor:
     """`ids` as a tensor of indices."""
     return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
