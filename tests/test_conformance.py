@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -116,7 +117,8 @@ REFUSES_SUMS = {"median", "trimmed_mean"}
 def modules() -> Iterator[ModuleType]:
     yield ft
     for found in pkgutil.walk_packages(ft.__path__, "fedtorch."):
-        if not found.name.endswith("__main__"):
+        needs_triton = found.name.startswith("fedtorch.kernels.programs.") and not importlib.util.find_spec("triton")
+        if not found.name.endswith("__main__") and not needs_triton:
             yield importlib.import_module(found.name)
 
 

@@ -23,6 +23,7 @@ LAYERS = (
         "random",
         "exact",
         "functional",
+        "kernels",
         "linalg",
         "lazy",
         "safetensors_header",

@@ -1,0 +1,29 @@
+"""Every test here runs the programs: in Triton's interpreter on the CPU, or compiled where there is a CUDA device."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+from fedtorch.kernels import choice
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = pytest.mark.skip(reason="needs Triton; install fedtorch[triton]")
+    for item in items:
+        if "kernels" in item.path.parts and importlib.util.find_spec("triton") is None:
+            item.add_marker(missing)
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs run on whatever tensors a test has."""
+    monkeypatch.setenv(choice.VARIABLE, "on" if torch.cuda.is_available() else "interpret")
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the tests' tensors are."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,79 @@
+"""Compiles every Triton program to a cubin for an H100, without a device, and prints what it needs, a line each.
+
+`python -m support.ahead_of_time` runs in a process of its own, without `TRITON_INTERPRET`. A line is JSON: the name of
+the case, registers of a thread, bytes of its own memory (where registers spill to), bytes of shared memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+
+
+class Case(NamedTuple):
+    """One way in which a program is launched."""
+
+    kernel: str  # module.function
+    types: str  # of the arguments that are no constants, in order
+    constants: dict[str, Any]
+    warps: int = 4
+
+
+def philox_cases() -> Iterator[Case]:
+    draw = "*i64 i32 i32 i64 i32"
+    for form, target in ((0, "*i64"), (1, "*i64"), (2, "*u1"), (3, "*fp32"), (4, "*fp32"), (5, "*fp16")):
+        constants = {"FORM": form, "WIDE": form == 1, "DIGITS": 24, "ROWS": 1, "COLUMNS": 256}
+        yield Case("philox.draw", f"{target} {draw}", constants)
+    for form in (3, 4, 5):
+        constants = {"FORM": form, "WIDE": True, "DIGITS": 0, "ROWS": 64, "COLUMNS": 4}
+        yield Case("philox.draw", f"*fp64 {draw}", constants)
+    yield Case("philox.gamma", "*fp32 *i64 *fp64 i32 i32 fp64 i32", {"ROWS": 16, "COLUMNS": 16})
+    yield Case("philox.fold", "*i64 *i64 *i64 i32 i32", {"BLOCK": 256})
+
+
+def cases() -> Iterator[Case]:
+    yield from philox_cases()
+
+
+def compiled(case: Case) -> dict[str, Any]:
+    """What a case needs."""
+    module, name = case.kernel.split(".")
+    kernel = getattr(importlib.import_module(f"fedtorch.kernels.programs.{module}"), name)
+    free = iter(case.types.split())
+    signature = {arg: "constexpr" if arg in case.constants else next(free) for arg in kernel.arg_names}
+    assert next(free, None) is None, f"more types than arguments of {case.kernel}"
+    options = {"num_warps": case.warps, "enable_fp_fusion": False}
+    made = triton.compile(ASTSource(kernel, signature, case.constants), target=TARGET, options=options)
+    assert len(made.asm["cubin"]) > 0
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    ((registers, stack, shared, local),) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told)
+    constants = ", ".join(f"{key}={value}" for key, value in case.constants.items())
+    name = f"{case.kernel}({case.types}; {constants})"
+    return {"case": name, "registers": int(registers), "memory": int(stack) + int(local), "shared": int(shared)}
+
+
+def main() -> None:
+    """Prints a line for every case whose kernel's name starts with one of the arguments, or all."""
+    for case in cases():
+        if len(sys.argv) < 2 or case.kernel.startswith(tuple(sys.argv[1:])):
+            print(json.dumps(compiled(case)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
