@@ -192,7 +192,7 @@ def gamma(
     element = ((program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     there = (row < rows) & (element < count)
     key = tl.load(keys + row, mask=row < rows, other=0)
-    a = tl.load(shape + row * count + element, mask=there, other=1.0)
+    a = tl.load(concentration + row * count + element, mask=there, other=1.0)
     value = gammas(key + element * 0, element + key * 0, a, there)
     value = tl.maximum(value, smallest)
     if out.dtype.element_ty != tl.float64:
