@@ -43,8 +43,23 @@ def philox_cases() -> Iterator[Case]:
     yield Case("philox.fold", "*i64 *i64 *i64 i32 i32", {"BLOCK": 256})
 
 
+def step_cases() -> Iterator[Case]:
+    for kind in ("fp32", "fp64"):
+        tile = {"ROWS": 1, "COLUMNS": 1024}
+        rows, sizes = f"*{kind} *{kind} *{kind}", "i32 i32 i32"
+        yield Case("stacked_step.squares", f"*{kind} *{kind} *{kind} *{kind} *{kind} {sizes}", {"PULL": True, **tile})
+        for some, held in ((True, False), (False, True)):
+            flags = {"SOME": some, "PULL": some, "CLIP": some, "RATE_HELD": held, "TAKEN_HELD": held, **tile}
+            shared = f"{'*i64' if held else 'i32'} *u1 {rows} {sizes} fp64 *fp64"
+            sgd = {"MOMENTUM": some, "NESTEROV": some, **flags}
+            yield Case("stacked_step.sgd", f"{rows} {shared} fp64 fp64 fp64", sgd)
+            adam = f"*{kind} {rows} {shared} fp64 fp64 fp64 fp64 fp64 fp64"
+            yield Case("stacked_step.adam", adam, {"DECOUPLED": some, **flags})
+
+
 def cases() -> Iterator[Case]:
     yield from philox_cases()
+    yield from step_cases()
 
 
 def compiled(case: Case) -> dict[str, Any]:
