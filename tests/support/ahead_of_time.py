@@ -57,9 +57,26 @@ def step_cases() -> Iterator[Case]:
             yield Case("stacked_step.adam", adam, {"DECOUPLED": some, **flags})
 
 
+def glm_cases() -> Iterator[Case]:
+    for kind, most in (("fp32", 256), ("fp64", 128)):
+        tensors = f"*{kind} *{kind} *{kind} *i64 *{kind} *i64 *{kind} *{kind} i32 i32 i32 i32 fp64"
+        for family, resident, rows, features, warps in (
+            (0, True, most // 4, 32, 4),
+            (1, True, most, 32, 8),
+            (2, False, most // 8, 128, 4),
+        ):
+            constants = {"FAMILY": family, "INDEXED": not resident, "PULL": True, "RESIDENT": resident}
+            yield Case("glm_steps.linear", tensors, {**constants, "ROWS": rows, "FEATURES": features}, warps)
+    tensors = "*fp32 *fp32 *i64 *i64 *fp32 *i64 *fp32 *fp32 i32 i32 i32 i32 i32 fp64"
+    for rows, features, warps in ((32, 32, 4), (16, 64, 4), (16, 128, 8)):
+        tile = {"ROWS": rows, "FEATURES": features, "CLASSES": 16}
+        yield Case("glm_steps.categorical", tensors, {"INDEXED": rows == 16, "PULL": True, **tile}, warps)
+
+
 def cases() -> Iterator[Case]:
     yield from philox_cases()
     yield from step_cases()
+    yield from glm_cases()
 
 
 def compiled(case: Case) -> dict[str, Any]:

@@ -60,7 +60,9 @@ class FusedSteps:
                 if gradient is None and tensor not in pulls:
                     continue
                 precision, shift = pulls.get(tensor, (None, None))
-                clients = Clients(0, active, None if precision is None else precision.reshape(-1).expand(len(tensor)), shift)
+                clients = Clients(
+                    0, active, None if precision is None else precision.reshape(-1).expand(len(tensor)), shift
+                )
                 todo.append((tensor, torch.zeros_like(tensor) if gradient is None else gradient, clients, group))
         share = None
         if self.clip is not None and todo:
