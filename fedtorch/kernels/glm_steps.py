@@ -117,7 +117,7 @@ def _launched(
     across = power_of_two(features)
     if labels:
         across = max(across, 16)
-        tile = {"ROWS": 32 if across <= 32 else 16, "FEATURES": across, "CLASSES": 16}
+        tile = {"ROWS": 16, "FEATURES": across, "CLASSES": 16}
         sizes = (longest, features, start.shape[2], steps, batch)
         launch(
             programs.categorical,

@@ -25,7 +25,7 @@ def test_programs_compile_without_spills(tmp_path) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     for line in found:
         print(f"{line['registers']:4d} registers  {line['case']}")  # noqa: T201 (a measurement)
-    assert [line["case"] for line in found if line["memory"]] == []
+    assert [line["case"] for line in found if line["spilled"]] == []
     compiled = {line["case"].partition("(")[0] for line in found}
     assert compiled == launched()
 
