@@ -26,7 +26,7 @@ from torch.nn.functional import one_hot
 
 from fedtorch.kernels.choice import FLOATS, launch, power_of_two, program
 
-MOST_FEATURES, MOST_CLASSES = 128, 16
+MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
 _RESIDENT = 2**15  # bytes of a client's rows that stay in registers
 _TILE = 2**14  # bytes of the rows that are read at a time otherwise
 
@@ -77,9 +77,10 @@ def glm_steps(
     _check(family, x, y, count, start, steps, batches)
     others = [tensor for tensor in (batches, precision, shift) if tensor is not None]
     classes = start.shape[2] if start.ndim == 3 else 1
-    fits = x.shape[2] <= MOST_FEATURES and classes <= MOST_CLASSES and start.dtype == x.dtype and x.shape[2] > 0
-    dtypes = FLOATS if family.code < CATEGORICAL.code else (torch.float32,)
-    if not program("glm_steps", (x, y, count, start, *others), dtypes, fits=fits):
+    labels = family.code == CATEGORICAL.code
+    fits = 0 < x.shape[2] <= (MOST_WITH_CLASSES if labels else MOST_FEATURES) and classes <= MOST_CLASSES
+    dtypes = (torch.float32,) if labels else FLOATS
+    if not program("glm_steps", (x, y, count, start, *others), dtypes, fits=fits and start.dtype == x.dtype):
         return _reference(family, x, y, count, start, steps, lr, batches, precision, shift)
     return _launched(family, x, y, count, start, steps, lr, batches, precision, shift)
 
@@ -117,18 +118,9 @@ def _launched(
     across = power_of_two(features)
     if labels:
         across = max(across, 16)
-        tile = {"ROWS": 16, "FEATURES": across, "CLASSES": 16}
+        tile = {"ROWS": 32, "FEATURES": across, "CLASSES": 16}
         sizes = (longest, features, start.shape[2], steps, batch)
-        launch(
-            programs.categorical,
-            clients,
-            *tensors,
-            *sizes,
-            lr,
-            **flags,
-            **tile,
-            warps=4 if across < MOST_FEATURES else 8,
-        )
+        launch(programs.categorical, clients, *tensors, *sizes, lr, **flags, **tile, warps=8)
         return out
     resident = batches is None and power_of_two(longest) * across <= most
     rows = power_of_two(longest) if resident else max(tiled // across, 1)
