@@ -84,12 +84,12 @@ def sgd(
         weight_decay: see there.
         nesterov: see there.
     """
-    own = _program(parameter, gradient, buffer)
-    if own:
+    programs = _program(parameter, gradient, buffer)
+    if programs:
         held = parameter if buffer is None else buffer
         numbers = (momentum, dampening, weight_decay)
         flags = {"MOMENTUM": buffer is not None, "NESTEROV": nesterov}
-        _launch(own.sgd, (parameter, gradient, held), clients, lr, numbers, flags)
+        _launch(programs.sgd, (parameter, gradient, held), clients, lr, numbers, flags)
         return
     step = _share(parameter, gradient, clients)
     step = step + weight_decay * parameter
@@ -128,11 +128,11 @@ def adam(
         weight_decay: see there.
         decoupled: whether it acts on the parameters alone, as in `torch.optim.AdamW`.
     """
-    own = _program(parameter, gradient, first, second)
-    if own:
+    programs = _program(parameter, gradient, first, second)
+    if programs:
         logarithms = [math.log(beta) if beta > 0 else -math.inf for beta in betas]
         tensors = (parameter, gradient, first, second)
-        _launch(own.adam, tensors, clients, lr, (*betas, *logarithms, eps, weight_decay), {"DECOUPLED": decoupled})
+        _launch(programs.adam, tensors, clients, lr, (*betas, *logarithms, eps, weight_decay), {"DECOUPLED": decoupled})
         return
     step = _share(parameter, gradient, clients)
     value = parameter
@@ -201,8 +201,8 @@ def _tiling(parameter: Tensor) -> tuple[int, int, int]:
 
 def _squares(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
     """‖∇_k‖² of one tensor, `(K,)`."""
-    own = _program(parameter, gradient)
-    if not own:
+    programs = _program(parameter, gradient)
+    if not programs:
         return _pulled(parameter, gradient, clients).reshape(len(parameter), -1).square().sum(1)
     rows, columns, across = _tiling(parameter)
     out = parameter.new_empty(len(parameter), across)
@@ -218,7 +218,7 @@ def _squares(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
     )
     count = across * -(-len(parameter) // rows)
     sizes = (len(parameter), parameter[0].numel() if len(parameter) else 0, across)
-    launch(own.squares, count, out, *tensors, *sizes, PULL=pull, ROWS=rows, COLUMNS=columns)
+    launch(programs.squares, count, out, *tensors, *sizes, PULL=pull, ROWS=rows, COLUMNS=columns)
     return out.sum(1)
 
 
