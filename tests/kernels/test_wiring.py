@@ -48,6 +48,26 @@ def test_gradient_descent(name, device, monkeypatch) -> None:
         torch.testing.assert_close(one, other, **CLOSE)
 
 
+@pytest.mark.parametrize("active", [None, 5])
+def test_graph(active, device, monkeypatch) -> None:
+    network = ft.Network.erdos_renyi(12, 0.4, ft.random.key(1))
+    x = ft.random.normal(ft.random.key(2), (12, 6, 3), torch.float64)
+    local = ft.least_squares(torch.nn.Linear(3, 1, bias=False, dtype=torch.float64))
+
+    def server(device: str):
+        data = ft.data.from_tensors([(rows.to(device), rows.sum(1).to(device)) for rows in x])
+        run = ft.run(ft.gtv(local, network, 0.5), ft.InProcess(data, device=device), rounds=3, cohort=active)
+        return tree.to(run.server, "cpu")
+
+    with reference():
+        wanted = server("cpu")
+    with launches(monkeypatch) as seen:
+        found = server(device)
+    assert "neighbours" in seen
+    for one, other in zip(tree.leaves(found), tree.leaves(wanted)):
+        torch.testing.assert_close(one, other, **CLOSE)
+
+
 def test_what_a_program_does_not_know_takes_the_optimiser(device, monkeypatch) -> None:
     tensors = [torch.ones(3, 4, device=device)]
     assert FusedSteps.knows(SGD(tensors, lr=0.1))

@@ -75,10 +75,20 @@ def glm_cases() -> Iterator[Case]:
         yield Case("glm_steps.categorical", tensors, {"INDEXED": indexed, "PULL": True, **tile}, 8)
 
 
+def neighbour_cases() -> Iterator[Case]:
+    for kind, rows, width, step in (("fp64", "fp32", 16, False), ("fp64", "fp64", 64, True), ("fp32", "fp32", 1, True)):
+        tile = {"STEP": step, "SEGMENTS": 256 // width, "WIDTH": width}
+        own = f"*{rows} *{kind} i32 i32 i32 fp64 fp64"
+        yield Case("neighbours.gather", f"*{kind} *{rows} *i32 *{kind} *i64 *i32 *i64 {own}", tile)
+        tile = {"STEP": step, "PIECES": 256 // width, "WIDTH": width}
+        yield Case("neighbours.join", f"*{kind} *{rows} *i64 *i64 *i32 *{rows} *{kind} i32 fp64 fp64", tile)
+
+
 def cases() -> Iterator[Case]:
     yield from philox_cases()
     yield from step_cases()
     yield from glm_cases()
+    yield from neighbour_cases()
 
 
 def compiled(case: Case) -> dict[str, Any]:
