@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.local_solvers.fused import FusedSteps
+from fedtorch.trust import robust
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.1, weight_decay=0.1),
@@ -66,6 +67,18 @@ def test_graph(active, device, monkeypatch) -> None:
     assert "neighbours" in seen
     for one, other in zip(tree.leaves(found), tree.leaves(wanted)):
         torch.testing.assert_close(one, other, **CLOSE)
+
+
+@pytest.mark.parametrize("exchange", [robust.median(), robust.trimmed_mean(0.2)], ids=["median", "trimmed mean"])
+def test_robust_exchanges(exchange, device, monkeypatch) -> None:
+    message = {"a": ft.Mean(ft.random.normal(ft.random.key(3), (5, 2, 3)), torch.arange(1.0, 6.0))}
+    ids = torch.arange(5)
+    with reference():
+        wanted = exchange.finish(exchange.gather(message, ids))
+    with launches(monkeypatch) as seen:
+        found = exchange.finish(exchange.gather(tree.to(message, device), ids))
+    assert set(seen) == {"order_statistics"}
+    torch.testing.assert_close(found["a"].value.cpu(), wanted["a"].value, rtol=1e-14, atol=1e-15)
 
 
 def test_what_a_program_does_not_know_takes_the_optimiser(device, monkeypatch) -> None:

@@ -84,11 +84,19 @@ def neighbour_cases() -> Iterator[Case]:
         yield Case("neighbours.join", f"*{kind} *{rows} *i64 *i64 *i32 *{rows} *{kind} i32 fp64 fp64", tile)
 
 
+def order_cases() -> Iterator[Case]:
+    for kind, bits, rows, columns in (("fp32", 32, 1024, 8), ("fp32", 32, 32, 256), ("fp64", 64, 1024, 4)):
+        tile = {"LARGEST": 2 ** (bits - 1) - 1, "BITS": bits, "MESSAGES": rows, "COLUMNS": columns}
+        yield Case("order_statistics.median", f"*fp64 *{kind} *fp64 i32 i32", tile, 8)
+        yield Case("order_statistics.trimmed_mean", f"*fp64 *{kind} *fp64 i32 i32 fp64", tile, 8)
+
+
 def cases() -> Iterator[Case]:
     yield from philox_cases()
     yield from step_cases()
     yield from glm_cases()
     yield from neighbour_cases()
+    yield from order_cases()
 
 
 def compiled(case: Case) -> dict[str, Any]:
