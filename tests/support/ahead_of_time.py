@@ -91,12 +91,20 @@ def order_cases() -> Iterator[Case]:
         yield Case("order_statistics.trimmed_mean", f"*fp64 *{kind} *fp64 i32 i32 fp64", tile, 8)
 
 
+def moment_cases() -> Iterator[Case]:
+    for size in (2, 16):
+        tensors = "*fp64 *fp64 *fp64 *fp64 i32 i32"
+        yield Case("moments.solve", tensors, {"BATCH": 512 // size**2, "SIZE": size})
+        yield Case("moments.tilt", tensors, {"NODES": 4096 // size**2, "SIZE": size})
+
+
 def cases() -> Iterator[Case]:
     yield from philox_cases()
     yield from step_cases()
     yield from glm_cases()
     yield from neighbour_cases()
     yield from order_cases()
+    yield from moment_cases()
 
 
 def compiled(case: Case) -> dict[str, Any]:
