@@ -98,6 +98,10 @@ def moment_cases() -> Iterator[Case]:
         yield Case("moments.tilt", tensors, {"NODES": 4096 // size**2, "SIZE": size})
 
 
+def gp_cases() -> Iterator[Case]:
+    yield Case("gp_statistics.statistics", "*fp64 " * 8 + "i32 i32 i32 i32 i32", {"ROWS": 32, "COLUMNS": 32})
+
+
 def cases() -> Iterator[Case]:
     yield from philox_cases()
     yield from step_cases()
@@ -105,6 +109,7 @@ def cases() -> Iterator[Case]:
     yield from neighbour_cases()
     yield from order_cases()
     yield from moment_cases()
+    yield from gp_cases()
 
 
 def compiled(case: Case) -> dict[str, Any]:
