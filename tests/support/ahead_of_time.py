@@ -102,6 +102,12 @@ def gp_cases() -> Iterator[Case]:
     yield Case("gp_statistics.statistics", "*fp64 " * 8 + "i32 i32 i32 i32 i32", {"ROWS": 32, "COLUMNS": 32})
 
 
+def gibbs_cases() -> Iterator[Case]:
+    for size in (2, 16):
+        tensors = "*fp64 " * 14 + "*i64 i32 i32 i32 i32"
+        yield Case("gibbs_sweeps.horseshoe", tensors, {"BATCH": 256 // size**2, "SIZE": size}, 8)
+
+
 def cases() -> Iterator[Case]:
     yield from philox_cases()
     yield from step_cases()
@@ -110,6 +116,7 @@ def cases() -> Iterator[Case]:
     yield from order_cases()
     yield from moment_cases()
     yield from gp_cases()
+    yield from gibbs_cases()
 
 
 def compiled(case: Case) -> dict[str, Any]:
@@ -135,10 +142,12 @@ def compiled(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a line for every case whose kernel's name starts with one of the arguments, or all."""
+    """Prints a line for every case, with `--few` for the first one of every program; names of kernels choose some."""
+    names, done = [name for name in sys.argv[1:] if name != "--few"], set()
     for case in cases():
-        if len(sys.argv) < 2 or case.kernel.startswith(tuple(sys.argv[1:])):
+        if case.kernel.startswith(tuple(names) or "") and not ("--few" in sys.argv and case.kernel in done):
             print(json.dumps(compiled(case)), flush=True)
+            done.add(case.kernel)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 BITS, INTEGERS, COINS, UNIFORM, NORMAL, EXPONENTIAL = (tl.constexpr(form) for form in range(6))
-GAMMA = tl.constexpr(2)  # counter words of `fedtorch.kernels.philox`
+FOLD, GAMMA = tl.constexpr(1), tl.constexpr(2)  # counter words of `fedtorch.kernels.philox`
 BOOST = tl.constexpr(0xFFFFFFFF)
 
 
@@ -110,7 +110,7 @@ def gammas(key, element, a, wanted):
     value = raised * 0.0
     missing = wanted
     attempt = 0
-    while tl.max(missing.to(tl.int32).reshape(missing.numel), 0) > 0:
+    while tl.max(missing.to(tl.int32)) > 0:
         w0, w1, w2, w3 = words_of(key, element, attempt, GAMMA)
         proposed, fine = proposal(w0, w1, w2, w3, raised)
         value = tl.where(missing & fine, proposed, value)
@@ -118,6 +118,36 @@ def gammas(key, element, a, wanted):
         attempt += 1
     w0, w1, _, _ = words_of(key, element, BOOST, GAMMA)
     return tl.where(wanted & (a < 1), value * tl.exp(tl.log(inside(w0, w1)) / a), value)
+
+
+@triton.jit
+def new_key(key, number):
+    """Keys of int64 keys and a number that is not negative."""
+    w0, w1, _, _ = words_of(key, key * 0 + number, 0, FOLD)
+    return (w1.to(tl.int64) << 32) | w0.to(tl.int64)
+
+
+@triton.jit
+def wide_pair(key, element):
+    """The two words of float64 elements of keys; int64 of one shape."""
+    w0, w1, w2, w3 = words_of(key, element // 2, 0, 0)
+    even = element % 2 == 0
+    return tl.where(even, w0, w2), tl.where(even, w1, w3)
+
+
+@triton.jit
+def wide_normal(key, element):
+    """The float64 elements of a draw of normal numbers."""
+    w0, w1, w2, w3 = words_of(key, element // 2, 0, 0)
+    one, other = normals(inside(w0, w1), inside(w2, w3))
+    return tl.where(element % 2 == 0, one, other)
+
+
+@triton.jit
+def wide_exponential(key, element):
+    """The float64 elements of a draw of exponential numbers."""
+    first, second = wide_pair(key, element)
+    return -tl.log(inside(first, second))
 
 
 @triton.jit
