@@ -50,7 +50,9 @@ def solve(solution, out, matrix, vector, problems, size, BATCH: tl.constexpr, SI
     """A⁻¹ v and A⁻¹, NaN where A is not positive definite."""
     problem = tl.program_id(0) * BATCH + tl.arange(0, BATCH)
     at, whole, there, inside = place_of(problem, problem < problems, size, SIZE)
-    own = tl.load(matrix + whole, mask=inside, other=0.0)
+    index = tl.arange(0, SIZE)
+    unit = (index[:, None] == index[None, :]).to(tl.float64)[None, :, :]
+    own = tl.where(inside, tl.load(matrix + whole, mask=inside, other=0.0), unit)
     right = tl.load(vector + at, mask=there, other=0.0)
     found, positive = inverse(own, size, SIZE)
     found = tl.where(positive[:, None, None], found, float("nan"))
