@@ -34,6 +34,7 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import exchange, run as running
 from fedtorch.federation.exchange import Exchange, Mean, Sum, client_count, sum_over
+from fedtorch.kernels import choice
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import imputation, sparse
@@ -45,6 +46,7 @@ from fedtorch.trust import robust
 SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)
 ROUNDS = 3
+REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶
 
 
 def normalised() -> torch.nn.Module:
@@ -268,6 +270,32 @@ def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None, monk
         runs.append(trace)
     for other in runs[1:]:
         assert all(distance(one, two) < ROUNDING for one, two in zip(runs[0], other))
+
+
+def models_of(name: str, device: str) -> Tree:
+    """What all clients predict with after some rounds on a device, on the CPU."""
+    algorithm, clients = ALGORITHMS[name](), ft.InProcess(population(name).data, device=device)
+    run = ft.run(algorithm, clients, start(name, algorithm), rounds=ROUNDS, seed=2)
+    return tree.to(run.tensors(), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_algorithm
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_a_device_gives_the_numbers_of_the_cpu(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, kernels)
+    assert distance(models_of(name, "cuda"), models_of(name, "cpu")) < REORDERED
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available() or not choice.installed(), reason="interprets Triton programs on the CPU")
+@every_algorithm
+def test_programs_give_the_numbers_of_their_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "off")
+    wanted = models_of(name, "cpu")
+    monkeypatch.setenv(choice.VARIABLE, "interpret")
+    assert distance(models_of(name, "cpu"), wanted) < REORDERED
 
 
 @every_algorithm
