@@ -64,7 +64,7 @@ class Solve(Protocol):
 
 @dataclass(frozen=True)
 class LocalSolver:
-    """A way of solving a client's problem: `local(start, state, data, quadratic, turn) -> Local`.
+    """A way of solving a client's problem: `local.solve(start, state, data, quadratic, turn) -> Local`.
 
     Attributes:
         solve: the solver itself, on stacked clients.
@@ -85,9 +85,6 @@ class LocalSolver:
     prepare: Callable[[Any], Any]
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
-        return self.solve(start, state, data, quadratic, turn)
 
 
 def identity(value: Any) -> Any:

@@ -149,7 +149,7 @@ class Run:
             fate.late,
             fate.after,
             pending.repeated,
-            torch.tensor(sorted(pending.refused), dtype=torch.int64),
+            pending.refused_ids,
             {} if algorithm.report is None else algorithm.report(self.server),
         )
         self.log.record(self.last, time.perf_counter() - began)
