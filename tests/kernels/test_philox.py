@@ -50,8 +50,8 @@ def test_normal_and_exponential_numbers_to_the_last_bit_or_two(draw, dtype, devi
 
 def test_all_quadrants_and_their_limits(device) -> None:
     with reference():
-        wanted = random.normal(random.key(3), (20_000,), torch.float64)
-    found = random.normal(random.key(3).to(device), (20_000,), torch.float64).cpu()
+        wanted = random.normal(random.key(3), (4000,), torch.float64)
+    found = random.normal(random.key(3).to(device), (4000,), torch.float64).cpu()
     assert float((found - wanted).abs().max()) < 8.6 * 2.0**-50
 
 

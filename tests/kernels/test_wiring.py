@@ -25,9 +25,9 @@ OPTIMIZERS = {
 
 
 def rows(device: str) -> ft.data.FederatedData:
-    x = ft.random.normal(ft.random.key(1), (23, 3), torch.float64)
-    y = ft.random.randint(ft.random.key(2), 2, (23,))
-    clients = [(part.to(device), label.to(device)) for part, label in zip(x.split([1, 4, 9, 9]), y.split([1, 4, 9, 9]))]
+    x = ft.random.normal(ft.random.key(1), (11, 3), torch.float64)
+    y = ft.random.randint(ft.random.key(2), 2, (11,))
+    clients = [(part.to(device), label.to(device)) for part, label in zip(x.split([1, 4, 6]), y.split([1, 4, 6]))]
     return ft.data.from_tensors(clients)
 
 
