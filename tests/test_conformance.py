@@ -28,6 +28,7 @@ from support.closed_forms import (
     same_bits,
     sgd,
 )
+from support.waiting import Waiting
 
 import fedtorch as ft
 from fedtorch import random, tree
@@ -46,6 +47,20 @@ from fedtorch.trust import robust
 SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)
 ROUNDS = 3
+READS = {  # numbers read from what a device would hold in a round, beyond two
+    "ep": 20,
+    "fedadagrad": 5,
+    "fedadam": 3,
+    "feddyn": 4,
+    "fedmgp": 13,
+    "fedmgp_average": 5,
+    "fedopt": 3,
+    "fedyogi": 3,
+    "gibbs": 13,
+    "gtv_regressors": 7,
+    "matrix_normal": 18,
+    "without_server": 55,
+}
 REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶
 
 
@@ -296,6 +311,18 @@ def test_programs_give_the_numbers_of_their_references(name: str, monkeypatch: p
     wanted = models_of(name, "cpu")
     monkeypatch.setenv(choice.VARIABLE, "interpret")
     assert distance(models_of(name, "cpu"), wanted) < REORDERED
+
+
+@every_algorithm
+def test_a_round_seldom_waits_for_a_device(name: str) -> None:
+    """Of what a device would hold, server, states, rows and what is computed from them, a round reads few numbers."""
+    algorithm, clients = ALGORITHMS[name](), population(name)
+    run = ft.Run(algorithm, clients, start(name, algorithm), seed=2)
+    run.step(), run.step()
+    blocks = tuple(getattr(data, "batch", data) for _, data, *_ in run.clients.blocks(None))
+    with Waiting(run.server, clients.data.rows, run.clients.table.read(slice(0, len(clients.data))), blocks) as waiting:
+        run.step()
+    assert waiting.read.total() <= READS.get(name, 2), waiting.read
 
 
 @every_algorithm

@@ -13,7 +13,7 @@ from fedtorch.kernels.order_statistics import median, trimmed_mean
 
 # The interpreter computes with NumPy, which tells of Inf − Inf; the device does not.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-SHAPES = [(1, 3), (2, 5), (7, 2, 3), (10, 1), (4, 0)]
+SHAPES = [(1, 3), (7, 2, 3), (4, 0), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 5), (10, 1)))]
 
 
 def messages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
