@@ -45,7 +45,6 @@ def trimmed_mean(fraction: float) -> Exchange:
     """
     if not 0 <= fraction < 0.5:
         raise ValueError(f"Expected a fraction of at least 0 and below 0.5, but got {fraction}; use median() for more")
-
     return _robust("trimmed_mean", partial(order_statistics.trimmed_mean, fraction=fraction))
 
 
@@ -64,7 +63,8 @@ def _means_only(name: str) -> Callable[[Tree], Mean]:
         if isinstance(node, Sum):
             raise TypeError(
                 f"Expected messages that are Mean for {name}, but got a Sum, a sum that cannot leave clients "
-                "out; use an algorithm whose messages are averaged, such as ft.fedavg, or ft.star()"
+                "out; use an algorithm whose messages are averaged, such as ft.fedavg, or the exchange that this one "
+                "comes with"
             )
         if not isinstance(node, Mean):
             raise TypeError("Expected the message's nodes to be Mean or Sum, but got a bare tensor; wrap it")
