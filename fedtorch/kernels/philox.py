@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedtorch import philox
 from fedtorch.kernels.choice import launch, program, tile
-from fedtorch.philox import WORD, between, block_words, fill, words_per
+from fedtorch.philox import WORD, between, block_words, check_key, fill, words_per
 
 FOLD, GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
@@ -127,6 +127,7 @@ def _drawn(
     threshold: int = 0,
 ) -> Tensor:
     """Draws `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element."""
+    check_key(key)
     programs: Any = program("philox", (key,), (torch.int64,))
     if not programs:
         return fill(key, shape, dtype, words, convert)
