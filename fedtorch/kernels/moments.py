@@ -23,7 +23,7 @@ from fedtorch.kernels.choice import launch, power_of_two, program
 
 MOST = 16  # dimensions
 _SIZE = 512  # numbers of a program's matrices
-_NODES = 4096  # numbers of the outer products under way at a time
+_NODES = 2048  # numbers of the outer products under way at a time
 
 
 def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,7 +95,7 @@ def moment_cases() -> Iterator[Case]:
     for size in (2, 16):
         tensors = "*fp64 *fp64 *fp64 *fp64 i32 i32"
         yield Case("moments.solve", tensors, {"BATCH": 512 // size**2, "SIZE": size})
-        yield Case("moments.tilt", tensors, {"NODES": 4096 // size**2, "SIZE": size})
+        yield Case("moments.tilt", tensors, {"NODES": 2048 // size**2, "SIZE": size})
 
 
 def gp_cases() -> Iterator[Case]:
