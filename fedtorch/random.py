@@ -153,11 +153,11 @@ def gamma(
     check_key(key)
     _check_real(dtype)
     full = (*key.shape, *shape)
-    a = torch.as_tensor(concentration, dtype=torch.float64, device=key.device)
+    a = torch.as_tensor(concentration, dtype=torch.float64)  # a number is looked at here, not on a device
     if not bool(((a > 0) & a.isfinite()).all()):
         raise ValueError(f"Expected finite concentrations above 0, but got {concentration}")
     try:
-        a = a.expand(full)
+        a = a.to(key.device).expand(full)
     except RuntimeError:
         raise ValueError(f"Expected a concentration that broadcasts to {full}, but got {tuple(a.shape)}") from None
     numbers = philox.gamma(key.reshape(-1), a.reshape(key.numel(), math.prod(shape)), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,11 +11,16 @@ import torch
 from fedtorch.kernels import choice
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All are tests of the device where there is one, and of nothing without Triton."""
     missing = pytest.mark.skip(reason="needs Triton; install fedtorch[triton]")
     for item in items:
-        if "kernels" in item.path.parts and importlib.util.find_spec("triton") is None:
-            item.add_marker(missing)
+        if item.path.parent == Path(__file__).parent:
+            if torch.cuda.is_available():
+                item.add_marker(pytest.mark.gpu)
+            if importlib.util.find_spec("triton") is None:
+                item.add_marker(missing)
 
 
 @pytest.fixture(autouse=True)
