@@ -40,6 +40,7 @@ from experiments.benchmarks import (
     fedlin,
     fedmgp as fedmgp_benchmark,
     gibbs,
+    gpu,
     gpu_kernels,
     gtv,
     vfl,
@@ -424,6 +425,12 @@ def test_gpu_benchmark(tmp_path):
     settings = {row["setting"].partition(":")[0] for row in rows}
     assert set(gpu_kernels.CASES) <= settings
     assert len(settings - set(gpu_kernels.CASES)) >= 10
+
+
+def test_a_part_that_breaks_off_leaves_the_others_their_time(capsys):
+    assert gpu.attempted(lambda: []) == []
+    assert gpu.attempted(lambda: 1 / 0) is None
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_gpu_benchmark_without_a_device(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
@@ -105,6 +106,17 @@ def keep(file: Path, done: dict[str, list[common.Row]]) -> None:
     os.replace(temporary, file)
 
 
+def attempted(measure: Callable[[], list[common.Row]]) -> list[common.Row] | None:
+    """The rows of a part; None where it breaks off, so that the others still have the device's time."""
+    try:
+        return measure()
+    except Exception:
+        traceback.print_exc()
+        return None
+    finally:
+        torch.cuda.empty_cache()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what has not been measured, or says that there is no device."""
     parser = common.arguments(__doc__)
@@ -126,7 +138,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, measure in parts(small, device).items():
             if name not in done and (options.part is None or name in options.part):
                 sys.stderr.write(f"{name}\n")
-                done[name] = measure()
+                found = measure() if small else attempted(measure)
+                if found is not None:
+                    done[name] = found
                 if file is not None:
                     keep(file, done)
     rows = [row for name in parts(small, device) if name in done for row in done[name]]

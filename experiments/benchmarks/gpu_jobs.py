@@ -119,7 +119,7 @@ def beside_a_loop(small: bool, device: str) -> list[Row]:
 
 def networks(small: bool, device: str) -> list[Row]:
     """GTV over many nodes."""
-    nodes, rows, features = (30, 4, 3) if small else (1_000_000, 20, 16)
+    nodes, rows, features = (30, 4, 3) if small else (1_000_000, 8, 16)
     ends = ft.random.randint(ft.random.key(0), nodes, (nodes * 5, 2))
     network = ft.Network(ends[ends[:, 0] != ends[:, 1]], nodes=nodes)
     x = ft.random.normal(ft.random.key(1), (nodes * rows, features))
