@@ -18,7 +18,7 @@ LOSSES = {
     "poisson": (glm.POISSON, F.poisson_nll_loss),
     "categorical": (glm.CATEGORICAL, F.cross_entropy),
 }
-SIZES = [(3, 9, 4), (1, 5, 1), (2, 1, 3), (4, 0, 2)]
+SIZES = [(3, 9, 4), (1, 1, 1), (2, 0, 2)]
 
 
 def problem(name: str, clients: int, rows: int, features: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -54,20 +54,20 @@ def by_hand(name, x, y, count, start, steps, lr, batches=None, precision=None, s
 def test_against_autograd(name, size, device, monkeypatch) -> None:
     x, y, count, start = problem(name, *size)
     pull = torch.linspace(0, 1, len(x), dtype=torch.float64), start.flip(0)
-    batches = torch.stack([random.permutation(random.fold_in(random.key(9), t), size[1])[:3] for t in range(4)])
+    batches = torch.stack([random.permutation(random.fold_in(random.key(9), t), size[1])[:3] for t in range(2)])
     batches = batches.expand(len(x), -1, -1).clone()
     batches[batches >= count[:, None, None]] = -1
     for options in ({}, {"precision": pull[0], "shift": pull[1]}, {"batches": batches}):
-        wanted = by_hand(name, x, y, count, start, 4, 0.2, **options)
+        wanted = by_hand(name, x, y, count, start, 2, 0.2, **options)
         moved = {key: value.to(device) for key, value in options.items()}
         args = (LOSSES[name][0], *(part.to(device) for part in (x, y, count, start)))
         with reference():
-            torch.testing.assert_close(glm_steps(*args, steps=4, lr=0.2, **moved).cpu(), wanted, rtol=1e-12, atol=1e-13)
+            torch.testing.assert_close(glm_steps(*args, steps=2, lr=0.2, **moved).cpu(), wanted, rtol=1e-12, atol=1e-13)
         single = name == "categorical"
         if single:
             args = (args[0], args[1].float(), *args[2:4], args[4].float())
         with launches(monkeypatch):
-            found = glm_steps(*args, steps=4, lr=0.2, **moved).cpu().double()
+            found = glm_steps(*args, steps=2, lr=0.2, **moved).cpu().double()
         # Sums of a dozen terms of a few units: a hundred units of rounding over the steps.
         close = 100 * 2.0 ** (-23 if single else -52)
         torch.testing.assert_close(found, wanted, rtol=close, atol=close)
@@ -77,9 +77,9 @@ def test_against_autograd(name, size, device, monkeypatch) -> None:
 def test_rows_that_do_not_stay(name, device, monkeypatch) -> None:
     monkeypatch.setattr(glm, "_RESIDENT", 64)
     monkeypatch.setattr(glm, "_TILE", 128)
-    x, y, count, start = problem(name, 3, 23, 3)
-    wanted = by_hand(name, x, y, count, start, 3, 0.1)
-    found = glm_steps(LOSSES[name][0], *(part.to(device) for part in (x, y, count, start)), steps=3, lr=0.1)
+    x, y, count, start = problem(name, 2, 13, 3)
+    wanted = by_hand(name, x, y, count, start, 2, 0.1)
+    found = glm_steps(LOSSES[name][0], *(part.to(device) for part in (x, y, count, start)), steps=2, lr=0.1)
     torch.testing.assert_close(found.cpu(), wanted, rtol=1e-13, atol=1e-13)
 
 
