@@ -11,12 +11,14 @@ rates", Definitions 1 and 2.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, Sum, star
+from fedtorch.kernels import order_statistics
 from fedtorch.tree import Rows, Tree
 
 
@@ -28,7 +30,7 @@ def median() -> Exchange:
     Raises:
         TypeError: in a round with `Sum`s.
     """
-    return _robust("median", _median)
+    return _robust("median", order_statistics.median)
 
 
 def trimmed_mean(fraction: float) -> Exchange:
@@ -43,13 +45,7 @@ def trimmed_mean(fraction: float) -> Exchange:
     """
     if not 0 <= fraction < 0.5:
         raise ValueError(f"Expected a fraction of at least 0 and below 0.5, but got {fraction}; use median() for more")
-
-    def average(value: Tensor, weight: Tensor) -> Tensor:
-        ordered, share, above = _ordered(value, weight)
-        kept = (above.clamp(max=1 - fraction) - (above - share).clamp(min=fraction)).clamp(min=0)
-        return torch.where(kept > 0, kept * ordered, 0.0).sum(0) / (1 - 2 * fraction)
-
-    return _robust("trimmed_mean", average)
+    return _robust("trimmed_mean", partial(order_statistics.trimmed_mean, fraction=fraction))
 
 
 def _robust(name: str, average: Callable[[Tensor, Tensor], Tensor]) -> Exchange:
@@ -82,19 +78,4 @@ def _aggregate(mean: Mean, average: Callable[[Tensor, Tensor], Tensor]) -> Mean:
     total = weight.sum()
     if not float(total) > 0:
         raise ValueError(f"Expected a positive total weight of the clients that answered, but got {float(total)}")
-    return Mean(tree.map(lambda value: average(value.to(torch.float64), weight / total), mean.value), total)
-
-
-def _ordered(value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(values in ascending order, their weights, the weights summed up to each), `(M, ...)`."""
-    ordered, order = value.sort(0)
-    share = weight[order]
-    return ordered, share, share.cumsum(0)
-
-
-def _median(value: Tensor, weight: Tensor) -> Tensor:
-    ordered, _, above = _ordered(value, weight)
-    slack = 1e-12  # rounding of the summed weights must not decide which value is in the middle
-    low = (above < 0.5 - slack).sum(0).clamp(max=len(value) - 1)
-    high = (above < 0.5 + slack).sum(0).clamp(max=len(value) - 1)
-    return 0.5 * (ordered.gather(0, low[None]) + ordered.gather(0, high[None]))[0]
+    return Mean(tree.map(lambda value: average(value, weight / total), mean.value), total)
