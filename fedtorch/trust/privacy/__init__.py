@@ -1,0 +1,16 @@
+"""Privacy that is accounted for: what a run tells of one client or one example, and how it is bounded."""
+
+from fedtorch.trust.privacy.accountant import (
+    Release as Release,
+    epsilon as epsilon,
+    noise_for as noise_for,
+    rounds_for as rounds_for,
+    spent as spent,
+)
+from fedtorch.trust.privacy.gaussian import (
+    gaussian_delta as gaussian_delta,
+    gaussian_epsilon as gaussian_epsilon,
+    gaussian_noise as gaussian_noise,
+)
+from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
+from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
