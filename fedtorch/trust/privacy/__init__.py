@@ -7,6 +7,12 @@ from fedtorch.trust.privacy.accountant import (
     rounds_for as rounds_for,
     spent as spent,
 )
+from fedtorch.trust.privacy.entropy import (
+    Entropy as Entropy,
+    Purpose as Purpose,
+    from_seed as from_seed,
+    from_system as from_system,
+)
 from fedtorch.trust.privacy.gaussian import (
     gaussian_delta as gaussian_delta,
     gaussian_epsilon as gaussian_epsilon,
