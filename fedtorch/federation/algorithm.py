@@ -75,6 +75,7 @@ class LocalSolver:
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
         settings: what the solver was built with, by name.
+        budget: what its rounds spend, where it protects the rows it trains on.
     """
 
     solve: Solve
@@ -85,9 +86,45 @@ class LocalSolver:
     prepare: Callable[[Any], Any]
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
+    budget: Budget | None = None
 
     def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         return self.solve(start, state, data, quadratic, turn)
+
+
+class Budget(Protocol):
+    """What may be told of the clients, and what has been: asked before every round, and never given back.
+
+    A run also keeps it as a recorder, so that a checkpoint knows how much was spent when it was written.
+    """
+
+    def cohort(self, cohort: Any, clients: int) -> Any:
+        """Whom a run asks of so many clients, if it was given `cohort`; raises where that cannot be accounted for."""
+        ...
+
+    def allows(self) -> bool:
+        """Whether another round may begin; a loop over rounds ends where it may not."""
+        ...
+
+    def spend(self, round: int, asked: Tensor | None) -> None:
+        """Counts a round, before anything of it is computed; raises where it may not begin."""
+        ...
+
+    def report(self) -> Mapping[str, float]:
+        """What the history tells of it after every round."""
+        ...
+
+    def record(self, round: Any) -> None:
+        """Takes in a round that is done."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What has been spent, flat."""
+        ...
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Refuses a checkpoint that knows of more than has been written down."""
+        ...
 
 
 def identity(value: Any) -> Any:
@@ -118,6 +155,7 @@ class Algorithm:
         module: whose copies `client_module` and `global_module` return.
         finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
             model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
+        budget: what its rounds spend; a run asks it before every round.
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
@@ -134,12 +172,14 @@ class Algorithm:
     predict: Callable[[Tree, Tree], Tree] | None = None
     module: nn.Module | None = None
     finish: Callable[[Any, Tree], None] | None = None
+    budget: Budget | None = None
 
 
 def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     """The fields of an algorithm whose clients work with `local`: where it starts, how it predicts, all settings."""
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
-    return {"settings": settings, "start": local.parameters, "predict": local.predict, "module": local.module}
+    same = {"start": local.parameters, "predict": local.predict, "module": local.module, "budget": local.budget}
+    return {"settings": settings, **same}
 
 
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
@@ -148,3 +188,14 @@ def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
     initial = algorithm.told(tree.expand(state, 1))
     everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
     return sum_over(algorithm.exchange, everybody, slice(0, clients))
+
+
+def reported(algorithm: Algorithm, server: Tree) -> dict[str, float | Tensor]:
+    """What algorithm and budget tell the history after a round."""
+    told = {} if algorithm.report is None else algorithm.report(server)
+    return {**told, **({} if algorithm.budget is None else algorithm.budget.report())}
+
+
+def exhausted(algorithm: Algorithm) -> bool:
+    """Whether the algorithm's budget allows no further round."""
+    return algorithm.budget is not None and not algorithm.budget.allows()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, Turn, first_total
+from fedtorch.federation.algorithm import Algorithm, Turn, exhausted, first_total, reported
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
@@ -97,10 +97,12 @@ class Run:
                 raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
             parameters = algorithm.start
         clients = len(population.names)
-        check_cohort(cohort, clients)
         self.algorithm, self.population, self.seed = algorithm, population, seed
         self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
         self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
+        if algorithm.budget is not None:
+            cohort, self.recorders = algorithm.budget.cohort(cohort, clients), (*self.recorders, algorithm.budget)
+        check_cohort(cohort, clients)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
         self.log = History(keep_losses)
@@ -122,6 +124,8 @@ class Run:
         asked = None if self._draw is None else self._draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
+        if algorithm.budget is not None:
+            algorithm.budget.spend(self.number, asked)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
         pending = self.clients.step(
             algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent
@@ -150,7 +154,7 @@ class Run:
             fate.after,
             pending.repeated,
             torch.tensor(sorted(pending.refused), dtype=torch.int64),
-            {} if algorithm.report is None else algorithm.report(self.server),
+            reported(algorithm, self.server),
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:
@@ -160,7 +164,8 @@ class Run:
     def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
         """Goes on, and yields after each round, until `rounds` are done in all or `until(history)` holds.
 
-        Both ends are those of the run and not of the call: a run that was stopped and resumed ends where it would have.
+        It also ends before a round that the algorithm's budget does not allow. Both ends are those of the run and not
+        of the call: a run that was stopped and resumed ends where it would have.
 
         Raises:
             ValueError: neither is given.
@@ -170,7 +175,8 @@ class Run:
         return self._rounds(rounds, until)
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
-        while (rounds is None or self.number < rounds) and not (self.number and until is not None and until(self.log)):
+        ended = lambda: bool(self.number and until is not None and until(self.log))
+        while (rounds is None or self.number < rounds) and not ended() and not exhausted(self.algorithm):
             yield self.step()
 
     def __iter__(self) -> Iterator[Round]:
@@ -288,10 +294,10 @@ class Run:
         checkpoint.check_structure(flat, self.state_dict())
         if not anyway:
             checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self._fingerprint())
-        self.clients.load_state_dict(below("clients.", flat))
-        self.log.load_state_dict(below("history.", flat))
         for i, recorder in enumerate(self.recorders):
             recorder.load_state_dict(below(f"recorders.{i}.", flat))
+        self.clients.load_state_dict(below("clients.", flat))
+        self.log.load_state_dict(below("history.", flat))
         loaded = tree.unflatten(flat, self.server, "server")
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)

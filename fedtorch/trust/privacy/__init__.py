@@ -7,6 +7,8 @@ from fedtorch.trust.privacy.accountant import (
     rounds_for as rounds_for,
     spent as spent,
 )
+from fedtorch.trust.privacy.client_level import client_level as client_level
+from fedtorch.trust.privacy.clipping import AdaptiveClip as AdaptiveClip
 from fedtorch.trust.privacy.entropy import (
     Entropy as Entropy,
     Purpose as Purpose,
@@ -18,5 +20,6 @@ from fedtorch.trust.privacy.gaussian import (
     gaussian_epsilon as gaussian_epsilon,
     gaussian_noise as gaussian_noise,
 )
+from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon

@@ -16,6 +16,7 @@ can compute the draws, the rate is one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,7 +25,9 @@ from fedtorch.trust.privacy.gaussian import check_delta, check_noise, check_roun
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
 from fedtorch.trust.privacy.renyi import check_rate
 
-_INTERVAL = 1e-4  # of the grid of privacy losses
+_INTERVAL = 1e-4  # of the grid of privacy losses, coarser where the losses of little noise are large
+_CELLS = 1e6  # of the grid
+_LARGEST = 1e6  # losses, beyond which an account is not worth keeping
 _PRECISION = 1e-3  # to which `noise_for` finds the least noise, from above
 
 
@@ -71,8 +74,12 @@ def spent(releases: Mapping[Release, int], delta: float) -> float:
 
 
 def pld_epsilon(releases: Mapping[Release, int], delta: float) -> float:
-    """`spent` by privacy-loss distributions, whether or not there is a closed form."""
-    parts = [_loss(release).self_compose(count) for release, count in releases.items()]
+    """`spent` by privacy-loss distributions, also where there is a closed form; infinite for noise below 1e-3."""
+    largest = max(_largest(release.noise) for release in releases)
+    if largest > _LARGEST:
+        return math.inf
+    interval = max(_INTERVAL, largest / _CELLS)
+    parts = [_loss(release, interval).self_compose(count) for release, count in releases.items()]
     whole = parts[0]
     for part in parts[1:]:
         whole = whole.compose(part)
@@ -130,8 +137,13 @@ def _last(fits: Callable[[int], bool]) -> int:
     return low
 
 
+def _largest(noise: float) -> float:
+    """About the largest privacy loss of a release."""
+    return 12 / noise + 0.5 / noise**2
+
+
 @lru_cache(maxsize=64)
-def _loss(release: Release) -> Any:
+def _loss(release: Release, interval: float) -> Any:
     try:
         from dp_accounting.pld import privacy_loss_distribution as distributions
     except ImportError as error:
@@ -139,4 +151,4 @@ def _loss(release: Release) -> Any:
             "Expected dp-accounting with privacy-loss distributions, but it does not import: "
             "pip install 'fedtorch[privacy]' (an old dp-accounting, below 0.6, has none)"
         ) from error
-    return release.mechanism.losses(distributions, release.noise, release.rate, _INTERVAL)
+    return release.mechanism.losses(distributions, release.noise, release.rate, interval)

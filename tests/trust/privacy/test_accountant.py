@@ -133,6 +133,12 @@ def test_no_epsilon_is_no_budget(function) -> None:
         function(epsilon=0.0, delta=DELTA, **settings)
 
 
+def test_noise_next_to_none_has_no_account() -> None:
+    for mechanism, rate in ((privacy.laplace, 1.0), (privacy.gaussian, 0.5)):
+        assert privacy.epsilon(noise=1e-9, delta=DELTA, rate=rate, mechanism=mechanism) == math.inf
+        assert 10 < privacy.epsilon(noise=0.1, delta=DELTA, rate=rate, mechanism=mechanism) < 100
+
+
 def test_a_library_without_distributions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting.pld", None)
     accountant._loss.cache_clear()

@@ -1,0 +1,140 @@
+"""What stands between a run and its releases: the ledger is written before a round, and noise is drawn once for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch.federation.sampling import Cohort
+from fedtorch.trust.privacy.accountant import Release
+from fedtorch.trust.privacy.entropy import Entropy, Purpose
+from fedtorch.trust.privacy.ledger import NO_GUARANTEE, Claim, Ledger
+
+_GRID = 20  # noised numbers are rounded to this many bits below the noise
+_NONE = bytes(16)
+
+
+class Spending:
+    """The budget of an algorithm, see `fedtorch.federation.algorithm.Budget`, and the source of its noise.
+
+    Args:
+        ledger: where rounds are written down.
+        release: what is released in a round.
+        count: how often in each round.
+        entropy: where noise and cohorts come from.
+        check: (the run's cohort, number of clients) -> None; raises where the claim would not hold.
+        rate: with which clients are asked, each independently and in secret.
+        size: of a cohort drawn uniformly, instead of a rate; None leaves the cohort to the run.
+
+    Attributes:
+        expected: how many clients a round asks on average; known when a run has been made.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        release: Release,
+        count: int,
+        entropy: Entropy,
+        check: Callable[[Any, int], None],
+        rate: float = 1.0,
+        size: int | None = None,
+    ) -> None:
+        self.ledger, self.release, self.count, self.entropy = ledger, release, count, entropy
+        self._check, self._rate, self._size, self.expected = check, rate, size, 0.0
+        self._purpose: Purpose | None = None
+        self._drawn: set[str] = set()
+
+    @property
+    def claim(self) -> Claim:
+        """What is protected, and from whom."""
+        return self.ledger.claim
+
+    def cohort(self, cohort: Any, clients: int) -> Any:
+        """Clients drawn in secret, or so many of them, or what the run says; see `Budget.cohort`."""
+        self._check(cohort, clients)
+        self.expected = self._rate * clients if self._size is None else float(self._size)
+        if self._rate < 1:
+            return secret_cohort(self, self._rate, clients)
+        return cohort if self._size is None else self._size
+
+    def allows(self) -> bool:
+        """Whether the ledger's budget has room for another round."""
+        return self.ledger.allows(self.release, self.count)
+
+    def spend(self, round: int, asked: Tensor | None) -> None:
+        """Writes a round down; from here on its noise can be drawn, once."""
+        self._purpose = None
+        self.ledger.spend(round, self.release, self.count)
+        roster = b"everybody" if asked is None else hashlib.sha256(asked.numpy().tobytes()).digest()
+        self._purpose, self._drawn = self.purpose(round, "", roster), set()
+
+    def report(self) -> dict[str, float]:
+        """`epsilon` and `delta` of all that the ledger knows."""
+        return {"epsilon": self.ledger.epsilon, "delta": self.ledger.delta}
+
+    def record(self, round: Any) -> None:
+        """The ledger has been written before the round."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Which ledger, and how many of its rounds have begun."""
+        identity = torch.tensor(list(self.ledger.identity), dtype=torch.uint8)
+        return {"ledger": identity, "entries": torch.tensor(self.ledger.entries)}
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Refuses a checkpoint of another ledger, or of one that has lost rounds."""
+        if "ledger" not in flat:
+            raise ValueError("Expected a checkpoint of a run with a ledger, but got one of a run without")
+        identity = bytes(flat["ledger"].tolist())
+        self.ledger.expect(identity, int(flat["entries"]), self.release, self.count)
+
+    def purpose(self, round: int, phase: str, roster: bytes) -> Purpose:
+        """What numbers of the attempt that is open are for."""
+        run = self.ledger.identity if self.claim.entropy != NO_GUARANTEE else _NONE
+        return Purpose(run, round, self.ledger.entries, phase, roster)
+
+    def uniforms(self, phase: str, count: int) -> Tensor:
+        """`(count,)` uniform numbers of the open round, float64, which can be had once for each phase.
+
+        Raises:
+            RuntimeError: no round is open, or its numbers have been drawn.
+        """
+        if self._purpose is None or phase in self._drawn:
+            raise RuntimeError(
+                f"Expected the {phase} of a round to be drawn once, after a run has written the round into the ledger, "
+                "but it is drawn outside a run or again; go round by round with ft.Run"
+            )
+        self._drawn.add(phase)
+        return self.entropy.uniforms(self._purpose._replace(phase=phase), count)
+
+    def noise(self, phase: str, scales: Tensor) -> Tensor:
+        """Noise `(D,)` of the open round with the given scales, float64."""
+        draws = self.release.mechanism.draw(self.uniforms(phase, 2 * len(scales)).reshape(2, -1))
+        return draws.mul_(scales)
+
+    def __repr__(self) -> str:
+        return f"Spending({self.release}, epsilon={self.ledger.epsilon:.4g} at {self.ledger.delta}, {self.entropy})"
+
+
+def secret_cohort(spending: Spending, rate: float, clients: int) -> Cohort:
+    """Each client independently with probability `rate`, from the entropy of `spending`, whatever the seed."""
+
+    def draw(key: Tensor) -> Tensor:
+        purpose = spending.purpose(int(key), "cohort", b"")
+        return (spending.entropy.uniforms(purpose, clients) < rate).nonzero()[:, 0]
+
+    return draw
+
+
+def on_grid(noised: Tensor, scales: Tensor) -> Tensor:
+    """Noised numbers rounded to a power of two, some 2⁻²⁰ of their noise.
+
+    The low bits of a sum with floating-point noise tell which value the noise was added to (Mironov 2012, "On
+    significance of the least significant bits for differential privacy"); these are rounded away.
+    """
+    grid = torch.exp2(scales.log2().floor() - _GRID)
+    return (noised / grid).round() * grid
