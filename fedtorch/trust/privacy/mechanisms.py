@@ -10,22 +10,28 @@ import torch
 from torch import Tensor
 
 
+Uniforms = Callable[[int], Tensor]  # count -> (count,) uniform numbers of (0, 1), float64
+
+
 class Mechanism(NamedTuple):
     """A kind of noise."""
 
     name: str  # in ledgers
     norm: Callable[[Tensor], Tensor]  # numbers (K, D) -> (K,), in which one unit's part is clipped
-    draw: Callable[[Tensor], Tensor]  # uniform numbers (2, D) of (0, 1) -> noise (D,) of unit scale
+    draw: Callable[[Uniforms, int], Tensor]  # (source of uniform numbers, D) -> noise (D,) of unit scale
     join: Callable[[int], float]  # how many times the noise of one part each of several parts needs
     losses: Callable[[Any, float, float, float], Any]  # (library, noise, rate, interval) -> privacy-loss distribution
 
 
-def _box_muller(uniforms: Tensor) -> Tensor:
-    return (-2 * uniforms[0].log()).sqrt() * (2 * math.pi * uniforms[1]).cos()
+def _box_muller(uniforms: Uniforms, count: int) -> Tensor:
+    first, second = uniforms(count + count % 2).reshape(2, -1)
+    radius, angle = first.log_().mul_(-2).sqrt_(), second.mul_(2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()])[:count]
 
 
-def _laplace(uniforms: Tensor) -> Tensor:
-    return torch.where(uniforms[1] < 0.5, uniforms[0].log(), -uniforms[0].log())
+def _inverse_laplace(uniforms: Uniforms, count: int) -> Tensor:
+    centred = uniforms(count).sub_(0.5)
+    return -centred.sign() * torch.log1p(-2 * centred.abs())
 
 
 def _gaussian_losses(library: Any, noise: float, rate: float, interval: float) -> Any:
@@ -37,5 +43,5 @@ def _laplace_losses(library: Any, noise: float, rate: float, interval: float) ->
 
 
 gaussian = Mechanism("gaussian", lambda rows: rows.norm(dim=1), _box_muller, math.sqrt, _gaussian_losses)
-laplace = Mechanism("laplace", lambda rows: rows.abs().sum(1), _laplace, float, _laplace_losses)
+laplace = Mechanism("laplace", lambda rows: rows.abs().sum(1), _inverse_laplace, float, _laplace_losses)
 MECHANISMS = {each.name: each for each in (gaussian, laplace)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Spending:
         self.ledger, self.release, self.count, self.entropy = ledger, release, count, entropy
         self._check, self._rate, self._size, self.expected = check, rate, size, 0.0
         self._purpose: Purpose | None = None
-        self._drawn: set[str] = set()
+        self._drawn: set[tuple[str, bytes]] = set()
 
     @property
     def claim(self) -> Claim:
@@ -97,24 +98,24 @@ class Spending:
         run = self.ledger.identity if self.claim.entropy != NO_GUARANTEE else _NONE
         return Purpose(run, round, self.ledger.entries, phase, roster)
 
-    def uniforms(self, phase: str, count: int) -> Tensor:
-        """`(count,)` uniform numbers of the open round, float64, which can be had once for each phase.
+    def open(self, phase: str, roster: bytes = b"") -> Purpose:
+        """What numbers of the open round are for, which can be had once for each phase and roster.
 
         Raises:
             RuntimeError: no round is open, or its numbers have been drawn.
         """
-        if self._purpose is None or phase in self._drawn:
+        if self._purpose is None or (phase, roster) in self._drawn:
             raise RuntimeError(
                 f"Expected the {phase} of a round to be drawn once, after a run has written the round into the ledger, "
                 "but it is drawn outside a run or again; go round by round with ft.Run"
             )
-        self._drawn.add(phase)
-        return self.entropy.uniforms(self._purpose._replace(phase=phase), count)
+        self._drawn.add((phase, roster))
+        return self._purpose._replace(phase=phase, roster=self._purpose.roster + roster)
 
     def noise(self, phase: str, scales: Tensor) -> Tensor:
         """Noise `(D,)` of the open round with the given scales, float64."""
-        draws = self.release.mechanism.draw(self.uniforms(phase, 2 * len(scales)).reshape(2, -1))
-        return draws.mul_(scales)
+        uniforms = partial(self.entropy.uniforms, self.open(phase))
+        return self.release.mechanism.draw(uniforms, len(scales)).mul_(scales)
 
     def __repr__(self) -> str:
         return f"Spending({self.release}, epsilon={self.ledger.epsilon:.4g} at {self.ledger.delta}, {self.entropy})"
