@@ -107,7 +107,13 @@ def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 def leaves(tree: Tree) -> list[Tensor]:
     """The tensors of a tree, depth first."""
-    return [leaf for _, leaf in items(tree)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (dict, tuple)):
+        return [leaf for child in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(child)]
+    if tree is not None:
+        raise _no_tree(tree)
+    return []
 
 
 def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:

@@ -64,7 +64,7 @@ class Solve(Protocol):
 
 @dataclass(frozen=True)
 class LocalSolver:
-    """A way of solving a client's problem: `local(start, state, data, quadratic, turn) -> Local`.
+    """A way of solving a client's problem: `local.solve(start, state, data, quadratic, turn) -> Local`.
 
     Attributes:
         solve: the solver itself, on stacked clients.
@@ -87,9 +87,6 @@ class LocalSolver:
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
     budget: Budget | None = None
-
-    def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
-        return self.solve(start, state, data, quadratic, turn)
 
 
 class Budget(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Sent, Sum, client_count, indices, not_finite
+from fedtorch.federation.exchange import Sent, Sum, client_count, indices, is_finite, not_finite
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
@@ -41,6 +41,28 @@ class Pending(NamedTuple):
     commit: Callable[[], None]  # keeps the new states of the clients that answered
     repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
     refused: Mapping[int, str] = MappingProxyType({})  # clients whose message had NaN or Inf, and in which field
+
+    @property
+    def refused_ids(self) -> Tensor:
+        """The clients whose message was left out, ascending."""
+        return torch.tensor(sorted(self.refused), dtype=torch.int64) if self.refused else _NOBODY
+
+
+class Answers(NamedTuple):
+    """What the clients of a block have answered."""
+
+    ids: Rows
+    message: Tree  # (K, ...) all that they send
+    state: Tree  # (K, ...)
+    info: dict[str, Tensor]  # (K,) each
+
+    def without(self, clients: Tensor, device: torch.device) -> Answers:
+        """The answers of all but some clients; all that is answered is on `device`."""
+        arrived = ~torch.isin(indices(self.ids), clients)
+        if bool(arrived.all()):
+            return self
+        rows = arrived.nonzero()[:, 0]
+        return Answers(indices(self.ids)[rows], *tree.take(self[1:], rows.to(device)))
 
 
 class Gathered(NamedTuple):
@@ -176,26 +198,24 @@ class LocalClients:
         infos: list[tuple[Tensor, dict[str, Tensor]]] = []
         up = down = 0
         for block in self.blocks(cohort):
-            ids = block[0]
-            message, state, info = self.reply(block, outbox, turn)
-            sent, heard = exchange.traffic(outbox, message, ids)
+            answers = Answers(block[0], *self.reply(block, outbox, turn))
+            sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
             up, down = up + sent, down + heard
-            bad = {int(indices(ids)[row]): field for row, field in not_finite(message).items()}
-            away = _NOBODY if lost is None else lost
-            refused.update({k: field for k, field in bad.items() if k not in away})
-            if lost is not None or bad:
-                arrived = ~torch.isin(indices(ids), torch.cat([away, torch.tensor(list(bad), dtype=torch.int64)]))
-                if not bool(arrived.all()):
-                    rows = arrived.nonzero()[:, 0]
-                    ids = indices(ids)[rows]
-                    message, state, info = tree.take((message, state, info), rows.to(self.device))
-            if client_count(ids) == 0:
+            if lost is not None:
+                answers = answers.without(lost, self.device)
+            partial = exchange.gather(answers.message, answers.ids)
+            if not is_finite(partial):
+                bad = {int(indices(answers.ids)[row]): field for row, field in not_finite(answers.message).items()}
+                refused.update(bad)
+                answers = answers.without(torch.tensor(list(bad), dtype=torch.int64), self.device)
+                partial = exchange.gather(answers.message, answers.ids)
+            if client_count(answers.ids) == 0:
                 continue
-            partials.append(exchange.gather(message, ids))
+            partials.append(partial)
             if len(partials) == _MERGE_EVERY:
                 partials = [exchange.merge(partials)]
-            states.append((ids, state))
-            infos.append((indices(ids), info))
+            states.append((answers.ids, answers.state))
+            infos.append((indices(answers.ids), answers.info))
         return Gathered(exchange.merge(partials) if partials else None, states, *joined(infos), up, down, refused)
 
     def commit(self, states: list[tuple[Rows, Tree]]) -> None:

@@ -85,17 +85,19 @@ def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
     return exchange.finish(exchange.gather(Sum(value), ids)).value
 
 
+def is_finite(partial: Tree) -> bool:
+    """Whether a partial aggregate is finite, as it is where all messages are: NaN and Inf add up to NaN or Inf."""
+    sums = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()]
+    return not sums or math.isfinite(sum(sums[1:], sums[0]))
+
+
 def not_finite(messages: Tree) -> dict[int, str]:
     """The rows of messages `(K, ...)` that have NaN or Inf, and the field in which they have it."""
-    numbers = {name: leaf for name, leaf in tree.items(messages) if leaf.is_floating_point() and leaf.numel()}
-    if not numbers or bool(
-        torch.stack([leaf.sum(dtype=torch.float64).cpu() for leaf in numbers.values()]).isfinite().all()
-    ):
-        return {}
     found: dict[int, str] = {}
-    for name, leaf in numbers.items():
-        bad = ~leaf.flatten(1).isfinite().all(1) if leaf.ndim > 1 else ~leaf.isfinite()
-        found = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **found}
+    for name, leaf in tree.items(messages):
+        if leaf.is_floating_point() and leaf.numel():
+            bad = ~leaf.reshape(len(leaf), -1).isfinite().all(1)
+            found = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **found}
     return found
 
 

@@ -291,7 +291,9 @@ def trained_from(local: LocalSolver, starts: Tree, data: FederatedData, key: Ten
     """
     nodes = torch.arange(len(data))
     state = tree.expand(local.init(local.parameters), len(data))
-    return local(starts, state, local.prepare(data.stack(nodes)), None, Turn(random.fold_in(key, nodes), 0)).parameters
+    return local.solve(
+        starts, state, local.prepare(data.stack(nodes)), None, Turn(random.fold_in(key, nodes), 0)
+    ).parameters
 
 
 def few_shot(x: Tensor, y: Tensor, network: Network, alpha: float) -> LinearProblem:

@@ -153,7 +153,7 @@ class Run:
             fate.late,
             fate.after,
             pending.repeated,
-            torch.tensor(sorted(pending.refused), dtype=torch.int64),
+            pending.refused_ids,
             reported(algorithm, self.server),
         )
         self.log.record(self.last, time.perf_counter() - began)

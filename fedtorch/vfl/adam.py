@@ -37,17 +37,21 @@ class RestartingAdam(torch.optim.Adam):
         """One step; every hundred of them, coordinates that are blocked begin anew."""
         loss = super().step(closure)
         for group in self.param_groups:
-            leaves = [leaf for leaf in group["params"] if leaf.grad is not None]
-            states, gradients = [self.state[leaf] for leaf in leaves], [leaf.grad for leaf in leaves]
-            for state, leaf in zip(states, leaves):
-                for name in ("sum", "squares") if "sum" not in state else ():
-                    state[name] = torch.zeros_like(leaf)
-            if leaves:
-                torch._foreach_add_([state["sum"] for state in states], gradients)
-                torch._foreach_addcmul_([state["squares"] for state in states], gradients, gradients)
-            for state in states:
-                if int(state["step"]) % _WINDOW == 0:
-                    _renew(state, group["betas"][1])
+            leaves = group["params"]
+            # All gradients in one vector: a few calls a step however many parameters there are.
+            gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in leaves])
+            if "recent" not in group:
+                group["recent"] = {"steps": 0, "sum": torch.zeros_like(gradient), "squares": torch.zeros_like(gradient)}
+            recent = group["recent"]
+            recent["steps"] += 1
+            recent["sum"].add_(gradient)
+            recent["squares"].addcmul_(gradient, gradient)
+            if recent["steps"] == _WINDOW:
+                del group["recent"]
+                sizes = [leaf.numel() for leaf in leaves]
+                for leaf, *sums in zip(leaves, recent["sum"].split(sizes), recent["squares"].split(sizes)):
+                    if leaf in self.state:
+                        _renew(self.state[leaf], group["betas"][1], *(part.reshape(leaf.shape) for part in sums))
         return loss
 
 
@@ -79,13 +83,13 @@ class Drift:
         return torch.stack([part.expand(size) for part in each]).amax(0)
 
 
-def _renew(state: dict[str, Tensor], beta: float) -> None:
-    mean, square = state["sum"] / _WINDOW, state["squares"] / _WINDOW
+def _renew(state: dict[str, Tensor], beta: float, total: Tensor, squares: Tensor) -> None:
+    """Begins anew where the moments block, by the sums of a window's gradients and of their squares."""
+    mean, square = total / _WINDOW, squares / _WINDOW
     fresh = square * (1 - beta ** float(state["step"]))  # without Adam's correction for its start from zero
     blocked = (state["exp_avg_sq"] > _BLOCKED * fresh) & (_drift(mean, square, _WINDOW) > _CERTAIN)
     state["exp_avg_sq"].copy_(torch.where(blocked, fresh, state["exp_avg_sq"]))
     state["exp_avg"].masked_fill_(blocked, 0.0)
-    state["sum"], state["squares"] = torch.zeros_like(mean), torch.zeros_like(square)
 
 
 def _drift(mean: Tensor, square: Tensor, count: int) -> Tensor:

@@ -157,7 +157,7 @@ def solve(local, data, key, quadratic=None, start=None, state=None, round=0):
         if state is None
         else state
     )
-    return local(start, state, local.prepare(data), quadratic, Turn(key, round))
+    return local.solve(start, state, local.prepare(data), quadratic, Turn(key, round))
 
 
 def check(module, data=None, loss=None, optimizer=None, quadratic=None, buffers="refuse", **options):
@@ -323,7 +323,7 @@ def over_rounds(module, optimizer, loss, reset="never", **options):
         key = random.fold_in(keys(count), number)
         at = torch.tensor(cohort)
         some = tree.take((start, state, data, key), at)
-        result = local(some[0], some[1], some[2], None, Turn(some[3], number))
+        result = local.solve(some[0], some[1], some[2], None, Turn(some[3], number))
         if reset == "round":
             sessions = [begin(k) for k in range(count)]
             for k, session in enumerate(sessions):

@@ -77,7 +77,7 @@ def solve(local: ft.LocalSolver, quadratic: ft.Quadratic | None = None, data: ob
     data = block(clients()) if data is None else data
     count = len(data.count)
     start, state = tree.expand((local.parameters, local.init(local.parameters)), count)
-    return local(start, state, data, quadratic, ft.Turn(keys(count), 0))
+    return local.solve(start, state, data, quadratic, ft.Turn(keys(count), 0))
 
 
 def pull(local: ft.LocalSolver, count: int = len(COUNTS)) -> ft.Quadratic:

@@ -69,7 +69,7 @@ def ditto(
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         averaged = shared.client(inbox, state.solver, data, turn)
         own_turn = turn._replace(key=random.fold_in(turn.key, _PERSONAL))
-        own = local(state.personal, state.personal_solver, data, proximal(inbox, strength), own_turn)
+        own = local.solve(state.personal, state.personal_solver, data, proximal(inbox, strength), own_turn)
         info = {**averaged.info, **{f"personal_{name}": value for name, value in own.info.items()}}
         return Reply(averaged.message, State(own.parameters, own.state, averaged.state), info)
 

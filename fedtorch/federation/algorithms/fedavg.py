@@ -58,7 +58,7 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
     check_settings(mu, lr)
 
     def client(inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
-        solved = local(inbox, state, data, proximal(inbox, mu), turn)
+        solved = local.solve(inbox, state, data, proximal(inbox, mu), turn)
         change = tree.subtract(solved.parameters, inbox)
         return Reply(Message(Mean(change, weight(data))), solved.state, solved.info)
 

@@ -70,7 +70,7 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         gradient = tree.scale(state.controls.weighted, 1 / weights)
         precision = torch.full_like(weights, alpha, dtype=tree.leaves(gradient)[0].dtype)
         quadratic = Quadratic(precision, tree.add_scaled(gradient, inbox, alpha))
-        solved = local(inbox, state.solver, data, quadratic, turn)
+        solved = local.solve(inbox, state.solver, data, quadratic, turn)
         change = tree.subtract(solved.parameters, inbox)
         renewed = tree.add_scaled(gradient, change, -alpha)
         controls = Controls(tree.scale(renewed, weights), weights, torch.ones_like(weights))

@@ -86,7 +86,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
 
     def client(inbox: Neighbourhood, state: State, data: Any, turn: Turn) -> Reply:
         quadratic = _coupling(inbox, state.parameters, strengths)
-        solved = local(state.parameters, state.solver, data, quadratic, turn)
+        solved = local.solve(state.parameters, state.solver, data, quadratic, turn)
         return Reply(None, State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(

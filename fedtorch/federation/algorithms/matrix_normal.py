@@ -244,7 +244,7 @@ def client(inbox: Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local:
     """The device's steps on its misfit with the prior in each, in units of its mean squared error."""
     unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
-    solved = local({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
+    solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)
     found = Mean(Found(data.summary, solved.steps * unit), torch.ones_like(unit))
     return Reply(Message(change, found), solved.state, solved.info)

@@ -59,7 +59,7 @@ def personal_layers(
 
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         start = _in_order({**inbox, **state.personal}, local.parameters)
-        solved = local(start, state.solver, data, proximal(start, mu), turn)
+        solved = local.solve(start, state.solver, data, proximal(start, mu), turn)
         mine, shared = functional.split(solved.parameters, personal)
         change = tree.subtract(shared, {name: inbox[name] for name in shared})
         return Reply(Message(Mean(change, weight(data))), State(mine, solved.state), solved.info)

@@ -106,7 +106,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         weights = weight(data).to(torch.float64)
         correction = tree.subtract(tree.scale(state.controls.weighted, 1 / weights), inbox.control)
         precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
-        solved = local(inbox.parameters, state.solver, data, Quadratic(precision, correction), turn)
+        solved = local.solve(inbox.parameters, state.solver, data, Quadratic(precision, correction), turn)
         change = tree.subtract(solved.parameters, inbox.parameters)
         control = tree.add_scaled(correction, change, -1 / _checked(solved.steps))
         controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))

@@ -25,7 +25,7 @@ def separate(local: LocalSolver) -> Algorithm:
     """
 
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
-        solved = local(state.parameters, state.solver, data, None, turn)
+        solved = local.solve(state.parameters, state.solver, data, None, turn)
         return Reply({}, State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(

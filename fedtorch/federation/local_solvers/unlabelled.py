@@ -10,7 +10,8 @@ Source: Jung, "Federated learning: from theory to practice", section 6.4.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,30 +49,29 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
         tensor([1.3333, 2.0000, 2.6667])
     """
 
-    def prepare(data: Any) -> Prepared:
-        if isinstance(data, Prepared):
-            return data
-        batch = tree.map(
-            lambda leaf: leaf if leaf.shape[1] else leaf.new_zeros(len(leaf), 1, *leaf.shape[2:]), data.batch
-        )
-        return Prepared(local.prepare(ClientData(batch, data.count.clamp(min=1))), data.count == 0)
+    return dataclasses.replace(local, solve=partial(_solve, local), prepare=partial(_prepare, local))
 
-    def solve(start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
-        rows, empty = prepare(data)
-        solved = local(start, state, rows, quadratic, turn)
 
-        def of_empty(new: Tensor, instead: Tensor) -> Tensor:
-            return torch.where(tree.along(empty, new), instead, new)
+def _prepare(local: LocalSolver, data: ClientData) -> Prepared:
+    batch = tree.map(lambda leaf: leaf if leaf.shape[1] else leaf.new_zeros(len(leaf), 1, *leaf.shape[2:]), data.batch)
+    return Prepared(local.prepare(ClientData(batch, data.count.clamp(min=1))), data.count == 0)
 
-        drawn = start if quadratic is None else _minimiser(start, quadratic)
-        return Local(
-            tree.map(of_empty, solved.parameters, drawn),
-            tree.map(of_empty, solved.state, state),
-            solved.steps.masked_fill(empty, 0),
-            {name: value.masked_fill(empty, 0) for name, value in solved.info.items()},
-        )
 
-    return dataclasses.replace(local, solve=solve, prepare=prepare)
+def _solve(
+    local: LocalSolver, start: Tree, state: Tree, data: Prepared, quadratic: Quadratic | None, turn: Turn
+) -> Local:
+    solved = local.solve(start, state, data.data, quadratic, turn)
+
+    def of_empty(new: Tensor, instead: Tensor) -> Tensor:
+        return torch.where(tree.along(data.empty, new), instead, new)
+
+    drawn = start if quadratic is None else _minimiser(start, quadratic)
+    return Local(
+        tree.map(of_empty, solved.parameters, drawn),
+        tree.map(of_empty, solved.state, state),
+        solved.steps.masked_fill(data.empty, 0),
+        {name: value.masked_fill(data.empty, 0) for name, value in solved.info.items()},
+    )
 
 
 def _minimiser(start: Tree, quadratic: Quadratic) -> Tree:

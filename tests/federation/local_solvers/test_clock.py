@@ -35,7 +35,7 @@ def watched(local: ft.LocalSolver, rates: list[list[float]]) -> ft.LocalSolver:
     """The same solver, which takes down the clients' sums of learning rates."""
 
     def solve(start: Tree, state: Tree, data: Any, quadratic: Any, turn: ft.Turn) -> ft.Local:
-        solved = local(start, state, data, quadratic, turn)
+        solved = local.solve(start, state, data, quadratic, turn)
         rates.append([round(rate, 6) for rate in solved.steps.tolist()])
         return solved
 

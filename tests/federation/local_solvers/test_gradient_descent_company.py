@@ -176,7 +176,7 @@ def test_batch_sizes_in_epochs_without_a_schedule_share_steps():
     local.prepare(stacked_data())
     calls.clear()
     start, state = tree.expand((local.parameters, local.init(local.parameters)), 7)
-    local(start, state, stacked_data(), None, Turn(keys(7), 0))
+    local.solve(start, state, stacked_data(), None, Turn(keys(7), 0))
     assert len(calls) == 2 * 10
 
 

@@ -74,7 +74,7 @@ def test_a_solver_made_anew_continues_kept_states():
     local, data, key = make(), stacked_data(), keys(7)
     first = solve(local, data, key)
     again = solve(local, data, key, start=first.parameters, state=first.state)
-    resumed = make()(first.parameters, first.state, data, None, Turn(key, 0))
+    resumed = make().solve(first.parameters, first.state, data, None, Turn(key, 0))
     torch.testing.assert_close(resumed, again, rtol=0, atol=0)
 
 
@@ -103,7 +103,7 @@ def test_arguments_stay_as_they_are():
     )
     first = solve(local, data, key)
     before = tree.map(torch.clone, (tuple(first[:2]), data, key))
-    local(first.parameters, first.state, data, None, Turn(key, 0))
+    local.solve(first.parameters, first.state, data, None, Turn(key, 0))
     torch.testing.assert_close((tuple(first[:2]), data, key), before, rtol=0, atol=0)
 
 

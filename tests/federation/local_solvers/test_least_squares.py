@@ -43,7 +43,7 @@ def solve(
     start = tree.expand(local.parameters, len(data))
     added = pull(start) if quadratic else None
     state = tree.expand(local.init(local.parameters), len(data))
-    return local(start, state, local.prepare(block), added, TURN), start, added
+    return local.solve(start, state, local.prepare(block), added, TURN), start, added
 
 
 @pytest.mark.parametrize("outputs", [0, 1, 2])
@@ -101,7 +101,9 @@ def test_which_is_where_gradient_descent_goes() -> None:
     data = linear_clients([2, 3, 9])
     found, start, _ = solve(linear(), data)
     descent = sgd(0.1, steps=1500)
-    reached = descent(start, tree.expand(descent.init(start), 3), data.stack(range(3)), None, ft.Turn(KEYS[:3], 0))
+    reached = descent.solve(
+        start, tree.expand(descent.init(start), 3), data.stack(range(3)), None, ft.Turn(KEYS[:3], 0)
+    )
     assert distance(reached.parameters, found.parameters) < 10 * ROUNDING  # (1 − 0.1·0.34)^1500 is 1e-23
 
 
@@ -145,7 +147,7 @@ def test_no_clients_and_blocks_of_one() -> None:
 
     def part(rows: slice) -> ft.Local:
         mine = tree.take((start, prepared, quadratic, KEYS), rows)
-        return local(mine[0], local.init(start), mine[1], mine[2], ft.Turn(mine[3], 0))
+        return local.solve(mine[0], local.init(start), mine[1], mine[2], ft.Turn(mine[3], 0))
 
     whole = part(slice(0, len(SIZES)))
     alone = [part(slice(k, k + 1)) for k in range(len(SIZES))]
@@ -214,7 +216,7 @@ def test_gradient_steps_in_closed_form_are_those_of_the_loop(steps: int, outputs
     block, ends = data.stack(range(len(SIZES))), []
     for local in (ft.least_squares(module, steps=steps, lr=0.07), sgd(0.07, module, steps=steps)):
         state = tree.expand(local.init(local.parameters), len(SIZES))
-        ends.append(local(start, state, local.prepare(block), added, TURN))
+        ends.append(local.solve(start, state, local.prepare(block), added, TURN))
     assert distance(ends[0].parameters, ends[1].parameters) < ROUNDING
     assert distance(ends[0].steps, ends[1].steps) < ROUNDING
 
@@ -225,7 +227,7 @@ def test_many_gradient_steps_end_at_the_minimiser_and_too_long_ones_diverge_as_t
     start = tree.expand(ft.least_squares(linear()).parameters, 2)
 
     def end(local: ft.LocalSolver) -> Tree:
-        return local(
+        return local.solve(
             start, tree.expand(local.init(local.parameters), 2), local.prepare(block), None, ft.Turn(KEYS[:2], 0)
         )
 
@@ -266,15 +268,15 @@ def test_a_linear_head_is_a_linear_layer_of_its_features(steps: int | None) -> N
     added = pull(start)
     one = ft.least_squares(linear(), steps=steps)
     state = tree.expand(one.init(one.parameters), len(SIZES))
-    expected = one(start, state, one.prepare(data.stack(range(len(SIZES)))), added, TURN)
+    expected = one.solve(start, state, one.prepare(data.stack(range(len(SIZES)))), added, TURN)
     two = ft.least_squares(head, steps=steps)
     mine = ft.Quadratic(added.precision, {"coefficients": joined(added.shift)[..., 0]})
     prepared = two.prepare(data.stack(range(len(SIZES))))
-    found = two({"coefficients": joined(start)[..., 0]}, state, prepared, mine, TURN)
+    found = two.solve({"coefficients": joined(start)[..., 0]}, state, prepared, mine, TURN)
     assert distance(found.parameters["coefficients"], joined(expected.parameters)[..., 0]) < ROUNDING
     assert distance((found.steps, found.info), (expected.steps, expected.info)) < ROUNDING
     squares = ft.least_squares(ft.LinearHead(6, lambda x: torch.cat([x, x.square()], -1), dtype=torch.float64))
-    theta = squares(
+    theta = squares.solve(
         tree.expand(squares.parameters, 1), state, squares.prepare(data.stack([2])), None, KEYS[:1]
     ).parameters
     x, y = data[2]
@@ -288,7 +290,7 @@ def test_the_default_step_never_increases_the_loss_and_ends_at_the_minimiser() -
 
     def end(steps: int | None) -> ft.Local:
         local = ft.least_squares(linear(), steps=steps)
-        return local(
+        return local.solve(
             start, tree.expand(local.init(start), 1), local.prepare(data.stack(range(len(SIZES)))), pull(start), TURN
         )
 
@@ -296,7 +298,7 @@ def test_the_default_step_never_increases_the_loss_and_ends_at_the_minimiser() -
     local = ft.least_squares(linear(), steps=1)
     block, now, before = data.stack(range(len(SIZES))), start, torch.full((len(SIZES),), torch.inf).double()
     for _ in range(5):
-        found = local(now, None, local.prepare(block), None, TURN)
+        found = local.solve(now, None, local.prepare(block), None, TURN)
         assert bool((found.info["loss"] <= before).all())
         now, before = found.parameters, found.info["loss"]
 
@@ -310,7 +312,7 @@ def test_a_precision_for_each_parameter() -> None:
         lr = None if steps is None else 0.05
         local = ft.least_squares(linear(), steps=steps, lr=lr)
         state = tree.expand(local.init(local.parameters), len(SIZES))
-        found = local(start, state, local.prepare(data.stack(range(len(SIZES)))), each, TURN)
+        found = local.solve(start, state, local.prepare(data.stack(range(len(SIZES)))), each, TURN)
         if steps is None:
             for k, (x, y) in enumerate(data):
                 matrix, vector = moments(x, y)
@@ -319,7 +321,7 @@ def test_a_precision_for_each_parameter() -> None:
                 assert distance(joined(found.parameters)[k], expected) < ROUNDING
         else:
             loop = sgd(0.05, steps=steps)
-            expected = loop(start, tree.expand(loop.init(start), 1), data.stack(range(len(SIZES))), each, TURN)
+            expected = loop.solve(start, tree.expand(loop.init(start), 1), data.stack(range(len(SIZES))), each, TURN)
             assert distance(found.parameters, expected.parameters) < ROUNDING
 
 
@@ -334,7 +336,7 @@ def test_a_clock_beside_an_indicator() -> None:
     start = tree.expand(local.parameters, 3)
     for precision in (torch.tensor([0.1, 0.0, 7.0]).double(), {"weight": torch.tensor([0.1, 0.5, 7.0]).double()}):
         pulled = ft.Quadratic(precision, {"weight": torch.tensor([1.0, -2.0]).double().expand(3, 1, 2)})
-        found = local(start, None, local.prepare(data.stack(range(3))), pulled, ft.Turn(KEYS[:3], 0)).parameters[
+        found = local.solve(start, None, local.prepare(data.stack(range(3))), pulled, ft.Turn(KEYS[:3], 0)).parameters[
             "weight"
         ][:, 0]
         for k, (x, y) in enumerate(data):
@@ -352,7 +354,7 @@ def test_gradient_steps_are_in_the_units_of_the_features() -> None:
     start, block = tree.expand(ft.least_squares(module).parameters, 2), data.stack(range(2))
     for local in (ft.least_squares(module, steps=20, lr=1e-9), sgd(1e-9, module, steps=20)):
         state = tree.expand(local.init(local.parameters), 2)
-        ends.append(local(start, state, local.prepare(block), None, ft.Turn(KEYS[:2], 0)).parameters)
+        ends.append(local.solve(start, state, local.prepare(block), None, ft.Turn(KEYS[:2], 0)).parameters)
     assert distance(*ends) < ROUNDING
 
 
@@ -363,7 +365,7 @@ def test_dependent_features_take_the_solution_nearest_to_the_start_in_their_unit
     with pytest.warns(UserWarning, match="Expected columns of rank 3, but got rank 2"):
         prepared = local.prepare(data.stack([0]))
     start = tree.map(lambda leaf: 1e-9 * leaf, tree.expand(local.parameters, 1))
-    found = local(start, None, prepared, None, ft.Turn(KEYS[:1], 0)).parameters["weight"][0, 0]
+    found = local.solve(start, None, prepared, None, ft.Turn(KEYS[:1], 0)).parameters["weight"][0, 0]
     first, _, third, empty = start["weight"][0, 0].tolist()
     excess = (1e-9 - first - 1000 * third) / (1 + 1000**2)  # along (1, 1000), which is orthogonal to what is open
     expected = [first + excess, 3.0, third + 1000 * excess, empty]

@@ -252,8 +252,8 @@ class TestAnyModule:
         found, expected = solve(local), solve(descent)
         assert_same(found.parameters, expected.parameters)
         assert_same(found.state, expected.state)
-        again = local(found.parameters, found.state, block(clients()), None, ft.Turn(keys(), 0))
-        expected = descent(expected.parameters, expected.state, block(clients()), None, ft.Turn(keys(), 0))
+        again = local.solve(found.parameters, found.state, block(clients()), None, ft.Turn(keys(), 0))
+        expected = descent.solve(expected.parameters, expected.state, block(clients()), None, ft.Turn(keys(), 0))
         assert_same(again[:2], expected[:2])
         tensors = local.tensors(found.parameters, found.state)
         assert local.predict(tensors, block(clients()).batch[0]).shape == (3, 9, 1)
@@ -283,7 +283,7 @@ class TestAnyModule:
         local = ft.lightning_fit(Net(), max_epochs=1, buffers="local")
         start, state = tree.expand((local.parameters, local.init(local.parameters)), 0)
         data = tree.take(block(clients()), slice(0, 0))
-        found = local(start, state, data, None, ft.Turn(keys(0), 0))
+        found = local.solve(start, state, data, None, ft.Turn(keys(0), 0))
         assert_same(found, ft.Local(start, state, torch.zeros(0, dtype=torch.float64), {}))
 
     def test_a_client_without_rows_stays(self) -> None:
@@ -300,7 +300,7 @@ class TestAnyModule:
         start, state = tree.stack([local.parameters] * 3), tree.expand(local.init(local.parameters), 3)
         data = block(clients())
         before = tree.map(torch.clone, (start, data.batch))
-        local(start, state, data, None, ft.Turn(keys(), 0))
+        local.solve(start, state, data, None, ft.Turn(keys(), 0))
         assert_same((start, data.batch), before, 0.0)
         module = Net()
         module.trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
