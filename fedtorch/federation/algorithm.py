@@ -103,8 +103,14 @@ class Budget(Protocol):
         """Whether another round may begin; a loop over rounds ends where it may not."""
         ...
 
-    def spend(self, round: int, asked: Tensor | None) -> None:
-        """Counts a round, before anything of it is computed; raises where it may not begin."""
+    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+        """Counts a round, before anything of it is computed; raises where it may not begin.
+
+        Args:
+            round: rounds done before.
+            asked: ids of the clients that are asked, None for all.
+            key: of the round, into which clients fold their ids.
+        """
         ...
 
     def report(self) -> Mapping[str, float]:

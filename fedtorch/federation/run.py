@@ -125,7 +125,7 @@ class Run:
         if asked is not None:
             check_ids(asked, len(everybody))
         if algorithm.budget is not None:
-            algorithm.budget.spend(self.number, asked)
+            algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
         pending = self.clients.step(
             algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent

@@ -7,7 +7,12 @@ from fedtorch.trust.privacy.accountant import (
     rounds_for as rounds_for,
     spent as spent,
 )
-from fedtorch.trust.privacy.client_level import client_level as client_level
+from fedtorch.trust.privacy.analytic import (
+    gaussian_delta as gaussian_delta,
+    gaussian_epsilon as gaussian_epsilon,
+    gaussian_noise as gaussian_noise,
+)
+from fedtorch.trust.privacy.clients import client_level as client_level
 from fedtorch.trust.privacy.clipping import AdaptiveClip as AdaptiveClip
 from fedtorch.trust.privacy.entropy import (
     Entropy as Entropy,
@@ -15,11 +20,7 @@ from fedtorch.trust.privacy.entropy import (
     from_seed as from_seed,
     from_system as from_system,
 )
-from fedtorch.trust.privacy.gaussian import (
-    gaussian_delta as gaussian_delta,
-    gaussian_epsilon as gaussian_epsilon,
-    gaussian_noise as gaussian_noise,
-)
+from fedtorch.trust.privacy.examples import example_level as example_level
 from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon

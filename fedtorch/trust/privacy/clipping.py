@@ -26,7 +26,7 @@ from fedtorch import tree
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.mechanisms import Mechanism
 
-_SLACK = 1 - 2.0**-20  # what float32 rounds up stays within the bound
+SLACK = 1 - 2.0**-20  # what float32 rounds up stays within the bound
 
 
 class AdaptiveClip(NamedTuple):
@@ -68,7 +68,7 @@ def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple
             raise TypeError(f"Expected real numbers to clip, but got {leaf.dtype}")
     norm = mechanism.norm(_numbers(leaves))
     norm = torch.where(norm.isfinite(), norm, torch.inf)
-    share = (bound * _SLACK / norm).clamp(max=1)
+    share = (bound * SLACK / norm).clamp(max=1)
 
     def cut(leaf: Tensor) -> Tensor:
         wide = leaf if leaf.dtype in (torch.float32, torch.float64) else leaf.to(torch.float32)

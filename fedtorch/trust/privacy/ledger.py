@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
-from fedtorch.trust.privacy.accountant import Release, spent
-from fedtorch.trust.privacy.gaussian import check_delta
+from fedtorch.trust.privacy.accountant import COARSE, Release, spent
+from fedtorch.trust.privacy.analytic import check_delta
 from fedtorch.trust.privacy.mechanisms import MECHANISMS
 
 SYSTEM = "of the operating system"
@@ -152,7 +152,7 @@ class Ledger:
     def _epsilon(self, releases: Counter[Release]) -> float:
         key = frozenset(releases.items())
         if key not in self._known:
-            self._known = {**dict(list(self._known.items())[-1:]), key: spent(releases, self.delta)}
+            self._known = {**dict(list(self._known.items())[-1:]), key: spent(releases, self.delta, COARSE)}
         return self._known[key]
 
     def _lock(self) -> FileLock:

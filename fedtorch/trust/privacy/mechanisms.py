@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 Uniforms = Callable[[int], Tensor]  # count -> (count,) uniform numbers of (0, 1), float64
 
 

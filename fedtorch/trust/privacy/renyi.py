@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedtorch.trust.privacy.gaussian import check_delta, check_noise, check_rounds
+from fedtorch.trust.privacy.analytic import check_delta, check_noise, check_rounds
 
 ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 65), 80, 96, 128, 192, 256, 512, 1024)
 _TAIL, _STEP = 12.0, 1 / 32  # in standard deviations; Gaussian integrands need no finer steps

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch import random
 from fedtorch.federation.sampling import Cohort
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.entropy import Entropy, Purpose
@@ -47,7 +48,10 @@ class Spending:
     ) -> None:
         self.ledger, self.release, self.count, self.entropy = ledger, release, count, entropy
         self._check, self._rate, self._size, self.expected = check, rate, size, 0.0
+        self._clients = 0
         self._purpose: Purpose | None = None
+        self._turns: tuple[Tensor, Tensor] | None = None  # the open round's key and its clients
+        self._begun = torch.zeros(0, dtype=torch.int64)
         self._drawn: set[tuple[str, bytes]] = set()
 
     @property
@@ -58,6 +62,7 @@ class Spending:
     def cohort(self, cohort: Any, clients: int) -> Any:
         """Clients drawn in secret, or so many of them, or what the run says; see `Budget.cohort`."""
         self._check(cohort, clients)
+        self._clients = clients
         self.expected = self._rate * clients if self._size is None else float(self._size)
         if self._rate < 1:
             return secret_cohort(self, self._rate, clients)
@@ -67,12 +72,36 @@ class Spending:
         """Whether the ledger's budget has room for another round."""
         return self.ledger.allows(self.release, self.count)
 
-    def spend(self, round: int, asked: Tensor | None) -> None:
-        """Writes a round down; from here on its noise can be drawn, once."""
+    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+        """Writes a round down; from here on its noise can be drawn, once; see `Budget.spend`."""
         self._purpose = None
         self.ledger.spend(round, self.release, self.count)
-        roster = b"everybody" if asked is None else hashlib.sha256(asked.numpy().tobytes()).digest()
+        ids = torch.arange(self._clients) if asked is None else asked
+        roster = hashlib.sha256(ids.numpy().tobytes()).digest()
         self._purpose, self._drawn = self.purpose(round, "", roster), set()
+        self._turns, self._begun = (key, ids), torch.zeros(0, dtype=torch.int64)
+
+    def begin(self, keys: Tensor, purpose: int | None = None) -> None:
+        """Notes that the clients with these keys `(K,)` begin their work of the open round, which each may do once.
+
+        Args:
+            keys: `(K,)` what the run has given them.
+            purpose: what they have folded into it since.
+
+        Raises:
+            RuntimeError: the keys are not those that the run has given its clients, or some have begun before.
+        """
+        keys = keys.cpu()
+        theirs = None if self._turns is None else random.fold_in(*self._turns)
+        if theirs is not None and purpose is not None:
+            theirs = random.fold_in(theirs, purpose)
+        if theirs is None or not bool(torch.isin(keys, theirs).all()) or bool(torch.isin(keys, self._begun).any()):
+            raise RuntimeError(
+                "Expected every client to train once a round, as the run has asked it to, but some train again or with "
+                "a key of their own: steps would go uncounted. Use an algorithm that solves once a round, such as "
+                "ft.fedavg, and not ft.ditto"
+            )
+        self._begun = torch.cat([self._begun, keys])
 
     def report(self) -> dict[str, float]:
         """`epsilon` and `delta` of all that the ledger knows."""
@@ -129,6 +158,13 @@ def secret_cohort(spending: Spending, rate: float, clients: int) -> Cohort:
         return (spending.entropy.uniforms(purpose, clients) < rate).nonzero()[:, 0]
 
     return draw
+
+
+def one_process(cohort: Any, clients: int) -> None:
+    """Raises ValueError in one of several ranks."""
+    ranks = torch.distributed
+    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
+        raise ValueError("Expected a single process, but got several ranks: each would draw noise and write of its own")
 
 
 def on_grid(noised: Tensor, scales: Tensor) -> Tensor:

@@ -228,7 +228,8 @@ def test_cohorts_with_a_rate_are_drawn_in_secret() -> None:
     sizes = torch.tensor([len(ids) for ids in asked(None) + asked(None)])
     assert float(sizes.double().mean()) == pytest.approx(60, abs=4 * math.sqrt(200 * 0.3 * 0.7 / 10))
     run = ft.run(private(rate=0.3, noise=2.0), ft.InProcess(data), rounds=2)
-    assert run.history["epsilon"].iloc[-1] == privacy.epsilon(noise=2.0, rate=0.3, rounds=2, delta=DELTA)
+    expected = privacy.epsilon(noise=2.0, rate=0.3, rounds=2, delta=DELTA)
+    assert expected <= run.history["epsilon"].iloc[-1] < 1.001 * expected
     assert "nobody who knows which clients" in run.algorithm.budget.claim.adversary
 
 

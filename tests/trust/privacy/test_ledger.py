@@ -137,7 +137,8 @@ def test_damaged_ledgers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             Ledger(path, CLAIM, DELTA).spend(0, Release(2.0))
     path.write_bytes(b"".join(whole))
-    assert Ledger(path, CLAIM, DELTA).epsilon == privacy.epsilon(noise=2.0, rate=0.5, rounds=4, delta=DELTA)
+    expected = privacy.epsilon(noise=2.0, rate=0.5, rounds=4, delta=DELTA)
+    assert expected <= Ledger(path, CLAIM, DELTA).epsilon < 1.001 * expected
 
 
 def test_one_ledger_has_one_claim(tmp_path: Path) -> None:

@@ -32,13 +32,13 @@ from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Exchange, Mean, Sum
 from fedtorch.tree import Rows, Tree
 from fedtorch.trust.privacy.accountant import Release
+from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip, bounds_of, check_clip, clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
-from fedtorch.trust.privacy.gaussian import check_noise
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
 from fedtorch.trust.privacy.renyi import check_rate
-from fedtorch.trust.privacy.spending import Spending, on_grid
+from fedtorch.trust.privacy.spending import Spending, on_grid, one_process
 
 ADJACENCY = "zero-out: one client sends zeros instead of its messages, in all rounds"
 ADVERSARY = "everybody who sees the server's states and models; not the server itself, which sees every message"
@@ -176,9 +176,7 @@ def _check_clients(delta: float, cohort: Any, clients: int) -> None:
             f"Expected delta below one over the {clients} clients, but got {delta}: publishing one of them whole would "
             "count as private"
         )
-    ranks = torch.distributed
-    if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
-        raise ValueError("Expected a single process, but got several ranks, which would draw noise of their own each")
+    one_process(cohort, clients)
 
 
 def _init(algorithm: Algorithm, settings: Settings, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
