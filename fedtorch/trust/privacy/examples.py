@@ -31,8 +31,9 @@ from fedtorch.trust.privacy.analytic import check_noise, check_rounds
 from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
-from fedtorch.trust.privacy.per_example import PrivateLoss, check_separable, refuse_batch_norm
+from fedtorch.trust.privacy.per_example import PrivateLoss
 from fedtorch.trust.privacy.renyi import check_rate
+from fedtorch.trust.privacy.separable import check_separable, refuse_batch_norm
 from fedtorch.trust.privacy.spending import Spending, one_process
 
 ADJACENCY = "zero-out: one row of one client has gradients of zeros instead of its own, in all steps"

@@ -18,13 +18,12 @@ model at small cost", for the single backward pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fedtorch import random, tree
@@ -34,6 +33,7 @@ from fedtorch.federation.local_solvers.stacked_loss import Gradients, StackedLos
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
+from fedtorch.trust.privacy.layers import ghost_squares, linear_layers, positions, recorded
 from fedtorch.trust.privacy.spending import Spending, on_grid
 
 
@@ -119,15 +119,17 @@ class PrivateLoss(StackedLoss):
             losses, inputs = vmap(one, randomness=randomness)(tuple(values), tuple(moves), rows)
             backs = torch.autograd.grad(losses.sum(), moves)
         count = taken.shape[1]
-        pairs = [(_positions(a), _positions(g) * count) for a, g in zip(inputs, backs)]  # the loss is a mean of B
-        squares = [_ghost_squares(a, g, layer.bias is not None) for (a, g), layer in zip(pairs, self.layers)]
-        share = self._share(torch.stack(squares).sum(0), taken)
+        pairs = [(positions(a), positions(g) * count) for a, g in zip(inputs, backs)]  # the loss is a mean of B
+        squares = [ghost_squares(a, g, layer.bias is not None) for (a, g), layer in zip(pairs, self.layers)]
+        total = torch.stack(squares).sum(0)
+        share = self._share(total, taken)
+        finite = bool(total.isfinite().all())
         found: dict[str, Tensor] = {}
         for (a, g), layer in zip(pairs, self.layers):
-            kept = tree.along(share > 0, g)
-            scaled = torch.where(kept, g * tree.along(share.to(g.dtype), g), 0.0)
-            flat = scaled.flatten(1, 2)
-            found[layer.weight] = flat.mT @ torch.where(kept, a, 0.0).flatten(1, 2)
+            if not finite:  # nought times infinity would be NaN
+                a, g = (torch.where(tree.along(share > 0, x), x, 0.0) for x in (a, g))
+            flat = (g * tree.along(share.to(g.dtype), g)).flatten(1, 2)
+            found[layer.weight] = flat.mT @ a.flatten(1, 2)
             if layer.bias is not None:
                 found[layer.bias] = flat.sum(1)
         return [found[name] for name in self.tensors], self._without_padding(
@@ -183,55 +185,6 @@ class PrivateLoss(StackedLoss):
         return [part.reshape(leaf.shape).to(leaf.device, leaf.dtype) for part, leaf in zip(parts, sums)]
 
 
-class Layer:
-    """A linear layer, and the names of what is trained in it."""
-
-    def __init__(self, module: nn.Linear, weight: str, bias: str | None) -> None:
-        self.module, self.weight, self.bias = module, weight, bias
-
-
-def linear_layers(module: nn.Module, tensors: Sequence[str]) -> list[Layer] | None:
-    """The layers of which `tensors` are the weights and biases; None unless all are, and each in one layer only."""
-    names = {id(tensor): name for name, tensor in zip(tensors, map(dict(module.named_parameters()).get, tensors))}
-    found: list[Layer] = []
-    for part in module.modules():
-        own = [parameter for parameter in part.parameters(recurse=False) if id(parameter) in names]
-        if type(part) is nn.Linear and len(own) == 1 + (part.bias is not None):
-            found.append(Layer(part, names[id(part.weight)], None if part.bias is None else names[id(part.bias)]))
-        elif own:
-            return None
-    covered = [name for layer in found for name in (layer.weight, layer.bias) if name is not None]
-    return found if sorted(covered) == sorted(tensors) else None
-
-
-@contextmanager
-def recorded(layers: Sequence[Layer], moves: Sequence[Tensor] | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collects (inputs, outputs) of the layers, in their order; outputs are moved by `moves`.
-
-    Raises:
-        RuntimeError: on leaving, if a layer was not called exactly once.
-    """
-    calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
-
-    def hook(number: int) -> Callable[..., Any]:
-        def see(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            calls[number].append((inputs[0], output))
-            return output if moves is None else output + moves[number]
-
-        return see
-
-    handles = [layer.module.register_forward_hook(hook(i)) for i, layer in enumerate(layers)]
-    seen: list[tuple[Tensor, Tensor]] = []
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-    if any(len(each) != 1 for each in calls):
-        raise RuntimeError("Expected every linear layer to be called once in a loss, but some are not")
-    seen.extend(each[0] for each in calls)
-
-
 def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
     """(rows `(K, B, ...)` that were drawn, in front, and which they are, `(K, B)` bool); B is what the largest needs.
 
@@ -249,79 +202,6 @@ def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
     return tree.map(lambda leaf: leaf[numbers, chosen], rows), taken.to(device)
 
 
-def refuse_batch_norm(module: nn.Module) -> None:
-    """Raises ValueError if the module normalises over the examples of a batch."""
-    for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise _mixing(type(part).__name__)
-
-
-def check_separable(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> None:
-    """Checks that the loss of a batch `(1, B, ...)` is the mean of its examples', by gradients.
-
-    Layers are given up where they do not clip as the examples' own gradients do.
-
-    Raises:
-        ValueError: it is not.
-    """
-    values = [tensors[name].detach()[None] for name in loss.tensors]
-    taken = torch.ones(1, tree.leaves(rows)[0].shape[1], dtype=torch.bool, device=values[0].device)
-    key = random.key(0)[None].to(values[0].device) if loss.random else None
-    layers, loss.layers = loss.layers, None
-    clip, loss.clip = loss.clip, 1e300
-    whole = _batch_gradient(loss, values, rows, key)
-    apart = [leaf / taken.shape[1] for leaf in loss.clipped(values, rows, taken, 0, key)[0]]
-    loss.clip = clip
-    if not all(map(_close, whole, apart)):
-        raise _mixing("the loss of a batch")
-    if layers is not None:
-        loss.layers = layers if _agrees(loss, layers, values, rows, taken, key) else None
-
-
-def _mixing(what: str) -> ValueError:
-    return ValueError(
-        f"Expected a loss that is the mean of its examples' losses, but {what} mixes them: one example then changes "
-        "the gradients of others, which clipping does not bound; use LayerNorm or GroupNorm instead of BatchNorm"
-    )
-
-
-def _agrees(
-    loss: PrivateLoss, layers: list[Layer], values: list[Tensor], rows: Tree, taken: Tensor, key: Tensor | None
-) -> bool:
-    """Whether ghost norms clip as the examples' own gradients do."""
-    ways = []
-    for way in (None, layers):
-        loss.layers = way
-        try:
-            ways.append(loss.clipped(values, rows, taken, 0, key)[0])
-        except (RuntimeError, IndexError):  # a layer that is called twice, or not on rows
-            return False
-    return all(map(_close, *ways))
-
-
-def _batch_gradient(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | None) -> Sequence[Tensor]:
-    own = [value.clone().requires_grad_() for value in values]
-    with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
-        randomness = "error" if key is None else "different"
-        losses, *_ = loss.stacked([*own, *tree.leaves(rows)], rows, 0, randomness)
-        found = torch.autograd.grad(losses.sum(), own, allow_unused=True)
-    return [torch.zeros_like(value) if gradient is None else gradient for gradient, value in zip(found, own)]
-
-
-def _positions(value: Tensor) -> Tensor:
-    """`(K, B, ..., d)` as `(K, B, T, d)`."""
-    return value.flatten(2, -2) if value.ndim > 3 else value[:, :, None]
-
-
-def _ghost_squares(a: Tensor, g: Tensor, bias: bool) -> Tensor:
-    """‖Σ_t g_t a_tᵀ‖², and that of the bias Σ_t g_t, of every example, `(K, B)` float64."""
-    one = a.shape[2] == 1
-    inner = lambda x: x.square().sum(3, keepdim=True) if one else x @ x.mT
-    product = inner(a.to(torch.float64)) * inner(g.to(torch.float64))  # positions may cancel
-    squares = product.sum((2, 3), dtype=torch.float64).clamp(min=0)
-    return squares + g.sum(2).square().sum(2, dtype=torch.float64) if bias else squares
-
-
 def _weighted(share: Tensor, gradient: Tensor) -> Tensor:
     """Σ_i share_i g_i: `(K, B)` and `(K, B, ...)` -> `(K, ...)`; what has no share is left out, also if not finite."""
     share = share.to(gradient.dtype)
@@ -332,12 +212,3 @@ def _weighted(share: Tensor, gradient: Tensor) -> Tensor:
 def _mean(losses: Tensor, taken: Tensor) -> Tensor:
     """Mean losses over the rows that are taken; NaN where there are none."""
     return torch.where(taken, losses, 0.0).sum(1) / taken.sum(1)
-
-
-def _close(first: Tensor, second: Tensor) -> bool:
-    """Equal up to the rounding of another order, as far as the numbers are finite."""
-    both = first.isfinite() & second.isfinite()
-    first, second = first[both], second[both]
-    tolerance = 1e-9 if second.dtype == torch.float64 else 1e-4
-    size = max(1e-6, float(second.abs().max()) if second.numel() else 0.0)
-    return float((first - second).abs().max() if second.numel() else 0.0) <= tolerance * size
