@@ -1,7 +1,7 @@
 """Linear layers of a module, and what their examples' gradients are without making them.
 
-A layer with inputs a and gradients g of its outputs has the gradient Σ_t g_t a_tᵀ over an example's positions t, of norm
-‖Σ_t g_t a_tᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t); for one position Goodfellow (2015), "Efficient per-example gradient
+A layer with inputs a and gradients g of its outputs has the gradient Σ_t g_t a_tᵀ over an example's positions t, of
+norm ‖Σ_t g_t a_tᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t); for one position Goodfellow (2015), "Efficient per-example gradient
 computations".
 """
 
