@@ -12,6 +12,15 @@ from fedtorch.trust.privacy.analytic import (
     gaussian_epsilon as gaussian_epsilon,
     gaussian_noise as gaussian_noise,
 )
+from fedtorch.trust.privacy.auditing import (
+    Audit as Audit,
+    audit as audit,
+    audit_outputs as audit_outputs,
+    gaussian_detections as gaussian_detections,
+    learnt_attack as learnt_attack,
+    most_detections as most_detections,
+    roc as roc,
+)
 from fedtorch.trust.privacy.clients import client_level as client_level
 from fedtorch.trust.privacy.clipping import AdaptiveClip as AdaptiveClip
 from fedtorch.trust.privacy.entropy import (
