@@ -33,3 +33,4 @@ from fedtorch.trust.privacy.examples import example_level as example_level
 from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
+from fedtorch.trust.privacy.sums import sufficient_statistics as sufficient_statistics
