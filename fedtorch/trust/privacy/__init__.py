@@ -30,7 +30,20 @@ from fedtorch.trust.privacy.entropy import (
     from_system as from_system,
 )
 from fedtorch.trust.privacy.examples import example_level as example_level
+from fedtorch.trust.privacy.features import (
+    Funnel as Funnel,
+    privacy_funnel as privacy_funnel,
+    private_projection as private_projection,
+    reconstruction_error as reconstruction_error,
+)
 from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
+from fedtorch.trust.privacy.preprocessing import (
+    RandomisedCrossEntropy as RandomisedCrossEntropy,
+    label_frequencies as label_frequencies,
+    noised_features as noised_features,
+    randomised_response as randomised_response,
+    subsampling_delta as subsampling_delta,
+)
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
 from fedtorch.trust.privacy.sums import sufficient_statistics as sufficient_statistics
