@@ -67,13 +67,11 @@ class Entropy:
         """32 bytes for one purpose, to be used once."""
         if self.guarantees and self._process != os.getpid():  # a fork must not repeat its parent's numbers
             self._secret, self._process = secrets.token_bytes(32), os.getpid()
-        return HKDF(SHA256(), 32, _SALT, purpose.encoded()).derive(self._secret)
+        return derived(self._secret, purpose)
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
         """`(count,)` int64, all 64 bits random."""
-        stream = Cipher(algorithms.AES256(self.key(purpose)), modes.CTR(bytes(16))).encryptor()
-        words = bytearray(stream.update(bytes(8 * count)))
-        return torch.frombuffer(words, dtype=torch.int64) if count else torch.zeros(0, dtype=torch.int64)
+        return expanded(self.key(purpose), count)
 
     def uniforms(self, purpose: Purpose, count: int) -> Tensor:
         """`(count,)` uniform numbers of 53 bits, float64, above 0 and below 1."""
@@ -84,6 +82,18 @@ class Entropy:
 
     def __getstate__(self) -> None:
         raise TypeError("Expected entropy to stay in its process, but it is being copied or saved; make it anew")
+
+
+def expanded(key: bytes, count: int) -> Tensor:
+    """`(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once."""
+    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+    words = bytearray(stream.update(bytes(8 * count)))
+    return torch.frombuffer(words, dtype=torch.int64) if count else torch.zeros(0, dtype=torch.int64)
+
+
+def derived(secret: bytes, purpose: Purpose) -> bytes:
+    """32 bytes for one purpose, by HKDF-SHA256."""
+    return HKDF(SHA256(), 32, _SALT, purpose.encoded()).derive(secret)
 
 
 def from_system() -> Entropy:
