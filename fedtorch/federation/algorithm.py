@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fedtorch import tree
+from fedtorch import expected, tree
+from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
@@ -89,45 +90,16 @@ class LocalSolver:
     budget: Budget | None = None
 
 
-class Budget(Protocol):
-    """What may be told of the clients, and what has been: asked before every round, and never given back.
+def check_solver(local: LocalSolver) -> None:
+    """Raises TypeError unless it is a local solver."""
+    advice = "make one of a module: ft.gradient_descent(module, epochs=1), ft.lightning_fit or ft.least_squares"
+    expected.kind(local, LocalSolver, "a local solver", advice)
 
-    A run also keeps it as a recorder, so that a checkpoint knows how much was spent when it was written.
-    """
 
-    def cohort(self, cohort: Any, clients: int) -> Any:
-        """Whom a run asks of so many clients, if it was given `cohort`; raises where that cannot be accounted for."""
-        ...
-
-    def allows(self) -> bool:
-        """Whether another round may begin; a loop over rounds ends where it may not."""
-        ...
-
-    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
-        """Counts a round, before anything of it is computed; raises where it may not begin.
-
-        Args:
-            round: rounds done before.
-            asked: ids of the clients that are asked, None for all.
-            key: of the round, into which clients fold their ids.
-        """
-        ...
-
-    def report(self) -> Mapping[str, float]:
-        """What the history tells of it after every round."""
-        ...
-
-    def record(self, round: Any) -> None:
-        """Takes in a round that is done."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """What has been spent, flat."""
-        ...
-
-    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Refuses a checkpoint that knows of more than has been written down."""
-        ...
+def check_algorithm(algorithm: Algorithm) -> None:
+    """Raises TypeError unless it is an algorithm."""
+    advice = "make one with ft.fedavg(ft.gradient_descent(module, epochs=1)) or another of the package"
+    expected.kind(algorithm, Algorithm, "an algorithm", advice)
 
 
 def identity(value: Any) -> Any:
@@ -143,7 +115,8 @@ class Algorithm:
         init: (parameters, number of clients) -> (server state, one client's state).
         outbox: server state -> what is sent out.
         client: (inbox, state, data, turn), all `(K, ...)` -> `Reply`.
-        server: (server state, aggregate, key) -> server state; not called when nobody answers.
+        server: (server state, aggregate, key) -> server state; not called when nobody answers. The aggregate comes in
+            the dtypes of the messages, but for whole numbers, whose sums and means are float64.
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
         exchange: who hears whom, and how messages add up.
         prepare: data -> data, once per block.
@@ -185,20 +158,29 @@ def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     return {"settings": settings, **same}
 
 
+def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
+    """Where a run starts: with `parameters`, in the dtypes of the algorithm's own start, or there.
+
+    Raises:
+        ValueError: neither is given, or the parameters are not finite or have other names or shapes.
+    """
+    if parameters is None:
+        if algorithm.start is None:
+            raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
+        return algorithm.start
+    if algorithm.start is not None:
+        advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
+        expected.like(parameters, algorithm.start, "parameter", advice)
+        parameters = tree.map(lambda own, new: new.to(own.dtype), algorithm.start, parameters)
+    for name, leaf in tree.items(parameters):
+        if not bool(leaf.isfinite().all()):
+            raise ValueError(f"Expected finite parameters, but got NaN or Inf in {name!r}; start from others")
+    return parameters
+
+
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
     """The total of what clients tell while all of them are in their initial `state`."""
     assert algorithm.told is not None
     initial = algorithm.told(tree.expand(state, 1))
     everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
     return sum_over(algorithm.exchange, everybody, slice(0, clients))
-
-
-def reported(algorithm: Algorithm, server: Tree) -> dict[str, float | Tensor]:
-    """What algorithm and budget tell the history after a round."""
-    told = {} if algorithm.report is None else algorithm.report(server)
-    return {**told, **({} if algorithm.budget is None else algorithm.budget.report())}
-
-
-def exhausted(algorithm: Algorithm) -> bool:
-    """Whether the algorithm's budget allows no further round."""
-    return algorithm.budget is not None and not algorithm.budget.allows()

@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, tree
+from fedtorch import expected, functional, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, Turn, exhausted, first_total, reported
+from fedtorch.federation import budget, checkpoint
+from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
-from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
+from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
-from fedtorch.federation.population import Population, refuse_bad_messages
+from fedtorch.federation.population import Population, check_population, refuse_bad_messages
 from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
 from fedtorch.tree import Tree
@@ -92,28 +92,29 @@ class Run:
     ) -> None:
         if on_bad_message not in ("raise", "drop"):
             raise ValueError(f"Expected on_bad_message='raise' or 'drop', but got {on_bad_message!r}")
-        if parameters is None:
-            if algorithm.start is None:
-                raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
-            parameters = algorithm.start
+        check_algorithm(algorithm)
+        check_population(population)
+        parameters = start_of(algorithm, parameters)
+        if faults is not None:
+            expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
         clients = len(population.names)
         self.algorithm, self.population, self.seed = algorithm, population, seed
         self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
-        self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
-        if algorithm.budget is not None:
-            cohort, self.recorders = algorithm.budget.cohort(cohort, clients), (*self.recorders, algorithm.budget)
+        cohort, self.recorders = budget.joined(algorithm.budget, cohort, clients, record)
         check_cohort(cohort, clients)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
         self.log = History(keep_losses)
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
         self.clients: Clients = population.bind(algorithm, state)
+        self._newcomers = Newcomers(algorithm, state, clients, population.device)
         if algorithm.told is not None:
             server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
         self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
+        self.clients.introduce(lambda: {**self._fingerprint(), "start": describe(parameters)})
 
     # -- round by round --------------------------------------------------------------------------------------------
 
@@ -124,8 +125,7 @@ class Run:
         asked = None if self._draw is None else self._draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
-        if algorithm.budget is not None:
-            algorithm.budget.spend(self.number, asked, keys.client)
+        budget.spend(algorithm.budget, self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
         pending = self.clients.step(
             algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent
@@ -149,12 +149,10 @@ class Run:
             pending.bytes_up,
             pending.bytes_down,
             everybody if asked is None else asked,
-            fate.before,
-            fate.late,
-            fate.after,
+            *fate[2:],
             pending.repeated,
             pending.refused_ids,
-            reported(algorithm, self.server),
+            {**(algorithm.report(self.server) if algorithm.report else {}), **budget.report(algorithm.budget)},
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:
@@ -176,7 +174,7 @@ class Run:
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
         ended = lambda: bool(self.number and until is not None and until(self.log))
-        while (rounds is None or self.number < rounds) and not ended() and not exhausted(self.algorithm):
+        while (rounds is None or self.number < rounds) and not ended() and not budget.exhausted(self.algorithm.budget):
             yield self.step()
 
     def __iter__(self) -> Iterator[Round]:
@@ -235,19 +233,21 @@ class Run:
         return functional.load(module, held)
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets
+        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
     ) -> dict[str, Score]:
         """Scores of every client's model on its rows of `data`; see `ft.metrics`.
 
         Args:
             data: rows of the run's clients.
-            metrics: by name: torchmetrics with summed states, `ft.metrics`, or a function (prediction, target) ->
-                per-example values.
-            split: rows -> (inputs, targets).
+            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
+                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+            split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
+            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
         """
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
-        return evaluate(self.clients, self.outbox, self.algorithm.predict, data, metrics, split)
+        clients = self._newcomers if unseen else self.clients
+        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split)
 
     def _module(self) -> nn.Module:
         if self.algorithm.module is None:
@@ -302,6 +302,7 @@ class Run:
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
         self.last = None
+        self.clients.introduce(lambda: {**self._fingerprint(), "round": str(self.number)})
 
     def _fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""

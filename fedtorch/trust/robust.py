@@ -67,7 +67,8 @@ def _means_only(name: str) -> Callable[[Tree], Mean]:
         if isinstance(node, Sum):
             raise TypeError(
                 f"Expected messages that are Mean for {name}, but got a Sum, a sum that cannot leave clients "
-                "out; use an algorithm whose messages are averaged, such as ft.fedavg, or ft.star()"
+                "out; use an algorithm whose messages are averaged, such as ft.fedavg, or the exchange that this one "
+                "comes with"
             )
         if not isinstance(node, Mean):
             raise TypeError("Expected the message's nodes to be Mean or Sum, but got a bare tensor; wrap it")

@@ -81,3 +81,13 @@ def test_increments_are_refused_by_name() -> None:
         trimmed_mean(0.5)
     with pytest.raises(ValueError, match="positive total weight"):
         aggregate(median(), VALUES, tree.zeros_like(ONES))
+
+
+@pytest.mark.parametrize("exchange", [median(), trimmed_mean(0.1)])
+def test_gtv_is_refused_when_its_run_begins(exchange: Exchange) -> None:
+    algorithm = ft.gtv(sgd(0.1), ft.Network.from_edges([(0, 1), (1, 2)]), 0.3)
+    with pytest.raises(TypeError, match=r"Expected messages that are Mean for .* use an algorithm .* ft\.fedavg"):
+        ft.Run(dataclasses.replace(algorithm, exchange=exchange), ft.InProcess(linear_clients([4, 5, 6])))
+    run = ft.Run(dataclasses.replace(algorithm, exchange=star()), ft.InProcess(linear_clients([4, 5, 6])))
+    with pytest.raises(TypeError, match="Expected to hear neighbours, but got dict; leave GTV its exchange"):
+        run.step()

@@ -132,9 +132,9 @@ def client_level(
         init=partial(_init, algorithm, settings),
         outbox=(lambda state: Outbox(algorithm.outbox(state.inner), state.clip)) if adaptive else algorithm.outbox,
         client=partial(_client, algorithm, settings, not entropy.guarantees),
-        server=partial(_server, algorithm, settings, spending),
+        server=partial(_server, algorithm, settings),
         model=(lambda inbox, state: algorithm.model(inbox.parameters, state)) if adaptive else algorithm.model,
-        exchange=_in_float64(algorithm.exchange),
+        exchange=_noised(algorithm.exchange, settings, spending),
         report=partial(_report, algorithm) if adaptive else algorithm.report,
         settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in told.items()}},
         budget=spending,
@@ -189,7 +189,7 @@ def _init(algorithm: Algorithm, settings: Settings, parameters: Tree, clients: i
 def _client(
     algorithm: Algorithm, settings: Settings, losses: bool, inbox: Tree, state: Tree, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply, its message clipped and its weights one."""
+    """The algorithm's reply, its message clipped and in units of the bounds, its weights one."""
     clip = settings.clip
     adaptive = isinstance(clip, AdaptiveClip)
     reply = algorithm.client(inbox.parameters if adaptive else inbox, state, data, turn)
@@ -197,11 +197,12 @@ def _client(
     one = torch.ones(len(turn.key), dtype=torch.float64, device=turn.key.device)
     if isinstance(clip, Mapping):
         bounds = [bound for value in values for bound in bounds_of(value, clip)]
-        cut = [clip_rows(leaf, bound, settings.mechanism)[0] for leaf, bound in zip(tree.leaves(values), bounds)]
-        values = tree.refill(values, cut)
+        leaves = zip(tree.leaves(values), bounds)
+        values = tree.refill(values, [clip_rows(leaf, bound, settings.mechanism)[0] / bound for leaf, bound in leaves])
     else:
         bound: float | Tensor = inbox.clip if isinstance(clip, AdaptiveClip) else clip
         values, norm = clip_rows(values, bound, settings.mechanism)
+        values = tree.scale(values, 1 / bound)
     parts = iter(values)
     message: Tree = _map(lambda mean: Mean(next(parts), one), reply.message)
     if adaptive:
@@ -209,35 +210,53 @@ def _client(
     return Reply(message, reply.state, reply.info if losses else {})
 
 
-def _server(
-    algorithm: Algorithm, settings: Settings, spending: Spending, state: Tree, aggregate: Tree, key: Tensor
-) -> Tree:
-    """The algorithm's step with noised means over the clients that were expected."""
+def _server(algorithm: Algorithm, settings: Settings, state: Tree, aggregate: Tree, key: Tensor) -> Tree:
+    """The algorithm's step with the noised means in their own units."""
     clip = settings.clip
-    if not isinstance(clip, AdaptiveClip):
-        return algorithm.server(state, _noised(aggregate, clip, settings.noise, "values", spending), key)
-    values = settings.noise / math.sqrt(1 - clip.share)
-    message = _noised(aggregate.message, float(state.clip), values, "values", spending)
-    bits = settings.noise / math.sqrt(clip.share)
-    within = float(_noised(aggregate.within, 0.5, bits, "bits", spending).value) + 0.5
-    bound = state.clip * math.exp(-clip.lr * (within - clip.quantile))
-    return State(algorithm.server(state.inner, message, key), bound)
+    if isinstance(clip, AdaptiveClip):
+        within = float(aggregate.within.value) + 0.5
+        inner = algorithm.server(state.inner, _in_units(aggregate.message, float(state.clip)), key)
+        return State(inner, state.clip * math.exp(-clip.lr * (within - clip.quantile)))
+    return algorithm.server(state, _in_units(aggregate, clip), key)
 
 
-def _noised(aggregate: Tree, clip: float | Mapping[str, float], noise: float, phase: str, spending: Spending) -> Tree:
+def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
+    """Means of numbers that were divided by their bounds, times these."""
+
+    def scaled(mean: Mean) -> Mean:
+        bounds = bounds_of(mean.value, clip) if isinstance(clip, Mapping) else [clip] * len(tree.leaves(mean.value))
+        return mean._replace(value=tree.refill(mean.value, [b * v for b, v in zip(bounds, tree.leaves(mean.value))]))
+
+    return _map(scaled, aggregate)
+
+
+def _noised(exchange: Exchange, settings: Settings, spending: Spending) -> Exchange:
+    """The exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
+    clip, noise = settings.clip, settings.noise
+
+    def gather(messages: Tree, ids: Rows) -> Tree:
+        return exchange.gather(tree.to(messages, torch.float64), ids)
+
+    def finish(partial: Tree) -> Tree:
+        aggregate = exchange.finish(partial)
+        if isinstance(clip, AdaptiveClip):
+            message = _released(aggregate.message, noise / math.sqrt(1 - clip.share), "values", spending)
+            return Told(message, _released(aggregate.within, 0.5 * noise / math.sqrt(clip.share), "bits", spending))
+        parts = len(tree.leaves(tuple(mean.value for mean in _means(aggregate)))) if isinstance(clip, Mapping) else 1
+        return _released(aggregate, noise * spending.release.mechanism.join(parts), "values", spending)
+
+    return exchange._replace(gather=gather, finish=finish)
+
+
+def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> Tree:
     """The aggregate's sums with noise, divided by the clients that were expected."""
     means, expected = _means(aggregate), spending.expected
-    sums = tree.map(lambda leaf: leaf.to(torch.float64), tuple(tree.scale(m.value, float(m.weight)) for m in means))
+    sums = tuple(tree.scale(mean.value, float(mean.weight)) for mean in means)
     leaves = tree.leaves(sums)
-    if isinstance(clip, Mapping):
-        bounds = [bound for mean in means for bound in bounds_of(mean.value, clip)]
-    else:
-        bounds = [clip] * len(leaves)
-    parts = spending.release.mechanism.join(len(bounds)) if isinstance(clip, Mapping) else 1.0
-    sizes = [leaf.numel() for leaf in leaves]
-    scales = torch.tensor(bounds, dtype=torch.float64).mul_(noise * parts).repeat_interleave(torch.tensor(sizes))
-    noised = on_grid(torch.cat([leaf.flatten().cpu() for leaf in leaves]) + spending.noise(phase, scales), scales)
-    rows = [part.reshape(leaf.shape).to(leaf.device) for part, leaf in zip(noised.split(sizes), leaves)]
+    flat = torch.cat([leaf.flatten().cpu() for leaf in leaves])
+    scales = torch.full_like(flat, scale)
+    noised = on_grid(flat + spending.noise(phase, scales), scales).split([leaf.numel() for leaf in leaves])
+    rows = [part.reshape(leaf.shape).to(leaf.device) for part, leaf in zip(noised, leaves)]
     values = iter(tree.scale(tree.refill(sums, rows), 1 / expected))
     weight = torch.tensor(expected, dtype=torch.float64)
     return _map(lambda mean: Mean(next(values), weight.to(mean.weight.device)), aggregate)
@@ -246,15 +265,6 @@ def _noised(aggregate: Tree, clip: float | Mapping[str, float], noise: float, ph
 def _report(algorithm: Algorithm, state: State) -> dict[str, float | Tensor]:
     """What the algorithm reports, and the bound."""
     return {**({} if algorithm.report is None else algorithm.report(state.inner)), "clip": state.clip}
-
-
-def _in_float64(exchange: Exchange) -> Exchange:
-    """Sums in float64, whose rounding cannot carry what one client changes beyond its bound."""
-
-    def gather(messages: Tree, ids: Rows) -> Tree:
-        return exchange.gather(tree.to(messages, torch.float64), ids)
-
-    return exchange._replace(gather=gather)
 
 
 def _means(message: Tree) -> list[Mean]:
