@@ -21,6 +21,7 @@ from experiments import (
     gtv_assignments,
     gtv_clusters,
     gtv_fmi,
+    privacy_accuracy,
     quickstart,
     sparse_directed,
     sparse_network,
@@ -64,6 +65,15 @@ def test_quickstart(tmp_path):
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
     assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_privacy_accuracy(tmp_path):
+    privacy_accuracy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 2 * len(privacy_accuracy.COMPARISONS)
+    attack = "area under ROC"
+    assert found["membership, network, ε = 2", attack] < found["membership, network, ε = ∞", attack]
+    assert (tmp_path / "privacy_accuracy.png").stat().st_size > 10_000
 
 
 def test_core_benchmark(tmp_path):
