@@ -39,6 +39,7 @@ from experiments.benchmarks import (
     fedmgp as fedmgp_benchmark,
     gibbs,
     gtv,
+    privacy,
     vfl,
     vfl_split,
     workloads,
@@ -318,6 +319,12 @@ def test_sparse_regression(tmp_path):
     sparse_regression.main(["--smoke", "--study", "calibration", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")
     assert 0.5 < found["truth from the prior", "cover of 95 % intervals"] <= 1
+
+
+@pytest.mark.parametrize("part", ["steps", "sums"])
+def test_privacy_benchmark(tmp_path, part):
+    privacy.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
 
 @pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
