@@ -24,6 +24,7 @@ from experiments import (
     gtv_assignments,
     gtv_clusters,
     gtv_fmi,
+    privacy_accuracy,
     quickstart,
     sparse_directed,
     sparse_network,
@@ -43,6 +44,7 @@ from experiments.benchmarks import (
     gpu,
     gpu_kernels,
     gtv,
+    privacy,
     vfl,
     vfl_split,
     workloads,
@@ -70,6 +72,15 @@ def test_quickstart(tmp_path):
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
     assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_privacy_accuracy(tmp_path):
+    privacy_accuracy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 2 * len(privacy_accuracy.COMPARISONS)
+    attack = "area under ROC"
+    assert found["membership, network, ε = 2", attack] < found["membership, network, ε = ∞", attack]
+    assert (tmp_path / "privacy_accuracy.png").stat().st_size > 10_000
 
 
 def test_core_benchmark(tmp_path):
@@ -314,6 +325,12 @@ def test_sparse_regression(tmp_path):
     sparse_regression.main(["--smoke", "--study", "calibration", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")
     assert 0.5 < found["truth from the prior", "cover of 95 % intervals"] <= 1
+
+
+@pytest.mark.parametrize("part", ["steps", "sums"])
+def test_privacy_benchmark(tmp_path, part):
+    privacy.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
 
 @pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
