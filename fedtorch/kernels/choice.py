@@ -41,6 +41,12 @@ def mode() -> str:
     return found
 
 
+def possible(device: torch.device) -> bool:
+    """Whether programs may run on a device at all; where they may not, nothing else need be asked."""
+    chosen = mode()
+    return chosen != "off" and device.type in ("cuda", "cpu") and (device.type == "cuda" or chosen == "interpret")
+
+
 def program(
     operation: str,
     tensors: Sequence[Tensor],
@@ -62,9 +68,7 @@ def program(
         ValueError: the tensors are on different devices.
     """
     first = tensors[0]
-    if first.device.type not in ("cuda", "cpu") or (first.device.type == "cpu" and mode() != "interpret"):
-        return None
-    if mode() == "off" or not fits or first.dtype not in dtypes:
+    if not possible(first.device) or not fits or first.dtype not in dtypes:
         return None
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:

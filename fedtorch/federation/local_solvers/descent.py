@@ -19,6 +19,7 @@ from fedtorch.federation.local_solvers.objective import Loss, Objective, trainin
 from fedtorch.federation.local_solvers.probe import check_rows, probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
 from fedtorch.federation.local_solvers.state import LocalState, counts, divided_buffers, tensors_of
+from fedtorch.kernels.choice import possible
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -181,7 +182,7 @@ class Stack:
         self.position = turn.round * int(self.batches.total.max())  # where those stand who have been away, too
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
-        fused = FusedSteps.knows(self.optimizer)
+        fused = possible(key.device) and FusedSteps.knows(self.optimizer)
         self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
 
     def run(self) -> Local:
