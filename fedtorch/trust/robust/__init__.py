@@ -18,4 +18,5 @@ from fedtorch.trust.robust.krum import krum as krum
 from fedtorch.trust.robust.median import median as median
 from fedtorch.trust.robust.mixing import nearest_neighbour_mixing as nearest_neighbour_mixing
 from fedtorch.trust.robust.rule import Rule as Rule
+from fedtorch.trust.robust.totals import totals as totals
 from fedtorch.trust.robust.trimmed_mean import trimmed_mean as trimmed_mean

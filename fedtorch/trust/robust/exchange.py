@@ -24,6 +24,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, indices, star as plain_star
 from fedtorch.tree import Rows, Tree
+from fedtorch.trust.messages import in_order, kept, like, rows
 from fedtorch.trust.robust.rule import Rule
 
 _LARGEST = 1e100  # squares of numbers beyond would not be finite when they are added up
@@ -42,12 +43,8 @@ def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
     """
     if not spread >= 1:
         raise ValueError(f"Expected a spread of at least 1, but got {spread}; 1 takes all weights as equal")
-    return plain_star()._replace(
-        gather=partial(_gather, rule),
-        merge=lambda partials: partials[0] if len(partials) == 1 else tree.concatenate(partials),
-        finish=partial(_finish, rule, spread),
-        additive=False,
-    )
+    exchange = kept(plain_star(), partial(_finish, rule, spread))
+    return exchange._replace(gather=partial(_gather, rule))
 
 
 def bounded(weights: Tensor, spread: float) -> Tensor:
@@ -77,24 +74,14 @@ def _only_mean(name: str, node: Mean | Sum | Tensor) -> Mean:
     return node
 
 
-def _finish(rule: Rule, spread: float, partial_aggregate: RowsOf) -> Tree:
-    message = _in_order(rule, partial_aggregate)
-    return tree.map(partial(_average, rule, spread), message, is_leaf=Mean)
-
-
-def _in_order(rule: Rule, found: RowsOf) -> Tree:
-    """The messages in ascending order of the clients, a rule's reference first."""
-    ids = found.ids if rule.reference is None else torch.where(found.ids == rule.reference, -1, found.ids)
-    if rule.reference is not None and not bool((ids == -1).any()):
+def _finish(rule: Rule, spread: float, found: RowsOf) -> Tree:
+    if rule.reference is not None and not bool((found.ids == rule.reference).any()):
         raise ValueError(f"Expected client {rule.reference}, whom {rule.name} trusts, in every round; ask everybody")
-    ordered = bool((ids[1:] > ids[:-1]).all())
-    return found.message if ordered else tree.take(found.message, ids.argsort())
+    return tree.map(partial(_average, rule, spread), in_order(found, rule.reference).message, is_leaf=Mean)
 
 
 def _average(rule: Rule, spread: float, mean: Mean) -> Mean:
-    leaves = tree.leaves(mean.value)
-    rows = [leaf.reshape(len(leaf), -1) for leaf in leaves]
-    values = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
+    values = rows(mean.value)
     good = credible(values) & (mean.weight > 0) & mean.weight.isfinite().to(values.device)
     if not bool(good.all()):
         values, mean = values[good], mean._replace(weight=mean.weight[good])
@@ -105,5 +92,4 @@ def _average(rule: Rule, spread: float, mean: Mean) -> Mean:
         )
     weight = bounded(mean.weight, spread)
     total = weight.sum()
-    found = rule.average(values, weight / total).split([leaf[0].numel() for leaf in leaves])
-    return Mean(tree.refill(mean.value, [part.reshape(leaf.shape[1:]) for part, leaf in zip(found, leaves)]), total)
+    return Mean(like(rule.average(values, weight / total), mean.value), total)
