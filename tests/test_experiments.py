@@ -22,6 +22,7 @@ from experiments import (
     gtv_clusters,
     gtv_fmi,
     quickstart,
+    robustness,
     sparse_directed,
     sparse_network,
     sparse_regression,
@@ -38,6 +39,7 @@ from experiments.benchmarks import (
     fedmgp as fedmgp_benchmark,
     gibbs,
     gtv,
+    robust,
     vfl,
     vfl_split,
     workloads,
@@ -64,6 +66,22 @@ def test_quickstart(tmp_path):
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
     assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_robustness(tmp_path):
+    robustness.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert 0 < found["inner products × 4 against Krum", "accuracy"] <= 1
+    assert ("backdoor against FedAvg", "trigger") in found
+    assert ("none against FedAvg", "trigger") not in found
+    assert (tmp_path / "robustness.png").stat().st_size > 10_000
+
+
+def test_robust_benchmark(tmp_path):
+    robust.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["24 messages × 500 numbers", "FedAvg / FedAvg"] == 1
+    assert all(value > 0 for value in found.values())
 
 
 def test_core_benchmark(tmp_path):
