@@ -72,6 +72,7 @@ from fedtorch.federation.faults import (
 from fedtorch.federation.history import History as History, Round as Round
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
 from fedtorch.federation.local_solvers.least_squares import least_squares as least_squares
+from fedtorch.federation.local_solvers.reading import reading as reading
 from fedtorch.federation.local_solvers.unlabelled import unlabelled as unlabelled
 from fedtorch.federation.population import InProcess as InProcess
 from fedtorch.federation.redelivery import Redelivered as Redelivered

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -62,6 +63,15 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         value = value.detach() if own.is_floating_point() else counted(value.detach(), own.dtype)
         own.data = value.to(own.device, copy=True)
     return result
+
+
+def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How `module` is called on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are."""
+    if isinstance(inputs, dict):
+        takes = inspect.signature(module.forward).parameters
+        if inputs.keys() <= takes.keys() or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+            return (), inputs
+    return (inputs,), {}
 
 
 def counted(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,11 +19,15 @@ tensor(0.5000, dtype=torch.float64)
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from copy import copy as copied
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -74,6 +78,39 @@ def mean_of(function: PerExample) -> StackedMetric:
         return sums["sum"] / sums["rows"]
 
     return StackedMetric(update, compute)
+
+
+def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
+    """The mean over examples, and over an example's outputs, of a loss that torch has with `reduction=`.
+
+    Args:
+        loss: such as `torch.nn.functional.mse_loss` or `nn.HuberLoss()`, of predictions and targets `(n, ...)`. The
+            weights of its classes are not divided out.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> mae = ft.metrics.mean_loss(torch.nn.functional.l1_loss)
+        >>> mae.compute(mae.update(torch.zeros(1, 2, 1), torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])))
+        tensor([2.], dtype=torch.float64)
+    """
+    each: Any = partial(loss, reduction="none")
+    if isinstance(loss, torch.nn.Module):
+        each = copied(loss)
+        each.reduction = "none"
+
+    def values(prediction: Tensor, target: Tensor) -> Tensor:
+        if prediction.shape == (*target.shape, 1):
+            prediction = prediction.squeeze(-1)
+        rows = target.shape[:2]
+        found = each(prediction.flatten(0, 1), target.flatten(0, 1))
+        if found.shape not in (target.flatten(0, 1).shape, (rows.numel(),)):
+            raise ValueError(
+                f"Expected a loss of every example, but got shape {tuple(found.shape)} of predictions "
+                f"{tuple(prediction.shape)} and targets {tuple(target.shape)}; bring them to one shape"
+            )
+        return found.reshape(*rows, -1).mean(-1)
+
+    return mean_of(values)
 
 
 def accuracy() -> StackedMetric:
@@ -210,7 +247,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
 
 
 def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> StackedMetric:
-    """A metric in whatever form: stacked, of torchmetrics, or a function giving one value per example.
+    """A metric in whatever form: stacked, of torchmetrics, a loss of torch, or a function giving a value per example.
 
     Raises:
         TypeError: it is none of these.
@@ -226,6 +263,9 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
         raise TypeError(f"Expected {kinds}, but got the class {metric.__name__}; call it first")
     if not callable(metric):
         raise TypeError(f"Expected {kinds}, but got {type(metric).__name__}")
+    with suppress(ValueError):  # of functions without a signature
+        if hasattr(metric, "reduction") or "reduction" in inspect.signature(metric).parameters:
+            return mean_loss(metric)
     return mean_of(metric)
 
 

@@ -90,7 +90,7 @@ class Drawn(TorchDispatchMode):
         if draw is None or "out" in arguments or arguments.get("generator") is not None:
             supported = ", ".join(sorted({packet.__name__ for packet in _DRAWS}))
             how = " with an explicit generator or out=" if draw is not None else ""
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"{fn}{how} is not supported on stacked clients; draw it with one of {supported}, "
                 "or use ft.lightning_fit"
             )

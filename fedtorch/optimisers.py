@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fedtorch import tree
+from fedtorch import expected, tree
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 State = dict[str, dict[str, Tensor]]  # by parameter, then by the optimiser's own names
@@ -68,6 +68,7 @@ class TreeOptimizer:
     @classmethod
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
         """The optimiser that `make` gives for parameters of these names and shapes."""
+        check_maker(make)
         own = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
         return cls(make(own.values()), own)
 
@@ -156,6 +157,12 @@ class TreeOptimizer:
         if [options(group) for group in optimizer.param_groups] != before:
             raise TypeError(f"{name} keeps its state outside of the parameters; {self.advice}")
         return optimizer
+
+
+def check_maker(make: MakeOptimizer) -> None:
+    """Raises TypeError unless `make` is a function, which takes the parameters that it is to train."""
+    advice = "pass optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), for every client has its own"
+    expected.function(make, "a function of parameters that makes an optimiser", advice)
 
 
 def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:

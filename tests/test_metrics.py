@@ -7,6 +7,7 @@ import math
 import pytest
 import sklearn.metrics
 import torch
+import torch.nn.functional as F
 import torchmetrics.classification as classification
 import torchmetrics.regression as regression
 from torch import Tensor
@@ -274,7 +275,7 @@ def test_as_stacked_refuses(metric, message):
 def test_wrong_shapes_are_refused():
     prediction, target, mask = stacked("real")
     with pytest.raises(ValueError, match=r"one value per example, shape \(5, 12\), but got shape \(\)"):
-        metrics.as_stacked(torch.nn.MSELoss()).update(prediction, target, mask)
+        metrics.as_stacked(lambda output, y: (output - y).square().mean()).update(prediction, target, mask)
     with pytest.raises(ValueError, match=r"but got \(5, 12\) and \(5, 11\)"):
         metrics.accuracy().update(prediction, target, mask[:, 1:])
     with pytest.raises(ValueError, match=r"shape of the target, \(5, 12\), but got \(5, 12, 3\)"):
@@ -291,3 +292,38 @@ def test_evaluation_in_inference_mode_leaves_no_trace():
     with torch.inference_mode():
         inside = metric.compute(metric.update(*data))
     torch.testing.assert_close(metric.compute(metric.update(*data)), inside.clone(), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "prediction", "target"),
+    [
+        (F.mse_loss, (2, 5), torch.randn(2, 5)),
+        (F.mse_loss, (2, 5, 1), torch.randn(2, 5)),
+        (F.l1_loss, (2, 5, 3), torch.randn(2, 5, 3)),
+        (F.cross_entropy, (2, 5, 4), torch.randint(0, 4, (2, 5))),
+        (F.binary_cross_entropy_with_logits, (2, 5), torch.randint(0, 2, (2, 5)).float()),
+        (torch.nn.HuberLoss(), (2, 5), torch.randn(2, 5)),
+        (torch.nn.CrossEntropyLoss(), (2, 5, 4, 3), torch.randint(0, 4, (2, 5, 3))),
+    ],
+)
+def test_losses_of_torch_are_metrics(loss, prediction, target):
+    prediction, rows = torch.randn(prediction), (5, 3)
+    mask = torch.arange(5) < torch.tensor(rows)[:, None]
+    metric = metrics.as_stacked(loss)
+    found = metric.compute(metric.update(prediction, target, mask))
+    for k, n in enumerate(rows):
+        output = prediction[k, :n].squeeze(-1) if prediction.shape[2:] == (1,) else prediction[k, :n]
+        assert float(found[k]) == pytest.approx(float(loss(output, target[k, :n])), rel=1e-5)  # float32
+
+
+def test_functions_without_a_signature_are_metrics():
+    metric = metrics.as_stacked(torch.eq)
+    found = metric.update(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool))
+    assert metric.compute(found).tolist() == [0.5]
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_loss_of_other_shapes_is_refused():
+    metric = metrics.as_stacked(F.mse_loss)
+    with pytest.raises(ValueError, match=r"Expected a loss of every example, but got .*predictions \(2, 5, 3\)"):
+        metric.update(torch.zeros(2, 5, 3), torch.zeros(2, 5, 1), torch.ones(2, 5, dtype=torch.bool))

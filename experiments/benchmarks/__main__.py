@@ -19,7 +19,7 @@ from pathlib import Path
 
 from experiments.benchmarks.measure import circumstances, table
 
-NAMES = ("core", "fedlin", "fedmgp", "gibbs", "gtv", "robust", "scaling", "vfl", "vfl_split")
+NAMES = ("core", "fedlin", "fedmgp", "gibbs", "gtv", "kills", "robust", "scaling", "vfl", "vfl_split")
 RESULTS = Path(__file__).parent / "results"
 
 

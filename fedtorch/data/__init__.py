@@ -25,7 +25,12 @@ from fedtorch.data.datasets import (
     tcga_brca_expression as tcga_brca_expression,
     tcpa_brca_rppa as tcpa_brca_rppa,
 )
-from fedtorch.data.federated import ClientData as ClientData, FederatedData as FederatedData
+from fedtorch.data.federated import (
+    ClientData as ClientData,
+    FederatedData as FederatedData,
+    described_rows as described_rows,
+)
+from fedtorch.data.items import read as read
 from fedtorch.data.partition import (
     Partitioner as Partitioner,
     by_column as by_column,

@@ -2,13 +2,14 @@
 
 The bytes go to `<file>.part`. If the connection breaks, that part stays and the next call asks the server for
 the rest of it only; a server that cannot do so sends everything again. Processes that want the same file wait
-for each other.
+for each other. A link in place of the part is removed, and what it points to stays as it is.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import time
 import urllib.error
 import urllib.request
@@ -51,6 +52,8 @@ def download(
     with FileLock(f"{file}.lock", timeout=deadline):
         if file.is_file() and digest(file) in sha256:
             return
+        if os.path.lexists(part) and not _ours(part):
+            part.unlink()
         if not (part.is_file() and digest(part) in sha256):
             resumed = _receive(url, part, max_bytes, timeout, end)
             if resumed and digest(part) not in sha256:  # the beginning may be of an older or damaged file
@@ -69,6 +72,16 @@ def digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _ours(part: Path) -> bool:
+    """Whether it is a file of its own, and not another one's second name, which would be written through it."""
+    found = part.lstat()
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+
+
+def _no_link(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -> bool:
     """Appends to `part` what it lacks, or writes it anew; returns whether it appended."""
     have = part.stat().st_size if part.is_file() else 0
@@ -79,12 +92,14 @@ def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -
         total = start + int(length) if length is not None else None
         received = start
         try:
-            with part.open("ab" if resumed else "wb") as stream:
+            with open(part, "ab" if resumed else "wb", opener=_no_link) as stream:
                 while received <= max_bytes and (block := response.read1(BLOCK)):
                     stream.write(block)
                     received += len(block)
                     if time.monotonic() > end:
                         raise TimeoutError("the download took too long")
+                stream.flush()
+                os.fsync(stream.fileno())
         except (HTTPException, OSError) as error:
             raise ConnectionError(f"{_cut(received, total)} ({error or type(error).__name__})") from error
     if received > max_bytes:

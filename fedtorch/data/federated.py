@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import expected, random, tree
 from fedtorch.tree import Tree
 
 
@@ -91,6 +91,7 @@ class FederatedData:
             raise ValueError("Expected rows with at least one field, but got an empty tree; pass for example (x, y)")
         total = int(self.counts.sum())
         for path, leaf in leaves:
+            expected.dense(leaf, field_name(path))
             if leaf.ndim == 0 or len(leaf) != total:
                 raise ValueError(
                     f"Expected {total} rows in {field_name(path)}, the sum of the counts, but got shape "
@@ -142,13 +143,9 @@ class FederatedData:
             yield tree.take(self.rows, slice(start, start + count))
 
     def __repr__(self) -> str:
-        fields = ", ".join(
-            f"{path + ': ' if path else ''}{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape[1:])}"
-            for path, leaf in tree.items(self.rows)
-        )
         return (
             f"FederatedData({self.clients} client{'s' * (self.clients != 1)}, {int(self.counts.sum())} rows, "
-            f"{int(self.counts.min())}–{int(self.counts.max())} per client, fields {fields})"
+            f"{int(self.counts.min())}–{int(self.counts.max())} per client, fields {described_rows(self.rows, 1)})"
         )
 
     def stack(self, ids: Tensor | Sequence[int]) -> ClientData:
@@ -252,6 +249,15 @@ class FederatedData:
         if bool(((ids < 0) | (ids >= self.clients)).any()):
             raise IndexError(f"Expected client ids in 0…{self.clients - 1}, but got {ids.tolist()}")
         return ids.long()
+
+
+def described_rows(rows: Tree, dims: int = 2) -> str:
+    """The fields of stacked rows with dtype and shape, without the leading `dims` dimensions."""
+    fields = (
+        f"{path + ': ' if path else ''}{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape[dims:])}"
+        for path, leaf in tree.items(rows)
+    )
+    return ", ".join(fields)
 
 
 def field_name(path: str) -> str:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data.federated import FederatedData
-from fedtorch.data.sources import as_tensors
+from fedtorch.data.sources import as_rows
 from fedtorch.tree import Tree
 
 
@@ -39,11 +39,13 @@ class Partitioner(Protocol):
     def __call__(self, rows: Tree, clients: int | None, key: Tensor, /) -> Tensor: ...
 
 
-def partition(rows: Tree, partitioner: Partitioner, *, clients: int | None = None, seed: int = 0) -> FederatedData:
+def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None, seed: int = 0) -> FederatedData:
     """Gives every row to one client; a client's rows stay in their order.
 
     Args:
-        rows: a tree of tensors or arrays with leaves `(total, ...)`, such as (x, y).
+        rows: a tree of tensors or arrays with leaves `(total, ...)`, such as (x, y); or a map-style `Dataset`, of which
+            the clients get numbers of items: `ft.reading` and `ft.data.read` make rows of them. (One of tensors is as
+            good as its tensors.)
         partitioner: who gets which row, for example `dirichlet(0.3)`.
         clients: how many; `by_column` knows it by itself.
         seed: of the random assignment.
@@ -51,7 +53,7 @@ def partition(rows: Tree, partitioner: Partitioner, *, clients: int | None = Non
     Raises:
         ValueError: fields with different numbers of rows, fewer rows than clients, or a client without rows.
     """
-    rows = as_tensors(rows)
+    rows = as_rows(rows)
     total = _count_rows(rows)
     assignment = partitioner(rows, clients, random.key(seed))
     if not isinstance(assignment, Tensor) or assignment.dtype != torch.int64 or assignment.shape != (total,):
@@ -81,14 +83,14 @@ def iid() -> Partitioner:
     return assign
 
 
-def dirichlet(alpha: float, label: Hashable = 1, minimum: int = 1) -> Partitioner:
+def dirichlet(alpha: float, label: Hashable | Sequence[int] | Tensor = 1, minimum: int = 1) -> Partitioner:
     r"""Label skew: the rows of class c are cut by :math:`p_c \sim \mathrm{Dirichlet}(\alpha 1_K)`.
 
     Clients that get fewer than `minimum` rows are filled up with random rows of the largest clients.
 
     Args:
         alpha: the concentration, above 0: near 0 each class goes to one client, a large one is nearly iid.
-        label: the index, key or name of the field of classes `(total,)`, integers or booleans.
+        label: the index, key or name of the field of classes `(total,)`, integers or booleans; or the classes.
         minimum: the least number of rows of a client, at least 1.
     """
     _check_alpha(alpha)
@@ -118,7 +120,7 @@ def quantity_skew(alpha: float, minimum: int = 1) -> Partitioner:
     return assign
 
 
-def labels_per_client(count: int, label: Hashable = 1) -> Partitioner:
+def labels_per_client(count: int, label: Hashable | Sequence[int] | Tensor = 1) -> Partitioner:
     """Label skew: each client gets rows of exactly `count` labels, as shards (McMahan et al., 2017).
 
     The rows of each label are cut at random into shards of equal size, `clients · count` of them in all and
@@ -127,7 +129,7 @@ def labels_per_client(count: int, label: Hashable = 1) -> Partitioner:
 
     Args:
         count: labels per client.
-        label: the index, key or name of the field of classes `(total,)`, integers or booleans.
+        label: the index, key or name of the field of classes `(total,)`, integers or booleans; or the classes.
     """
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
@@ -218,8 +220,15 @@ def _check_alpha(alpha: float) -> None:
         raise ValueError(f"Expected a finite alpha > 0, but got {alpha}; use iid() for equal shares")
 
 
-def _labels(rows: Tree, label: Hashable) -> Tensor:
+def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
     """The classes of the rows as codes 0…C−1, each of them present."""
+    if isinstance(label, (Tensor, numpy.ndarray, list)):
+        values = torch.as_tensor(label)
+        if values.shape != (_count_rows(rows),):
+            raise ValueError(
+                f"Expected a label for each of {_count_rows(rows)} rows, but got shape {tuple(values.shape)}"
+            )
+        return values.cpu().unique(return_inverse=True)[1]
     try:
         values = getattr(rows, label) if isinstance(label, str) and hasattr(rows, "_fields") else rows[label]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
@@ -231,7 +240,7 @@ def _labels(rows: Tree, label: Hashable) -> Tensor:
     if isinstance(rows, Tensor) or values.ndim != 1 or values.is_floating_point() or values.is_complex():
         raise ValueError(
             f"Expected labels (total,) of integers or booleans in field {label!r}, but got {values.dtype} of "
-            f"shape {tuple(values.shape)}; pass label=…, or put a real target into bins first"
+            f"shape {tuple(values.shape)}; pass label=… (of a Dataset its classes), or put real targets into bins first"
         )
     return values.cpu().unique(return_inverse=True)[1]
 

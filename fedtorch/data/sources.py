@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -25,7 +26,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.data.federated import FederatedData, field_name
 from fedtorch.tree import Tree
 
@@ -158,8 +159,11 @@ def as_tensors(value: Any, where: str = "", path: str = "") -> Tree:
         where: what messages add to the field, such as `" of client 'a'"`.
         path: the name of this leaf so far.
     """
-    if value is None or isinstance(value, Tensor):
-        return value if value is None else value.detach()
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        expected.dense(value, f"{field_name(path)}{where}")
+        return value.detach()
     if isinstance(value, numpy.ndarray):
         try:
             return torch.from_numpy(numpy.require(value, requirements=["C", "W"]))
@@ -237,13 +241,32 @@ def _read(dataset: Any, client: str) -> Tree:
         )
     if not items:
         raise ValueError(f"Expected at least one row per client, but got an empty data set for client {client!r}")
+    return stack_items(items, f" for client {client!r}")
+
+
+def stack_items(items: list[Any], where: str = "") -> Tree:
+    """Items of a data set as one tree `(n, ...)`.
+
+    Raises:
+        ValueError: they do not stack.
+    """
     try:
         return _tuples(default_collate(items))
     except (TypeError, RuntimeError, KeyError) as error:
         raise ValueError(
-            f"Expected items of one shape that can be stacked, but got {error} for client {client!r}; "
+            f"Expected items of one shape that can be stacked, but got {error}{where}; "
             "let the data set return tensors, arrays or numbers"
         ) from error
+
+
+def as_rows(value: Any) -> Tree:
+    """Tensors and arrays as `as_tensors`; a map-style data set of anything but tensors as the numbers of its items."""
+    if isinstance(value, Dataset) or hasattr(value, "__getitems__"):
+        if not hasattr(value, "__len__"):
+            raise TypeError(f"Expected a data set with a length, but got {type(value).__name__}; see from_datasets")
+        tensors = _tensors(value)
+        return torch.arange(len(value)) if tensors is None else tensors
+    return as_tensors(value)
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
@@ -87,6 +87,18 @@ class LocalSolver:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+def check_solver(local: LocalSolver) -> None:
+    """Raises TypeError unless it is a local solver."""
+    advice = "make one of a module: ft.gradient_descent(module, epochs=1), ft.lightning_fit or ft.least_squares"
+    expected.kind(local, LocalSolver, "a local solver", advice)
+
+
+def check_algorithm(algorithm: Algorithm) -> None:
+    """Raises TypeError unless it is an algorithm."""
+    advice = "make one with ft.fedavg(ft.gradient_descent(module, epochs=1)) or another of the package"
+    expected.kind(algorithm, Algorithm, "an algorithm", advice)
+
+
 def identity(value: Any) -> Any:
     """Returns its argument."""
     return value
@@ -100,7 +112,8 @@ class Algorithm:
         init: (parameters, number of clients) -> (server state, one client's state).
         outbox: server state -> what is sent out.
         client: (inbox, state, data, turn), all `(K, ...)` -> `Reply`.
-        server: (server state, aggregate, key) -> server state; not called when nobody answers.
+        server: (server state, aggregate, key) -> server state; not called when nobody answers. The aggregate comes in
+            the dtypes of the messages, but for whole numbers, whose sums and means are float64.
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
         exchange: who hears whom, and how messages add up.
         prepare: data -> data, once per block.
@@ -141,6 +154,26 @@ def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     """The fields of an algorithm whose clients work with `local`: where it starts, how it predicts, all settings."""
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
     return {"settings": settings, "start": local.parameters, "predict": local.predict, "module": local.module}
+
+
+def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
+    """Where a run starts: with `parameters`, in the dtypes of the algorithm's own start, or there.
+
+    Raises:
+        ValueError: neither is given, or the parameters are not finite or have other names or shapes.
+    """
+    if parameters is None:
+        if algorithm.start is None:
+            raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
+        return algorithm.start
+    if algorithm.start is not None:
+        advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
+        expected.like(parameters, algorithm.start, "parameter", advice)
+        parameters = tree.map(lambda own, new: new.to(own.dtype), algorithm.start, parameters)
+    for name, leaf in tree.items(parameters):
+        if not bool(leaf.isfinite().all()):
+            raise ValueError(f"Expected finite parameters, but got NaN or Inf in {name!r}; start from others")
+    return parameters
 
 
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:

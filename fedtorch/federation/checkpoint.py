@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,27 +19,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from fedtorch import files
+
 _DEEPEST = 4  # functions within functions that a description follows
+_LONGEST = 240  # characters of a description that are kept as they are
 
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
     """Writes a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
-    replace(path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()}))
-
-
-def replace(path: Path | str, payload: bytes | memoryview) -> None:
-    """Writes a file that appears whole: beside it, to the disk, and then in its place."""
-    path = Path(path)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+    files.replace(
+        path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()})
+    )
 
 
 def read(path: Path | str) -> dict[str, Tensor]:
@@ -56,25 +44,40 @@ def read(path: Path | str) -> dict[str, Tensor]:
         raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
 
 
-def describe(value: Any, depth: int = 0) -> str:
-    """A value as text that is the same in another process; functions by name and by what they close over."""
+def describe(value: Any) -> str:
+    """A value as text that is the same in another process; functions by name and by what they close over.
+
+    Of a long text it is the beginning, and the digest of all of it.
+    """
+    text = _described(value, 0)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]}… ({len(text)} characters of digest {_digest(text.encode())})"
+
+
+def _digest(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()[:16]
+
+
+def _described(value: Any, depth: int) -> str:
     if isinstance(value, Tensor):
         numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return f"tensor {tuple(value.shape)} of digest {hashlib.sha256(numbers).hexdigest()[:16]}"
+        return f"tensor {tuple(value.shape)} of digest {_digest(numbers)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {describe(part, depth)}" for name, part in value.items()) + "}"
-    if hasattr(value, "__dataclass_fields__"):
-        return f"{type(value).__qualname__}({describe(vars(value), depth)})"
+        return "{" + ", ".join(f"{name}: {_described(part, depth)}" for name, part in value.items()) + "}"
+    if hasattr(value, "__dataclass_fields__") or hasattr(value, "_asdict"):
+        fields = value._asdict() if hasattr(value, "_asdict") else vars(value)
+        return f"{type(value).__qualname__}({_described(fields, depth)})"
     if isinstance(value, tuple) and value and all(isinstance(part, str) for part in value):
-        return f"{len(value)} names of digest {hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]}"
+        return f"{len(value)} names of digest {_digest(json.dumps(value).encode())}"
     if isinstance(value, (list, tuple)):
-        return "(" + ", ".join(describe(part, depth) for part in value) + ")"
+        return "(" + ", ".join(_described(part, depth) for part in value) + ")"
     if isinstance(value, functools.partial):
-        return f"{describe(value.func, depth)}({describe((value.args, value.keywords), depth)})"
+        return f"{_described(value.func, depth)}({_described((value.args, value.keywords), depth)})"
     if hasattr(value, "__code__"):
-        constants = [c for c in value.__code__.co_consts if isinstance(c, (int, float, str))]
+        constants = [c for c in value.__code__.co_consts if isinstance(c, (int, float, str)) and c != value.__doc__]
         held = [cell.cell_contents for cell in value.__closure__ or ()]
-        inner = describe((constants, held, value.__defaults__), depth + 1) if depth < _DEEPEST else ""
+        inner = _described((constants, held, value.__defaults__), depth + 1) if depth < _DEEPEST else ""
         return f"{value.__module__}.{value.__qualname__}{inner}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from fedtorch.federation import checkpoint as files
+from fedtorch import files
 
 
 class PlainCheckpointIO(TorchCheckpointIO):

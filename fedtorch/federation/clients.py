@@ -16,12 +16,22 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Sent, Sum, client_count, indices, is_finite, not_finite
+from fedtorch.federation.answers import Answers, Gathered, joined
+from fedtorch.federation.exchange import (
+    Sent,
+    Sum,
+    check_shapes,
+    client_count,
+    in_dtypes_of,
+    indices,
+    is_finite,
+    not_finite,
+)
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
 _BLOCK_BYTES = 512 * 2**20  # what a block of clients may take, unless `chunk` is given
-_BLOCK_ROWS = 65_536  # rows of a block in evaluation
+BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
 _MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
 _MERGE_EVERY = 32  # partial aggregates that are held before they are merged
@@ -46,35 +56,6 @@ class Pending(NamedTuple):
     def refused_ids(self) -> Tensor:
         """The clients whose message was left out, ascending."""
         return torch.tensor(sorted(self.refused), dtype=torch.int64) if self.refused else _NOBODY
-
-
-class Answers(NamedTuple):
-    """What the clients of a block have answered."""
-
-    ids: Rows
-    message: Tree  # (K, ...) all that they send
-    state: Tree  # (K, ...)
-    info: dict[str, Tensor]  # (K,) each
-
-    def without(self, clients: Tensor, device: torch.device) -> Answers:
-        """The answers of all but some clients; all that is answered is on `device`."""
-        arrived = ~torch.isin(indices(self.ids), clients)
-        if bool(arrived.all()):
-            return self
-        rows = arrived.nonzero()[:, 0]
-        return Answers(indices(self.ids)[rows], *tree.take(self[1:], rows.to(device)))
-
-
-class Gathered(NamedTuple):
-    """A round of the clients of one process."""
-
-    partial: Tree  # aggregate, None if nobody answered
-    states: list[tuple[Rows, Tree]]  # to commit
-    ids: Tensor  # (M,) those that answered, ascending
-    info: dict[str, Tensor]  # (M,) each
-    up: int  # bytes
-    down: int
-    refused: dict[int, str]  # clients whose message had NaN or Inf, and in which field
 
 
 class Clients(Protocol):
@@ -109,6 +90,10 @@ class Clients(Protocol):
 
     def meet(self) -> None:
         """Waits for the other processes, if there are any."""
+        ...
+
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """Says what a run is about to do; other processes, if there are any, compare it when they next meet."""
         ...
 
 
@@ -197,8 +182,11 @@ class LocalClients:
         states: list[tuple[Rows, Tree]] = []
         infos: list[tuple[Tensor, dict[str, Tensor]]] = []
         up = down = 0
+        answers: Answers | None = None
         for block in self.blocks(cohort):
             answers = Answers(block[0], *self.reply(block, outbox, turn))
+            if turn.round == 0:
+                check_shapes(answers.message, answers.ids)
             sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
             up, down = up + sent, down + heard
             if lost is not None:
@@ -216,7 +204,15 @@ class LocalClients:
                 partials = [exchange.merge(partials)]
             states.append((answers.ids, answers.state))
             infos.append((indices(answers.ids), answers.info))
-        return Gathered(exchange.merge(partials) if partials else None, states, *joined(infos), up, down, refused)
+        partial, message = exchange.merge(partials) if partials else None, answers and answers.message
+        return Gathered(partial, states, *joined(infos), up, down, refused, message)
+
+    def finish(self, partial: Tree, message: Tree) -> Tree:
+        """The aggregate as the server takes it, of a partial one and any block's messages."""
+        aggregate = self.algorithm.exchange.finish(partial)
+        if self.algorithm.told is None:
+            return in_dtypes_of(message, aggregate)
+        return aggregate._replace(fresh=in_dtypes_of(message.fresh, aggregate.fresh))
 
     def commit(self, states: list[tuple[Rows, Tree]]) -> None:
         """Keeps the states of clients whose messages have arrived."""
@@ -228,7 +224,7 @@ class LocalClients:
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs a cohort; see `Clients.step`."""
         found = self.gather(outbox, cohort, turn, lost)
-        aggregate = None if found.partial is None else self.algorithm.exchange.finish(found.partial)
+        aggregate = None if found.partial is None else self.finish(found.partial, found.message)
         commit = lambda: self.commit(found.states)
         return Pending(aggregate, found.ids, found.info, found.up, found.down, commit, refused=found.refused)
 
@@ -263,11 +259,11 @@ class LocalClients:
         if len(data) != self.clients and self.clients > 1:
             raise ValueError(
                 f"Expected data of the population's {self.clients} clients, but got {len(data)}; split the data of the "
-                "same clients, or evaluate a population of one (pooled) client"
+                "same clients, pass unseen=True for others, or evaluate a population of one (pooled) client"
             )
         order, parts = [], []
         for ids, block in self._stacked(data):
-            size = min(_BLOCK_ROWS // max(1, block.mask.shape[1]), self._block_size(block, self._chunk))
+            size = min(BLOCK_ROWS // max(1, block.mask.shape[1]), self._block_size(block, self._chunk))
             for rows in torch.arange(len(ids)).split(max(1, size)):
                 rows = rows if mine is None else rows[mine[ids[rows]]]
                 here = ids[rows] if self.clients > 1 else torch.zeros_like(rows)
@@ -303,23 +299,8 @@ class LocalClients:
     def meet(self) -> None:
         """There is nobody to wait for."""
 
-
-def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """(ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
-    if not infos:
-        return torch.zeros(0, dtype=torch.int64), {}
-    names = list(dict.fromkeys(name for _, info in infos for name in info))
-    info = {
-        name: torch.cat(
-            [
-                part[name].to("cpu", torch.float64) if name in part else torch.full((len(ids),), torch.nan)
-                for ids, part in infos
-            ]
-        )
-        for name in names
-    }
-    ids, order = torch.cat([ids for ids, _ in infos]).sort()
-    return ids, tree.take(info, order)
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """There is nobody to compare it with."""
 
 
 def _as_slice(ids: Tensor) -> Rows:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import metrics as fm, tree
-from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.clients import Clients
+from fedtorch import expected, metrics as fm, tree
+from fedtorch.data import ClientData, FederatedData, described_rows
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.clients import BLOCK_ROWS, SMALL_BLOCK, Clients
 from fedtorch.tree import Tree
 
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
@@ -51,7 +52,7 @@ def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
 
 
 def evaluate(
-    clients: Clients,
+    clients: Clients | Newcomers,
     outbox: Tree,
     predict: Callable[[Tree, Tree], Tree],
     data: FederatedData,
@@ -61,29 +62,81 @@ def evaluate(
     """Scores of every client's model on its own rows of `data`.
 
     Args:
-        clients: of a population, bound to an algorithm.
+        clients: of a population, bound to an algorithm; or such as are in none.
         outbox: what the server sends out.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> predictions `(K, N, ...)`.
         data: rows of the same clients, or of any clients if the population is one pooled client.
-        metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, or a function
-            (prediction, target) -> per-example values.
+        metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, a loss such as
+            `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
         split: rows -> (inputs, targets).
 
     Raises:
         ValueError: no metrics.
     """
-    if not metrics:
-        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
-    stacked = {name: fm.as_stacked(metric) for name, metric in metrics.items()}
+    stacked = stacked_metrics(metrics)
+    expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
 
     def sums(tensors: Tree, block: ClientData) -> Tree:
         inputs, target = split(block.batch)
-        prediction = predict(tensors, inputs)
+        try:
+            prediction = predict(tensors, inputs)
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"Expected inputs that the clients' models take, but got {described_rows(inputs)}: {error}; pass rows "
+                "like those of training, and split=lambda rows: (inputs, targets) if they have other fields"
+            ) from error
         return {name: metric.update(prediction, target, block.mask) for name, metric in stacked.items()}
 
     with torch.inference_mode(False), torch.no_grad():
         every = clients.evaluate(outbox, data, sums)
         return {name: score_of(metric, every[name]) for name, metric in stacked.items()}
+
+
+class Newcomers:
+    """Clients of a star that no run has seen: in the initial state, they hear what everybody hears.
+
+    Args:
+        algorithm: what they compute.
+        state: one client's initial state.
+        clients: how many have been seen.
+        device: where they run.
+    """
+
+    def __init__(self, algorithm: Algorithm, state: Tree, clients: int, device: torch.device) -> None:
+        self.algorithm, self.state, self.clients, self.device = algorithm, tree.to(state, device), clients, device
+
+    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        """`function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`.
+
+        Raises:
+            ValueError: what a client hears is its own: on a graph, or by private rows.
+        """
+        order, parts = [], []
+        for ids, block in data.to(self.device).buckets(small=SMALL_BLOCK):
+            for rows in torch.arange(len(ids)).split(max(1, BLOCK_ROWS // max(1, block.mask.shape[1]))):
+                inbox = self.algorithm.exchange.scatter(outbox, slice(self.clients, self.clients + len(rows)))
+                if any(len(leaf) != len(rows) for leaf in tree.leaves(inbox)):
+                    raise ValueError(
+                        "Expected an algorithm in which all clients hear the same, but got one that has a row for each "
+                        "(a graph, or private rows), where clients that have not been seen have no model"
+                    )
+                model = self.algorithm.model(inbox, tree.expand(self.state, len(rows)))
+                parts.append(function(model, tree.take(block, rows.to(self.device))))
+                order.append(ids[rows])
+        return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(self.device))
+
+
+def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
+    """Metrics in whatever form, by name.
+
+    Raises:
+        TypeError: they have no names, or one of them is no metric.
+        ValueError: no metrics.
+    """
+    expected.kind(metrics, Mapping, "metrics by name", "pass metrics={'accuracy': ft.metrics.accuracy()}")
+    if not metrics:
+        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
+    return {name: fm.as_stacked(metric) for name, metric in metrics.items()}
 
 
 def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
@@ -94,6 +147,7 @@ def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
 
 def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
     """Refuses rows of other clients, unless one (pooled) client is scored on all of them."""
+    expected.kind(validation, FederatedData, "validation= as FederatedData", "split the clients' own with data.split")
     if len(names) == 1:
         return
     if len(validation) != len(names):

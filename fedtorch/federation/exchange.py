@@ -5,7 +5,7 @@ so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is ad
 (`Algorithm.told`) travels beside them as the `Sum` of its changes, see `Sent`.
 
 A block's weighted sum is computed in the dtype of its values; sums of blocks and ranks are kept in float64, so that all
-of them agree up to that rounding.
+of them agree up to that rounding. The server takes what is fresh in the dtype of the messages, and totals in float64.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
     scatter: Callable[[Tree, Rows], Tree]  # (outbox, ids) -> inboxes (K, ...)
     gather: Callable[[Tree, Rows], Tree]  # (messages (K, ...), ids) -> partial aggregate
     merge: Callable[[Sequence[Tree]], Tree]  # partials -> partial
-    finish: Callable[[Tree], Tree]  # partial -> aggregate
+    finish: Callable[[Tree], Tree]  # partial -> aggregate: Mean and Sum where the message has them, or RowsOf
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
 
@@ -83,6 +83,22 @@ def client_count(ids: Rows) -> int:
 def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
     """What `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
     return exchange.finish(exchange.gather(Sum(value), ids)).value
+
+
+def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
+    """The aggregate as a server takes it: floats in the dtypes of the messages, sums of whole numbers in float64."""
+    if isinstance(aggregate, RowsOf):
+        return aggregate  # as they came
+
+    def cast(total: Tensor, sent: Tensor) -> Tensor:
+        return total.to(sent.dtype) if sent.is_floating_point() else total
+
+    return tree.map(
+        lambda node, sent: node._replace(value=tree.map(cast, node.value, sent.value)),
+        aggregate,
+        messages,
+        is_leaf=(Mean, Sum),
+    )
 
 
 def is_finite(partial: Tree) -> bool:
@@ -99,6 +115,23 @@ def not_finite(messages: Tree) -> dict[int, str]:
             bad = ~leaf.reshape(len(leaf), -1).isfinite().all(1)
             found = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **found}
     return found
+
+
+def check_shapes(messages: Tree, ids: Rows) -> None:
+    """Raises ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
+    count = client_count(ids)
+
+    def check(node: Mean | Sum) -> Mean | Sum:
+        for name, leaf in tree.items(node):
+            if leaf.shape[:1] != (count,) or (isinstance(node, Mean) and leaf is node.weight and leaf.ndim > 1):
+                wanted = "weights (K,)" if name == "weight" else "values (K, ...)"
+                raise ValueError(
+                    f"Expected messages with {wanted} of K = {count} clients, but got shape {tuple(leaf.shape)} in "
+                    f"{name!r} of a {type(node).__name__}; see what Algorithm.client returns"
+                )
+        return node
+
+    _map_messages(check, messages)
 
 
 def indices(ids: Rows) -> Tensor:

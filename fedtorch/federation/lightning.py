@@ -14,15 +14,15 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from fedtorch import metrics as fm, tree
+from fedtorch import tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.federation.client_sharding import check_place
-from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
+from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import Recorder, means
-from fedtorch.federation.population import Population
+from fedtorch.federation.population import Population, check_population
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort
 from fedtorch.federation.trainer_settings import check_loader, check_settings
@@ -49,7 +49,7 @@ class Federation(L.LightningModule):
         cohort: how many clients are asked each round (uniformly without replacement), or a function of the round's
             key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
-        metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, or a function
+        metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, losses of torch, or functions
             (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` logs,
             under its names, with each client's tensors on all of its rows as one batch.
         split: rows -> (inputs, targets), for `metrics`.
@@ -96,6 +96,8 @@ class Federation(L.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
+        check_algorithm(algorithm)
+        check_population(population)
         own = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
         if (validation is None) != (not metrics) and (validation is None or own is None):
             raise ValueError(
@@ -117,7 +119,7 @@ class Federation(L.LightningModule):
             on_bad_message=on_bad_message,
         )
         self._split, self._validation = split, validation
-        self._metrics = {name: fm.as_stacked(metric) for name, metric in (metrics or {}).items()}
+        self._metrics = stacked_metrics(metrics) if metrics else {}
         self._warned = False
         if validation is None:
             # Lightning then sees that there is nothing to validate.
@@ -154,10 +156,15 @@ class Federation(L.LightningModule):
         return self.run.global_module()
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any] | None = None, split: Split | None = None
+        self,
+        data: FederatedData,
+        metrics: Mapping[str, Any] | None = None,
+        split: Split | None = None,
+        *,
+        unseen: bool = False,
     ) -> dict[str, Score]:
-        """Scores of every client's model on its rows of `data`; metrics default to those of construction."""
-        return self.run.evaluate(data, metrics or self._metrics, split or self._split)
+        """Scores as of `Run.evaluate`; metrics default to those of construction."""
+        return self.run.evaluate(data, metrics or self._metrics, split or self._split, unseen=unseen)
 
     # -- Lightning -------------------------------------------------------------------------------------------------
 

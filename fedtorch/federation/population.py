@@ -60,6 +60,15 @@ class InProcess:
         return f"InProcess({self.data!r})"
 
 
+def check_population(population: Population) -> None:
+    """Raises TypeError unless it is a population, with advice for data that are none yet."""
+    if not hasattr(population, "bind"):
+        made = "data" if isinstance(population, FederatedData) else "ft.data.from_tensors([(x, y), …])"
+        raise TypeError(
+            f"Expected a population, but got {type(population).__name__}; say where clients run: ft.InProcess({made})"
+        )
+
+
 def placed(
     data: FederatedData, chunk: int | None, device: torch.device | str | None
 ) -> tuple[FederatedData, tuple[str, ...], torch.device]:

@@ -10,7 +10,7 @@ or saved, and what was on its way when a run was killed is stale after it has be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -141,6 +141,10 @@ class RedeliveredClients:
     def meet(self) -> None:
         """Waits for the other processes, if there are any."""
         self.clients.meet()
+
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """Says what a run is about to do; see `Clients.introduce`."""
+        self.clients.introduce(about)
 
 
 class _Letter(NamedTuple):

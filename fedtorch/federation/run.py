@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, tree
+from fedtorch import expected, functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
-from fedtorch.federation.algorithm import Algorithm, Turn, first_total
+from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
-from fedtorch.federation.evaluation import Score, Split, evaluate, inputs_and_targets
+from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
 from fedtorch.federation.history import History, Recorder, Round
-from fedtorch.federation.population import Population, refuse_bad_messages
+from fedtorch.federation.population import Population, check_population, refuse_bad_messages
 from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
 from fedtorch.tree import Tree
@@ -92,10 +92,11 @@ class Run:
     ) -> None:
         if on_bad_message not in ("raise", "drop"):
             raise ValueError(f"Expected on_bad_message='raise' or 'drop', but got {on_bad_message!r}")
-        if parameters is None:
-            if algorithm.start is None:
-                raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
-            parameters = algorithm.start
+        check_algorithm(algorithm)
+        check_population(population)
+        parameters = start_of(algorithm, parameters)
+        if faults is not None:
+            expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
         clients = len(population.names)
         check_cohort(cohort, clients)
         self.algorithm, self.population, self.seed = algorithm, population, seed
@@ -106,12 +107,14 @@ class Run:
         self.log = History(keep_losses)
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
         self.clients: Clients = population.bind(algorithm, state)
+        self._newcomers = Newcomers(algorithm, state, clients, population.device)
         if algorithm.told is not None:
             server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
         self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
+        self.clients.introduce(lambda: {**self._fingerprint(), "start": describe(parameters)})
 
     # -- round by round --------------------------------------------------------------------------------------------
 
@@ -229,19 +232,21 @@ class Run:
         return functional.load(module, held)
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets
+        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
     ) -> dict[str, Score]:
         """Scores of every client's model on its rows of `data`; see `ft.metrics`.
 
         Args:
             data: rows of the run's clients.
-            metrics: by name: torchmetrics with summed states, `ft.metrics`, or a function (prediction, target) ->
-                per-example values.
-            split: rows -> (inputs, targets).
+            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
+                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+            split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
+            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
         """
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
-        return evaluate(self.clients, self.outbox, self.algorithm.predict, data, metrics, split)
+        clients = self._newcomers if unseen else self.clients
+        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split)
 
     def _module(self) -> nn.Module:
         if self.algorithm.module is None:
@@ -296,6 +301,7 @@ class Run:
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
         self.last = None
+        self.clients.introduce(lambda: {**self._fingerprint(), "round": str(self.number)})
 
     def _fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random
+from fedtorch import expected, random
 
 _KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
@@ -33,6 +33,7 @@ def uniform_cohort(size: int, clients: int) -> Cohort:
     Raises:
         ValueError: fewer than one, or more than there are.
     """
+    expected.kind(size, int, "a cohort of a whole number of clients", "for a share of them see ft.poisson_cohort")
     if not 1 <= size <= clients:
         raise ValueError(f"Expected a cohort between 1 and the population's {clients} clients, but got {size}")
     return lambda key: random.choice(key, clients, size)
@@ -42,9 +43,11 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
     """The same clients every round, in ascending order.
 
     Raises:
-        ValueError: negative ids, or some twice; ids beyond the population are refused where the cohort is used.
+        ValueError: no ids, negative ones, or some twice; those beyond the population are refused where it is used.
     """
     clients = torch.as_tensor(ids, dtype=torch.int64, device="cpu").sort().values
+    if not clients.numel():
+        raise ValueError("Expected at least one client in a cohort, but got none; pass cohort=None to ask everybody")
     check_ids(clients, torch.iinfo(torch.int64).max)
     return lambda key: clients
 
@@ -99,7 +102,14 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
 
 def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
     """A number as the uniform cohort of that size, None, which is everybody, as it is."""
-    return uniform_cohort(cohort, clients) if isinstance(cohort, int) else cohort
+    if cohort is None or callable(cohort):
+        return cohort
+    if not isinstance(cohort, int) or isinstance(cohort, bool):
+        raise TypeError(
+            "Expected cohort= as a whole number of clients, a cohort such as ft.fixed_cohort([0, 1]), or None, but got "
+            f"{cohort!r}; for a share of the clients pass ft.poisson_cohort(0.4, {clients})"
+        )
+    return uniform_cohort(cohort, clients)
 
 
 def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
@@ -112,6 +122,7 @@ def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
 
 def check_ids(ids: Tensor, clients: int) -> None:
     """Raises ValueError unless `ids` are distinct, ascending clients of a population."""
+    expected.kind(ids, Tensor, "a cohort of int64 ids (M,)", "return a tensor of distinct ascending ids")
     if ids.ndim != 1 or ids.dtype != torch.int64:
         raise ValueError(f"Expected a cohort of int64 ids (M,), but got {ids.dtype} of shape {tuple(ids.shape)}")
     if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < clients and bool((ids[1:] > ids[:-1]).all())):

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import files, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
 from fedtorch.federation.history import Round
@@ -111,7 +111,7 @@ class Ledger:
         if run.population.leads:
             content = self.content(run, Path(path))
             content["digest"] = _digest(content)
-            checkpoint.replace(written, (json.dumps(content, indent=1) + "\n").encode())
+            files.replace(written, (json.dumps(content, indent=1) + "\n").encode())
         return written
 
     def content(self, run: Run, saved: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 r"""Families q(z | θ) of the auxiliary variables, by reparametrisation of standard normal τ.
 
 - `mean_field`: :math:`z_{ij} = m_{ij} + b_{ij}\tau_{ij}`, parameters for every row (equation 10).
-- `amortised`: :math:`z_{ij} = \eta_{ij} + \rho(m + b\tau_{ij})` with (m, log b) from party j's encoder of
+- `amortised`: :math:`z_{ij} = \eta_{ij} + \rho(m + b\tau_{ij})` with (m, log b√(1 + ρ²)) from party j's encoder of
   :math:`\eta_{ij}`; with `sees_response` also of :math:`y_i` (equation 9, centred at η so that m = 0, b = 1 is the
   prior). What an encoder sees decides whether y reaches a party: the augmented model needs `sees_response=False` when y
   stays with the server, and may use True where y is shared; the power model's parties know y anyway.
@@ -16,6 +16,9 @@ r"""Families q(z | θ) of the auxiliary variables, by reparametrisation of stand
   exact for any likelihood, so only s is drawn.
   A factorised q(z_j | θ_j) instead has a floor of :math:`\tfrac12[J\log(1 + \rho^2/\sigma^2) - \log(1 + J\rho^2/
   \sigma^2)]` nats a row. The price: the server needs Σ_j η_j, without the noise that protects z. Sum it securely.
+
+The first two start with sds of ρ/√(1 + ρ²), as of a response that tells of z what a normal one of variance 1 would:
+close to the prior's where ρ is small; where it is large, draws from the prior block the optimiser for counts.
 
 Log ratios are those of log p(z | θ) − log q(z | θ), `(B, M, n)`, with the parameters of log q taken from `fixed`:
 detached ones make the gradient stick the landing (equation 4).
@@ -72,7 +75,7 @@ def mean_field() -> Auxiliary:
 
     def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
         shape = (batch, 1, outputs, rows)
-        log_sd = model.noise_sd.to(key.device, dtype).log().expand(shape)
+        log_sd = (model.noise_sd.log() + _log_shrinkage(model)).to(key.device, dtype).expand(shape)
         return {"mean": torch.zeros(shape, dtype=dtype, device=key.device), "log_sd": log_sd.clone()}
 
     def party(
@@ -105,10 +108,13 @@ def amortised(encoder: EncoderFactory | None = None, *, sees_response: bool = Fa
         q: Tensors, fixed: Tensors, eta: Tensor, noise: Tensor, data: VerticalData, model: VerticalModel
     ) -> tuple[Tensor, Tensor]:
         seen, count = _seen(eta, data, model) if sees_response else eta, 2 * eta.shape[-2]
+        shrinkage = _log_shrinkage(model).to(eta)
         mean, log_sd = encoded(make, q, seen, count).chunk(2, -2)
+        log_sd = log_sd + shrinkage
         e = torch.addcmul(mean, log_sd.exp(), noise)
         if fixed is not q:
             mean, log_sd = encoded(make, fixed, seen, count).chunk(2, -2)
+            log_sd = log_sd + shrinkage
         ratio = 0.5 * (_standardised(e, noise, mean, log_sd).square() - e.square()) + log_sd
         return torch.addcmul(eta, model.noise_sd.to(eta), e), ratio.sum(-2)
 
@@ -226,6 +232,11 @@ def _standardised(value: Tensor, noise: Tensor, mean: Tensor, log_sd: Tensor) ->
     """The noise, with the gradient of (value − mean)/sd; value, mean and log sd share one shape but for draws."""
     shape = value.shape
     return _Standardised.apply(value, noise.detach().expand(shape), mean.expand(shape), log_sd.expand(shape))
+
+
+def _log_shrinkage(model: VerticalModel) -> Tensor:
+    """log of the posterior sd over ρ where the response tells as much of z as a normal one of variance 1 would."""
+    return -0.5 * model.noise_sd.square().log1p()
 
 
 def _shown(model: VerticalModel, outputs: int) -> int:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch import expected
+
 
 class _Fields(NamedTuple):
     features: tuple[Tensor, ...]  # (n, ...) or (B, n, ...), one per party
@@ -128,6 +130,9 @@ class VerticalData(_Fields):
 
 def _check_parts(data: VerticalData) -> None:
     """Raises `ValueError` unless all parts have the response's rows, and features are finite."""
+    for j, x in enumerate(data.features):
+        expected.kind(x, Tensor, f"features of party {j} as a tensor", "use torch.as_tensor, a tensor for every party")
+        expected.dense(x, f"features of party {j}")
     rows = data.response.shape[-1] if data.response.ndim else -1
     parts = [(f"features of party {j}", x, x.shape[:2]) for j, x in enumerate(data.features)]
     parts += [
@@ -140,8 +145,17 @@ def _check_parts(data: VerticalData) -> None:
                 f"{tuple(value.shape)}; align the rows, see `fedtorch.vfl.align`"
             )
     for j, x in enumerate(data.features):
+        if x.is_complex():
+            raise TypeError(f"Expected real features of party {j}, but got {x.dtype}; pass real and imaginary parts")
         if not bool(x.isfinite().all()):
             raise ValueError(f"Expected finite features of party {j}, but got NaN or Inf; impute them first")
+    unknown = data.response.isnan()
+    if bool(unknown.any()) and not bool(unknown.all()):
+        raise ValueError(
+            f"Expected a response of numbers, or NaN everywhere where it is not known, but got NaN in row "
+            f"{int(unknown.nonzero()[0, -1])}; leave such rows out"
+        )
+    check_known(data)
 
 
 def check_known(data: VerticalData) -> None:
@@ -156,5 +170,6 @@ def check_known(data: VerticalData) -> None:
             raise ValueError(f"Expected {name} of {rows} rows, but got shape {tuple(value.shape)}")
         if not bool(value.isfinite().all()) or (name == "weight" and bool((value < 0).any())):
             raise ValueError(f"Expected a finite offset and weights from 0 on, but got {name} with others")
-    if data.present is not None and (data.present.ndim != 2 or len(data.present) != rows):
-        raise ValueError(f"Expected present of ({rows}, parties), but got shape {tuple(data.present.shape)}")
+    if data.present is not None and data.present.shape != (rows, len(data.features)):
+        parties = len(data.features)
+        raise ValueError(f"Expected present of shape ({rows}, {parties}), but got {tuple(data.present.shape)}")

@@ -68,7 +68,7 @@ def initial(
     model: VerticalModel, guide: Guide, rows: int, size: int, key: Tensor, dtype: torch.dtype = torch.float32
 ) -> Parameters:
     """Parameters to start from: small standard deviations around zero or a network's weights, and encoders that answer
-    the prior; on the key's device.
+    zero; on the key's device.
 
     Args:
         model: the model.

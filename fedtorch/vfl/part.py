@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedtorch import random, wire
+from fedtorch import files, random, wire
 from fedtorch.vfl.guide import Guide, Parameters, draw_own
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.noise import NodeNoise, Noise
@@ -106,20 +106,24 @@ class Part(nn.Module):
         return torch.addcmul(etas, model.masked(model.noise_sd, 0.0), of_rows.to(device))
 
     def save(self, file: str | Path) -> None:
-        """Writes this node's parameters, and nobody else's, as safetensors."""
-        Path(file).write_bytes(wire.encode(self.state_dict(), {"party": self.name}))
+        """Writes this node's parameters, and nobody else's, as a safetensors file that appears whole."""
+        files.replace(file, wire.encode(self.state_dict(), {"party": self.name}))
 
     def load(self, file: str | Path) -> None:
         """Reads what `save` wrote.
 
         Raises:
-            ValueError: the file is another node's, or of a part of another shape.
+            ValueError: the file is another node's, of a part of another shape, empty or torn.
         """
         payload = Path(file).read_bytes()
-        name = wire.metadata(payload, client=self.name).get("party")
-        if name != self.name:
-            raise ValueError(f"Expected parameters of party {self.name!r}, but got those of {name!r}")
-        self.load_state_dict(wire.decode(payload, like=self.state_dict(), client=self.name))
+        try:
+            name = wire.metadata(payload, client=self.name).get("party")
+            if name != self.name:
+                raise ValueError(f"Expected parameters of party {self.name!r}, but got those of {name!r}")
+            state = wire.decode(payload, like=self.state_dict(), client=self.name)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        self.load_state_dict(state)
 
 
 def parts(

@@ -101,9 +101,15 @@ class NetworkPredictor(nn.Module):
             keys: makes the keys `(B,)` of dropout and other draws in training mode.
 
         Raises:
-            ValueError: networks of another number of outputs.
+            ValueError: features that the networks cannot take, or networks of another number of outputs.
         """
-        each = [self.stack(x, self._named(one), keys) for one in theta.unbind(1)]
+        try:
+            each = [self.stack(x, self._named(one), keys) for one in theta.unbind(1)]
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"Expected features that the network of {self.name!r} takes, but got {x.dtype} of shape "
+                f"{tuple(x.shape)}: {error}; give the network their width"
+            ) from error
         found = torch.stack(each, 1) if len(each) > 1 else each[0].unsqueeze(1)
         if found.ndim != 4 or found.shape[-1] != self.outputs:
             raise ValueError(

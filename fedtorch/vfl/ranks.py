@@ -20,9 +20,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fedtorch import wire
+from fedtorch.streams import Streams
 from fedtorch.tree import Tree
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, decode, drive, encode
-from fedtorch.vfl.streams import Streams
 
 TIMEOUT = timedelta(minutes=10)
 _LONGEST = 2**30  # bytes of a payload whose rows only its sender knows

@@ -157,3 +157,30 @@ def test_many_at_once_download_once(server: Any, tmp_path: Path) -> None:
         thread.join()
     assert file.read_bytes() == CONTENT
     assert server.ranges == [None]
+
+
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize("content", [b"precious", CONTENT, CONTENT[:CUT]], ids=["other", "the file", "a beginning"])
+def test_a_link_in_place_of_the_part_leaves_its_target_alone(
+    server: Any, hard: bool, content: bytes, tmp_path: Path
+) -> None:
+    file, target = tmp_path / "file", tmp_path / "target"
+    target.write_bytes(content)
+    if hard:
+        part(file).hardlink_to(target)
+    else:
+        part(file).symlink_to(target)
+    download(server.url, file, [SHA256])
+    assert target.read_bytes() == content
+    assert file.read_bytes() == CONTENT
+    assert not file.is_symlink()
+    assert file.stat().st_nlink == 1
+    assert server.ranges == [None]
+
+
+def test_a_link_to_nothing_makes_nothing_elsewhere(server: Any, tmp_path: Path) -> None:
+    file, target = tmp_path / "file", tmp_path / "target"
+    part(file).symlink_to(target)
+    download(server.url, file, [SHA256])
+    assert not target.exists()
+    assert file.read_bytes() == CONTENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.federation import checkpoint
+from fedtorch.models import hierarchical
 
 # Lightning says so whenever a run goes on in its own folder.
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
@@ -209,6 +211,28 @@ def test_cohorts_are_told_apart_by_what_they_close_over() -> None:
     described = [checkpoint.describe(cohort) for cohort in cohorts]
     assert len(set(described)) == 4
     assert described[0] == checkpoint.describe(ft.poisson_cohort(0.5, 3))
+
+
+def test_long_descriptions_are_digested() -> None:
+    """Of a hierarchical model 17 000 characters, which differ where the model does."""
+    first, second = (
+        checkpoint.describe(ft.ep(hierarchical.linear(hierarchical.normal(1), noise=noise)).settings["model"])
+        for noise in (0.1, 0.2)
+    )
+    assert re.fullmatch(r"Model\(\{.*… \(\d+ characters of digest [0-9a-f]{16}\)", first)
+    assert len(first) < 200
+    assert first != second
+    with pytest.raises(ValueError, match=r"a run with model .* of digest .*, but got one with Model.* of digest"):
+        checkpoint.check_fingerprint({"model": first}, {"model": second})
+
+
+def documented() -> int:
+    """A value."""
+    return 1
+
+
+def test_what_is_written_about_a_function_does_not_count() -> None:
+    assert checkpoint.describe(documented).endswith("documented((1), (), None)")
 
 
 def test_files_appear_whole_and_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,3 +99,9 @@ def test_over_ranks_too_unless_another_one_is_given() -> None:
     assert type(ft.ClientSharding().checkpoint_io) is PlainCheckpointIO
     other = TorchCheckpointIO()
     assert ft.ClientSharding(checkpoint_io=other).checkpoint_io is other
+
+
+def test_a_checkpoint_may_be_read_by_whom_other_files_may(tmp_path: Path) -> None:
+    PlainCheckpointIO().save_checkpoint({"round": 1}, tmp_path / "last.ckpt")
+    (tmp_path / "other").write_text("")
+    assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,63 @@ def test_a_file_of_one_process_goes_on_sharded(tmp_path: Path) -> None:
     assert distance(everything(model), everything(single)) == 0.0
 
 
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ranks say that differ, are too many, or get lost."""
+    path = tmp_path_factory.mktemp("odd")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(TESTS / "support" / "odd_ranks.py"), str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads((path / "findings.json").read_text())
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_more_ranks_than_clients(odd: dict[str, Any], clients: int) -> None:
+    expected = odd["alone"][clients - 1]
+    found = odd[["one client", "two clients"][clients - 1]]
+    assert len(found) == 4
+    for numbers in found:
+        assert numbers == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING)
+
+
+ODD = {  # what differs: (how the message calls it, the rank that differs)
+    "data": ("rows", 1),
+    "names": ("clients", 0),
+    "sizes": ("sizes", 2),
+    "seed": ("seed", 2),
+    "cohort": ("cohort", 1),
+    "rate": ("local.optimizer", 1),
+    "start": ("start", 0),
+    "layers": ("model", 2),
+    "evaluation first": ("seed", 1),
+    "round": ("round", 1),
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_rank_that_runs_something_else_is_named_on_all(odd: dict[str, Any], what: str) -> None:
+    name, rank = ODD[what]
+    assert len(odd[what]) > 1
+    for told in odd[what]:
+        assert told.startswith(f"ValueError: Expected all ranks to run the same, with {name} ")
+        assert re.search(r"but got rank (\d) with", told).group(1) == str(rank)  # type: ignore[union-attr]
+
+
+def test_a_rank_that_is_lost_is_named(odd: dict[str, Any]) -> None:
+    first, killed, third = odd["lost"]
+    assert killed is None
+    assert first == third
+    assert first.startswith("RuntimeError: Expected all ranks to take part, but rank 1 has gone")
+
+
+def test_a_rank_that_is_late_is_named_after_the_timeout(odd: dict[str, Any]) -> None:
+    first, second, late = odd["late"]
+    assert first == second
+    assert first.startswith("RuntimeError: Expected all ranks within 1 s, but got nothing from rank 2")
+    assert late.startswith("RuntimeError: Expected all ranks within 1 s")
+
+
 def test_without_torchrun_it_is_one_process() -> None:
     data = linear_clients([4, 5, 6])
     population = ft.Distributed(data)
@@ -148,3 +207,5 @@ def test_refusals_at_construction() -> None:
         ft.Distributed([1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="chunk of at least 1, but got 0"):
         ft.Distributed(linear_clients([CLASSES]), chunk=0)
+    with pytest.raises(ValueError, match="Expected a positive timeout"):
+        ft.Distributed(linear_clients([CLASSES]), timeout=timedelta(0))

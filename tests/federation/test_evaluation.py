@@ -19,6 +19,7 @@ from fedtorch.federation.evaluation import Score, evaluate, inputs_and_targets
 SIZES = [7, 3, 12, 5]
 DATA = linear_clients(SIZES)
 ROUNDING = 1e-12
+MSE = {"mse": ft.metrics.mean_squared_error()}
 METRICS = {"mse": ft.metrics.mean_squared_error(), "r2": torchmetrics.R2Score()}
 
 
@@ -107,3 +108,69 @@ def test_no_metrics_and_other_clients_are_refused() -> None:
         evaluate(clients, outbox, predict, DATA, {})
     with pytest.raises(ValueError, match="4 clients, but got 2"):
         evaluate(clients, outbox, predict, DATA.select([0, 1]), METRICS)
+
+
+def test_unseen_clients_start_where_all_started_and_hear_the_server() -> None:
+    others = linear_clients([4, 9, 6], seed=5)
+    local = sgd(0.1, steps=3)
+    averaged = ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=2)
+    scores = averaged.evaluate(others, MSE, unseen=True)
+    for (x, y), score in zip(others, scores["mse"].clients.tolist()):
+        error = predict({n: leaf[None] for n, leaf in averaged.server.items()}, x[None])[0] - y
+        assert score == pytest.approx(float(error.square().mean()), rel=ROUNDING)
+    personal = ft.run(ft.personal_layers(local, "bias"), ft.InProcess(DATA), rounds=2)
+    found = personal.evaluate(others, MSE, unseen=True)["mse"].clients.tolist()
+    tensors = {**personal.server, "bias": local.parameters["bias"]}
+    for (x, y), score in zip(others, found):
+        error = predict({n: leaf[None] for n, leaf in tensors.items()}, x[None])[0] - y
+        assert score == pytest.approx(float(error.square().mean()), rel=ROUNDING)
+    federation = ft.Federation(ft.fedavg(local), ft.InProcess(DATA))
+    assert len(federation.evaluate(others, MSE, unseen=True)["mse"].clients) == 3
+
+
+def test_unseen_clients_have_no_model_where_each_hears_its_own() -> None:
+    others = linear_clients([4, 9], seed=5)
+    coupled = ft.Run(ft.gtv(sgd(0.1, steps=3), ft.Network.ring(4), 0.1), ft.InProcess(DATA))
+    with pytest.raises(ValueError, match="Expected an algorithm in which all clients hear the same"):
+        coupled.evaluate(others, METRICS, unseen=True)
+    with pytest.raises(ValueError, match="pass unseen=True for others"):
+        coupled.evaluate(others, METRICS)
+
+
+class Named(torch.nn.Module):
+    """Takes its inputs by name, as models of text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1, dtype=torch.float64)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.linear(ids * mask)[:, 0]
+
+
+class Positional(Named):
+    """Takes its inputs as one dict."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return super().forward(batch["ids"], batch["mask"])
+
+
+@pytest.mark.parametrize("module", [Named, Positional])
+@pytest.mark.parametrize("batched", [True, False])
+def test_inputs_that_are_dicts_reach_forward_by_name(module: type[Named], batched: bool) -> None:
+    rows = [({"ids": x, "mask": (x > 0).double()}, y) for x, y in DATA]
+    local = ft.gradient_descent(
+        module(),
+        epochs=1,
+        batch_size=4,
+        loss=torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batched=batched,
+    )
+    run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(rows)), rounds=1)
+    flat = ft.data.from_tensors([{**inputs, "labels": y} for inputs, y in rows])
+    split = lambda rows: ({"ids": rows["ids"], "mask": rows["mask"]}, rows["labels"])
+    found = run.evaluate(flat, {"mse": torch.nn.functional.mse_loss}, split)["mse"].clients.tolist()
+    for (inputs, y), score in zip(rows, found):
+        output = Named.forward(run.global_module(), **inputs)  # type: ignore[arg-type]
+        assert score == pytest.approx(float((output - y).square().mean().detach()), rel=ROUNDING)

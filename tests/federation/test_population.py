@@ -195,7 +195,7 @@ def test_evaluation_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     clients.step(outbox, None, ft.Turn(random.key(0), 0)).commit()
     data = linear_clients(SIZES, seed=1)
     whole = clients.evaluate(outbox, data, squared_errors(algorithm))
-    monkeypatch.setattr("fedtorch.federation.clients._BLOCK_ROWS", 1)
+    monkeypatch.setattr("fedtorch.federation.clients.BLOCK_ROWS", 1)
     assert distance(clients.evaluate(outbox, data, squared_errors(algorithm)), whole) < ROUNDING
 
 

@@ -15,8 +15,10 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
+from fedtorch.federation.exchange import graph, star
 from fedtorch.federation.sampling import RoundKeys
 from fedtorch.tree import Tree
+from fedtorch.trust.robust import median, trimmed_mean
 
 SIZES = [5, 2, 9, 4, 4, 7, 6]
 K = len(SIZES)
@@ -251,3 +253,57 @@ def test_a_rounds_keys_depend_on_the_seed_and_its_number_only() -> None:
             keys = made(number)
             expected = random.fold_in(random.fold_in(random.key(7), number), purposes)
             assert torch.equal(torch.stack(tuple(keys)), expected)
+
+
+def adding(exchange: ft.Exchange, dtype: torch.dtype, nodes: int = 0) -> ft.Algorithm:
+    """What a user writes first: the server adds what comes of the clients' first rows to its parameters."""
+
+    def client(inbox: Tree, state: Tensor, data: ClientData, turn: ft.Turn) -> ft.Reply:
+        message = Message(ft.Mean({"w": data.batch[0][:, 0]}, torch.ones(len(data.count))), None)
+        return ft.Reply(message if nodes else message._replace(rows=ft.Sum(data.count)), state, {})
+
+    def server(parameters: Tree, aggregate: Message, key: Tensor) -> Tree:
+        assert aggregate.rows is None or aggregate.rows.value.dtype == torch.float64  # whole numbers
+        return tree.add(parameters, aggregate.change.value)
+
+    return ft.Algorithm(
+        init=lambda parameters, clients: (parameters, torch.zeros(0)),
+        outbox=lambda parameters: parameters,
+        client=client,
+        server=server,
+        model=lambda inbox, state: inbox,
+        exchange=exchange,
+        start={"w": torch.zeros(nodes, 3, dtype=dtype) if nodes > 1 else torch.zeros(3, dtype=dtype)},
+    )
+
+
+class Message(NamedTuple):
+    change: ft.Mean
+    rows: ft.Sum | None
+
+
+RING = ft.Network.from_edges([(k, (k + 1) % 6) for k in range(6)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("exchange", "nodes"),
+    [(star(), 0), (median(), 1), (trimmed_mean(0.2), 1), (graph(RING), 6)],
+    ids=["star", "median", "trimmed mean", "graph"],
+)
+def test_an_aggregate_adds_to_parameters_of_any_dtype(exchange: ft.Exchange, nodes: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    data = ft.data.FederatedData((rows,), torch.full((6,), 2))
+    for chunk in (None, 2):
+        found = ft.Run(adding(exchange, dtype, nodes), ft.InProcess(data, chunk)).step().server["w"]
+        assert found.dtype == dtype
+        assert found.shape == ((6, 3) if nodes > 1 else (3,))
+
+
+def test_means_of_many_blocks_are_rounded_once() -> None:
+    rows = 100 + torch.randn(4000, 3, generator=torch.Generator().manual_seed(0))
+    data = ft.data.FederatedData((rows,), torch.full((2000,), 2))
+    found = ft.Run(adding(star(), torch.float32), ft.InProcess(data, chunk=1)).step().server["w"]
+    expected = rows[::2].double().mean(0)
+    assert found.dtype == torch.float32
+    assert bool(((found.double() - expected).abs() <= 2**-24 * expected).all())  # half a unit in the last place

@@ -273,3 +273,13 @@ def test_wrong_settings_are_refused() -> None:
         robust.nearest_neighbour_mixing(1, robust.fltrust(0))
     with pytest.raises(ValueError, match="Expected client 20, whom fltrust trusts, in every round"):
         aggregate(robust.fltrust(20), VALUES, ONES)
+
+
+@pytest.mark.parametrize("rule", [robust.median(), robust.trimmed_mean(0.1)])
+def test_gtv_is_refused_when_its_run_begins(rule: Rule) -> None:
+    algorithm = ft.gtv(sgd(0.1), ft.Network.from_edges([(0, 1), (1, 2)]), 0.3)
+    with pytest.raises(TypeError, match=r"Expected messages that are Mean for .* use an algorithm .* ft\.fedavg"):
+        ft.Run(dataclasses.replace(algorithm, exchange=robust.star(rule)), ft.InProcess(linear_clients([4, 5, 6])))
+    run = ft.Run(dataclasses.replace(algorithm, exchange=star()), ft.InProcess(linear_clients([4, 5, 6])))
+    with pytest.raises(TypeError, match="Expected to hear neighbours, but got dict; leave GTV its exchange"):
+        run.step()

@@ -83,7 +83,7 @@ def test_what_is_not_credible_is_not_taken_into_the_table() -> None:
 
     def lying(inbox, state, rows, turn):  # type: ignore[no-untyped-def]
         reply = defended.client(inbox, state, rows, turn)
-        told = tree.map(lambda leaf: leaf.index_fill(0, torch.tensor([3]), 1e200), reply.message.told)
+        told = tree.map(lambda leaf: leaf.index_fill(0, torch.tensor([3]), 1e200), reply.message.told)  # a Sum
         return reply._replace(message=reply.message._replace(told=told))
 
     run = ft.run(dataclasses.replace(defended, client=lying), ft.InProcess(data), rounds=3)

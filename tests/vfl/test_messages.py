@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -238,6 +240,31 @@ def test_each_node_saves_and_loads_its_own_part(guide: str, tmp_path: Path) -> N
         assert distance(tree.map(torch.detach, one.q), tree.map(torch.detach, other.q)) == 0
     with pytest.raises(ValueError, match="Expected parameters of party 'party 1', but got those of 'server'"):
         others[2].load(tmp_path / "server.safetensors")
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_part_keeps_its_old_file_until_the_new_one_is_whole(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = some_model("power", "negative binomial")
+    family = GUIDES["mean field"]()
+    server, file = vfl.parts(model, family, some_parameters(model, family, data))[0], tmp_path / "server.safetensors"
+    server.save(file)
+    good = file.read_bytes()
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, stop)
+        with pytest.raises(KeyboardInterrupt):
+            server.save(file)
+    assert file.read_bytes() == good
+    assert list(tmp_path.iterdir()) == [file]
+    for damaged in (b"", good[:40], good[:-3], b"x" * 100):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"server\.safetensors: .*[Ee]xpected"):
+            server.load(file)
 
 
 def test_halves_that_do_not_fit_are_named() -> None:

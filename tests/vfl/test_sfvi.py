@@ -204,7 +204,8 @@ def test_one_party_is_the_ordinary_model() -> None:
         model = make(likelihoods.bernoulli(), predictors([3]), 0.9)
         batch = prepared(model, data)
         noise = draw_noise(model, family, KEY.reshape(1), 12, 2, torch.float64)
-        q = initial(model, family, 12, 1, KEY, torch.float64)  # z is drawn from its prior: the ratio of z is zero
+        q = initial(model, family, 12, 1, KEY, torch.float64)
+        q.parties[0]["z"]["shift"][:, :, 1] = 0.5 * math.log1p(0.81)  # z from its prior: the ratio of z is zero
         values[name] = bound(model, family, q, batch, noise)
         theta = 0.1 * noise.theta[1]
         eta = theta @ data.features[0].T
@@ -360,6 +361,19 @@ def test_counts_under_large_noise(steps: int, close: float) -> None:
     if steps > 1000:
         assert (found[1][0].diagonal().sqrt() / sd - 1).abs().max() < 0.1
         assert bool(fit.converged())
+
+
+def test_a_factorised_family_comes_to_its_floor_under_large_noise() -> None:
+    """ρ = 3: it falls short of `sums` by ½[J log(1 + ρ²λ) − log(1 + Jρ²λ)] a row, λ ≈ y + ½ being what a count tells
+    of its log rate: 80 nats in all, and 76 with y for λ. From draws as wide as the prior it was 400 short of that.
+    """
+    data, parties, rho = counts_data([1, 1], 60), 2, 3.0
+    model = vfl.augmented(likelihoods.poisson(), [vfl.linear(1)] * parties, rho)
+    told = data.y.double().flatten() + 0.5
+    floor = float(0.5 * (parties * (rho**2 * told).log1p() - (parties * rho**2 * told).log1p()).sum())
+    best = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=400, lr=0.03).bounds[-1, 0]
+    fit = vfl.sfvi(model, vfl.Guide(vfl.mean_field()), data, key=KEY, steps=600, lr=0.05)
+    assert float(best - fit.bounds[-1, 0]) == pytest.approx(floor, abs=6)
 
 
 def test_a_fit_that_is_held_up_has_not_converged() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,44 @@ def test_a_resumed_training_is_the_same(tmp_path: Path) -> None:
     assert torch.equal(expected.epoch, found.epoch)
 
 
+class Evil:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_checkpoints_are_plain_and_appear_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loader, path = CASES["plain"](), vfl.VerticalLoader(data(), steps=3), tmp_path / "kept.ckpt"
+    fit = trainer(tmp_path)
+    fit.fit(model, loader)
+    fit.save_checkpoint(path)
+    good = path.read_bytes()
+
+    def stop(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            fit.save_checkpoint(path)
+    assert path.read_bytes() == good
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_bytes(good[:-700])
+    with pytest.raises(ValueError, match=r"in .*kept\.ckpt, but got a damaged file"):
+        trainer(tmp_path).fit(model, loader, ckpt_path=path)
+    torch.save({"state_dict": Evil(tmp_path / "made")}, path)
+    with pytest.raises(ValueError, match="objects that could run code"):
+        trainer(tmp_path).fit(model, loader, ckpt_path=path, weights_only=False)
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(ValueError, match="file of this machine, but got the address 'http://"):
+        trainer(tmp_path).fit(model, loader, ckpt_path="http://127.0.0.1:9/last.ckpt")
+
+
 @pytest.mark.parametrize("name", ["plain", "sums", "amortised"])
 def test_save_load_and_predict_per_party(name: str, tmp_path: Path) -> None:
     model, rows = CASES[name](), data()
@@ -459,7 +498,7 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="Expected rows of 1 dimensions"):
         Stacked(mlp(3, [4], 1), KEYS)(torch.zeros(3))
     absent = data()._replace(present=torch.ones(3, 3, dtype=torch.bool))
-    with pytest.raises(ValueError, match=rf"present of \({N}, parties\), but got shape \(3, 3\)"):
+    with pytest.raises(ValueError, match=rf"Expected present of shape \({N}, 3\), but got \(3, 3\)"):
         network().check(absent)
     with pytest.raises(ValueError, match="a row with a positive weight for each element"):
         network().check(data()._replace(weight=torch.zeros(B, N)))
@@ -469,6 +508,6 @@ def test_a_prediction_that_fails_leaves_the_mode_alone() -> None:
     model, (first, second, third) = network().train(), data().features
     with pytest.raises(ValueError, match=rf"the same rows of all parties, but got \[{N}, 1, {N}\] of them"):
         model.predict([first, second[..., :1, :], third])  # one row would be everybody's
-    with pytest.raises(RuntimeError, match="shape"):
+    with pytest.raises(ValueError, match="Expected features that the network of 'party 0' takes"):
         model.predict([first[:, :1], second, third])
     assert model.training

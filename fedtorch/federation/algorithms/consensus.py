@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.exchange import Exchange, Mean, Sum, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
@@ -178,6 +178,7 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
         >>> [bool((copy == results[0]).all()) for copy in results[1]]
         [True, True, True, True]
     """
+    check_algorithm(algorithm)
     if not algorithm.exchange.additive:
         raise ValueError("Expected an algorithm whose messages add up, as over a star, but got another exchange")
 

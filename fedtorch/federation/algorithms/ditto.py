@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from fedtorch import random
+from fedtorch import expected, random
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn
 from fedtorch.federation.algorithms.fedavg import Weight, fedavg, proximal, rows_weight
 from fedtorch.tree import Tree
@@ -63,8 +63,7 @@ def ditto(
         tensor([ 0.5000, -0.5000])
     """
     shared = fedavg(local, mu=mu, lr=lr, weight=weight)
-    if not strength >= 0:
-        raise ValueError(f"Expected a strength of at least 0, but got {strength}")
+    expected.not_negative(strength=strength)
 
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         averaged = shared.client(inbox, state.solver, data, turn)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
@@ -55,7 +55,7 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
         Traceback (most recent call last):
         ValueError: Expected mu of at least 0, but got -1.0
     """
-    check_settings(mu, lr)
+    check_settings(local, mu, lr)
 
     def client(inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
         solved = local.solve(inbox, state, data, proximal(inbox, mu), turn)
@@ -78,12 +78,11 @@ def fedprox(local: LocalSolver, mu: float, *, lr: float = 1.0, weight: Weight = 
     return fedavg(local, mu=mu, lr=lr, weight=weight)
 
 
-def check_settings(mu: float, lr: float) -> None:
-    """Raises ValueError unless μ is at least 0 and the server's step is positive."""
-    if not mu >= 0:
-        raise ValueError(f"Expected mu of at least 0, but got {mu}")
-    if not lr > 0:
-        raise ValueError(f"Expected a positive lr, but got {lr}")
+def check_settings(local: LocalSolver, mu: float, lr: float) -> None:
+    """Raises TypeError or ValueError unless `local` is a solver, μ at least 0 and the server's step positive."""
+    check_solver(local)
+    expected.not_negative(mu=mu)
+    expected.positive(lr=lr)
 
 
 def proximal(centre: Tree, mu: float) -> Quadratic | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, check_solver
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.federation.algorithms.personal import personal_layers
 
@@ -38,6 +38,7 @@ def fedbn(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weigh
         >>> sorted(ft.fedbn(local).init(local.parameters, 2)[0])
         ['0.bias', '0.weight', '2.bias', '2.weight']
     """
+    check_solver(local)
     layers = {name: part for name, part in local.module.named_modules() if isinstance(part, _BatchNorm)}
     if not layers:
         raise ValueError(

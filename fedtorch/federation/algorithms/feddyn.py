@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
+from fedtorch import expected, tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.algorithms.scaffold import Controls, Server, State, mean_control, no_controls
@@ -58,8 +58,8 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         >>> round(float(final.server.parameters["weight"]), 4)  # Σ x y / Σ x² = −5 / 13
         -0.3846
     """
-    if not alpha > 0:
-        raise ValueError(f"Expected a positive alpha, but got {alpha}")
+    check_solver(local)
+    expected.positive(alpha=alpha)
     averaged = averaged_buffers(local)
 
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:

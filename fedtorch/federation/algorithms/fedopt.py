@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, solved_by
+from fedtorch import expected, tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, check_solver, solved_by
 from fedtorch.federation.algorithms.fedavg import Message, Weight, fedavg, rows_weight
 from fedtorch.optimisers import MakeOptimizer, State, TreeOptimizer
 from fedtorch.tree import Tree
@@ -60,10 +60,13 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
         >>> sorted(server.optimizer["weight"])
         ['momentum_buffer']
     """
+    check_solver(local)
     averaged = averaged_buffers(local)
     plain = fedavg(local, mu=mu, weight=weight)
     trained = {name: leaf for name, leaf in local.parameters.items() if name not in averaged}
     steps = TreeOptimizer.made(optimizer, trained)
+    for group in steps.original.param_groups:
+        expected.positive(lr=group.get("lr", 1.0))
     steps.init(trained)  # refuses at construction what cannot be saved
     return Algorithm(
         init=functools.partial(_init, steps, plain),

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import exact, random, tree
+from fedtorch import exact, expected, random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
@@ -73,6 +73,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         >>> bool(((final.server.variables.theta[:, 0] - 1).abs() < 0.1).all())
         True
     """
+    expected.kind(local, LocalKernel, "the clients' half of a sampler", "such as gibbs.sparse.regression()")
+    expected.kind(shared, GlobalKernel, "the server's half of a sampler", "such as gibbs.sparse.hierarchy()")
     for name, count in (("sweeps", sweeps), ("chains", chains)):
         if count < 1:
             raise ValueError(f"Expected {name} of at least 1, but got {count}")

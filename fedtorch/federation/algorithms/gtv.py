@@ -23,14 +23,13 @@ Source: Jung, "Federated learning: from theory to practice", chapters 3, 5, 6 (e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
+from fedtorch import expected, functional, tree
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
@@ -75,6 +74,8 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         >>> final.tensors()["weight"].flatten().round(decimals=4)  # ±1 / (1 + 2α)
         tensor([ 0.5000, -0.5000])
     """
+    check_solver(local)
+    expected.kind(network, Network, "a network", "make one with ft.Network.from_edges, k_nearest, ring, …")
     strengths = _strengths(alpha, local)
 
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:
@@ -105,6 +106,8 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
 
 def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, float]) -> Quadratic:
     """λ = 2αd_i and h = 2α Σ_j A_ij w_j of every parameter, zero for the personal ones."""
+    if not hasattr(inbox, "degree"):
+        raise TypeError(f"Expected to hear neighbours, but got {type(inbox).__name__}; leave GTV its exchange, a graph")
     degree = inbox.degree
     shift = tree.zeros_like({name: leaf for name, leaf in parameters.items() if name not in strengths})
     for name, alpha in strengths.items():
@@ -119,8 +122,7 @@ def _strengths(alpha: float | Mapping[str, float], local: LocalSolver) -> dict[s
     """α of every coupled parameter by name."""
     found: dict[str, float] = {}
     for pattern, strength in (alpha if isinstance(alpha, Mapping) else {"*": alpha}).items():
-        if not (strength >= 0 and math.isfinite(strength)):
-            raise ValueError(f"Expected alpha of at least 0 and finite, but got {strength}")
+        expected.not_negative(alpha=strength)
         for name in functional.split(local.parameters, pattern)[0]:
             found[name] = found.get(name, 0.0) + float(strength)
     averaged = averaged_buffers(local) & found.keys()

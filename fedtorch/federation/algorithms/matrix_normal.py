@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
+from fedtorch import expected
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
@@ -188,12 +189,13 @@ def matrix_normal(
         >>> run.server.covariance.correlation(torch.arange(2))[0, 1] > 0.5
         tensor(True)
     """
+    check_solver(local)
     head = local.module
     if not isinstance(head, LinearHead):
         raise TypeError(f"Expected a local solver of a LinearHead, but got {type(head).__name__}; see models.linear")
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
-        if value is not None and not value > 0:
-            raise ValueError(f"Expected a positive {name}, but got {value}")
+        if value is not None:
+            expected.positive(**{name: value})
     chosen = Chosen(covariance or inverse_wishart(), shrinkage or in_every_step(), noise, start, rank)
     return Algorithm(
         init=partial(init, local=local, chosen=chosen),

@@ -53,7 +53,7 @@ def personal_layers(
     Raises:
         ValueError: a pattern matches no parameter, nothing remains to be shared, or `mu` or `lr` is out of range.
     """
-    check_settings(mu, lr)
+    check_settings(local, mu, lr)
     if not functional.split(local.parameters, personal)[1]:
         raise ValueError(f"Expected some parameters to remain shared, but {personal!r} matches all; use ft.separate")
 

@@ -17,7 +17,6 @@ Source: Jung, "Federated learning: from theory to practice", section 5.6 and equ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Neighbourhood, graph
@@ -176,8 +175,7 @@ def _fit(
 
 def _checked_inputs(alpha: float, inputs: Tensor, nodes: int) -> Tensor:
     """The inputs as each node sees them, `(n, m', d)`."""
-    if not (alpha >= 0 and math.isfinite(alpha)):
-        raise ValueError(f"Expected alpha of at least 0 and finite, but got {alpha}")
+    expected.not_negative(alpha=alpha)
     shape = tuple(inputs.shape)
     if len(shape) not in (2, 3) or shape[-2] == 0 or (len(shape) == 3 and shape[0] != nodes):
         raise ValueError(

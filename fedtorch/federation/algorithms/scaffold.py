@@ -93,7 +93,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         >>> round(float(final.server.parameters["weight"]), 4)  # Σ x y / Σ x² = −5 / 13
         -0.3846
     """
-    check_settings(0.0, lr)
+    check_settings(local, 0.0, lr)
 
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:
         return Server(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))

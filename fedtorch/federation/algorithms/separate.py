@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, check_solver, solved_by
 from fedtorch.tree import Tree
 
 
@@ -23,6 +23,8 @@ def separate(local: LocalSolver) -> Algorithm:
     Args:
         local: how a client works on its own problem; a round is one call.
     """
+
+    check_solver(local)
 
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         solved = local.solve(state.parameters, state.solver, data, None, turn)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedtorch.lazy import loaded
-from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, copied, options, rebind
+from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, check_maker, copied, options, rebind
 
 
 class Schedule:
@@ -82,6 +82,7 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
             intervals.
     """
     if make is not None:
+        check_maker(make)
         answer: Any = make(p for p in module.parameters() if p.requires_grad)
     elif isinstance(module, loaded("lightning.pytorch", "LightningModule")):
         answer = module.configure_optimizers()

@@ -15,7 +15,7 @@ from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.local_solvers.probe import probe
+from fedtorch.federation.local_solvers.probe import check_rows, probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
 from fedtorch.federation.local_solvers.state import LocalState, counts, divided_buffers, tensors_of
 from fedtorch.optimisers import MakeOptimizer, State
@@ -76,11 +76,13 @@ class Descent:
         """Looks at a block to find out what the module can do; the data stay as they are.
 
         Raises:
-            BadClients: some have no rows.
+            BadClients: some have no rows, or rows that the module cannot take.
         """
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
+        if len(data.count):
+            check_rows(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
         self._learn(data)
         return data
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from torch import nn
 
+from fedtorch import expected
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.federation.local_solvers.descent import Descent
 from fedtorch.federation.local_solvers.objective import Loss
@@ -54,7 +55,8 @@ def gradient_descent(
         rounds: how many are planned, for modules that ask their trainer for `max_epochs` or
             `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step.
-        loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`.
+        loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`. An input that is a
+            dict reaches its `forward` by name.
         optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`.
         reset: "round" starts the optimiser's moments afresh each round; "never" keeps them in the client's state.
             Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
@@ -76,8 +78,9 @@ def gradient_descent(
         ignore_hooks: names of overridden Lightning hooks that training does not depend on.
 
     Raises:
-        TypeError, ValueError: at construction or on first sight of the data (when a population is bound), if the
-            module cannot run stacked; the message says what to do.
+        TypeError, ValueError, RuntimeError: at construction or on first sight of the data (when a population is bound),
+            if the module cannot run stacked, checkpoints activations, or cannot take the rows of some client (their
+            number of features, their dtype, labels out of range); the message says what to do.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -92,8 +95,8 @@ def gradient_descent(
     for name, value in (("epochs", epochs), ("steps", steps), ("rounds", rounds), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"Expected a positive clip, but got {clip}")
+    if clip is not None:
+        expected.positive(clip=clip)
     if precision not in ("32", "bf16"):
         raise ValueError(f"Expected precision='32' or 'bf16', but got {precision!r}; other dtypes are the module's own")
     if reset not in ("round", "never"):

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, linalg, tree
+from fedtorch import expected, functional, linalg, tree
+from fedtorch.data import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.state import LocalState
@@ -75,8 +76,8 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         raise ValueError("Expected steps with lr, but got lr alone; leave both out for the minimiser")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise ValueError(f"Expected steps to be a whole number of at least 1, or None, but got {steps}")
-    if lr is not None and not lr > 0:
-        raise ValueError(f"Expected a positive lr, but got {lr}; leave it out to have it from the data")
+    if lr is not None:
+        expected.positive(lr=lr)
     return LocalSolver(
         solve=partial(_solve, form, steps, lr),
         parameters=functional.parameters(module),
@@ -90,6 +91,10 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
 
 
 def _prepare(form: _Form, data: Any) -> Spectral:
+    if not (isinstance(data.batch, tuple) and len(data.batch) == 2 and data.batch[0].is_floating_point()):
+        raise ValueError(
+            f"Expected rows (x, y) of real x, but got {described_rows(data.batch)}; see ft.data.from_tensors"
+        )
     x, y = data.batch
     y = y[..., None] if y.ndim == 2 else y
     with torch.no_grad():

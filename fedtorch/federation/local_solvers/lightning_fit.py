@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,10 +21,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, identity
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.federation.local_solvers.clock import RoundTrainer
+from fedtorch.federation.local_solvers.objective import Objective, training_copy
 from fedtorch.federation.local_solvers.prediction import predictor
+from fedtorch.federation.local_solvers.probe import check_rows
+from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
 from fedtorch.federation.local_solvers.state import (
     LocalState,
     counts,
@@ -84,8 +88,9 @@ def lightning_fit(
             Callbacks and plugins are copied for each client.
 
     Raises:
-        TypeError, ValueError: at construction; or in a fit that changes buffers, unfreezes parameters or
-            uses a line search.
+        TypeError, ValueError: at construction; when a population is bound, of rows that the `training_step` cannot
+            take (without hooks, callbacks, plugins and `precision`, which may change them on their way); or in a fit
+            that changes buffers, unfreezes parameters or uses a line search.
 
     Example:
         >>> import lightning, torch, fedtorch as ft
@@ -109,7 +114,7 @@ def lightning_fit(
         init=lambda parameters: LocalState({}, dict(fit.buffers), None),
         predict=predictor(fit.module, batched=False),
         tensors=partial(tensors_of, fit.counts),
-        prepare=identity,
+        prepare=fit.prepare,
         module=fit.module,
         settings={
             "solver": "lightning_fit",
@@ -168,6 +173,17 @@ class _Fit:
         self.counts = counts(self.module, averaged)
         self.trained = list(functional.parameters(self.module))
         self.parameters = {**functional.parameters(self.module), **averaged}
+        self._tried: StackedLoss | None = None
+        if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows on their way
+            with suppress(TypeError):  # hooks and manual optimisation, which need a Trainer
+                self._tried = StackedLoss(Objective(training_copy(module)), self.trained, [], batched=False)
+
+    def prepare(self, data: Any) -> Any:
+        """Refuses rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
+        if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
+            with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
+                check_rows(self._tried, data, self.parameters)
+        return data
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Fits the clients of a block, one after the other."""

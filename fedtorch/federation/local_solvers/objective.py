@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedtorch import tree
+from fedtorch import expected, functional, tree
 from fedtorch.lazy import loaded
 from fedtorch.tree import Tree
 
@@ -69,18 +69,20 @@ class TrainerStandIn:
         if name.startswith("__"):
             raise AttributeError(name)
         if name not in self._ANSWERS:
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"Expected the module to ask its trainer only for {', '.join(self._ANSWERS)}, but it asked for "
                 f"'trainer.{name}'; a stacked client has no trainer of its own, use ft.lightning_fit"
             )
         self.asked.add(name)
         if self.answers.get(name) is None and name in ("estimated_stepping_batches", "max_epochs"):
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"Expected rounds=, for example gradient_descent(..., rounds=50), because the module asks for "
                 f"'trainer.{name}', which counts all rounds"
             )
         if self.answers.get(name) is None:
-            raise RuntimeError(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
+            raise NotImplementedError(
+                f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit"
+            )
         return self.answers[name]
 
 
@@ -155,13 +157,23 @@ def _refuse_unsupported(module: L.LightningModule, ignore_hooks: Sequence[str]) 
         )
 
 
+def _output(module: nn.Module, inputs: Any) -> Any:
+    positional, named = functional.arguments(module, inputs)
+    return module(*positional, **named)
+
+
 class Objective(nn.Module):
     """The loss of a batch as a module: `forward(batch, weights, index)` -> (loss, logs).
 
     Args:
         module: from `training_copy`.
         loss: (output, target) -> mean loss, for a plain `nn.Module` and batches `(input, target)`.
+
+    Attributes:
+        supervised: whether batches have to be `(input, target)`.
     """
+
+    supervised = False
 
     def __init__(self, module: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
@@ -185,7 +197,9 @@ class Objective(nn.Module):
                 "for example loss=torch.nn.functional.cross_entropy"
             )
         else:
-            self._call = lambda batch, index: loss(module(batch[0]), batch[1])
+            expected.function(loss, "loss= as a function of (output, target)", "such as torch.nn.functional.mse_loss")
+            self.supervised = True
+            self._call = lambda batch, index: loss(_output(module, batch[0]), batch[1])
 
     def forward(self, batch: Tree, weights: Tensor | None, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one client's batch `(B, ...)`; with weights `(B,)` the weighted sum of its examples' losses."""

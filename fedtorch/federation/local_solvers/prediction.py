@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, vmap
 
-from fedtorch import tree
+from fedtorch import functional, tree
 from fedtorch.tree import Tree
 
 
@@ -17,13 +17,13 @@ def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree],
     """(tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)` of `module` in evaluation mode.
 
     Args:
-        module: called as `module(inputs)`.
+        module: called as `module(inputs)`, or as `module(**inputs)` with rows that are dicts of its arguments.
         batched: False calls it client by client.
     """
     template = copy.deepcopy(module).eval()
 
     def one(tensors: Tree, inputs: Tree) -> Tree:
-        return functional_call(template, tensors, (inputs,))
+        return functional_call(template, tensors, *functional.arguments(template, inputs))
 
     def predict(tensors: Tree, inputs: Tree) -> Tree:
         leaf = tree.leaves(inputs)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import functional, random, tree
+from fedtorch.data import BadClients, described_rows
 from fedtorch.federation.local_solvers.batches import is_ragged
 from fedtorch.federation.local_solvers.captured import IndexUsed, capture
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
@@ -18,6 +20,73 @@ from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 
 _ROWS = 16
+_CHECKPOINTED = (
+    "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
+    "on another client's tensors, but got one; switch checkpointing off, or use ft.lightning_fit"
+)
+
+
+def check_rows(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None:
+    """Tries whether the module can train on the rows of a block: on a few, with the extreme labels among them.
+
+    Args:
+        stacked: the loss.
+        data: a block `ClientData`, which has clients.
+        values: one client's tensors and stacked buffers by name.
+
+    Raises:
+        BadClients: it cannot take the rows of some.
+        ValueError: the rows are not (input, target), and there is no `training_step` to read others.
+        RuntimeError: it checkpoints activations.
+    """
+    if stacked.objective.supervised and not (isinstance(data.batch, tuple) and len(data.batch) == 2):
+        raise ValueError(
+            f"Expected rows (input, target) for loss=, but got {described_rows(data.batch)}; take a LightningModule, "
+            "whose training_step reads any rows"
+        )
+    # Labels out of range end the process on an accelerator: they are looked for on the CPU first.
+    for device in dict.fromkeys((torch.device("cpu"), data.count.device)):
+        stacked.objective.to(device)
+        own, (client, row) = _own(stacked, values, device), _spread(data)
+        error = _failure(stacked, own, _rows_at(data, client, row, device))
+        if error is None or (device != data.count.device and not isinstance(error, IndexError)):
+            continue
+        if "checkpoint" in str(error) or isinstance(error, Warning):
+            raise RuntimeError(_CHECKPOINTED) from error
+        alone = ((int(k), _rows_at(data, k.expand(2), r.expand(2), device)) for k, r in zip(client, row))
+        bad = next((k for k, rows in alone if _failure(stacked, own, rows) is not None), int(client[0]))
+        raise BadClients(
+            torch.tensor([bad]),
+            f"Expected rows that {type(stacked.objective.module).__name__} can train on, but got "
+            f"{described_rows(data.batch)}: {error}; {_advice(error, data.batch, own[0].dtype)}",
+        ) from error
+
+
+def _failure(stacked: StackedLoss, own: list[Tensor], rows: Tree) -> Exception | None:
+    """What goes wrong in one client's loss and gradient, as far as it can be the rows'."""
+    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
+    stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED)
+    with warnings.catch_warnings(), torch.enable_grad(), Drawn(random.key(0).to(own[0].device)):
+        warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
+        try:
+            with no_hooks:
+                loss = stacked.single(leaves, rows, None, 0)[0]
+                if loss.requires_grad:
+                    torch.autograd.grad(loss, leaves[: len(stacked.tensors)], allow_unused=True)
+        except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
+            return None if isinstance(error, NotImplementedError) else error
+        except Exception:  # the probe says what else a module objects to
+            return None
+    return None
+
+
+def _advice(error: Exception, batch: Tree, dtype: torch.dtype) -> str:
+    if isinstance(error, IndexError):
+        return "classes and tokens are numbered from 0 to one less than the module has"
+    if any((leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != dtype for leaf in tree.leaves(batch)):
+        return f"convert them with data.to(dtype={dtype}), or the module with module.to(…)"
+    return "change the rows, the module's inputs or the loss"
 
 
 def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None:
@@ -35,10 +104,7 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
     """
     rows = _some_rows(data, _ROWS)
     device = tree.leaves(rows)[0].device
-    trained = len(stacked.tensors)
-    own = [_perturbed(values[n].to(device)) for n in stacked.tensors]
-    own += [values[n].to(device, copy=True) for n in stacked.buffers]
-    key = random.key(0).to(device)
+    trained, own, key = len(stacked.tensors), _own(stacked, values, device), random.key(0).to(device)
     with torch.no_grad():
         if not stacked.probed:
             loss, moved, asked = _alone(stacked, own, rows, key)
@@ -134,6 +200,32 @@ def _perturbed(tensor: Tensor) -> Tensor:
     """A little away from the start, where a loss may be the same for all examples; signs are kept."""
     wave = 0.1 * torch.sin(torch.arange(1, tensor.numel() + 1, device=tensor.device)).reshape(tensor.shape)
     return torch.where(tensor == 0, wave, tensor * (1 + wave)).to(tensor.dtype)
+
+
+def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    """One client's tensors, a little away from the start, and its stacked buffers."""
+    own = [_perturbed(values[n].to(device)) for n in stacked.tensors]
+    return own + [values[n].to(device, copy=True) for n in stacked.buffers]
+
+
+def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tree:
+    return tree.map(lambda leaf: leaf[client, row].to(device), data.batch)
+
+
+def _spread(data: Any) -> tuple[Tensor, Tensor]:
+    """(client, row) of rows spread over a block, and of those with the smallest and largest of the whole numbers."""
+    ends = data.count.cumsum(0)
+    at = torch.linspace(0, int(ends[-1]) - 1, min(_ROWS, int(ends[-1])), device=ends.device).long()
+    client = torch.searchsorted(ends, at, right=True)
+    found, mask = [(client, at - ends[client] + data.count[client])], data.mask
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
+            low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
+            first = low[client[0], 0]
+            extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
+            both = torch.stack(extremes)
+            found.append((both // mask.shape[1], both % mask.shape[1]))
+    return torch.cat([k for k, _ in found]), torch.cat([r for _, r in found])
 
 
 def _some_rows(data: Any, most: int) -> Tree:

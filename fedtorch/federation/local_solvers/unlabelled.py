@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, check_solver
 from fedtorch.tree import Tree
 
 
@@ -49,6 +49,7 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
         tensor([1.3333, 2.0000, 2.6667])
     """
 
+    check_solver(local)
     return dataclasses.replace(local, solve=partial(_solve, local), prepare=partial(_prepare, local))
 
 

@@ -47,8 +47,11 @@ def normal(
         random: numbers or names of the coefficients that differ between devices; default: all. The others are fixed
             effects, θ_kj = μ_j.
         correlated: whether the random coefficients are.
-        mean, sd: of the prior of μ, numbers or `(d,)`.
-        variance: hyperprior of x_j = log τ_j, one or one for each; default: log-normal(0, 1).
+        mean, sd: of the prior of μ, numbers or `(d,)`, in the units of the coefficients, response per feature: sd 1
+            says that means beyond ±2 are unlikely, whatever the units. Standardise features and response, or give an
+            sd for each in theirs.
+        variance: hyperprior of x_j = log τ_j, one or one for each, in those units squared; default: log-normal(0, 1),
+            by which devices differ by about 1, too.
         names: of the coefficients; default: "0", "1", ….
     """
     labels = tuple(str(j) for j in range(features)) if names is None else tuple(names)

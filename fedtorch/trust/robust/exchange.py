@@ -69,7 +69,8 @@ def _only_mean(name: str, node: Mean | Sum | Tensor) -> Mean:
     if isinstance(node, Sum):
         raise TypeError(
             f"Expected messages that are Mean for {name}, but got a Sum, a sum that cannot leave clients "
-            "out; use an algorithm whose messages are averaged, such as ft.fedavg, or ft.star()"
+            "out; use an algorithm whose messages are averaged, such as ft.fedavg, or the exchange that this one "
+            "comes with, or robust.totals"
         )
     return node
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn, first_total
-from fedtorch.federation.exchange import Exchange, RowsOf
+from fedtorch.federation.exchange import Exchange, RowsOf, Sum, in_dtypes_of
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 from fedtorch.trust.messages import kept, like, rows
@@ -50,7 +50,7 @@ class Said(NamedTuple):
     """What clients send in a round."""
 
     fresh: Tree  # the message of the algorithm itself
-    told: Tree  # (K, ...) all that they tell for good; in an aggregate `RowsOf`
+    told: Sum  # all that they tell for good; the server keeps the rows
 
 
 class Ring(NamedTuple):
@@ -97,8 +97,8 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None = None, *, 
         init=partial(_init, algorithm, rule, rings),
         outbox=lambda table: algorithm.outbox(table.algorithm),
         client=partial(_client, algorithm),
-        server=partial(_server, algorithm, rule, rings),
-        exchange=kept(inner, partial(_finish, inner)),
+        server=partial(_server, algorithm, inner, rule, rings),
+        exchange=kept(inner, lambda found: found),
         told=None,
         averages=None,
         report=None if algorithm.report is None else partial(_report, algorithm),
@@ -161,21 +161,22 @@ def _init(
 def _client(algorithm: Algorithm, inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
     assert algorithm.told is not None
     reply = algorithm.client(inbox, state, data, turn)
-    return reply._replace(message=Said(reply.message, algorithm.told(reply.state)))
-
-
-def _finish(inner: Exchange, found: RowsOf) -> Said:
-    """What the fresh messages come to, and as they came what has been told."""
-    fresh = inner.finish(inner.gather(found.message.fresh, found.ids))
-    return Said(fresh, RowsOf(found.ids, found.message.told))
+    return reply._replace(message=Said(reply.message, Sum(algorithm.told(reply.state))))
 
 
 def _server(
-    algorithm: Algorithm, rule: Rule, rings: list[Ring] | None, table: Table, aggregate: Said, key: Tensor
+    algorithm: Algorithm,
+    exchange: Exchange,
+    rule: Rule,
+    rings: list[Ring] | None,
+    table: Table,
+    said: RowsOf,
+    key: Tensor,
 ) -> Table:
-    told = _written(table.told, aggregate.told)
+    fresh, told = said.message.fresh, _written(table.told, said)
+    aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, said.ids)))
     inner = table.algorithm._replace(total=_total(rule, rings, told))
-    return Table(algorithm.server(inner, aggregate.fresh, key), told)
+    return Table(algorithm.server(inner, aggregate, key), told)
 
 
 def _report(algorithm: Algorithm, table: Table) -> Any:
@@ -183,11 +184,12 @@ def _report(algorithm: Algorithm, table: Table) -> Any:
     return algorithm.report(table.algorithm)
 
 
-def _written(table: Tree, new: RowsOf) -> Tree:
+def _written(table: Tree, said: RowsOf) -> Tree:
     """The table after a round; who tells numbers that are not credible is still taken at its last word."""
-    good = credible(rows(new.message))
-    ids = new.ids.to(good.device)[good]
-    return tree.map(lambda old, leaf: old.index_copy(0, ids, leaf[good].to(old.dtype)), table, new.message)
+    new = said.message.told.value
+    good = credible(rows(new))
+    ids = said.ids.to(good.device)[good]
+    return tree.map(lambda old, leaf: old.index_copy(0, ids, leaf[good].to(old.dtype)), table, new)
 
 
 def _total(rule: Rule, rings: list[Ring] | None, told: Tree) -> Tree:

@@ -143,7 +143,7 @@ def test_no_clients() -> None:
 
 
 def test_wrong_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="Expected a strength of at least 0, but got -1"):
+    with pytest.raises(ValueError, match="Expected strength of at least 0, but got -1"):
         ft.ditto(sgd(0.1), -1.0)
     with pytest.raises(ValueError, match="Expected a positive lr, but got 0"):
         ft.ditto(sgd(0.1), 1.0, lr=0.0)

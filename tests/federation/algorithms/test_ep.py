@@ -414,17 +414,50 @@ def test_one_device_is_exact_in_one_step() -> None:
     run = settle(algorithm(linear(1, noise=1e-4)), around([5.0], 1e-4))
     assert converged(run)
     assert run.number == 3  # a summary, the step, and one that finds nothing left to do
-    model = linear(1, noise=1e-4)
-    prior = MultivariateNormal(*gaussian.moments(model.prior.normal))
-    mu, log_tau = torch.cartesian_prod(torch.linspace(-7, 9, 801).double(), torch.linspace(-12, 14, 651).double()).T
-    grid = torch.stack([mu, log_tau], 1)
-    variance = grid[:, 1].exp() + 1e-4 / 20
-    weights = (prior.log_prob(grid) - 0.5 * (5 - grid[:, 0]).square() / variance - 0.5 * variance.log()).softmax(0)
-    mean = weights @ grid
-    sd = (weights @ (grid - mean).square()).sqrt()
+    mean, sd = by_quadrature([5.0], 1e-4)
     found = posterior(run)
     assert ((found.mean - mean) / sd).abs().max() < 1e-3
     assert (found.stddev / sd - 1).abs().max() < 1e-3
+
+
+def by_quadrature(levels: list[float], noise: float) -> tuple[Tensor, Tensor]:
+    """Mean and sd of (μ, log τ) given `around(levels, noise)`: p(μ, log τ) Π_k N(level_k; μ, τ + noise / 20)."""
+    prior = MultivariateNormal(*gaussian.moments(linear(1, noise=noise).prior.normal))
+    grid = torch.cartesian_prod(torch.linspace(-7, 11, 801).double(), torch.linspace(-15, 15, 651).double())
+    variance = grid[:, 1].exp() + noise / 20
+    log_density = prior.log_prob(grid)
+    for level in levels:
+        log_density = log_density - 0.5 * (level - grid[:, 0]).square() / variance - 0.5 * variance.log()
+    weights = log_density.softmax(0)
+    mean = weights @ grid
+    return mean, (weights @ (grid - mean).square()).sqrt()
+
+
+@pytest.mark.parametrize(
+    ("levels", "means", "sds"),
+    [
+        ([5.0, 5.0], 0.03, 0.06),
+        ([5.0, 5.2], 0.03, 0.06),
+        ([4.0, 6.0], 0.01, 0.01),
+        ([5.0, -5.0], 0.02, 0.01),
+        ([5.0, 5.2, 4.9], 0.1, 0.16),
+        ([5.0, 5.0, 5.0], 0.1, 0.16),
+        ([4.0, 5.0, 6.0], 0.01, 0.02),
+    ],
+)
+def test_few_devices_far_from_the_prior(levels: list[float], means: float, sds: float) -> None:
+    """Between a wide τ at μ near 0 and a small one at μ near 5 the posterior is bent, and the more so the more devices
+    agree; q is normal, which costs up to 0.1 sd and 16 % of an sd, and which the correction takes out.
+    """
+    run = settle(algorithm(linear(1, noise=1e-4)), around(levels, 1e-4))
+    assert converged(run)
+    (mean, sd), found, better = by_quadrature(levels, 1e-4), posterior(run), ep.corrected(run)
+    assert ((found.mean - mean) / sd).abs().max() < means
+    assert (found.stddev / sd - 1).abs().max() < sds
+    error = 2 / better.effective**0.5  # two standard errors
+    assert error < 0.06
+    assert ((better.posterior.mean - mean) / sd).abs().max() < error
+    assert (better.posterior.stddev / sd - 1).abs().max() < error
 
 
 def test_a_prior_in_conflict_with_the_data_is_named() -> None:

@@ -403,8 +403,8 @@ def test_features_of_which_some_parameters_are_frozen() -> None:
 
 def test_settings_and_data_that_do_not_fit() -> None:
     for settings, message in (
-        ({"lr": 0.0}, "lr > 0"),
-        ({"steps": -1}, "steps >= 0"),
+        ({"lr": 0.0}, "Expected a positive lr, but got 0.0"),
+        ({"steps": -1}, "Expected steps of at least 0, but got -1"),
         ({"batch_size": 0}, "batch_size of at least 1, but got 0"),
         ({"damping": 1.5}, "damping above 0 and at most 1"),
         ({"site_batch_size": 5}, "damping below 1 with site_batch_size"),

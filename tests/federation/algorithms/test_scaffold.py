@@ -14,9 +14,10 @@ from support.closed_forms import (
     linear_clients,
     mean_squared_error,
     moments,
+    same_bits,
     sgd,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 import fedtorch as ft
@@ -153,6 +154,15 @@ def test_copies_of_one_client_are_that_client() -> None:
     many = ft.run(ft.scaffold(sgd(0.1, steps=3)), ft.InProcess(ft.data.from_tensors([rows] * 4)), rounds=3).last
     one = ft.run(ft.fedavg(sgd(0.1, steps=9)), ft.InProcess(ft.data.from_tensors([rows])), rounds=1).last
     assert distance(many.server.parameters, one.server) < 10 * ROUNDING
+
+
+def test_the_server_holds_the_whole_model() -> None:
+    run = ft.run(ft.scaffold(sgd(0.05)), ft.InProcess(linear_clients(SIZES)), rounds=2)
+    assert same_bits(dict(run.global_module().state_dict()), run.server.parameters)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    run = ft.run(ft.scaffold(sgd(0.05, module, buffers="local")), ft.InProcess(linear_clients(SIZES)), rounds=2)
+    with pytest.raises(ValueError, match=r"use client_module\(client\)"):  # whose statistics stay with the clients
+        run.global_module()
 
 
 def test_no_clients() -> None:

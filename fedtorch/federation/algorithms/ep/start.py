@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.federation.algorithm import identity
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
@@ -41,6 +41,7 @@ class Completed(NamedTuple):
 
 def completed(model: Model | Factors) -> Completed:
     """The model's factors, its prior in float64 and a start."""
+    expected.kind(model, (Model, Factors), "a hierarchical model", "such as hierarchical.linear(prior)")
     return Completed(model.project, as_prior(model.prior), model.start or from_the_prior(model.project))
 
 

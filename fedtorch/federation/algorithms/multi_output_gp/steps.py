@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import expected, random, tree
 from fedtorch.tree import Tree
 
 _MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together
@@ -27,8 +27,8 @@ class UnitSteps(NamedTuple):
     def checked(self, server_lr: float, exact_units: bool) -> UnitSteps:
         """These, if they and the server's rate are in their ranges and fit together; else raises ValueError."""
         steps, lr, damping = self.steps, self.lr, self.damping
-        if steps < 0 or not lr > 0 or not server_lr >= 0:
-            raise ValueError(f"Expected steps >= 0, lr > 0 and server_lr >= 0, but got {steps}, {lr} and {server_lr}")
+        expected.not_negative(steps=steps, server_lr=server_lr)
+        expected.positive(lr=lr)
         for name, value in (("batch_size", self.batch_size), ("site_batch_size", self.site_batch_size)):
             if value is not None and value < 1:
                 raise ValueError(f"Expected {name} of at least 1, but got {value}")

@@ -31,26 +31,27 @@ class Streams:
         rank: of this process.
         ranks: how many there are.
         timeout: the longest wait for another rank.
+        group: the process group over which they find each other, of tensors on the CPU; default: the default one.
 
     Raises:
         RuntimeError: a rank cannot be reached, or says something else than it should.
     """
 
-    def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, ranks: int, timeout: timedelta, group: Any = None) -> None:
         self.seconds = timeout.total_seconds()
         self.sockets: dict[int, socket.socket] = {}
         self.ahead = {other: bytearray() for other in range(ranks)}
         with socket.create_server(("", 0), backlog=ranks) as listener:
             listener.settimeout(self.seconds)
             try:
-                self._meet(listener, rank, ranks)
+                self._meet(listener, rank, ranks, group)
             except OSError as error:
                 raise RuntimeError(f"Expected streams among {ranks} ranks, but got {error}") from error
 
-    def _meet(self, listener: socket.socket, rank: int, ranks: int) -> None:
+    def _meet(self, listener: socket.socket, rank: int, ranks: int, group: Any) -> None:
         port = listener.getsockname()[1]
         first = torch.frombuffer(bytearray(_PLACE.pack(_host(), secrets.token_bytes(16), port)), dtype=torch.uint8)
-        dist.broadcast(first, 0)
+        dist.broadcast(first, 0, group=group)
         host, token, first_port = _PLACE.unpack(first.numpy().tobytes())
         places = {0: (host, first_port)}
         if rank:

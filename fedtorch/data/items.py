@@ -1,0 +1,66 @@
+"""The items of a map-style `torch.utils.data.Dataset`, read when they are needed.
+
+`partition` of such a data set gives every client numbers of items; `read` makes rows of them once, and `ft.reading` in
+every round anew, so that random transforms stay random.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtorch.data.federated import FederatedData
+from fedtorch.data.sources import stack_items
+from fedtorch.tree import Tree
+
+
+def items(dataset: Any, numbers: Tensor) -> Tree:
+    """The items of these numbers `(n,)`, stacked `(n, ...)`."""
+    return stack_items([dataset[i] for i in numbers.tolist()])
+
+
+def read(data: FederatedData, dataset: Any, seed: int = 0) -> FederatedData:
+    """The rows of clients that have numbers of items, read once; for evaluation, and where there is room for all.
+
+    Args:
+        data: from `partition(dataset, …)`.
+        dataset: map-style; the same, or one of the same items with other transforms.
+        seed: of random transforms.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.data import iid, partition, read
+        >>> class Squares(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 6
+        ...     def __getitem__(self, i):
+        ...         return torch.tensor([float(i)]), i**2
+        >>> numbers = partition(Squares(), iid(), clients=2, seed=0)
+        >>> numbers
+        FederatedData(2 clients, 6 rows, 3–3 per client, fields int64 ())
+        >>> read(numbers, Squares())
+        FederatedData(2 clients, 6 rows, 3–3 per client, fields 0: float32 (1,), 1: int64 ())
+    """
+    with seeded(seed):
+        return data.map(lambda numbers: items(dataset, numbers))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Torch's, NumPy's and Python's generators on the CPU seeded, and afterwards as they were."""
+    python, numpy = python_random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        python_random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            python_random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002

@@ -1,0 +1,81 @@
+"""What an argument must be, checked where it is given: errors that say what was expected, what came and what to do.
+
+>>> from fedtorch import expected
+>>> expected.positive(lr=float("inf"))
+Traceback (most recent call last):
+ValueError: Expected a finite lr, but got inf
+>>> expected.kind(3, str, "a name", "use str()")
+Traceback (most recent call last):
+TypeError: Expected a name, but got int; use str()
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.tree import Tree
+
+
+def kind(value: Any, types: type | tuple[type, ...], what: str, advice: str) -> None:
+    """Raises TypeError unless `value` is an instance of `types`."""
+    if not isinstance(value, types):
+        raise TypeError(f"Expected {what}, but got {_described(value)}; {advice}")
+
+
+def function(value: Any, what: str, advice: str) -> None:
+    """Raises TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"Expected {what}, but got {_described(value)}; {advice}")
+
+
+def dense(leaf: Tensor, where: str) -> None:
+    """Raises TypeError for sparse and quantised tensors, which cannot be stacked."""
+    if leaf.layout != torch.strided or leaf.is_quantized:
+        raise TypeError(
+            f"Expected dense numbers in {where}, but got {leaf.layout} of {leaf.dtype}; use to_dense or dequantize"
+        )
+
+
+def positive(**numbers: Any) -> None:
+    """Raises ValueError unless all are above 0 and finite."""
+    for name, value in numbers.items():
+        if not _finite(name, value) or value <= 0:
+            raise ValueError(f"Expected a positive {name}, but got {value}")
+
+
+def not_negative(**numbers: Any) -> None:
+    """Raises ValueError unless all are at least 0 and finite."""
+    for name, value in numbers.items():
+        if not _finite(name, value) or value < 0:
+            raise ValueError(f"Expected {name} of at least 0, but got {value}")
+
+
+def like(values: Tree, example: Tree, what: str, advice: str) -> None:
+    """Raises ValueError unless `values` have the names and shapes of `example`."""
+    got, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items(each)} for each in (values, example))
+    for name in {**wanted, **got}:
+        if wanted.get(name) != got.get(name):
+            of = lambda shapes, name=name: f"of shape {shapes[name]}" if name in shapes else "absent"
+            raise ValueError(f"Expected {what} {name!r} to be {of(wanted)}, but got it {of(got)}; {advice}")
+
+
+def _finite(name: str, value: Any) -> bool:
+    """Whether a number is no NaN."""
+    try:
+        infinite = math.isinf(value)
+    except TypeError as error:
+        raise TypeError(f"Expected {name} as a number, but got {value!r}") from error
+    if infinite and value > 0:
+        raise ValueError(f"Expected a finite {name}, but got {value}")
+    return not math.isnan(value)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return str(value) if isinstance(value, float) else type(value).__name__
