@@ -206,6 +206,21 @@ def test_what_makes_no_sense_is_refused() -> None:
         run(replaced, rounds=1)
 
 
+def test_a_block_of_no_clients_says_nothing() -> None:
+    robust_star = dataclasses.replace(AVERAGE, exchange=robust.star(robust.krum(1)))
+    defended = robust.totals(ALGORITHMS["gtv"](), robust.median(), ft.Network.ring(K))
+    for algorithm in (AVERAGE | LIES["noise"], robust_star | COLLUSIONS["min_max"], defended, defended | LIES["noise"]):
+        started = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)))
+        outbox, clients = algorithm.outbox(started.server), started.clients
+        turn = ft.Turn(ft.random.key(0), 0)
+        nobody, block = clients.reply(clients.empty_block(), outbox, turn), next(iter(clients.blocks(None)))
+        somebody = clients.reply(block, outbox, turn)
+        exchange = algorithm.exchange
+        partials = [exchange.gather(nobody.message, slice(0, 0)), exchange.gather(somebody.message, block[0])]
+        alone = exchange.finish(exchange.merge(partials[1:]))
+        assert distance(exchange.finish(exchange.merge(partials)), alone) == 0
+
+
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
