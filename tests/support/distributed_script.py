@@ -148,11 +148,7 @@ def rounds() -> dict[str, float]:
             {"parameters": torch.zeros(3), "cohort": 5},
         ),
         "robust star": (robust_star, LINEAR, {"cohort": 5}),
-        "robust totals": (
-            robust.totals(ft.gtv(sgd(0.05), NETWORK, 0.3), robust.median(), NETWORK),
-            LINEAR,
-            {"cohort": 4},
-        ),
+        "robust totals": (robust_gtv, LINEAR, {"cohort": 4}),
         "liars": (ft.scaffold(sgd(0.05)) | attacks.noise([0, 3], 1.0), LINEAR, {"cohort": 3}),
         "attackers on rank 1": (robust_star | attacks.min_max([1, 5]), LINEAR, {}),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
