@@ -136,7 +136,7 @@ def draw(results: Sequence[Result]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Compares the four ways, prints a table and draws it."""
     options = common.arguments(__doc__).parse_args(argv)
-    clients, rounds = (10, 2) if options.smoke else (100, 50)
+    clients, rounds = (10, 1) if options.smoke else (100, 50)
     with common.quiet():
         runs = [compare(clients, rounds, seed) for seed in range(options.seeds)]
     rows, lines = [], []

@@ -102,8 +102,9 @@ class TreeOptimizer:
         optimizer = rebind(self.original, [[tensors[name] for name in group] for group in self.names])
         if state and self._numbers is None:
             self.init(tensors)
+        begun = _nonzero(state or {})
         for name, saved in (state or {}).items():
-            if any(bool(value.any()) for value in saved.values()):
+            if name in begun:
                 optimizer.state[tensors[name]].update(
                     {part: self._loaded(part, value) for part, value in saved.items()}
                 )
@@ -163,6 +164,15 @@ def check_maker(make: MakeOptimizer) -> None:
     """Raises TypeError unless `make` is a function, which takes the parameters that it is to train."""
     advice = "pass optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), for every client has its own"
     expected.function(make, "a function of parameters that makes an optimiser", advice)
+
+
+def _nonzero(state: State) -> set[str]:
+    """The parameters whose state is not zero everywhere, by one look."""
+    parts = [(name, value) for name, saved in state.items() for value in saved.values()]
+    if not parts:
+        return set()
+    flags = torch.stack([value.any().to(parts[0][1].device) for _, value in parts]).tolist()
+    return {name for (name, _), flag in zip(parts, flags) if flag}
 
 
 def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:

@@ -27,11 +27,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtorch import philox
-from fedtorch.philox import WORD, between, block_words, check_key, fill, integers, words_per
-
-_FOLD, _GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
-_BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
+from fedtorch.kernels import philox
+from fedtorch.philox import check_key
 
 
 def _check_real(dtype: torch.dtype) -> None:
@@ -68,8 +65,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         if data.dtype.is_floating_point or data.dtype.is_complex:
             raise TypeError(f"Expected an integer to fold in, but got a tensor of {data.dtype}")
         data = data.to(key.device, torch.int64)
-    even, odd = philox.philox(key, (data & WORD, (data >> 32) & WORD, 0, _FOLD))
-    return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
+    return philox.folded(key, data)
 
 
 def split(key: Tensor, count: int) -> tuple[Tensor, ...]:
@@ -87,7 +83,7 @@ def bits(key: Tensor, count: int) -> Tensor:
     Returns:
         `(*key.shape, count)`, int64 from 0 to 2³² − 1.
     """
-    return fill(key, (count,), torch.int64, 1, lambda words: words)
+    return philox.bits(key, count)
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -99,12 +95,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
         `(*key.shape, *shape)`.
     """
     _check_real(dtype)
-    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
-    if dtype == torch.float64:
-        convert = lambda words: (integers(words) >> 10).to(dtype).mul_(2.0**-53)
-    else:
-        convert = lambda words: (words >> 32 - digits).to(dtype).mul_(2.0**-digits)
-    return fill(key, shape, dtype, words_per(dtype), convert)
+    return philox.uniform(key, shape, dtype)
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -118,16 +109,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
         `(*key.shape, *shape)`.
     """
     _check_real(dtype)
-
-    def convert(words: Tensor) -> Tensor:
-        inside = between(words, dtype)
-        radius = inside[..., ::2].log().mul_(-2).sqrt_()
-        angle = inside[..., 1::2].mul(2 * math.pi)
-        return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(-2)
-
-    count = math.prod(shape)
-    pairs = fill(key, (count + count % 2,), dtype, words_per(dtype), convert)
-    return pairs[..., :count].reshape((*key.shape, *shape))
+    return philox.normal(key, shape, dtype)
 
 
 def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
@@ -137,7 +119,7 @@ def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = tor
         `(*key.shape, *shape)`.
     """
     _check_real(dtype)
-    return fill(key, shape, dtype, words_per(dtype), lambda words: between(words, dtype).log_().neg_())
+    return philox.exponential(key, shape, dtype)
 
 
 def gamma(
@@ -171,54 +153,15 @@ def gamma(
     check_key(key)
     _check_real(dtype)
     full = (*key.shape, *shape)
-    a = torch.as_tensor(concentration, dtype=torch.float64, device=key.device)
+    a = torch.as_tensor(concentration, dtype=torch.float64)  # a number is looked at here, not on a device
     if not bool(((a > 0) & a.isfinite()).all()):
         raise ValueError(f"Expected finite concentrations above 0, but got {concentration}")
     try:
-        a = a.expand(full)
+        a = a.to(key.device).expand(full)
     except RuntimeError:
         raise ValueError(f"Expected a concentration that broadcasts to {full}, but got {tuple(a.shape)}") from None
-    count = math.prod(shape)
-    keys, a = key.reshape(-1, 1), a.reshape(key.numel(), count)
-    out = key.new_empty((key.numel(), count), dtype=dtype)
-    step = max(philox.BLOCK // max(key.numel(), 1) // 4, 1)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        element = torch.arange(start, stop, device=key.device)
-        out[:, start:stop] = _marsaglia_tsang(keys, element, a[:, start:stop]).clamp_min_(torch.finfo(dtype).tiny)
-    return out.reshape(full)
-
-
-def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
-    """Gamma numbers `(Q, n)` of keys `(Q, 1)`, elements `(n,)` and shape parameters `(Q, n)`."""
-    small = a < 1
-    raised = torch.where(small, a + 1, a)
-    value, accepted = _propose(keys, element, 0, raised)
-    attempt = 1
-    while not bool(accepted.all()):
-        row, column = (~accepted).nonzero(as_tuple=True)
-        again, fine = _propose(keys[row, 0], element[column], attempt, raised[row, column])
-        value[row, column], accepted[row, column] = again, fine
-        attempt += 1
-    if bool(small.any()):
-        row, column = small.nonzero(as_tuple=True)
-        words = block_words(keys[row, 0], element[column], _BOOST, _GAMMA)
-        value[row, column] *= (between(words, torch.float64)[..., 0].log() / a[row, column]).exp()
-    return value
-
-
-def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Tensor, Tensor]:
-    """(numbers, whether they are accepted) of one attempt; a ≥ 1."""
-    words = block_words(keys, element, attempt, _GAMMA)
-    radius = between(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
-    angle = words[..., 2].to(torch.float64).mul_(2 * math.pi * 2.0**-32)
-    x = radius * angle.cos()
-    d = a - 1 / 3
-    root = x.div((9 * d).sqrt()).add_(1)
-    v = root * root * root
-    bound = x.square().div_(2).add_(d * (1 - v + v.clamp_min(torch.finfo(torch.float64).tiny).log()))
-    coin = words[..., 3].to(torch.float64).add_(0.5).mul_(2.0**-32).log_()
-    return d * v, (v > 0) & (coin < bound)
+    numbers = philox.gamma(key.reshape(-1), a.reshape(key.numel(), math.prod(shape)), dtype)
+    return numbers.reshape(full)
 
 
 def inverse_gamma(
@@ -271,8 +214,7 @@ def bernoulli(key: Tensor, probability: float | Tensor, shape: Sequence[int] = (
         return words < probability.to(torch.float64).mul(2.0**32).expand(words.shape)
     if not 0 <= probability <= 1:
         raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
-    threshold = math.ceil(probability * 2**32)
-    return fill(key, shape, torch.bool, 1, lambda words: words < threshold)
+    return philox.coins(key, shape, math.ceil(probability * 2**32))
 
 
 def randint(key: Tensor, high: int | Tensor, shape: Sequence[int] = ()) -> Tensor:
@@ -292,7 +234,8 @@ def randint(key: Tensor, high: int | Tensor, shape: Sequence[int] = ()) -> Tenso
         raise ValueError(f"Expected a positive bound, but got high = {high}")
     else:
         modulus = high
-    return fill(key, shape, torch.int64, 2, lambda words: integers(words).remainder_(modulus))
+    numbers = philox.integers(key, (math.prod(shape),)).remainder_(modulus)
+    return numbers.reshape((*key.shape, *shape))
 
 
 def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
@@ -308,7 +251,7 @@ def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
     Returns:
         `(*key.shape, size)`, int64.
     """
-    scores = fill(key, (size,), torch.int64, 2, integers)
+    scores = philox.integers(key, (size,))
     if count is not None:
         rest = torch.arange(size, device=key.device) >= count.expand(key.shape).unsqueeze(-1)
         scores = scores.masked_fill_(rest, 2**63 - 1)

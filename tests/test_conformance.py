@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -28,12 +29,14 @@ from support.closed_forms import (
     same_bits,
     sgd,
 )
+from support.waiting import Waiting
 
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.federation import exchange, run as running
 from fedtorch.federation.exchange import Exchange, Mean, Sum, client_count, sum_over
+from fedtorch.kernels import choice
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import imputation, sparse
@@ -45,6 +48,18 @@ from fedtorch.trust import robust
 SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)
 ROUNDS = 3
+READS = {  # numbers read from what a device would hold in a round, beyond two
+    "ep": 20,
+    "fedadagrad": 4,
+    "feddyn": 4,
+    "fedmgp": 13,
+    "fedmgp_average": 5,
+    "gibbs": 20,
+    "gtv_regressors": 25,
+    "matrix_normal": 18,
+    "without_server": 97,
+}
+REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶
 
 
 def normalised() -> torch.nn.Module:
@@ -126,7 +141,8 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
 def modules() -> Iterator[ModuleType]:
     yield ft
     for found in pkgutil.walk_packages(ft.__path__, "fedtorch."):
-        if not found.name.endswith("__main__"):
+        needs_triton = found.name.startswith("fedtorch.kernels.programs.") and not importlib.util.find_spec("triton")
+        if not found.name.endswith("__main__") and not needs_triton:
             yield importlib.import_module(found.name)
 
 
@@ -280,6 +296,44 @@ def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None, monk
         runs.append(trace)
     for other in runs[1:]:
         assert all(distance(one, two) < ROUNDING for one, two in zip(runs[0], other))
+
+
+def models_of(name: str, device: str) -> Tree:
+    """What all clients predict with after some rounds on a device, on the CPU."""
+    algorithm, clients = ALGORITHMS[name](), ft.InProcess(population(name).data, device=device)
+    run = ft.run(algorithm, clients, start(name, algorithm), rounds=ROUNDS, seed=2)
+    return tree.to(run.tensors(), "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_algorithm
+@pytest.mark.parametrize("kernels", ["on", "off"])
+def test_a_device_gives_the_numbers_of_the_cpu(name: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, kernels)
+    assert distance(models_of(name, "cuda"), models_of(name, "cpu")) < REORDERED
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available() or not choice.installed(), reason="interprets Triton programs on the CPU")
+@every_algorithm
+def test_programs_give_the_numbers_of_their_references(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "off")
+    wanted = models_of(name, "cpu")
+    monkeypatch.setenv(choice.VARIABLE, "interpret")
+    assert distance(models_of(name, "cpu"), wanted) < REORDERED
+
+
+@every_algorithm
+def test_a_round_seldom_waits_for_a_device(name: str) -> None:
+    """Of what a device would hold, server, states, rows and what is computed from them, a round reads few numbers."""
+    algorithm, clients = ALGORITHMS[name](), population(name)
+    run = ft.Run(algorithm, clients, start(name, algorithm), seed=2)
+    run.step(), run.step()
+    blocks = tuple(getattr(data, "batch", data) for _, data, *_ in run.clients.blocks(None))
+    with Waiting(run.server, clients.data.rows, run.clients.table.read(slice(0, len(clients.data))), blocks) as waiting:
+        run.step()
+    assert waiting.read.total() <= READS.get(name, 2), waiting.read
 
 
 @every_algorithm

@@ -2,10 +2,13 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments import (
     fedavg_family,
@@ -39,12 +42,15 @@ from experiments.benchmarks import (
     fedlin,
     fedmgp as fedmgp_benchmark,
     gibbs,
+    gpu,
+    gpu_kernels,
     gtv,
     robust,
     vfl,
     vfl_split,
     workloads,
 )
+from fedtorch.kernels import choice
 
 
 def rows(path):
@@ -417,6 +423,52 @@ def test_workloads_find_the_same_again(name):
     first, again = (workloads.prepare(name, True)() for _ in range(2))
     assert first == again
     assert 0 < abs(first) < float("inf")
+
+
+def gpu_rows(tmp_path, *options):
+    """What the GPU benchmark finds on the CPU, small; kernels in the interpreter, which starts with its process."""
+    target, kept = tmp_path / "rows.json", tmp_path / "kept.json"
+    command = [sys.executable, "-m", "experiments.benchmarks.gpu", "--smoke", *options]
+    command += ["--json", str(target), "--kept", str(kept), "--out", str(tmp_path)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(target.read_text())["rows"], done.stderr
+
+
+@pytest.mark.skipif(not choice.installed(), reason="needs Triton; install fedtorch[triton]")
+def test_gpu_benchmark_goes_on_where_it_was(tmp_path):
+    rows, log = gpu_rows(tmp_path, "--part", "device", "--part", "stacked_step")
+    assert log.startswith("device\nstacked_step\n")
+    assert {"ms, Triton", "ms, torch.optim.Adam(fused)", "share of the measured bound"} <= {
+        row["metric"] for row in rows
+    }
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+    again, log = gpu_rows(tmp_path, "--part", "device", "--part", "sampler")
+    assert log.startswith("sampler\n")
+    assert [row for row in again if not row["setting"].startswith("Gibbs")] == rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not choice.installed(), reason="needs Triton; install fedtorch[triton]")
+def test_gpu_benchmark(tmp_path):
+    rows, _ = gpu_rows(tmp_path)
+    settings = {row["setting"].partition(":")[0] for row in rows}
+    assert set(gpu_kernels.CASES) <= settings
+    assert len(settings - set(gpu_kernels.CASES)) >= 10
+
+
+def test_a_part_that_breaks_off_leaves_the_others_their_time(capsys):
+    assert gpu.attempted(lambda: []) == []
+    assert gpu.attempted(lambda: 1 / 0) is None
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_gpu_benchmark_without_a_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    benchmarks.main(["gpu", "--results", str(tmp_path)])
+    assert "No CUDA device: nothing has been measured" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_benchmarks_write_their_tables(tmp_path):

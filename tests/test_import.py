@@ -9,7 +9,18 @@ import pytest
 
 import fedtorch as ft
 
-LATER = ("lightning", "torchmetrics", "matplotlib", "pandas", "sklearn", "scipy", "pyro", "gpytorch", "networkx")
+LATER = (
+    "lightning",
+    "torchmetrics",
+    "matplotlib",
+    "pandas",
+    "sklearn",
+    "scipy",
+    "pyro",
+    "gpytorch",
+    "networkx",
+    "triton",
+)
 PROGRAM = f"""
 import sys
 import torch

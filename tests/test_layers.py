@@ -24,6 +24,7 @@ LAYERS = (
         "exact",
         "files",
         "functional",
+        "kernels",
         "linalg",
         "lazy",
         "safetensors_header",

@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments import common
 from experiments.benchmarks.measure import circumstances, table
 
-NAMES = ("core", "fedlin", "fedmgp", "gibbs", "gtv", "kills", "robust", "scaling", "vfl", "vfl_split")
+NAMES = ("core", "fedlin", "fedmgp", "gibbs", "gpu", "gtv", "kills", "robust", "scaling", "vfl", "vfl_split")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -38,7 +39,7 @@ def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_befor
     title = (module.__doc__ or name).strip().splitlines()[0]
     command = " ".join(["python -m experiments.benchmarks", name, *(["--", *options] if options else [])])
     head = [f"# {title}", "", f"`{command}` on", *circumstances(load_before), ""]
-    lines = [[row["setting"], row["metric"], f"{row['ours']:.4g}"] for row in rows]
+    lines = [[row["setting"], row["metric"], common.number(row["ours"], row.get("sd"), ".4g")] for row in rows]
     return "\n".join([*head, *table(["setting", "figure", "measured"], lines), ""])
 
 
@@ -56,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.names or NAMES:
         before = os.getloadavg()[0]
         rows = measure(name, options)
+        if not rows:  # no device
+            continue
         arguments.results.mkdir(parents=True, exist_ok=True)
         file = arguments.results / f"{name}.md"
         _, heading, notes = (file.read_text() if file.exists() else "").partition("\n## Notes\n")

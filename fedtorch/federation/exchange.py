@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree, wire
+from fedtorch.kernels.neighbours import neighbours
 from fedtorch.tree import Rows, Tree
 
 if TYPE_CHECKING:
@@ -275,11 +276,11 @@ def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
     """The columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
     adjacency = network.adjacency(torch.float64, rows.device)
     if len(ids) == network.nodes:
-        return adjacency @ rows
+        return neighbours(adjacency, rows)
     first = adjacency.crow_indices().to(torch.int64)
     starts, counts = first[ids], first[ids + 1] - first[ids]
     if _PUSH * int(counts.sum()) > len(adjacency.values()):
-        return adjacency @ rows.new_zeros(network.nodes, rows.shape[1]).index_copy_(0, ids, rows)
+        return neighbours(adjacency, rows.new_zeros(network.nodes, rows.shape[1]).index_copy_(0, ids, rows))
     edges = torch.arange(int(counts.sum()), device=ids.device)
     edges += (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
     told = adjacency.values()[edges, None] * rows.repeat_interleave(counts, 0)

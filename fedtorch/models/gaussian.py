@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedtorch import linalg
+from fedtorch.kernels.moments import solved
 
 
 class Natural(NamedTuple):
@@ -57,14 +57,13 @@ def unpack(packed: Tensor) -> Tensor:
 
 def natural(moments: Moments) -> Natural:
     """Natural parameters of normal densities with these moments; NaN where a covariance is not positive definite."""
-    precision = _inverse(moments.covariance)
-    return Natural((precision @ moments.mean[..., None])[..., 0], pack(precision))
+    shift, precision = solved(moments.covariance, moments.mean)
+    return Natural(shift, pack(precision))
 
 
 def moments(natural: Natural) -> Moments:
     """Moments of normal densities; NaN where a precision is not positive definite."""
-    covariance = _inverse(unpack(natural.precision))
-    return Moments((covariance @ natural.shift[..., None])[..., 0], covariance)
+    return Moments(*solved(unpack(natural.precision), natural.shift))
 
 
 def is_proper(natural: Natural) -> Tensor:
@@ -85,17 +84,6 @@ def distribution(natural: Natural) -> MultivariateNormal:
     if not bool(is_proper(natural).all()):
         raise ValueError("Expected a positive definite precision, but got an indefinite one; this is no density")
     return MultivariateNormal(*moments(natural))
-
-
-def _inverse(matrix: Tensor) -> Tensor:
-    """Inverses of symmetric positive definite matrices, exactly symmetric; NaN for others."""
-    if matrix.shape[-1] == 0:
-        return matrix
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    good = (info == 0)[..., None, None]
-    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    half = linalg.inverse_factor(torch.where(good, factor, eye))
-    return torch.where(good, half.mT @ half, torch.nan)
 
 
 def _triangle(size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,8 @@ def schedule(counts: np.ndarray, task: work.Task, rounds: int) -> tuple[np.ndarr
     for number in range(rounds):
         keys = ft.random.fold_in(ft.random.fold_in(ft.random.key(0), number), torch.arange(2))  # cohort, clients
         everybody = torch.arange(len(count))
-        ids = everybody if task.cohort is None else ft.uniform_cohort(task.cohort, len(count))(keys[0])
+        asked = task.asked(len(count))
+        ids = everybody if asked is None else ft.uniform_cohort(asked, len(count))(keys[0])
         cohorts.append(ids)
         if task.batch_size is None:
             orders.append(torch.zeros(len(ids), 0, 0, dtype=torch.int64))
@@ -44,19 +45,19 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
     """One round of warm-up, in which the solver looks at the module, then all rounds."""
     mine = work.load(file, task)
     data = ft.data.from_tensors(mine.clients)
-    spec = mine.task
+    asked = mine.task.asked(len(mine.clients))
     with common.quiet():
         begin = work.clock()
         local = closed_form(mine) if options.closed_form else steps(mine, options.compile)
         population = ft.InProcess(data)
 
         def fit(rounds: int) -> nn.Module:
-            federation = ft.Federation(ft.fedavg(local), population, cohort=spec.cohort)
+            federation = ft.Federation(ft.fedavg(local), population, cohort=asked)
             core.trainer(rounds).fit(federation)
             return federation.global_module()
 
         def loop(rounds: int) -> nn.Module:
-            run = ft.run(ft.fedavg(local), population, cohort=spec.cohort, rounds=rounds)
+            run = ft.run(ft.fedavg(local), population, cohort=asked, rounds=rounds)
             module = mine.model()
             module.load_state_dict({f"0.{name}": leaf for name, leaf in run.server.items()})
             return module

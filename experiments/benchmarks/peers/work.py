@@ -32,7 +32,11 @@ class Task(NamedTuple):
     lr: float
     steps: int  # of a client in each round
     batch_size: int | None  # None: all rows
-    cohort: int | None  # clients of a round; None: all
+    cohort: int | None  # clients of a round, if there are as many; None: all
+
+    def asked(self, clients: int) -> int | None:
+        """How many of so many clients are asked in a round; None: all."""
+        return self.cohort and min(self.cohort, clients)
 
 
 class Size(NamedTuple):
@@ -67,7 +71,7 @@ TASKS = {
     "convolutional": Task(convolutional, F.cross_entropy, torch.optim.SGD, 0.1, 5, 10, 50),
 }
 FULL = {"linear": Size(100, 20), "perceptron": Size(100, 20), "convolutional": Size(1000, 10)}
-SMOKE = {"linear": Size(5, 2), "perceptron": Size(50, 2), "convolutional": Size(60, 1)}
+SMOKE = {"linear": Size(5, 2), "perceptron": Size(20, 2), "convolutional": Size(8, 1)}
 
 
 class Work:

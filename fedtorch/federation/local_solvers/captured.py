@@ -1,5 +1,8 @@
 """Steps that are captured as graphs of tensor operations and replayed without the Python code that made them.
 
+On a CUDA device the operations are recorded once more, as a CUDA graph, and launched by one call; where that cannot be,
+they are replayed one by one and the reason is kept.
+
 A step is a function `step(index, *tensors)` of its number and of tensors. A graph holds for any tensors of the same
 shapes, so whatever changes from step to step has to be among them, and a step that depends on its number is refused.
 """
@@ -12,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_map
 
 Step = Callable[..., Any]  # (index, *tensors) -> a dict or tuple of tensors and None
+_WARM = 3  # runs before a CUDA graph is recorded, in which libraries take their memory
 
 
 class IndexUsed(TypeError):
@@ -28,11 +33,15 @@ class CapturedStep:
 
     Args:
         most: shapes whose graphs are kept; the oldest goes first.
+
+    Attributes:
+        one_by_one: why the last captured step is no CUDA graph; None if it is one.
     """
 
     def __init__(self, most: int = 64) -> None:
         self.most = most
         self.graphs: dict[Any, Step] = {}
+        self.one_by_one: str | None = "nothing has been captured"
 
     def __call__(self, step: Step, *tensors: Tensor) -> Any:
         """What `step` gives for any index, without gradients.
@@ -49,7 +58,7 @@ class CapturedStep:
             graph = capture(step, *tensors)
             if len(self.graphs) == self.most:
                 del self.graphs[next(iter(self.graphs))]
-            self.graphs[shapes] = graph
+            self.graphs[shapes], self.one_by_one = recorded(graph, *tensors)
         with torch.no_grad():
             return self.graphs[shapes](*[tensor.detach() for tensor in tensors])
 
@@ -70,3 +79,40 @@ def capture(step: Step, *tensors: Tensor) -> Step:
     if next(iter(graph.graph.nodes)).users:
         raise IndexUsed()
     return lambda *plain: graph(index, *plain)
+
+
+def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
+    """(`graph` of tensors of these shapes as a CUDA graph, None), or (`graph`, why it cannot be one).
+
+    A replay copies its tensors to where they were when it was recorded, and its results from there.
+
+    Args:
+        graph: a function of tensors, without an index.
+        tensors: to record it with.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return graph, f"the tensors are on {', '.join(sorted(map(str, devices))) or 'no device'}"
+    held = [tensor.detach().clone() for tensor in tensors]
+    try:
+        with torch.cuda.device_of(held[0]), torch.no_grad():
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM):
+                    graph(*held)
+            torch.cuda.current_stream().wait_stream(side)
+            record = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(record):
+                found = graph(*held)
+    except RuntimeError as error:  # an operation that waits for the host or takes memory cannot be recorded
+        torch.cuda.synchronize()
+        return graph, str(error).partition("\n")[0]
+
+    def replay(*tensors: Tensor) -> Any:
+        for target, value in zip(held, tensors):
+            target.copy_(value)
+        record.replay()
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
+
+    return replay, None

@@ -14,6 +14,7 @@ from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
+from fedtorch.federation.local_solvers.fused import FusedSteps, by_parameter
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.local_solvers.probe import check_rows, probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
@@ -180,6 +181,8 @@ class Stack:
         self.position = turn.round * int(self.batches.total.max())  # where those stand who have been away, too
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
+        fused = FusedSteps.knows(self.optimizer)
+        self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
 
     def run(self) -> Local:
         """Takes all steps."""
@@ -200,7 +203,7 @@ class Stack:
             losses, logs, self.buffers, gradients = loss.gradients(
                 self.tensors, self.buffers, self.batches[t], t, self.key
             )
-            self._descend(gradients)
+            self._descend(t, gradients)
             seen.add(t, {**logs, "loss": losses})
             ends = total == t + 1
             if t + 1 < longest and bool(ends.any()):
@@ -209,25 +212,33 @@ class Stack:
         tensors, kept = finished
         return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.means())
 
-    def _descend(self, gradients: Sequence[Tensor | None]) -> None:
+    def _descend(self, t: int, gradients: Sequence[Tensor | None]) -> None:
         with torch.no_grad():
-            for i, (tensor, gradient) in enumerate(zip(self.tensors.values(), gradients)):
-                if self.pulls is not None:
-                    precision, shift = self.pulls[i]
-                    pull = precision * tensor - shift
-                    gradient = pull if gradient is None else gradient + pull
-                if gradient is None or gradient.is_contiguous():
-                    tensor.grad = gradient
-                elif tensor.grad is None:  # fused optimisers read memory in order, whatever the strides
-                    tensor.grad = gradient.contiguous()
-                else:
-                    tensor.grad.copy_(gradient)
-            if self.descent.clip is not None:
-                _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
-            self.optimizer.step()
+            if self.fused is not None:
+                pulls = {} if self.pulls is None else by_parameter(self.tensors, self.pulls)
+                self.fused.step(t, by_parameter(self.tensors, gradients), pulls)
+            else:
+                self._step_by_step(gradients)
             if self.descent.project is not None:
                 for name, value in self.descent.project(dict(self.tensors)).items():
                     self.tensors[name].copy_(value)
+
+    def _step_by_step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Quadratic, clipping and the optimiser one after the other."""
+        for i, (tensor, gradient) in enumerate(zip(self.tensors.values(), gradients)):
+            if self.pulls is not None:
+                precision, shift = self.pulls[i]
+                pull = precision * tensor - shift
+                gradient = pull if gradient is None else gradient + pull
+            if gradient is None or gradient.is_contiguous():
+                tensor.grad = gradient
+            elif tensor.grad is None:  # fused optimisers read memory in order, whatever the strides
+                tensor.grad = gradient.contiguous()
+            else:
+                tensor.grad.copy_(gradient)
+        if self.descent.clip is not None:
+            _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
+        self.optimizer.step()
 
     def _now(self) -> tuple[dict[str, Tensor], State]:
         """(tensors and buffers, the optimiser's state if it is kept) after the steps so far."""

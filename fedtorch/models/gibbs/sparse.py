@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, random
+from fedtorch.kernels import gibbs_sweeps
 from fedtorch.models import device_posterior
 from fedtorch.models.gibbs import interweaving
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
@@ -104,7 +105,7 @@ def regression(
     """
     if not noise_shape > 0:
         raise ValueError(f"Expected a positive noise_shape, but got {noise_shape}")
-    deviation = horseshoe() if deviation is None else deviation
+    known, deviation = deviation is None, horseshoe() if deviation is None else deviation
 
     def init(start: Tensor) -> RegressionSite:
         ones = torch.ones_like(start)
@@ -114,6 +115,9 @@ def regression(
     def sweep(heard: Heard, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
         clients, chains, p = site.theta.shape
         check_start(p, data.estimate.shape[-1])
+        if known and data.x is None and gibbs_sweeps.knows(keys, p):
+            delta, w, u, noise = _by_program(heard, site, data, noise_shape, keys, sweeps)
+            return ended(heard, data, delta, w, u, noise)
         for_normals, for_noise, for_mixing, for_draw = random.split(keys, 4)
         normals = columns(random.normal(for_normals, (sweeps, p), torch.float64))
         degrees = noise_shape + data.degrees[:, None, None] / 2
@@ -129,11 +133,24 @@ def regression(
             w, u = deviation.update(w, u, delta * delta * half, tuple(part[s] for part in mixing))
             noise = gammas[s] / (scale + rss / 2)
         rows = partial(from_columns, clients=clients, chains=chains)
-        theta, place, noise = heard.theta + rows(delta), heard.centre + rows(delta), rows(noise)
-        likelihood = interweaving.linear(data, place, noise) if p <= interweave else {}
-        return RegressionSite(theta, place, rows(w.clamp_max(MOST_PRECISE)), rows(u), noise, likelihood)
+        return ended(heard, data, *map(rows, (delta, w, u, noise)))
+
+    def ended(heard: Heard, data: Design, delta: Tensor, w: Tensor, u: Tensor, noise: Tensor) -> RegressionSite:
+        theta, place = heard.theta + delta, heard.centre + delta
+        likelihood = interweaving.linear(data, place, noise) if delta.shape[-1] <= interweave else {}
+        return RegressionSite(theta, place, w.clamp_max(MOST_PRECISE), u, noise, likelihood)
 
     return LocalKernel(init, lambda data: design(data, intercept), sweep, report)
+
+
+def _by_program(
+    heard: Heard, site: RegressionSite, data: Design, noise_shape: float, keys: Tensor, sweeps: int
+) -> gibbs_sweeps.Chains:
+    """The sweeps of regressions under `horseshoe`."""
+    rows = gibbs_sweeps.Rows(data.statistics.gram, data.estimate, data.rss, noise_shape + data.degrees / 2)
+    given = gibbs_sweeps.Heard(heard.theta, heard.precision, heard.noise)
+    chains = gibbs_sweeps.Chains(site.theta, site.precision, site.auxiliary, site.noise)
+    return gibbs_sweeps.gibbs_sweeps(rows, given, chains, keys, sweeps)
 
 
 def report(site: RegressionSite) -> Sums:

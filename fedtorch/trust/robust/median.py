@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedtorch.trust.robust.order import ascending, equal, ordered
-from fedtorch.trust.robust.rule import Rule, by_columns
-
-_SLACK = 1e-12  # rounding of the summed weights must not decide which value is in the middle
+from fedtorch.kernels import order_statistics
+from fedtorch.trust.robust.order import by_order
+from fedtorch.trust.robust.rule import Rule
 
 
 def median() -> Rule:
@@ -22,15 +21,9 @@ def median() -> Rule:
     return Rule("median", coordinatewise_median)
 
 
-def _median(values: Tensor, weights: Tensor) -> Tensor:
-    if equal(weights):
-        found, count = ascending(values), values.shape[-1]
-        return 0.5 * (found[..., (count - 1) // 2].double() + found[..., count // 2].double())
-    found, _, above = ordered(values, weights)
-    last = values.shape[-1] - 1
-    low = (above < 0.5 - _SLACK).sum(-1, keepdim=True).clamp(max=last)
-    high = (above < 0.5 + _SLACK).sum(-1, keepdim=True).clamp(max=last)
-    return 0.5 * (found.gather(-1, low).double() + found.gather(-1, high).double())[..., 0]
+def _middle(ordered: Tensor) -> Tensor:
+    count = ordered.shape[-1]
+    return 0.5 * (ordered[..., (count - 1) // 2].double() + ordered[..., count // 2].double())
 
 
-coordinatewise_median = by_columns(_median)
+coordinatewise_median = by_order(_middle, order_statistics.median)

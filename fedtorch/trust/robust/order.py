@@ -1,20 +1,33 @@
-"""Numbers in ascending order, with or without the weights that belong to them."""
+"""Coordinatewise averages by order: side by side and sorted where weights are equal, else by `order_statistics`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch.trust.robust.rule import Average, by_columns
 
-class Ordered(NamedTuple):
-    """A coordinate's numbers in ascending order."""
 
-    values: Tensor  # (..., D, M)
-    share: Tensor  # (..., D, M) float64 their weights, which sum to one
-    above: Tensor  # (..., D, M) float64 the weights summed up to each
+def by_order(equally: Callable[[Tensor], Tensor], weighted: Callable[[Tensor, Tensor], Tensor]) -> Average:
+    """A coordinatewise average.
+
+    Args:
+        equally: numbers in ascending order `(..., D, M)` of equal weights -> `(..., D)`; on a CPU.
+        weighted: (values `(M, D)`, weights `(M,)`) -> `(D,)`; for other weights and devices, batch by batch.
+    """
+    sorted_first = by_columns(lambda values, weights: equally(ascending(values)))
+
+    def average(values: Tensor, weights: Tensor) -> Tensor:
+        if values.device.type == "cpu" and bool((weights == weights[..., :1]).all()):
+            return sorted_first(values, weights)
+        if values.ndim > 2:
+            return torch.stack([average(*each) for each in zip(values, weights)])
+        return weighted(values, weights)
+
+    return average
 
 
 def ascending(values: Tensor) -> Tensor:
@@ -22,15 +35,3 @@ def ascending(values: Tensor) -> Tensor:
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.sort(values.numpy(), -1))
     return values.sort(-1).values
-
-
-def ordered(values: Tensor, weights: Tensor) -> Ordered:
-    """Values `(..., D, M)` and weights `(..., M)` in the order of the values."""
-    found, order = values.sort(-1)
-    share = weights[..., None, :].expand(values.shape).gather(-1, order)
-    return Ordered(found, share, share.cumsum(-1))
-
-
-def equal(weights: Tensor) -> bool:
-    """Whether all weights `(..., M)` are the same."""
-    return bool((weights == weights[..., :1]).all())

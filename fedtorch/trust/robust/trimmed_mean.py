@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch.trust.robust.order import ascending, equal, ordered
-from fedtorch.trust.robust.rule import Rule, by_columns
+from fedtorch.kernels import order_statistics
+from fedtorch.trust.robust.order import by_order
+from fedtorch.trust.robust.rule import Rule
 
 
 def trimmed_mean(fraction: float) -> Rule:
@@ -28,23 +29,14 @@ def trimmed_mean(fraction: float) -> Rule:
     """
     if not 0 <= fraction < 0.5:
         raise ValueError(f"Expected a fraction of at least 0 and below 0.5, but got {fraction}; use median() for more")
-    return Rule("trimmed_mean", by_columns(partial(_trimmed, fraction)), convex=fraction == 0)
+    weighted = partial(order_statistics.trimmed_mean, fraction=fraction)
+    return Rule("trimmed_mean", by_order(partial(_trimmed, fraction), weighted), convex=fraction == 0)
 
 
-def _trimmed(fraction: float, values: Tensor, weights: Tensor) -> Tensor:
-    if equal(weights):
-        found = ascending(values)
-        share = torch.full(found.shape[-1:], 1 / found.shape[-1], dtype=torch.float64, device=found.device)
-        above = torch.arange(1, len(share) + 1, device=found.device) * share
-        inside = _inside(fraction, share, above)
-        kept = inside.nonzero()[:, 0]
-        first, last = int(kept[0]), int(kept[-1]) + 1
-        return found[..., first:last].double() @ inside[first:last] / (1 - 2 * fraction)
-    found, share, above = ordered(values, weights)
-    inside = _inside(fraction, share, above)
-    return torch.where(inside > 0, inside * found, 0.0).sum(-1) / (1 - 2 * fraction)
-
-
-def _inside(fraction: float, share: Tensor, above: Tensor) -> Tensor:
-    """The part of every value's weight that is neither among the lowest nor among the highest."""
-    return (above.clamp(max=1 - fraction) - (above - share).clamp(min=fraction)).clamp(min=0)
+def _trimmed(fraction: float, ordered: Tensor) -> Tensor:
+    count = ordered.shape[-1]
+    above = torch.arange(count + 1, dtype=torch.float64, device=ordered.device) / count
+    inside = (above[1:].clamp(max=1 - fraction) - above[:-1].clamp(min=fraction)).clamp(min=0)
+    kept = inside.nonzero()[:, 0]
+    first, last = int(kept[0]), int(kept[-1]) + 1
+    return ordered[..., first:last].double() @ inside[first:last] / (1 - 2 * fraction)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedtorch.federation.local_solvers.captured import CapturedStep, IndexUsed, capture
+from fedtorch.federation.local_solvers.captured import CapturedStep, IndexUsed, capture, recorded
 
 
 def gradient(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor | None, ...]]:
@@ -63,3 +63,33 @@ def test_errors_of_the_step_pass() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         capture(step, torch.ones(2))
+
+
+def test_why_a_step_is_no_cuda_graph():
+    step = lambda index, x: {"x": 2 * x}
+    captured = CapturedStep()
+    assert captured(step, torch.ones(2))["x"].tolist() == [2.0, 2.0]
+    assert captured.one_by_one == "the tensors are on cpu"
+    assert recorded(step) == (step, "the tensors are on no device")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_give_the_same_numbers_and_results_of_their_own():
+    step = lambda index, x, y: ({"both": x @ y, "none": None}, x.sin().sum(0))
+    captured = CapturedStep()
+    tensors = [[torch.randn(3, 4, device="cuda"), torch.randn(4, 2, device="cuda")] for _ in range(3)]
+    found = [captured(step, *pair) for pair in tensors]
+    assert captured.one_by_one is None
+    for (x, y), (products, sums) in zip(tensors, found):
+        assert torch.equal(products["both"], x @ y)
+        assert torch.equal(sums, x.sin().sum(0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_that_wait_for_the_host_are_replayed_one_by_one():
+    step = lambda x: x.nonzero()  # whose size the host must know
+    graph, reason = recorded(step, torch.ones(3, device="cuda"))
+    assert graph is step
+    assert reason

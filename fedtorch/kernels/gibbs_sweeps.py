@@ -1,0 +1,109 @@
+r"""L Gibbs sweeps of Bayesian regressions whose coefficients deviate from a centre under a horseshoe, in one launch.
+
+For client k and chain c, with Gram matrix G, estimate θ̂ of residual sum of squares R, centre θ and precisions 1/τ²:
+
+.. math::
+    \delta \sim N(A^{-1} s\, G (\hat\theta - \theta),\ A^{-1}), \qquad A = s G + \mathrm{diag}(w / \tau^2), \\
+    w_j = e_j / (u_j + \delta_j^2 / (2 \tau_j^2)), \quad u_j = e'_j / (1 + w_j), \quad
+    s = g / (b + \tfrac12 \mathrm{RSS}),
+
+with exponential numbers e, e' and gamma numbers g of shape parameter a_σ + n/2, which the program draws in registers
+from the keys, the numbers of `fedtorch.random`. Its matrices stay there, too, so that a sweep touches no memory.
+
+Source: Kidd, Wang, Xu and Ni, "Federated learning for sparse Bayesian models", 2023, section 2.2; Makalic and Schmidt,
+"A simple sampler for the horseshoe estimator", IEEE Signal Processing Letters 23, 2016. Bound: arithmetic, about p³
+operations and 3 p logarithms a sweep in float64; the baseline is a batched `cholesky_ex`. Not measured yet.
+
+Not differentiable. Programs know float64 and up to 16 coefficients.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import linalg
+from fedtorch.kernels import philox
+from fedtorch.kernels.choice import launch, power_of_two, program
+
+MOST = 16  # coefficients
+_SIZE = 256  # numbers of a program's matrices
+
+
+class Rows(NamedTuple):
+    """What the rows say, float64."""
+
+    gram: Tensor  # (K, p, p)
+    estimate: Tensor  # (K, p) of least squares
+    rss: Tensor  # (K,) its residual sum of squares
+    degrees: Tensor  # (K,) a_σ + n/2
+
+
+class Heard(NamedTuple):
+    """What the chains are given, float64."""
+
+    centre: Tensor  # (K, C, p) θ
+    precision: Tensor  # (K, C, p) 1/τ²
+    scale: Tensor  # (K, C) b
+
+
+class Chains(NamedTuple):
+    """The variables of the chains, float64."""
+
+    deviation: Tensor  # (K, C, p) δ
+    precision: Tensor  # (K, C, p) w
+    auxiliary: Tensor  # (K, C, p) u
+    noise: Tensor  # (K, C) s
+
+
+def knows(keys: Tensor, coefficients: int) -> bool:
+    """Whether a program runs for these keys."""
+    return program("gibbs_sweeps", (keys,), (torch.int64,), fits=0 < coefficients <= MOST) is not None
+
+
+def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+    """The chains after `sweeps` sweeps.
+
+    Args:
+        rows: of K clients.
+        heard: by C chains each.
+        chains: where they are; deviations are drawn first, so theirs are not looked at.
+        keys: `(K, C)`.
+        sweeps: L, at least 1.
+    """
+    (clients, count, size), tensors = heard.centre.shape, (*rows, *heard, *chains[1:])
+    double = all(tensor.dtype == torch.float64 for tensor in tensors)
+    programs = program("gibbs_sweeps", (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double)
+    if not programs:
+        return _reference(rows, heard, chains, keys, sweeps)
+    out = Chains(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in chains))
+    side = power_of_two(size)
+    batch = max(_SIZE // side**2, 1)
+    given = [tensor.contiguous() for tensor in (*tensors, keys)]
+    sizes = (clients * count, max(count, 1), size, sweeps)
+    launch(programs.horseshoe, -(-clients * count // batch), *out, *given, *sizes, BATCH=batch, SIZE=side, warps=8)
+    return out
+
+
+def _reference(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+    size = heard.centre.shape[-1]
+    for_normals, for_noise, for_mixing = (philox.folded(keys, purpose) for purpose in range(3))
+    each = (sweeps, size)
+    normals = philox.normal(for_normals, each, torch.float64)
+    first, second = (philox.exponential(philox.folded(for_mixing, part), each, torch.float64) for part in range(2))
+    degrees = rows.degrees[:, None].expand(keys.shape).reshape(-1, 1).expand(-1, sweeps)
+    gammas = philox.gamma(for_noise.reshape(-1), degrees, torch.float64).reshape(*keys.shape, sweeps)
+    gram, gap = rows.gram[:, None], rows.estimate[:, None] - heard.centre
+    right = (gram @ gap[..., None])[..., 0]
+    delta, w, u, noise = chains
+    for s in range(sweeps):
+        factor = torch.linalg.cholesky(gram * noise[..., None, None] + (w * heard.precision).diag_embed())
+        delta = linalg.normal_draw(factor, right * noise[..., None], normals[..., s, :])
+        error = delta - gap
+        rss = rows.rss[:, None] + (error[..., None, :] @ gram @ error[..., None])[..., 0, 0]
+        w = first[..., s, :] / (u + delta * delta * heard.precision / 2)
+        u = second[..., s, :] / (w + 1)
+        noise = gammas[..., s] / (heard.scale + rss / 2)
+    return Chains(delta, w, u, noise)

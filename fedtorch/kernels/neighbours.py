@@ -1,0 +1,154 @@
+r"""What the neighbours of all nodes say, :math:`\sum_j A_{ij} w_j`, and a gradient step on it.
+
+A row's edges are cut into segments of at most 64, so that a hub's do not wait for one program; segments of similar
+length are summed side by side, and those of one node are added in their order, so that the bits are the same each time.
+The `Plan` of it depends on the network alone, and a matrix keeps it.
+
+Source: the neighbour sum of GTV minimisation, Jung, "Clustered federated learning via generalized total variation
+minimization", IEEE TSP 71, 2023; segments as in Merrill and Garland, "Merge-based parallel sparse matrix–vector
+multiplication", SC 2016. Bound: bandwidth, a column index, a weight and a row of w an edge, less what the cache has
+of w; the baseline is cuSPARSE with a cached plan. Not measured yet.
+
+Differentiable in w, as A is symmetric: the derivative is the same sum. Programs know float32 and float64 and rows of
+up to 64 numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.kernels.choice import FLOATS, launch, power_of_two, program
+
+MOST = 64  # numbers of a row
+_SEGMENT = 64  # edges
+_TILE = 256  # numbers of the sums of a program
+
+
+class Plan(NamedTuple):
+    """The segments of a network's edges."""
+
+    starts: Tensor  # (S,) first edges, int64
+    lengths: Tensor  # (S,) int32, falling
+    targets: Tensor  # (S,) int64, the row of a node with one segment, n, n + 1, … for the others
+    split: Tensor  # (R,) nodes with several segments, int64
+    firsts: Tensor  # (R,) the first of their targets
+    pieces: Tensor  # (R,) int32, how many they have
+
+
+def plan(matrix: Tensor) -> Plan:
+    """The plan of a sparse CSR matrix, made once for as long as it is there."""
+    kept: dict[str, Plan] = matrix.__dict__
+    if "segments" not in kept:
+        kept["segments"] = _planned(matrix)
+    return kept["segments"]
+
+
+def _planned(matrix: Tensor) -> Plan:
+    first = matrix.crow_indices().to(torch.int64)
+    counts, nodes = first[1:] - first[:-1], len(first) - 1
+    pieces = (-(-counts // _SEGMENT)).clamp(min=1)
+    row = torch.arange(nodes, device=first.device).repeat_interleave(pieces)
+    within = torch.arange(len(row), device=first.device) - (pieces.cumsum(0) - pieces)[row]
+    several = pieces > 1
+    slot = nodes + several[row].cumsum(0) - 1
+    targets = torch.where(several[row], slot, row)
+    lengths = (counts[row] - within * _SEGMENT).clamp(max=_SEGMENT)
+    order = lengths.argsort(descending=True, stable=True)
+    split = several.nonzero()[:, 0]
+    starts = first[:-1][row] + within * _SEGMENT
+    begin = targets[(pieces.cumsum(0) - pieces)[split]] if len(split) else split
+    return Plan(starts[order], lengths[order].int(), targets[order], split, begin, pieces[split].int())
+
+
+def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
+    """Σ_j A_ij w_j, `(n, d)` in the dtype of A.
+
+    Args:
+        matrix: A, symmetric, sparse CSR `(n, n)`.
+        rows: w, `(n, d)`.
+    """
+    if _programs(matrix, rows) is None:
+        return matrix @ rows.to(matrix.dtype)
+    return _Sum.apply(matrix, rows)
+
+
+def descended(
+    matrix: Tensor,
+    rows: Tensor,
+    gradients: Tensor,
+    degrees: Tensor,
+    *,
+    alpha: float,
+    lr: float,
+) -> Tensor:
+    """A gradient step of every node, w_i − η (g_i + 2α (d_i w_i − Σ_j A_ij w_j)), `(n, d)` in the dtype of A.
+
+    Args:
+        matrix: A, symmetric, sparse CSR `(n, n)`.
+        rows: w, `(n, d)`.
+        gradients: g of the nodes' own losses, `(n, d)`.
+        degrees: d, `(n,)`.
+        alpha: α.
+        lr: η.
+    """
+    asked = torch.is_grad_enabled() and (rows.requires_grad or gradients.requires_grad)
+    if _programs(matrix, rows, gradients, degrees) is None or asked:
+        coupling = degrees[:, None].to(matrix.dtype) * rows - neighbours(matrix, rows)
+        return rows - lr * (gradients + 2 * alpha * coupling)
+    return _launched(matrix, rows, (gradients.contiguous(), degrees.contiguous(), lr, 2 * alpha))
+
+
+def _programs(matrix: Tensor, rows: Tensor, *others: Tensor) -> Any:
+    fits = 0 < rows.shape[1] <= MOST and rows.dtype in FLOATS
+    return program("neighbours", (matrix.values(), rows, *others), FLOATS, fits=fits, differentiable=True)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum and its derivative, which is the same sum."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, rows: Tensor) -> Tensor:
+        ctx.matrix, ctx.dtype = matrix, rows.dtype
+        return _launched(matrix, rows.detach(), None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        found = neighbours(ctx.matrix, gradients[0].contiguous())
+        return None, found.to(ctx.dtype)
+
+
+def _launched(matrix: Tensor, rows: Tensor, step: tuple[Tensor, Tensor, float, float] | None) -> Tensor:
+    programs, (nodes, width), segments = _programs(matrix, rows), rows.shape, plan(matrix)
+    values, rows = matrix.values(), rows.contiguous()
+    partial = int(segments.targets.numel()) - nodes + int(segments.split.numel())
+    out = torch.empty(nodes + partial, width, dtype=values.dtype, device=values.device)
+    gradients, degrees, lr, strength = (rows, rows, 0.0, 0.0) if step is None else step
+    across = power_of_two(width)
+    side = max(_TILE // across, 1)
+    count = len(segments.starts)
+    launch(
+        programs.gather,
+        -(-count // side),
+        out,
+        rows,
+        matrix.col_indices(),
+        values,
+        *segments[:3],
+        gradients,
+        degrees,
+        count,
+        nodes,
+        width,
+        lr,
+        strength,
+        STEP=step is not None,
+        SEGMENTS=side,
+        WIDTH=across,
+    )
+    tensors = (out, rows, *segments[3:], gradients, degrees)
+    tile = {"STEP": step is not None, "PIECES": side, "WIDTH": across}
+    launch(programs.join, len(segments.split), *tensors, width, lr, strength, **tile)
+    return out[:nodes]

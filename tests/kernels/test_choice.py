@@ -1,0 +1,70 @@
+"""Programs run where they can, references everywhere else, and what is wrong is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.programs import launches
+
+from fedtorch.kernels import choice
+from fedtorch.kernels.moments import solved
+
+ARGS = torch.eye(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+
+
+def test_off_turns_all_off(device, monkeypatch) -> None:
+    args = [part.to(device) for part in ARGS]
+    with launches(monkeypatch):
+        solved(*args)
+    monkeypatch.setenv(choice.VARIABLE, "off")
+    with launches(monkeypatch, at_least=0) as seen:
+        solved(*args)
+    assert seen == []
+
+
+def test_the_default_leaves_the_cpu_alone(monkeypatch) -> None:
+    monkeypatch.delenv(choice.VARIABLE)
+    with launches(monkeypatch, at_least=0) as seen:
+        solved(*ARGS)
+    assert seen == []
+
+
+def test_another_setting_is_refused(device, monkeypatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "fast")
+    with pytest.raises(ValueError, match="Expected FEDTORCH_KERNELS to be one of on, off, interpret, but got 'fast'"):
+        solved(*(part.to(device) for part in ARGS))
+
+
+def test_tensors_on_two_devices_are_refused(device) -> None:
+    with pytest.raises(ValueError, match="Expected tensors on one device for moments, but got"):
+        solved(ARGS[0].to(device), ARGS[1].to("meta"))
+
+
+def test_without_triton_references_run(device, monkeypatch) -> None:
+    monkeypatch.setattr(choice, "installed", lambda: False)
+    with launches(monkeypatch, at_least=0) as seen:
+        solved(*(part.to(device) for part in ARGS))
+    assert seen == []
+
+
+def test_mapped_and_traced_tensors_go_to_the_reference(device, monkeypatch) -> None:
+    matrix, vector = (part.to(device) for part in ARGS)
+    with launches(monkeypatch, at_least=0) as seen:
+        mapped = torch.func.vmap(lambda scale: solved(scale * matrix, vector)[0])(torch.ones(3, device=device))
+        traced = torch.fx.experimental.proxy_tensor.make_fx(lambda m, v: solved(m, v)[0])(matrix, vector)
+    assert seen == []
+    assert torch.equal(mapped[0], traced(matrix, vector))
+
+
+def test_interpreting_after_compiling_is_refused(monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setitem(choice.sys.modules, "triton", choice)
+    with pytest.raises(RuntimeError, match="Expected TRITON_INTERPRET=1 before Triton's first import"):
+        choice.loaded.__wrapped__("moments", interpreted=True)
+
+
+def test_tiles_cover_rows_of_any_width() -> None:
+    assert choice.tile(1, 1024) == (1024, 1)
+    assert choice.tile(33, 1024) == (16, 64)
+    assert choice.tile(5000, 1024) == (1, 1024)
+    assert [choice.power_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]

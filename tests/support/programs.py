@@ -1,0 +1,42 @@
+"""What tests of `fedtorch.kernels` share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fedtorch.kernels import choice
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """References run inside, whatever the device."""
+    before = os.environ.get(choice.VARIABLE)
+    os.environ[choice.VARIABLE] = "off"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[choice.VARIABLE]
+        else:
+            os.environ[choice.VARIABLE] = before
+
+
+@contextmanager
+def launches(monkeypatch: pytest.MonkeyPatch, at_least: int = 1) -> Iterator[list[str]]:
+    """The operations whose programs run inside; fails if there are fewer, and so if the reference ran unseen."""
+    seen: list[str] = []
+    original = choice.loaded
+
+    def watched(operation: str, **options: Any) -> Any:
+        seen.append(operation)
+        return original(operation, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "loaded", watched)
+        yield seen
+    assert len(seen) >= at_least, f"Expected {at_least} launches of programs, but got {seen}"
