@@ -25,6 +25,7 @@ from experiments import (
     gtv_clusters,
     gtv_fmi,
     gtv_trust,
+    privacy_accuracy,
     quickstart,
     robustness,
     sparse_directed,
@@ -45,6 +46,7 @@ from experiments.benchmarks import (
     gpu,
     gpu_kernels,
     gtv,
+    privacy,
     robust,
     vfl,
     vfl_split,
@@ -101,6 +103,15 @@ def test_robust_benchmark(tmp_path):
     found = rows(tmp_path / "rows.json")
     assert found["24 messages × 500 numbers", "FedAvg / FedAvg"] == 1
     assert all(value > 0 for value in found.values())
+
+
+def test_privacy_accuracy(tmp_path):
+    privacy_accuracy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 2 * len(privacy_accuracy.COMPARISONS)
+    attack = "area under ROC"
+    assert found["membership, network, ε = 2", attack] < found["membership, network, ε = ∞", attack]
+    assert (tmp_path / "privacy_accuracy.png").stat().st_size > 10_000
 
 
 def test_core_benchmark(tmp_path):
@@ -345,6 +356,12 @@ def test_sparse_regression(tmp_path):
     sparse_regression.main(["--smoke", "--study", "calibration", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")
     assert 0.5 < found["truth from the prior", "cover of 95 % intervals"] <= 1
+
+
+@pytest.mark.parametrize("part", ["steps", "sums"])
+def test_privacy_benchmark(tmp_path, part):
+    privacy.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
 
 @pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from fedtorch import expected, tree
+from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
@@ -75,6 +76,7 @@ class LocalSolver:
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
         settings: what the solver was built with, by name.
+        budget: what its rounds spend, where it protects the rows it trains on.
     """
 
     solve: Solve
@@ -85,6 +87,7 @@ class LocalSolver:
     prepare: Callable[[Any], Any]
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
+    budget: Budget | None = None
 
 
 def check_solver(local: LocalSolver) -> None:
@@ -131,6 +134,7 @@ class Algorithm:
         module: whose copies `client_module` and `global_module` return.
         finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
             model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
+        budget: what its rounds spend; a run asks it before every round.
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]
@@ -148,12 +152,14 @@ class Algorithm:
     predict: Callable[[Tree, Tree], Tree] | None = None
     module: nn.Module | None = None
     finish: Callable[[Any, Tree], None] | None = None
+    budget: Budget | None = None
 
 
 def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     """The fields of an algorithm whose clients work with `local`: where it starts, how it predicts, all settings."""
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
-    return {"settings": settings, "start": local.parameters, "predict": local.predict, "module": local.module}
+    same = {"start": local.parameters, "predict": local.predict, "module": local.module, "budget": local.budget}
+    return {"settings": settings, **same}
 
 
 def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:

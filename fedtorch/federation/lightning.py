@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
+from fedtorch.federation.budget import exhausted
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.federation.client_sharding import check_place
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
@@ -170,8 +171,11 @@ class Federation(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Runs one communication round."""
-        self._log_values(means(self.run.step().info), prog_bar=("train_loss",))
+        round = self.run.step()
+        self._log_values(means(round.info), prog_bar=("train_loss",))
+        self._log_values({name: float(value) for name, value in round.report.items() if name not in round.info})
         self._log_values({"bytes_up": self.run.bytes_up, "bytes_down": self.run.bytes_down})
+        self.trainer.should_stop = self.trainer.should_stop or exhausted(self.run.algorithm.budget)
         self.optimizers().step()  # type: ignore[union-attr]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

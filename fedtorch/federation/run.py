@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fedtorch import expected, functional, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation import checkpoint
+from fedtorch.federation import budget, checkpoint
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
@@ -98,10 +98,10 @@ class Run:
         if faults is not None:
             expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
         clients = len(population.names)
-        check_cohort(cohort, clients)
         self.algorithm, self.population, self.seed = algorithm, population, seed
         self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
-        self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
+        cohort, self.recorders = budget.joined(algorithm.budget, cohort, clients, record)
+        check_cohort(cohort, clients)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
         self.log = History(keep_losses)
@@ -125,6 +125,7 @@ class Run:
         asked = None if self._draw is None else self._draw(keys.cohort)
         if asked is not None:
             check_ids(asked, len(everybody))
+        budget.spend(algorithm.budget, self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
         pending = self.clients.step(
             algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent
@@ -148,12 +149,10 @@ class Run:
             pending.bytes_up,
             pending.bytes_down,
             everybody if asked is None else asked,
-            fate.before,
-            fate.late,
-            fate.after,
+            *fate[2:],
             pending.repeated,
             pending.refused_ids,
-            {} if algorithm.report is None else algorithm.report(self.server),
+            {**(algorithm.report(self.server) if algorithm.report else {}), **budget.report(algorithm.budget)},
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:
@@ -163,7 +162,8 @@ class Run:
     def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
         """Goes on, and yields after each round, until `rounds` are done in all or `until(history)` holds.
 
-        Both ends are those of the run and not of the call: a run that was stopped and resumed ends where it would have.
+        It also ends before a round that the algorithm's budget does not allow. Both ends are those of the run and not
+        of the call: a run that was stopped and resumed ends where it would have.
 
         Raises:
             ValueError: neither is given.
@@ -173,7 +173,8 @@ class Run:
         return self._rounds(rounds, until)
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
-        while (rounds is None or self.number < rounds) and not (self.number and until is not None and until(self.log)):
+        ended = lambda: bool(self.number and until is not None and until(self.log))
+        while (rounds is None or self.number < rounds) and not ended() and not budget.exhausted(self.algorithm.budget):
             yield self.step()
 
     def __iter__(self) -> Iterator[Round]:
@@ -293,10 +294,10 @@ class Run:
         checkpoint.check_structure(flat, self.state_dict())
         if not anyway:
             checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self._fingerprint())
-        self.clients.load_state_dict(below("clients.", flat))
-        self.log.load_state_dict(below("history.", flat))
         for i, recorder in enumerate(self.recorders):
             recorder.load_state_dict(below(f"recorders.{i}.", flat))
+        self.clients.load_state_dict(below("clients.", flat))
+        self.log.load_state_dict(below("history.", flat))
         loaded = tree.unflatten(flat, self.server, "server")
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)

@@ -1,5 +1,7 @@
 """What wrong clients do, as values: wrong rows join data with `|`, wrong messages join an algorithm.
 
+`membership` is a yardstick besides: how much somebody finds out who has what a federation gives away.
+
 >>> import torch, fedtorch as ft
 >>> from fedtorch.trust import attacks
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
@@ -22,6 +24,7 @@ from fedtorch.trust.attacks.lies import (
     noise as noise,
     sign_flip as sign_flip,
 )
+from fedtorch.trust.attacks.membership import Membership as Membership, membership as membership
 from fedtorch.trust.attacks.poison import (
     Poison as Poison,
     backdoor as backdoor,

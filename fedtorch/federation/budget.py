@@ -1,0 +1,71 @@
+"""What an algorithm may tell of its clients: a budget that a run asks before every round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Budget(Protocol):
+    """What may be told of the clients, and what has been: asked before every round, and never given back.
+
+    A run also keeps it as a recorder, so that a checkpoint knows how much was spent when it was written.
+    """
+
+    def cohort(self, cohort: Any, clients: int) -> Any:
+        """Whom a run asks of so many clients, if it was given `cohort`; raises where that cannot be accounted for."""
+        ...
+
+    def allows(self) -> bool:
+        """Whether another round may begin; a loop over rounds ends where it may not."""
+        ...
+
+    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+        """Counts a round, before anything of it is computed; raises where it may not begin.
+
+        Args:
+            round: rounds done before.
+            asked: ids of the clients that are asked, None for all.
+            key: of the round, into which clients fold their ids.
+        """
+        ...
+
+    def report(self) -> Mapping[str, float]:
+        """What the history tells of it after every round."""
+        ...
+
+    def record(self, round: Any) -> None:
+        """Takes in a round that is done."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What has been spent, flat."""
+        ...
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Refuses a checkpoint that knows of more than has been written down."""
+        ...
+
+
+def joined(budget: Budget | None, cohort: Any, clients: int, record: Any) -> tuple[Any, tuple[Any, ...]]:
+    """(whom a run asks, who follows it), the budget among them if there is one."""
+    recorders = tuple(record) if isinstance(record, Sequence) else (record,)
+    return (cohort, recorders) if budget is None else (budget.cohort(cohort, clients), (*recorders, budget))
+
+
+def spend(budget: Budget | None, round: int, asked: Tensor | None, key: Tensor) -> None:
+    """Counts a round where somebody counts; see `Budget.spend`."""
+    if budget is not None:
+        budget.spend(round, asked, key)
+
+
+def exhausted(budget: Budget | None) -> bool:
+    """Whether a budget allows no further round."""
+    return budget is not None and not budget.allows()
+
+
+def report(budget: Budget | None) -> Mapping[str, float]:
+    """What a budget tells the history."""
+    return {} if budget is None else budget.report()

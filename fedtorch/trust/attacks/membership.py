@@ -1,0 +1,109 @@
+r"""Membership inference: was a row among those that a model was trained on?
+
+Many shadow models are trained on random halves of the rows; they are the clients of one federation, so that all of them
+train as one batch. A row's confidence under a model, φ = log p_y − log(1 − p_y), is compared with what it is under the
+shadows that have seen the row, N(μ₁, σ²), and under those that have not, N(μ₀, σ²): the likelihood ratio
+
+.. math:: \log N(\varphi; \mu_1, \sigma^2) - \log N(\varphi; \mu_0, \sigma^2)
+
+says how likely it was. Every shadow is a target in turn, with the others as its shadows: S models give S attacks.
+
+Source: Carlini et al. (2022), "Membership inference attacks from first principles", Algorithm 1, with one variance for
+all models of a row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import from_tensors
+from fedtorch.federation.algorithm import LocalSolver
+from fedtorch.federation.algorithms.separate import separate
+from fedtorch.federation.population import InProcess
+from fedtorch.federation.run import run
+from fedtorch.trust.privacy.auditing import roc
+
+
+class Membership(NamedTuple):
+    """Attacks on S models about n rows."""
+
+    scores: Tensor  # (S, n) float64, large where the attack says "member"
+    member: Tensor  # (S, n) bool, the truth
+
+    def roc(self) -> tuple[Tensor, Tensor]:
+        """(false alarms, detections) of all attacks together, at every threshold."""
+        return roc(self.scores[self.member], self.scores[~self.member])
+
+    def area(self) -> float:
+        """The area under the ROC: ½ is guessing."""
+        alarms, detections = self.roc()
+        return float(torch.trapezoid(detections, alarms))
+
+    def detections(self, false_alarms: float) -> float:
+        """The part of the members that is found while at most this part of the others is taken for members."""
+        alarms, detections = self.roc()
+        return float(detections[alarms <= false_alarms].max())
+
+
+def membership(
+    local: LocalSolver, inputs: Tensor, targets: Tensor, *, shadows: int = 32, rounds: int = 1, seed: int = 0
+) -> Membership:
+    """Attacks models that `local` trains, with other such models.
+
+    Args:
+        local: trains a classifier; of its own budget it spends `rounds`.
+        inputs: `(n, ...)`.
+        targets: `(n,)` classes.
+        shadows: models S, each trained on a random half of the rows; even, so that half of them have seen each row.
+        rounds: of training, each alone.
+        seed: of halves and training.
+
+    Raises:
+        ValueError: too few rows or shadows, or an odd number of either.
+    """
+    count = len(targets)
+    if shadows < 8 or shadows % 2 or count < 4 or count % 2:
+        raise ValueError(f"Expected at least 8 shadows and 4 rows, even numbers, but got {shadows} and {count}")
+    member = _halves(seed, shadows, count)
+    data = from_tensors([(inputs[seen], targets[seen]) for seen in member])
+    done = run(separate(local), InProcess(data), rounds=rounds, seed=seed)
+    with torch.no_grad():
+        outputs = local.predict(done.tensors(), tree.expand(inputs, shadows))
+    return Membership(likelihood_ratios(confidence(outputs, targets), member), member)
+
+
+def confidence(outputs: Tensor, targets: Tensor) -> Tensor:
+    """φ of every row's class, of logits `(S, n, C)` and classes `(n,)`, float64."""
+    logits = outputs.to(torch.float64)
+    own = targets.expand(len(logits), -1)[..., None]
+    others = logits.scatter(2, own, -torch.inf)
+    return logits.gather(2, own)[..., 0] - others.logsumexp(2)
+
+
+def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
+    """The attack's scores `(S, n)` from values of the models and who has seen which row.
+
+    Means and variances of a model's attack are those of all other models.
+    """
+    means, squares = [], torch.zeros_like(values)
+    for seen in (member, ~member):
+        weight = seen.to(values.dtype)
+        number, total, power = (
+            whole.sum(0) - whole for whole in (weight, weight * values, weight * values.square())
+        )  # without the model itself
+        means.append(total / number)
+        squares = squares + power - number * means[-1].square()
+    variance = squares / (len(values) - 1)
+    inside, outside = means
+    return ((values - outside).square() - (values - inside).square()) / (2 * variance.clamp(min=1e-12))
+
+
+def _halves(seed: int, shadows: int, count: int) -> Tensor:
+    """Who has seen which row `(S, n)`: a half of the rows each, in pairs that share nothing."""
+    keys = random.fold_in(random.key(seed), torch.arange(shadows // 2))
+    first = random.permutation(keys, count) < count // 2
+    return torch.cat([first, ~first])

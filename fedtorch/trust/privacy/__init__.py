@@ -1,0 +1,49 @@
+"""Privacy that is accounted for: what a run tells of one client or one example, and how it is bounded."""
+
+from fedtorch.trust.privacy.accountant import (
+    Release as Release,
+    epsilon as epsilon,
+    noise_for as noise_for,
+    rounds_for as rounds_for,
+    spent as spent,
+)
+from fedtorch.trust.privacy.analytic import (
+    gaussian_delta as gaussian_delta,
+    gaussian_epsilon as gaussian_epsilon,
+    gaussian_noise as gaussian_noise,
+)
+from fedtorch.trust.privacy.auditing import (
+    Audit as Audit,
+    audit as audit,
+    audit_outputs as audit_outputs,
+    gaussian_detections as gaussian_detections,
+    learnt_attack as learnt_attack,
+    most_detections as most_detections,
+    roc as roc,
+)
+from fedtorch.trust.privacy.clients import client_level as client_level
+from fedtorch.trust.privacy.clipping import AdaptiveClip as AdaptiveClip
+from fedtorch.trust.privacy.entropy import (
+    Entropy as Entropy,
+    Purpose as Purpose,
+    from_seed as from_seed,
+    from_system as from_system,
+)
+from fedtorch.trust.privacy.examples import example_level as example_level
+from fedtorch.trust.privacy.features import (
+    Funnel as Funnel,
+    privacy_funnel as privacy_funnel,
+    private_projection as private_projection,
+    reconstruction_error as reconstruction_error,
+)
+from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
+from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
+from fedtorch.trust.privacy.preprocessing import (
+    RandomisedCrossEntropy as RandomisedCrossEntropy,
+    label_frequencies as label_frequencies,
+    noised_features as noised_features,
+    randomised_response as randomised_response,
+    subsampling_delta as subsampling_delta,
+)
+from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
+from fedtorch.trust.privacy.sums import sufficient_statistics as sufficient_statistics

@@ -1,0 +1,100 @@
+r"""Clipping: what one client's message is cut to before it enters a sum.
+
+Adaptive clipping follows a quantile γ of the messages' norms: every client tells whether its norm is within the bound
+C, the bits are summed with noise of their own, and with the noisy fraction b of those within
+
+.. math:: C \leftarrow C\, e^{-\eta (b - \gamma)}.
+
+Bits are told as ±½, so that one client enters with ½. Noise of multiples z_v on the values and z_b on the bits costs
+what one release of noise (z_v⁻² + z_b⁻²)^{−1/2} does: a `share` s of a budget z is z_b = z/√s and z_v = z/√(1 − s).
+
+Source: Andrew, Thakkar, McMahan and Ramaswamy (2021), "Differentially private learning with adaptive clipping",
+Algorithm 1 and Theorem 1.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.tree import Tree
+from fedtorch.trust.privacy.mechanisms import Mechanism
+
+SLACK = 1 - 2.0**-20  # what float32 rounds up stays within the bound
+
+
+class AdaptiveClip(NamedTuple):
+    """A bound that follows a quantile of the norms."""
+
+    quantile: float = 0.5  # of the clients' norms that the bound aims at
+    start: float = 0.1
+    lr: float = 0.2  # η
+    share: float = 0.05  # of the budget that the bits spend
+
+
+Clip = float | Mapping[str, float] | AdaptiveClip
+
+
+def check_clip(clip: Clip) -> None:
+    """Raises ValueError unless bounds are positive and finite, and an adaptive one's settings in range."""
+    if isinstance(clip, AdaptiveClip):
+        if not (0 < clip.quantile < 1 and 0 < clip.share < 1 and 0 < clip.lr < math.inf):
+            raise ValueError(f"Expected quantile and share between 0 and 1 and a positive lr, but got {clip}")
+        bounds = [clip.start]
+    else:
+        bounds = list(clip.values()) if isinstance(clip, Mapping) else [clip]
+    if not bounds or not all(0 < bound < math.inf for bound in bounds):
+        raise ValueError(f"Expected a positive finite clip, but got {clip}")
+
+
+def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple[Tree, Tensor]:
+    """(stacked trees, each client's scaled down to a norm of at most `bound`; the norms before that, `(K,)` float64).
+
+    A client with NaN, Inf or numbers that overflow is cut to zeros, and its norm is infinite. Numbers of 16 bits become
+    float32, which the bound would not survive otherwise.
+
+    Raises:
+        TypeError: leaves that are not real numbers.
+    """
+    leaves = tree.leaves(value)
+    for leaf in leaves:
+        if not leaf.is_floating_point():
+            raise TypeError(f"Expected real numbers to clip, but got {leaf.dtype}")
+    norm = mechanism.norm(_numbers(leaves))
+    norm = torch.where(norm.isfinite(), norm, torch.inf)
+    share = (bound * SLACK / norm).clamp(max=1)
+
+    def cut(leaf: Tensor) -> Tensor:
+        wide = leaf if leaf.dtype in (torch.float32, torch.float64) else leaf.to(torch.float32)
+        return torch.where(tree.along(share > 0, wide), wide * tree.along(share.to(wide.dtype), wide), 0.0)
+
+    return tree.map(cut, value), norm
+
+
+def _numbers(leaves: list[Tensor]) -> Tensor:
+    """All numbers of each client, `(K, D)` float64."""
+    return torch.cat([leaf.reshape(len(leaf), math.prod(leaf.shape[1:])).to(torch.float64) for leaf in leaves], 1)
+
+
+def bounds_of(value: Tree, clip: Mapping[str, float]) -> list[float]:
+    """The bound of every leaf, by the shell pattern that its path matches.
+
+    Raises:
+        ValueError: a leaf that no pattern matches or several do, or a pattern that matches none.
+    """
+    found, used = [], set()
+    for name, _ in tree.items(value):
+        matching = [pattern for pattern in clip if fnmatch.fnmatchcase(name, pattern)]
+        if len(matching) != 1:
+            raise ValueError(f"Expected one pattern of clip to match {name!r}, but {matching} of {list(clip)} do")
+        used.add(matching[0])
+        found.append(float(clip[matching[0]]))
+    if len(used) < len(clip):
+        raise ValueError(f"Expected every pattern of clip to match a parameter, but {set(clip) - used} match none")
+    return found

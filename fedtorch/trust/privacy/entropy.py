@@ -1,0 +1,110 @@
+"""Where noise, masks and secret cohorts come from: the operating system, or a seed that guarantees nothing.
+
+The package's other draws are functions of a seed, so whoever knows it could subtract them again. What protects somebody
+is therefore drawn from a secret of the operating system, 32 bytes that are never written anywhere: a resumed run has
+another. Every use has a key of its own, HKDF-SHA256 of the secret and of the run, round, attempt, phase and roster it
+is for, and expands it by AES-256 in counter mode; a round that is tried again is another attempt and has fresh numbers.
+
+>>> from fedtorch.trust import privacy
+>>> purpose = privacy.Purpose(run=b"run", round=3, attempt=0, phase="noise", roster=b"")
+>>> one, two = privacy.from_seed(0), privacy.from_seed(0)
+>>> bool((one.uniforms(purpose, 4) == two.uniforms(purpose, 4)).all()), one.guarantees
+(True, False)
+>>> fresh = privacy.from_system()
+>>> bool((fresh.uniforms(purpose, 4) == one.uniforms(purpose, 4)).any()), fresh.guarantees
+(False, True)
+
+Sources: Krawczyk and Eronen (2010), RFC 5869; NIST SP 800-38A, section 6.5.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from typing import NamedTuple
+
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from torch import Tensor
+
+_SALT = b"fedtorch privacy 1"
+_MASK = 2**53 - 1
+
+
+class Purpose(NamedTuple):
+    """What a key is for; two purposes that differ anywhere have unrelated keys."""
+
+    run: bytes  # a name of the run that no other has
+    round: int
+    attempt: int  # of the round, counted over everything that was ever tried
+    phase: str
+    roster: bytes  # a digest of who takes part
+
+    def encoded(self) -> bytes:
+        """The fields, each behind its length, so that no two purposes read alike."""
+        numbers = [number.to_bytes(8, "big", signed=True) for number in (self.round, self.attempt)]
+        fields = [self.run, *numbers, self.phase.encode(), self.roster]
+        return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
+
+
+class Entropy:
+    """A secret, and the numbers that are made of it.
+
+    Made by `from_system` and `from_seed`; neither shown nor saved.
+
+    Attributes:
+        guarantees: whether nobody can compute the numbers.
+    """
+
+    def __init__(self, secret: bytes, guarantees: bool) -> None:
+        self._secret, self._process = secret, os.getpid()
+        self.guarantees = guarantees
+
+    def key(self, purpose: Purpose) -> bytes:
+        """32 bytes for one purpose, to be used once."""
+        if self.guarantees and self._process != os.getpid():  # a fork must not repeat its parent's numbers
+            self._secret, self._process = secrets.token_bytes(32), os.getpid()
+        return derived(self._secret, purpose)
+
+    def words(self, purpose: Purpose, count: int) -> Tensor:
+        """`(count,)` int64, all 64 bits random."""
+        return expanded(self.key(purpose), count)
+
+    def uniforms(self, purpose: Purpose, count: int) -> Tensor:
+        """`(count,)` uniform numbers of 53 bits, float64, above 0 and below 1."""
+        return ((self.words(purpose, count) >> 11) & _MASK).to(torch.float64).add_(0.5).mul_(2.0**-53)
+
+    def __repr__(self) -> str:
+        return "Entropy(of the operating system)" if self.guarantees else "Entropy(of a seed: no guarantee)"
+
+    def __getstate__(self) -> None:
+        raise TypeError("Expected entropy to stay in its process, but it is being copied or saved; make it anew")
+
+
+def expanded(key: bytes, count: int) -> Tensor:
+    """`(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once."""
+    stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
+    words = bytearray(stream.update(bytes(8 * count)))
+    return torch.frombuffer(words, dtype=torch.int64) if count else torch.zeros(0, dtype=torch.int64)
+
+
+def derived(secret: bytes, purpose: Purpose) -> bytes:
+    """32 bytes for one purpose, by HKDF-SHA256."""
+    return HKDF(SHA256(), 32, _SALT, purpose.encoded()).derive(secret)
+
+
+def from_system() -> Entropy:
+    """Entropy of the operating system, with a secret of its own."""
+    return Entropy(secrets.token_bytes(32), guarantees=True)
+
+
+def from_seed(seed: int) -> Entropy:
+    """Reproducible numbers for tests and simulations: whoever knows the seed can subtract them, so nothing is private.
+
+    Args:
+        seed: a whole number of 64 bits.
+    """
+    return Entropy(hashlib.sha256(b"a seed " + seed.to_bytes(8, "big", signed=True)).digest(), guarantees=False)
