@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common, fedmgp_models as fm
-from fedtorch.trust.robust import median, trimmed_mean
+from fedtorch.trust import robust
 
 DROPOUTS = (0.0, 0.3, 0.6)
 ANOMALOUS = (0, 2, 4)
@@ -48,7 +48,8 @@ def error(
 def algorithms(units: int) -> dict[str, ft.Algorithm]:
     """The exact sums, and FedAvg of the same model with three ways of averaging."""
     inducing = fm.inducing()
-    ways = {"mean": None, "median": median(), "trimmed mean, 25 %": trimmed_mean(0.25)}
+    rules = {"median": robust.median(), "trimmed mean, 25 %": robust.trimmed_mean(0.25)}
+    ways = {"mean": None, **{name: robust.star(rule) for name, rule in rules.items()}}
     found = {"fedmgp": ft.fedmgp(fm.model(inducing), accept_disclosure=True)}
     for name, exchange in ways.items():
         found[f"FedAvg, {name}"] = ft.fedmgp_average(fm.published(inducing), units=units, lr=0.03, exchange=exchange)

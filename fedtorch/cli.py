@@ -1,9 +1,11 @@
-"""The command `fedtorch`: which data sets there are, and getting their files.
+"""The command `fedtorch`: which data sets there are, getting their files, and checking runs on record.
 
     fedtorch data list
     fedtorch data get NAME …
+    fedtorch record verify FILE …
 
-Exit codes: 0 when all is well, 1 when a file could not be had or has a wrong checksum, 2 for a wrong call.
+Exit codes: 0 when all is well, 1 when a file could not be had, has a wrong checksum or is not as it was written, 2 for
+a wrong call.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from fedtorch.data.download import digest
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments, those of the process unless given; returns the exit code."""
     options = _parser().parse_args(arguments)
+    if options.action == "verify":
+        return max([_verify(file) for file in options.files])
     if options.action == "list":
         _list()
         return 0
@@ -33,11 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fedtorch", description="Federated modelling on PyTorch and Lightning")
-    data = parser.add_subparsers(required=True).add_parser("data", help="the data sets that loaders exist for")
+    commands = parser.add_subparsers(required=True)
+    data = commands.add_parser("data", help="the data sets that loaders exist for")
     actions = data.add_subparsers(dest="action", required=True)
     actions.add_parser("list", help="what there is, and what is at hand")
     get = actions.add_parser("get", help="find or download the files, verify them, say where they come from")
     get.add_argument("names", nargs="+", metavar="NAME", help="as `fedtorch data list` names it")
+    record = commands.add_parser("record", help="runs on record, see fedtorch.trust.record")
+    verify = record.add_subparsers(dest="action", required=True).add_parser("verify", help="find what was changed")
+    verify.add_argument("files", nargs="+", metavar="FILE", help="a record, the JSON file beside a checkpoint")
     return parser
 
 
@@ -79,6 +87,20 @@ def _get(data_set: DataSet) -> int:
         else:
             print(f"  {file.name}\n    path    {found}\n    sha256  {digest(found)} (verified)")
     return code
+
+
+def _verify(file: str) -> int:
+    from fedtorch.trust import record  # with the federation, which data sets do without
+
+    try:
+        checks = record.verify(file)
+    except (OSError, ValueError) as error:
+        print(f"fedtorch: {error}", file=sys.stderr)
+        return 1
+    print(file)
+    for check in checks:
+        print(f"  {'ok' if check.holds else 'NOT SO':7} {check.name:11} {check.message}")
+    return 0 if all(check.holds for check in checks) else 1
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ from experiments import (
     gtv_assignments,
     gtv_clusters,
     gtv_fmi,
+    gtv_trust,
     privacy_accuracy,
     quickstart,
+    robustness,
     sparse_directed,
     sparse_network,
     sparse_regression,
@@ -45,6 +47,7 @@ from experiments.benchmarks import (
     gpu_kernels,
     gtv,
     privacy,
+    robust,
     vfl,
     vfl_split,
     workloads,
@@ -72,6 +75,34 @@ def test_quickstart(tmp_path):
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
     assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_gtv_trust(tmp_path):
+    needs("fmi_weather")
+    gtv_trust.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    change = "Σ‖change‖², noise {} °C, {}"
+    for strength in ("0.01", "10"):
+        exact, printed = (found["8.5 perturbed labels", change.format(strength, name)] for name in ("exact", "(8.3)"))
+        assert 0 < exact < printed
+    assert found["8.4 ρ = 10", "(8.11)"] < found["8.4 ρ = 0", "(8.11)"]
+    assert (tmp_path / "gtv_trust.png").stat().st_size > 10_000
+
+
+def test_robustness(tmp_path):
+    robustness.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert 0 < found["inner products × 4 against Krum", "accuracy"] <= 1
+    assert ("backdoor against FedAvg", "trigger") in found
+    assert ("none against FedAvg", "trigger") not in found
+    assert (tmp_path / "robustness.png").stat().st_size > 10_000
+
+
+def test_robust_benchmark(tmp_path):
+    robust.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["24 messages × 500 numbers", "FedAvg / FedAvg"] == 1
+    assert all(value > 0 for value in found.values())
 
 
 def test_privacy_accuracy(tmp_path):

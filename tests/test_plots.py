@@ -59,6 +59,7 @@ def test_curves(runs: dict[str, Any], name: str) -> None:
     loss, accuracy, entropy = figure.axes
     assert lines(loss)["mean over clients"] == known(runs[name], "train_loss")
     assert lines(loss)["median client"] == known(runs[name], "train_loss_median")
+    assert lines(loss)["mean over the worst tenth"] == known(runs[name], "train_loss_worst_decile")
     for axes, metric in ((accuracy, "accuracy"), (entropy, "cross_entropy")):
         assert lines(axes)["all rows"] == known(runs[name], f"val_{metric}")
         assert lines(axes)["mean over clients"] == known(runs[name], f"val_{metric}_mean")
@@ -73,7 +74,7 @@ def test_curves(runs: dict[str, Any], name: str) -> None:
         heights = band.get_paths()[0].vertices[:, 1]
         assert heights.min() == table(runs[name])[f"train_loss_{low}"].min()
         assert heights.max() == table(runs[name])[f"train_loss_{high}"].max()
-    assert len(figure.legends[0].get_texts()) == 5
+    assert len(figure.legends[0].get_texts()) == 6
 
 
 def test_curves_of_a_history_without_validation() -> None:

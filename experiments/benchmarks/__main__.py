@@ -20,7 +20,20 @@ from pathlib import Path
 from experiments import common
 from experiments.benchmarks.measure import circumstances, table
 
-NAMES = ("core", "fedlin", "fedmgp", "gibbs", "gpu", "gtv", "kills", "privacy", "scaling", "vfl", "vfl_split")
+NAMES = (
+    "core",
+    "fedlin",
+    "fedmgp",
+    "gibbs",
+    "gpu",
+    "gtv",
+    "kills",
+    "privacy",
+    "robust",
+    "scaling",
+    "vfl",
+    "vfl_split",
+)
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -124,6 +124,9 @@ class Algorithm:
             graph. The server's state then has a field `total`, which `init` leaves None: what the exchange makes of
             `told` over *all* clients, in float64, whoever answers; who has not been asked yet counts with the initial
             state. Only changes travel, and the total is up to date when `server` is called.
+        averages: what a robust average of what clients tell may stand for in place of their sum: `"numbers"`, each on
+            its own; `"messages"`, whole ones only, as where a matrix has to stay positive definite; None for neither,
+            as for parts of exact sums.
         report: server state -> what the history tells of it after every round, numbers by name.
         settings: what the algorithm was built with, by name, for fingerprints and loggers.
         start: parameters to start from, where a run is given none.
@@ -142,6 +145,7 @@ class Algorithm:
     exchange: Exchange = field(default_factory=star)
     prepare: Callable[[Any], Any] = identity
     told: Callable[[Tree], Tree] | None = None
+    averages: Literal["numbers", "messages"] | None = None
     report: Callable[[Tree], Mapping[str, float | Tensor]] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     start: Tree = None

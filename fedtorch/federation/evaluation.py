@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,11 @@ class Score(NamedTuple):
         """The worst client's value."""
         known = self.clients[~self.clients.isnan()]
         return float(known.min() if largest_is_best else known.max()) if len(known) else float("nan")
+
+    def worst_decile(self, largest_is_best: bool = True) -> float:
+        """The mean of the worst tenth of the clients, of one at least; NaN where there is none."""
+        ordered = self.clients[~self.clients.isnan()].sort(descending=not largest_is_best).values
+        return float(ordered[: math.ceil(len(ordered) / 10)].mean())
 
 
 def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:

@@ -155,10 +155,11 @@ class History:
         """A row per round.
 
         Columns: `round`; how many clients were `asked`, `answered`, `lost_before`, `late`, `lost_after`, `repeated` and
-        `refused`; `train_loss`, the mean over the clients that answered, and its `_min`, `_q25`, `_median`, `_q75`
-        and `_max` over them; the means of all else that the clients log (as `logged_<name>` where a name is taken);
-        `round_bytes_up` and `round_bytes_down`, and in total `bytes_up` and `bytes_down`; `val_<metric>` over all rows,
-        and its `_mean`, `_min` and `_max` over clients, NaN where validation did not run; `seconds`, NaN where unknown.
+        `refused`; `train_loss`, the mean over the clients that answered, and its `_min`, `_q25`, `_median`, `_q75`,
+        `_max` and `_worst_decile` (the mean of the largest tenth) over them; the means of all else that the clients log
+        (as `logged_<name>` where a name is taken); `round_bytes_up` and `round_bytes_down`, and in total `bytes_up` and
+        `bytes_down`; `val_<metric>` over all rows, and its `_mean`, `_min` and `_max` over clients, NaN where
+        validation did not run; `seconds`, NaN where unknown.
         Losses are NaN where nobody answered.
         """
         import pandas as pd
@@ -244,7 +245,7 @@ def means(info: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _spread(values: Tensor) -> dict[str, float]:
-    """Least, quartiles and largest of the numbers among `(M,)` values, interpolated linearly."""
+    """Least, quartiles and largest of the numbers among `(M,)` values, interpolated, and their worst tenth's mean."""
     known = values[~values.isnan()].sort().values
     if len(known) == 0:
         return {}
@@ -254,4 +255,6 @@ def _spread(values: Tensor) -> dict[str, float]:
         between, low = math.modf(part * (len(numbers) - 1))
         value = numbers[int(low)]
         spread[f"train_loss_{name}"] = value + between * (numbers[int(low) + 1] - value) if between else value
+    worst = numbers[-math.ceil(len(numbers) / 10) :]
+    spread["train_loss_worst_decile"] = sum(worst) / len(worst)
     return spread

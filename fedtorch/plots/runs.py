@@ -41,6 +41,9 @@ def curves(run: Any, values: Sequence[str] | None = None) -> Figure:
             axes.plot(rounds, value, color="C0", linestyle="--", label="mean over clients")
         if f"{name}_median" in table:
             axes.plot(*_column(table, f"{name}_median"), color="C0", linestyle=":", label="median client")
+        if f"{name}_worst_decile" in table:
+            worst = _column(table, f"{name}_worst_decile")
+            axes.plot(*worst, color="C3", linewidth=1, label="mean over the worst tenth")
         finish(axes, "communication round", _in_words(name))
         whole_numbers(axes)
     parts = {name: part for axes in figure.axes for part, name in zip(*axes.get_legend_handles_labels())}

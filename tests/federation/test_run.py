@@ -18,7 +18,7 @@ from fedtorch.data import ClientData
 from fedtorch.federation.exchange import graph, star
 from fedtorch.federation.sampling import RoundKeys
 from fedtorch.tree import Tree
-from fedtorch.trust.robust import median, trimmed_mean
+from fedtorch.trust import robust
 
 SIZES = [5, 2, 9, 4, 4, 7, 6]
 K = len(SIZES)
@@ -288,7 +288,7 @@ RING = ft.Network.from_edges([(k, (k + 1) % 6) for k in range(6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("exchange", "nodes"),
-    [(star(), 0), (median(), 1), (trimmed_mean(0.2), 1), (graph(RING), 6)],
+    [(star(), 0), (robust.star(robust.median()), 1), (robust.star(robust.trimmed_mean(0.2)), 1), (graph(RING), 6)],
     ids=["star", "median", "trimmed mean", "graph"],
 )
 def test_an_aggregate_adds_to_parameters_of_any_dtype(exchange: ft.Exchange, nodes: int, dtype: torch.dtype) -> None:

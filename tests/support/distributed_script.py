@@ -5,6 +5,7 @@ Usage: distributed_script.py FOLDER. Every finding is a distance, relative to th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import warnings
@@ -25,6 +26,7 @@ from fedtorch.federation.evaluation import evaluate
 from fedtorch.federation.unreliable_edges import unreliable_edges
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import sparse
+from fedtorch.trust import attacks, robust
 from support.closed_forms import client_tensors, distance, linear, linear_clients, same_bits, sgd
 from support.small_federations import classes, everything, solver, trainer
 
@@ -100,6 +102,8 @@ def rounds() -> dict[str, float]:
     running.TOTAL_ANEW = 2
     personal = ft.personal_layers(solver("adam", torch.float64, reset="never"), "head.*")
     fedavg = ft.fedavg(sgd(0.05, steps=3, batch_size=4), mu=0.1)
+    robust_star = dataclasses.replace(fedavg, exchange=robust.star(robust.krum(1)))
+    robust_gtv = robust.totals(ft.gtv(sgd(0.05), NETWORK, 0.3), robust.median(), NETWORK)
     half = ft.Faults(after=lambda key, ids: ids % 2 == 0)
     faults = ft.dropouts(0.2) | ft.stragglers(1.0, 0.1 * LINEAR.counts) | ft.lost_messages(after=0.2)
     cases: dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, Any]]] = {
@@ -143,6 +147,10 @@ def rounds() -> dict[str, float]:
             LINEAR,
             {"parameters": torch.zeros(3), "cohort": 5},
         ),
+        "robust star": (robust_star, LINEAR, {"cohort": 5}),
+        "robust totals": (robust_gtv, LINEAR, {"cohort": 4}),
+        "liars": (ft.scaffold(sgd(0.05)) | attacks.noise([0, 3], 1.0), LINEAR, {"cohort": 3}),
+        "attackers on rank 1": (robust_star | attacks.min_max([1, 5]), LINEAR, {}),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),

@@ -91,4 +91,5 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="feddyn", alpha=alpha, weight=weight),
         told=lambda state: state.controls,
+        averages="numbers",
     )

@@ -100,6 +100,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         prepare=local.prepare,
         **solved_by(local, algorithm="gtv", alpha=strengths, edges=network.edges, weights=network.weights),
         told=lambda state: {name: state.parameters[name] for name in strengths},
+        averages="numbers",
     )
 
 

@@ -124,6 +124,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="scaffold", lr=lr, weight=weight),
         told=lambda state: state.controls,
+        averages="numbers",
     )
 
 

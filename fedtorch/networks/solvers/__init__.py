@@ -15,6 +15,7 @@ from fedtorch.networks.solvers.fedrelax import fedrelax as fedrelax
 from fedtorch.networks.solvers.penalties import (
     Penalty as Penalty,
     equal as equal,
+    huber as huber,
     norm1 as norm1,
     norm2 as norm2,
     squared as squared,
@@ -22,4 +23,5 @@ from fedtorch.networks.solvers.penalties import (
 from fedtorch.networks.solvers.primal_dual import primal_dual as primal_dual
 from fedtorch.networks.solvers.problem import LinearProblem as LinearProblem, linear_problem as linear_problem
 from fedtorch.networks.solvers.proximal_averaging import proximal_averaging as proximal_averaging
+from fedtorch.networks.solvers.robust_loss import robust_loss as robust_loss
 from fedtorch.networks.solvers.solution import Solution as Solution

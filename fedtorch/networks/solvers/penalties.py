@@ -42,3 +42,19 @@ norm1 = Penalty(lambda s: s.abs().sum(1), lambda v, t: v.sign() * (v.abs() - t[:
 
 equal = Penalty(lambda s: torch.where((s == 0).all(1), 0.0, torch.inf).to(s.dtype), lambda v, t: torch.zeros_like(v))
 """Infinite unless s = 0: one model per connected component, whatever the strength; ADMM with it is consensus ADMM."""
+
+
+def huber(delta: float) -> Penalty:
+    """½s² up to |s| = δ and δ|s| − ½δ² beyond, number by number: a loss that far residuals pull at no harder.
+
+    Raises:
+        ValueError: a δ that is not positive.
+    """
+    if not delta > 0:
+        raise ValueError(f"Expected a positive delta, but got {delta}")
+
+    def value(s: Tensor) -> Tensor:
+        far = s.abs()
+        return torch.where(far <= delta, 0.5 * s.square(), delta * (far - 0.5 * delta)).sum(1)
+
+    return Penalty(value, lambda v, t: v - t[:, None] * (v / (1 + t[:, None])).clamp(-delta, delta))

@@ -18,7 +18,7 @@ from fedtorch.models.gaussian_process import ConvolvedGP, fit, join
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.mixed_likelihood import MixedLikelihood
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.trust.robust import median, trimmed_mean
+from fedtorch.trust import robust
 
 DTYPE = torch.float64
 SIZES = [30, 12, 20, 17]
@@ -348,7 +348,7 @@ def test_copies_of_a_unit_average_to_that_unit() -> None:
     data, algorithm = signals([20]), ft.fedmgp_average(module(), units=4, steps=3)
     copies = ft.data.from_tensors([data[0]] * 4)
     one = ft.run(algorithm, ft.InProcess(data), rounds=3).last
-    for exchange in (None, median(), trimmed_mean(0.25)):
+    for exchange in (None, robust.star(robust.median()), robust.star(robust.trimmed_mean(0.25))):
         averaged = ft.fedmgp_average(module(), units=4, steps=3, exchange=exchange)
         many = ft.run(averaged, ft.InProcess(copies), rounds=3).last
         assert distance(many.server, one.server) < CLOSE

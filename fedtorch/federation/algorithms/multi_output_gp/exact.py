@@ -126,6 +126,7 @@ def fedmgp(
         model=partial(model, gp=gp),
         prepare=partial(prepare, gp=gp, accept_disclosure=accept_disclosure),
         told=lambda state: state.told,
+        averages="messages",
         settings={"algorithm": "fedmgp", "server_lr": server_lr, "exact_units": exact_units, **work._asdict()},
         start=gp.start(),
         predict=gp.predict,

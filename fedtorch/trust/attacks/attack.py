@@ -1,0 +1,159 @@
+r"""Wrong messages: model poisoning by some clients, `algorithm | attack`.
+
+An attack has two parts, each of which may be missing. *Alone*, a client lies about what it says, from what it would
+have said and a key of its own. *Together*, the attackers of a round know the messages of all and replace their own.
+What clients tell for good is lied about in the same way: whatever an attacker's state, `told` is a lie, and the total
+is the sum of what has been said.
+
+An attack joins last, after what replaces an algorithm's exchange, such as `robust.totals` or `ft.unreliable_edges`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, indices
+from fedtorch.tree import Rows, Tree
+from fedtorch.trust.messages import kept, like, rows
+
+Lie = Callable[[Tree, Tensor], Tree]  # (what is said (K, ...), keys (K,)) -> what is said instead
+Collusion = Callable[[Tensor, Tensor], Tensor]  # (honest messages (H, D), the attackers' own (A, D)) -> (A, D)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """Wrong messages of some clients.
+
+    Attributes:
+        clients: who attacks, by number.
+        name: for settings.
+        alone: how each of them lies; None for not.
+        together: what they agree on, None for nothing.
+        weight: the factor by which they exaggerate their weight.
+    """
+
+    clients: tuple[int, ...]
+    name: str
+    alone: Lie | None = None
+    together: Collusion | None = None
+    weight: float = 1.0
+
+    def __ror__(self, algorithm: Algorithm) -> Algorithm:
+        """The algorithm, with wrong messages.
+
+        Raises:
+            ValueError: clients that collude about the changes of totals; see `robust.totals`.
+        """
+        if self.together is not None and algorithm.told is not None:
+            raise ValueError(
+                f"Expected fresh messages for {self.name}, but this algorithm tells only how its totals change; join "
+                "the attack to robust.totals(algorithm, rule), trimmed_mean(0.0) for no defence"
+            )
+        told = algorithm.told
+        return dataclasses.replace(
+            algorithm,
+            init=partial(_init, algorithm),
+            client=partial(_client, algorithm, self),
+            model=lambda inbox, state: algorithm.model(inbox.inbox, state.own),
+            exchange=_marking(_colluding(algorithm.exchange, self), self.clients),
+            told=None if told is None else partial(_told, told, self),
+            settings={**algorithm.settings, f"attack.{self.name}": self.clients},
+        )
+
+
+class Marked(NamedTuple):
+    """An inbox, and who attacks."""
+
+    inbox: Tree
+    attacks: Tensor  # (K,) bool
+
+
+class State(NamedTuple):
+    """A client's own; leaves `(K, ...)`."""
+
+    own: Tree
+    attacks: Tensor  # () bool, once it has taken part
+    key: Tensor  # () with which it lies about what it tells for good
+
+
+def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, State]:
+    server, state = algorithm.init(parameters, clients)
+    return server, State(state, torch.tensor(False), torch.tensor(0))
+
+
+def _client(algorithm: Algorithm, attack: Attack, marked: Marked, state: State, data: Any, turn: Turn) -> Reply:
+    if not isinstance(marked, Marked):
+        raise TypeError(
+            "Expected the attack's own exchange, but it was replaced; join attacks last: algorithm | attack"
+        )
+    reply = algorithm.client(marked.inbox, state.own, data, turn)
+    said = tree.map(partial(_lie, attack, marked.attacks, turn.key), reply.message, is_leaf=(Mean, Sum))
+    return reply._replace(message=said, state=State(reply.state, marked.attacks, turn.key))
+
+
+def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
+    """What is said in a node of a message."""
+    if isinstance(node, Tensor):
+        return _instead(attack, attacks, key, node)
+    value = _instead(attack, attacks, key, node.value)
+    if isinstance(node, Sum):
+        return Sum(value)
+    return Mean(value, torch.where(attacks, node.weight * attack.weight, node.weight))
+
+
+def _instead(attack: Attack, attacks: Tensor, key: Tensor, said: Tree) -> Tree:
+    if attack.alone is None:
+        return said
+    lies = tree.map(lambda lie, honest: lie.to(honest.dtype), attack.alone(said, key), said)
+    return tree.where(attacks, lies, said)
+
+
+def _told(told: Callable[[Tree], Tree], attack: Attack, state: State) -> Tree:
+    return _instead(attack, state.attacks, state.key, told(state.own))
+
+
+def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
+    """`exchange` that says beside every inbox whether it is an attacker's."""
+    wrong = torch.tensor(clients, dtype=torch.int64)
+
+    def scatter(outbox: Tree, ids: Rows) -> Marked:
+        leaves = tree.leaves(outbox)
+        attacks = torch.isin(indices(ids), wrong)
+        return Marked(exchange.scatter(outbox, ids), attacks.to(leaves[0].device if leaves else "cpu"))
+
+    return exchange._replace(scatter=scatter)
+
+
+def _colluding(exchange: Exchange, attack: Attack) -> Exchange:
+    """`exchange` to which the attackers bring what they have agreed on."""
+    if attack.together is None:
+        return exchange
+    return kept(exchange, partial(_agreed, exchange, attack))
+
+
+def _agreed(exchange: Exchange, attack: Attack, found: RowsOf) -> Tree:
+    wrong = torch.isin(found.ids, torch.tensor(attack.clients, dtype=torch.int64))
+    said = found.message
+    if bool(wrong.any()) and not bool(wrong.all()):
+        said = tree.map(partial(_replaced, attack, wrong), said, is_leaf=(Mean, Sum))
+    return exchange.finish(exchange.gather(said, found.ids))
+
+
+def _replaced(attack: Attack, wrong: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
+    """A node of all clients' messages, with what the attackers have agreed on in place of their own."""
+    assert attack.together is not None
+    value = node if isinstance(node, Tensor) else node.value
+    numbers = rows(value)
+    agreed = attack.together(numbers[~wrong].to(torch.float64), numbers[wrong].to(torch.float64))
+    numbers = numbers.index_put((wrong.nonzero()[:, 0].to(numbers.device),), agreed.to(numbers.dtype))
+    value = tree.map(lambda new, old: new.to(old.dtype), like(numbers, value), value)
+    return value if isinstance(node, Tensor) else node._replace(value=value)

@@ -1,0 +1,80 @@
+r"""Attacks of clients that know everybody's messages and act together.
+
+With the mean μ and the standard deviation σ of the honest messages, number by number, all attackers of a round say
+
+- a little is enough: μ − zσ, within what honest clients say;
+- inner-product manipulation: −εμ;
+- min-max: μ − γσ with the largest γ by which it is no farther from any honest message than two of those from each
+  other, :math:`\max_i \|\mu - \gamma\sigma - x_i\| \le \max_{i,j} \|x_i - x_j\|`.
+
+Source: Baruch, Baruch and Goldberg (2019), "A little is enough: circumventing defenses for distributed learning",
+Algorithm 3; Xie, Koyejo and Gupta (2020), "Fall of empires: breaking Byzantine-tolerant SGD by inner product
+manipulation", section 4; Shejwalkar and Houmansadr (2021), "Manipulating the Byzantine: optimizing model poisoning
+attacks and defenses for federated learning", section IV (equation 5, which they bisect; here in closed form).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from fedtorch.trust.attacks.attack import Attack
+
+
+def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack:
+    """Says μ − zσ.
+
+    Args:
+        clients: who colludes, by number.
+        z: default: the largest with which, for normal messages, enough honest ones are farther from μ for the
+            attackers to be among a majority.
+    """
+    return Attack(tuple(clients), "a_little_is_enough", together=partial(_a_little, z))
+
+
+def inner_product_manipulation(clients: Sequence[int], epsilon: float) -> Attack:
+    """Says −εμ, against the direction in which the honest clients go."""
+    return Attack(
+        tuple(clients), "inner_product_manipulation", together=lambda honest, own: _all(own, -epsilon * honest.mean(0))
+    )
+
+
+def min_max(clients: Sequence[int]) -> Attack:
+    """Says μ − γσ with the largest γ that does not stand out by its distances."""
+    return Attack(tuple(clients), "min_max", together=_min_max)
+
+
+def usual_z(clients: int, attackers: int) -> float:
+    """The z of `a_little_is_enough` among so many clients of a round: Φ⁻¹((n − f − s)/(n − f)), s = ⌊n/2 + 1⌋ − f."""
+    supporters = math.floor(clients / 2 + 1) - attackers
+    honest = clients - attackers
+    part = (honest - supporters) / honest
+    return NormalDist().inv_cdf(min(max(part, 1e-3), 1 - 1e-3))
+
+
+def _all(own: Tensor, said: Tensor) -> Tensor:
+    return said.expand(len(own), *said.shape)
+
+
+def _sd(honest: Tensor) -> Tensor:
+    return honest.std(0, correction=0)
+
+
+def _a_little(z: float | None, honest: Tensor, own: Tensor) -> Tensor:
+    z = usual_z(len(honest) + len(own), len(own)) if z is None else z
+    return _all(own, honest.mean(0) - z * _sd(honest))
+
+
+def _min_max(honest: Tensor, own: Tensor) -> Tensor:
+    mean, direction = honest.mean(0), -_sd(honest)
+    reach, away = torch.cdist(honest, honest).max(), mean - honest
+    # |away_i + γ·direction|² ≤ reach² for all i: the smallest of the larger roots.
+    square = direction.square().sum().clamp(min=torch.finfo(torch.float64).tiny)
+    half, rest = away @ direction, away.square().sum(1) - reach.square()
+    roots = (-half + (half.square() - square * rest).clamp(min=0).sqrt()) / square
+    return _all(own, mean + roots.min().clamp(min=0) * direction)

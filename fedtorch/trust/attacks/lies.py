@@ -1,0 +1,56 @@
+"""Attacks of clients that know nothing of each other.
+
+Source: Li, Xu, Chen, Giannakis and Ling (2019), "RSA: Byzantine-robust stochastic aggregation methods", section 5, for
+the flipped sign and noise; Fraboni, Vidal and Lorenzi (2021), "Free-rider attacks on model aggregation in federated
+learning", section 3; denial of service in Jung, "Federated learning: from theory to practice", section 10.2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.tree import Tree
+from fedtorch.trust.attacks.attack import Attack
+
+
+def sign_flip(clients: Sequence[int], scale: float = 1.0) -> Attack:
+    """Says −`scale` times what it would say."""
+    return Attack(tuple(clients), "sign_flip", alone=lambda said, key: tree.scale(said, -scale))
+
+
+def noise(clients: Sequence[int], sd: float) -> Attack:
+    """Adds independent normal noise to every number."""
+    return Attack(tuple(clients), "noise", alone=lambda said, key: tree.add(said, _normal(said, key, sd)))
+
+
+def free_rider(clients: Sequence[int], sd: float = 0.0) -> Attack:
+    """Does no work and says zeros: no change. With `sd` it hides behind normal noise (disguised free riding)."""
+    return Attack(tuple(clients), "free_rider", alone=lambda said, key: _normal(said, key, sd))
+
+
+def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack:
+    """Says the same number everywhere: one that is none, infinity, or one that is large."""
+    return Attack(
+        tuple(clients),
+        "denial_of_service",
+        alone=lambda said, key: tree.map(lambda leaf: torch.full_like(leaf, value), said),
+    )
+
+
+def claimed_rows(clients: Sequence[int], factor: float) -> Attack:
+    """Says that it has `factor` times as many rows as it has: multiplies the weights of its `Mean`s."""
+    return Attack(tuple(clients), "claimed_rows", weight=factor)
+
+
+def _normal(said: Tree, key: Tensor, sd: float) -> Tree:
+    """Normal numbers in the structure of what is said, a key for every leaf and client."""
+    drawn = [
+        sd * random.normal(random.fold_in(key, number), tuple(leaf.shape[1:]), leaf.dtype)
+        for number, leaf in enumerate(tree.leaves(said))
+    ]
+    return tree.refill(said, drawn)

@@ -1,0 +1,124 @@
+r"""Wrong rows: data poisoning of some clients, `data | poison`.
+
+Rows are (x, y). What is done to a client's rows depends on the poison's seed and on the client alone.
+
+Source: Jung, "Federated learning: from theory to practice", sections 10.2 and 10.3; Fang, Cao, Jia and Gong (2020),
+"Local model poisoning attacks to Byzantine-robust federated learning", section 5.1, for flipped labels; Gu,
+Dolan-Gavitt and Garg (2017), "BadNets", for the backdoor; Turner, Tsipras and Madry (2019), "Clean-label backdoor
+attacks", section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import FederatedData
+from fedtorch.tree import Tree
+
+Trigger = Callable[[Tensor], Tensor]  # features (n, ...) -> features with the pattern, (n, ...)
+
+
+@dataclass(frozen=True)
+class Poison:
+    """Wrong rows of some clients.
+
+    Attributes:
+        clients: whose rows are changed, by number.
+        change: (a client's rows, key) -> rows, as many or none.
+        seed: of what is drawn.
+    """
+
+    clients: tuple[int, ...]
+    change: Callable[[Tree, Tensor], Tree]
+    seed: int = 0
+
+    def __ror__(self, data: FederatedData) -> FederatedData:
+        """The data, with wrong rows."""
+        if not all(0 <= client < len(data) for client in self.clients):
+            raise ValueError(f"Expected clients between 0 and {len(data) - 1}, but got {list(self.clients)}")
+        keys, parts = random.key(self.seed), list(data)
+        for client in self.clients:
+            parts[client] = self.change(parts[client], random.fold_in(keys, client))
+        counts = torch.tensor([len(tree.leaves(part)[0]) for part in parts])
+        empty = data.allow_empty or bool((counts == 0).any())
+        return dataclasses.replace(data, rows=tree.concatenate(parts), counts=counts, allow_empty=empty)
+
+
+def flipped_labels(clients: Sequence[int], classes: int, *, fraction: float = 1.0, seed: int = 0) -> Poison:
+    """Labels y become C − 1 − y in a fraction of a client's rows.
+
+    Args:
+        clients: by number.
+        classes: C.
+        fraction: of the rows, drawn at random.
+        seed: of the draw.
+
+    Raises:
+        ValueError: fewer than two classes, or a fraction out of range.
+    """
+    if classes < 2:
+        raise ValueError(f"Expected at least two classes, but got {classes}")
+    return _of_some(clients, fraction, seed, lambda x, y: (x, classes - 1 - y))
+
+
+def shifted_labels(clients: Sequence[int], by: float, *, fraction: float = 1.0, seed: int = 0) -> Poison:
+    """Labels y become y + `by` in a fraction of a client's rows: the perturbation of section 10.3."""
+    return _of_some(clients, fraction, seed, lambda x, y: (x, y + by))
+
+
+def backdoor(
+    clients: Sequence[int], trigger: Trigger, target: float, *, fraction: float = 0.5, seed: int = 0
+) -> Poison:
+    """A fraction of a client's rows have the trigger in their features and the target for a label.
+
+    Args:
+        clients: by number.
+        trigger: writes a pattern into features, for which the model is to answer with the target.
+        target: the label.
+        fraction: of the rows, drawn at random.
+        seed: of the draw.
+    """
+    return _of_some(clients, fraction, seed, lambda x, y: (trigger(x), torch.full_like(y, target)))
+
+
+def clean_label(
+    clients: Sequence[int], trigger: Trigger, target: float, *, fraction: float = 1.0, seed: int = 0
+) -> Poison:
+    """Labels stay: a fraction of the rows that have the target for a label get the trigger in their features."""
+
+    def change(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(tree.along(y == target, x), trigger(x), x), y
+
+    return _of_some(clients, fraction, seed, change)
+
+
+def zero_loss(clients: Sequence[int]) -> Poison:
+    """Nodes of a network that throw their rows away, and so copy their cluster's model to look into it (10.2).
+
+    Their local loss is zero; use it with `ft.unlabelled(local)`.
+    """
+    return Poison(tuple(clients), lambda rows, key: tree.map(lambda leaf: leaf[:0], rows))
+
+
+def _of_some(
+    clients: Sequence[int], fraction: float, seed: int, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> Poison:
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Expected a fraction between 0 and 1, but got {fraction}")
+    return Poison(tuple(clients), partial(_changed, fraction, change), seed)
+
+
+def _changed(
+    fraction: float, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], rows: Tree, key: Tensor
+) -> Tree:
+    """Rows of which `fraction`, rounded, are changed."""
+    count = round(fraction * len(rows[1]))
+    chosen = random.uniform(key, (len(rows[1]),), torch.float64).argsort().argsort() < count
+    return tree.where(chosen.to(rows[1].device), change(*rows), rows)

@@ -1,0 +1,103 @@
+r"""An alarm for drift: the numbers that a model is watched by have become worse than they used to be.
+
+Page and Hinkley's test adds up by how much each value exceeds the mean of all values so far, less a slack δ,
+
+.. math:: m_t = \sum_{s \le t} (x_s - \bar x_s - \delta), \qquad \text{alarm when } m_t - \min_{s \le t} m_s > \lambda,
+
+and begins anew after an alarm.
+
+Source: Page (1954), "Continuous inspection schemes", Biometrika 41; Hinkley (1971), "Inference about the change-point
+from cumulative sum tests", Biometrika 58; human oversight, requirement KR1 of Jung, "Federated learning: from theory
+to practice", section 8.2.1.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from fedtorch.federation.history import Round, means
+
+
+def training_loss(round: Round) -> float:
+    """The mean training loss of the clients that answered; NaN where none is told."""
+    return means(round.info).get("train_loss", math.nan)
+
+
+class DriftAlarm:
+    """A recorder that says when a run's model gets worse: `ft.run(..., record=DriftAlarm(...))`.
+
+    Args:
+        measure: a round -> what to watch, higher is worse, such as the error on rows that have come in lately; NaN is
+            passed over. Default: the mean training loss.
+        threshold: λ.
+        slack: δ, how much worse may be for good.
+        alarm: what is done with the message; default: a warning.
+
+    Attributes:
+        rounds: in which the alarm was raised.
+
+    Raises:
+        ValueError: a threshold that is not positive, or a negative slack.
+
+    Example:
+        >>> from fedtorch.trust.drift import DriftAlarm
+        >>> said = []
+        >>> drift = DriftAlarm(threshold=1.0, slack=0.1, alarm=said.append)
+        >>> for number, value in enumerate([1.0, 1.1, 0.9, 1.0, 2.0, 2.0], 1):
+        ...     drift.watch(number, value)
+        >>> drift.rounds, said[0]
+        ([6], 'Drift in round 6: 2, where the mean was 1.33333')
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[Round], float] = training_loss,
+        *,
+        threshold: float,
+        slack: float = 0.0,
+        alarm: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        if not (threshold > 0 and slack >= 0):
+            raise ValueError(f"Expected a positive threshold and a slack of at least 0, but got {threshold}, {slack}")
+        self.measure, self.threshold, self.slack, self.alarm = measure, threshold, slack, alarm
+        self.rounds: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._count, self._mean, self._sum, self._least = 0, 0.0, 0.0, 0.0
+
+    def record(self, round: Round) -> None:
+        """Takes in a round."""
+        self.watch(round.number, float(self.measure(round)))
+
+    def watch(self, number: int, value: float) -> None:
+        """Takes in what was measured in a round."""
+        if math.isnan(value):
+            return
+        self._count += 1
+        self._mean += (value - self._mean) / self._count
+        self._sum += value - self._mean - self.slack
+        self._least = min(self._least, self._sum)
+        if self._sum - self._least > self.threshold:
+            self.rounds.append(number)
+            mean = self._mean
+            self._begin()
+            self.alarm(f"Drift in round {number}: {value:g}, where the mean was {mean:g}")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it has seen, flat."""
+        numbers = [self._count, self._mean, self._sum, self._least]
+        return {
+            "numbers": torch.tensor(numbers, dtype=torch.float64),
+            "rounds": torch.tensor(self.rounds, dtype=torch.int64),
+        }
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Goes on from there."""
+        count, self._mean, self._sum, self._least = flat["numbers"].tolist()
+        self._count, self.rounds = int(count), flat["rounds"].tolist()

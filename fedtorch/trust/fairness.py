@@ -1,0 +1,221 @@
+r"""Fairness between clients and between groups: q-FFL, agnostic federated learning, gaps, augmentation.
+
+q-FFL minimises :math:`\sum_k F_k^{q+1}/(q+1)`: the larger q, the more a client with a large loss F_k counts. With the
+clients' solutions :math:`\theta_k` and :math:`\Delta_k = (\theta - \theta_k) / \eta` its round is
+
+.. math:: \theta \leftarrow \theta - \frac{\sum_k F_k^q \Delta_k}{\sum_k h_k}, \qquad
+    h_k = q F_k^{q-1} \|\Delta_k\|^2 + F_k^q / \eta,
+
+a mean with weights h_k. Agnostic federated learning minimises the largest loss of any mixture of clients,
+:math:`\min_\theta \max_\lambda \sum_k \lambda_k F_k(\theta)`: clients with larger losses get larger weights,
+:math:`\lambda_k \propto w_k e^{\gamma \sum_t F_k(\theta_t)}`, which every client keeps for itself. (The source projects
+λ + γF onto the simplex in place of this exponentiated step.)
+
+Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in federated learning", Algorithm 2
+(q-FedAvg); Mohri, Sivek and Suresh (2019), "Agnostic federated learning", equation (6); requirement KR5 of Jung,
+"Federated learning: from theory to practice", section 8.2.5 and figure 8.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, solved_by
+from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_weight
+from fedtorch.federation.evaluation import inputs_and_targets
+from fedtorch.federation.exchange import Mean
+from fedtorch.federation.run import Run
+from fedtorch.tree import Tree
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)
+
+
+class Rows(NamedTuple):
+    """A block's data."""
+
+    data: Tree  # as the local solver prepares it
+    rows: ClientData
+
+
+class FairMessage(NamedTuple):
+    """What a client says."""
+
+    change: Mean  # of the parameters
+
+
+class AgnosticMessage(NamedTuple):
+    """What a client says."""
+
+    change: Mean  # of the parameters
+    loss: Mean  # at the server's parameters
+
+
+class AgnosticState(NamedTuple):
+    """A client's own; leaves `(K, ...)`."""
+
+    excess: Tensor  # Σ_t F_k − the mean loss of the round before
+    solver: Tree
+
+
+class AgnosticServer(NamedTuple):
+    """What the server keeps and sends out."""
+
+    parameters: Tree
+    loss: Tensor  # () the mixture's, at the parameters of the round before
+
+
+def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
+    """q-FFL by q-FedAvg; with q = 0 it is FedAvg with equal weights.
+
+    Args:
+        local: how a client works on its own problem, by steps.
+        loss: per row, not negative, the one that `local` minimises.
+        q: how much fairness, at least 0.
+        lr: η, the step of the clients.
+
+    Shapes: server state and outbox are the parameters; client state is the solver's, `(K, ...)`.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+    if not (q >= 0 and lr > 0):
+        raise ValueError(f"Expected q of at least 0 and a positive lr, but got {q} and {lr}")
+    return Algorithm(
+        init=lambda parameters, clients: (parameters, local.init(parameters)),
+        outbox=lambda parameters: parameters,
+        client=partial(_fair_client, local, loss, q, lr),
+        server=lambda parameters, aggregate, key: tree.add_scaled(parameters, aggregate.change.value),
+        model=local.tensors,
+        prepare=lambda data: Rows(local.prepare(data), data),
+        **solved_by(local, algorithm="q_ffl", q=q, lr=lr),
+    )
+
+
+def agnostic(
+    local: LocalSolver, loss: Loss, gamma: float, *, lr: float = 1.0, weight: Weight = rows_weight
+) -> Algorithm:
+    """Agnostic federated learning: FedAvg whose weights grow with the clients' losses.
+
+    Args:
+        local: how a client works on its own problem.
+        loss: per row, the one that `local` minimises.
+        gamma: γ, the step of the weights' logarithms, at least 0; 0 is FedAvg.
+        lr: the server's step.
+        weight: data -> `(K,)` the weights to begin with.
+
+    Shapes: server state and outbox are `AgnosticServer`; client state is `AgnosticState`, `(K, ...)`.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+    if not (gamma >= 0 and lr > 0):
+        raise ValueError(f"Expected gamma of at least 0 and a positive lr, but got {gamma} and {lr}")
+    zero = torch.zeros((), dtype=torch.float64)
+
+    def init(parameters: Tree, clients: int) -> tuple[AgnosticServer, AgnosticState]:
+        return AgnosticServer(parameters, zero), AgnosticState(zero, local.init(parameters))
+
+    def server(state: AgnosticServer, aggregate: AgnosticMessage, key: Tensor) -> AgnosticServer:
+        return AgnosticServer(
+            tree.add_scaled(state.parameters, aggregate.change.value, lr), aggregate.loss.value.to(state.loss)
+        )
+
+    return Algorithm(
+        init=lambda parameters, clients: (
+            AgnosticServer(parameters, zero),
+            AgnosticState(zero, local.init(parameters)),
+        ),
+        outbox=lambda state: state,
+        client=partial(_agnostic_client, local, loss, gamma, weight),
+        server=server,
+        model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
+        prepare=lambda data: Rows(checked_weight(local.prepare(data), weight), data),
+        report=lambda state: {"mixture_loss": state.loss},
+        **solved_by(local, algorithm="agnostic", gamma=gamma, lr=lr, weight=weight),
+    )
+
+
+def swapped(data: FederatedData, column: int, values: Sequence[float]) -> FederatedData:
+    """Every row once with each value of a sensitive feature, so that the label cannot depend on it (figure 8.1).
+
+    Args:
+        data: rows (x `(d,)`, y).
+        column: of the sensitive feature in x.
+        values: that it may have.
+    """
+    x, y = data.rows
+    wide = x[:, None].repeat(1, len(values), 1)
+    wide[:, :, column] = torch.tensor(list(values), dtype=x.dtype, device=x.device)
+    rows = wide.flatten(0, 1), y.repeat_interleave(len(values), 0)
+    return dataclasses.replace(data, rows=rows, counts=data.counts * len(values))
+
+
+def group_scores(
+    run: Run, data: FederatedData, metric: Any, group: Callable[[Tree], Tensor], groups: Sequence[float]
+) -> dict[float, float]:
+    """A metric over the rows of every group; the gap between groups is the largest minus the smallest.
+
+    Args:
+        run: whose clients' models are scored.
+        data: rows of its clients.
+        metric: as for `Run.evaluate`.
+        group: rows -> the group of every row, `(total,)`.
+        groups: that there are.
+    """
+    member, found = group(data.rows), {}
+    client = torch.arange(len(data)).repeat_interleave(data.counts)
+    for value in groups:
+        chosen = (member == value).nonzero()[:, 0]
+        counts = torch.bincount(client[chosen.cpu()], minlength=len(data))
+        part = dataclasses.replace(data, rows=tree.take(data.rows, chosen), counts=counts, allow_empty=True)
+        found[value] = run.evaluate(part, {"metric": metric})["metric"].overall
+    return found
+
+
+def _fair_client(
+    local: LocalSolver, loss: Loss, q: float, lr: float, inbox: Tree, state: Tree, data: Rows, turn: Turn
+) -> Reply:
+    solved = local.solve(inbox, state, data.data, None, turn)
+    risk = _risk(local, loss, local.tensors(inbox, state), data.rows)
+    change = tree.subtract(solved.parameters, inbox)
+    squares = sum(leaf.to(torch.float64).square().flatten(1).sum(1) for leaf in tree.leaves(change)) / lr**2
+    tiny = torch.finfo(torch.float64).tiny
+    power = risk.clamp(min=tiny) ** q
+    weight = q * risk.clamp(min=tiny) ** (q - 1) * squares + power / lr
+    step = tree.scale(change, torch.where(weight > 0, power / lr / weight, 0.0))
+    return Reply(FairMessage(Mean(step, weight.clamp(min=tiny))), solved.state, {**solved.info, "risk": risk})
+
+
+def _agnostic_client(
+    local: LocalSolver,
+    loss: Loss,
+    gamma: float,
+    weight: Weight,
+    inbox: AgnosticServer,
+    state: AgnosticState,
+    data: Rows,
+    turn: Turn,
+) -> Reply:
+    solved = local.solve(inbox.parameters, state.solver, data.data, None, turn)
+    risk = _risk(local, loss, local.tensors(inbox.parameters, state.solver), data.rows)
+    excess = state.excess + risk - inbox.loss
+    share = weight(data.rows).to(torch.float64) * (gamma * excess).clamp(-300, 300).exp()
+    change = tree.subtract(solved.parameters, inbox.parameters)
+    message = AgnosticMessage(Mean(change, share), Mean(risk, share))
+    return Reply(message, AgnosticState(excess, solved.state), {**solved.info, "risk": risk})
+
+
+def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Tensor:
+    """The mean loss of every client's rows, `(K,)` float64."""
+    inputs, targets = inputs_and_targets(rows.batch)
+    with torch.no_grad():
+        each = loss(local.predict(tensors, inputs), targets).to(torch.float64)
+    return torch.where(rows.mask, each, 0.0).sum(1) / rows.count.clamp(min=1)

@@ -1,0 +1,257 @@
+"""A run on record: what was computed, with what, by whom, at what cost, as JSON beside its checkpoint.
+
+A `Ledger` follows a run and remembers who was asked and who answered. `ledger.save(run, path)` writes the checkpoint
+and, beside it, `<path>.json`: fingerprints of data, code and checkpoint, settings, versions, network, bytes, what the
+algorithm reports (a privacy budget among it), faults, rounds, an estimate of energy (time × stated power). `verify`,
+and the command `fedtorch record verify <path>.json`, finds what was changed afterwards. That shows mistakes, not
+forgery: who rewrites everything, digests too, is not found out; keep a record's digest where others can see it.
+
+Source: Jung, "Federated learning: from theory to practice", section 8.2, requirements KR4 (transparency), KR6 (energy)
+and KR7 (accountability).
+
+>>> import tempfile, torch, fedtorch as ft
+>>> from fedtorch.trust import record
+>>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
+>>> ledger = record.Ledger(watts=30.0)
+>>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), rounds=2, record=ledger)
+>>> with tempfile.TemporaryDirectory() as folder:
+...     path = ledger.save(run, f"{folder}/run.safetensors")
+...     [check.name for check in record.verify(path) if not check.holds]
+[]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import files, tree
+from fedtorch.data import FederatedData
+from fedtorch.federation import checkpoint
+from fedtorch.federation.history import Round
+from fedtorch.federation.run import Run
+
+_KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")
+_PACKAGES = ("torch", "numpy", "scipy", "lightning", "safetensors")
+
+
+class Check(NamedTuple):
+    """One thing that `verify` looks at."""
+
+    name: str
+    holds: bool
+    message: str
+
+
+class Ledger:
+    """A recorder of who was asked and who answered: `ft.run(..., record=ledger)`.
+
+    Args:
+        watts: the power that the machines take while they work, all together; None leaves energy out.
+        note: what else is to be on record, such as who is responsible and what the model is for.
+
+    Raises:
+        ValueError: a power that is not positive.
+    """
+
+    def __init__(self, *, watts: float | None = None, note: str = "") -> None:
+        if watts is not None and not watts > 0:
+            raise ValueError(f"Expected a positive power in watts, or None, but got {watts}")
+        self.watts, self.note = watts, note
+        self._numbers: list[int] = []
+        self._ids: dict[str, list[Tensor]] = {kind: [] for kind in _KINDS}
+
+    def record(self, round: Round) -> None:
+        """Takes in a round."""
+        self._numbers.append(round.number)
+        for kind, found in self._ids.items():
+            found.append(getattr(round, kind).to("cpu", torch.int32))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All rounds, flat."""
+        flat = {"numbers": torch.tensor(self._numbers, dtype=torch.int64)}
+        for kind, found in self._ids.items():
+            flat[f"{kind}.counts"] = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
+            flat[f"{kind}.ids"] = torch.cat([torch.zeros(0, dtype=torch.int32), *found])
+        return flat
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Replaces all rounds."""
+        self._numbers = flat["numbers"].tolist()
+        for kind in _KINDS:
+            parts = flat[f"{kind}.ids"].split(flat[f"{kind}.counts"].tolist())
+            self._ids[kind] = [part.clone() for part in parts][: len(self._numbers)]
+
+    def save(self, run: Run, path: Path | str) -> Path:
+        """Writes the checkpoint and the record beside it, and returns the record's path; over ranks, on all of them.
+
+        Args:
+            run: that this ledger has followed from its first round.
+            path: of the checkpoint.
+
+        Raises:
+            ValueError: the ledger has not followed all rounds of this run.
+        """
+        if self._numbers != list(range(1, run.number + 1)):
+            raise ValueError(
+                f"Expected the ledger of all {run.number} rounds, but it has followed {len(self._numbers)}; pass it to "
+                "the run as record= from the start"
+            )
+        run.save(path)
+        written = Path(f"{path}.json")
+        if run.population.leads:
+            content = self.content(run, Path(path))
+            content["digest"] = _digest(content)
+            files.replace(written, (json.dumps(content, indent=1) + "\n").encode())
+        return written
+
+    def content(self, run: Run, saved: Path) -> dict[str, Any]:
+        """What is on record of a run whose checkpoint is `saved`."""
+        seconds = float(run.log.frame()["seconds"].sum()) if len(run.log) else 0.0
+        data = getattr(run.population, "data", None)
+        settings = checkpoint_fingerprint(checkpoint.read(saved))
+        return {
+            "format": 1,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "note": self.note,
+            "checkpoint": {"file": saved.name, "sha256": _of_file(saved)},
+            "code": code_digest(),
+            "data": None if data is None else described(data),
+            "settings": settings,
+            "network": _network(run.algorithm.settings),
+            "versions": _versions(),
+            "machine": {"system": platform.platform(), "processor": platform.machine()},
+            "rounds_done": run.number,
+            "bytes": {"up": run.bytes_up, "down": run.bytes_down},
+            "report": {} if run.last is None else {name: float(value) for name, value in run.last.report.items()},
+            "energy": _energy(seconds, self.watts),
+            "faults": {kind: sum(map(len, self._ids[kind])) for kind in _KINDS[1:]},
+            "clients": list(run.population.names),
+            "rounds": self._rounds(),
+        }
+
+    def _rounds(self) -> list[dict[str, Any]]:
+        """A line per round, each with the digest of all before it."""
+        lines: list[dict[str, Any]] = []
+        for row, number in enumerate(self._numbers):
+            ids = {kind: found[row] for kind, found in self._ids.items()}
+            missing = torch.cat([ids[kind] for kind in ("lost_before", "late", "lost_after", "refused")])
+            answered = ids["asked"][~torch.isin(ids["asked"], missing)]
+            line = {
+                "round": number,
+                **{kind: spans(each) for kind, each in ids.items() if kind == "asked" or len(each)},
+            }
+            line["answered"] = spans(answered)
+            line["chain"] = _digest({**line, "before": lines[-1]["chain"] if lines else ""})
+            lines.append(line)
+        return lines
+
+
+def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
+    """Whether a record, its checkpoint, this code and, if given, these data belong together.
+
+    Raises:
+        ValueError: the file is no record.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text())
+        saved = path.parent / content["checkpoint"]["file"]
+        rounds, wanted = content["rounds"], content["checkpoint"]["sha256"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"Expected a record of a run in {path}, but got something else: {error!r}") from None
+    same = saved.is_file() and _of_file(saved) == wanted
+    settings = checkpoint_fingerprint(checkpoint.read(saved)) if same else None
+    checks = [
+        Check("record", content.pop("digest", None) == _digest(content), "the record is as it was written"),
+        Check("rounds", _chained(rounds), "every round's line follows from the lines before"),
+        Check("checkpoint", same, f"{saved.name} is the file that was written"),
+        Check("settings", settings == content["settings"], "the checkpoint is of a run with these settings"),
+        Check("code", content["code"] == code_digest(), "the package is the one that wrote it"),
+    ]
+    if data is not None:
+        checks.append(Check("data", content["data"] == described(data), "the data are those of the run"))
+    return checks
+
+
+def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
+    """What a checkpoint says that it belongs to."""
+    found: dict[str, str] = json.loads(bytes(flat["fingerprint"].tolist()))
+    return found
+
+
+def described(data: FederatedData) -> dict[str, Any]:
+    """A digest of all rows, counts and names, and how many there are."""
+    found = hashlib.sha256(json.dumps(data.names).encode())
+    for name, leaf in [("counts", data.counts), *tree.items(data.rows)]:
+        numbers = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        found.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
+        found.update(numbers.data)
+    return {"sha256": found.hexdigest(), "clients": len(data), "rows": int(data.counts.sum())}
+
+
+def code_digest() -> str:
+    """The sha256 of all source files of the package."""
+    root, found = Path(tree.__file__).parent, hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()
+
+
+def spans(ids: Tensor) -> str:
+    """Ascending numbers as spans, such as `"0-2,5"`."""
+    if not len(ids):
+        return ""
+    ids = ids.sort().values
+    breaks = ((ids[1:] - ids[:-1]) != 1).nonzero()[:, 0] + 1
+    parts = ids.tensor_split(breaks)
+    return ",".join(str(int(part[0])) if len(part) == 1 else f"{int(part[0])}-{int(part[-1])}" for part in parts)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _of_file(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _chained(lines: list[dict[str, Any]]) -> bool:
+    before = ""
+    for line in lines:
+        rest = {name: value for name, value in line.items() if name != "chain"}
+        if line.get("chain") != _digest({**rest, "before": before}):
+            return False
+        before = line["chain"]
+    return True
+
+
+def _network(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The network of an algorithm over one."""
+    edges = settings.get("edges")
+    return None if edges is None else {"edges": len(edges), "is": checkpoint.describe(edges)}
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("fedtorch", *_PACKAGES):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _energy(seconds: float, watts: float | None) -> dict[str, float | None]:
+    """An estimate: the time of the rounds times the stated power."""
+    return {"seconds": seconds, "watts": watts, "watt_hours": None if watts is None else seconds * watts / 3600}

@@ -1,0 +1,29 @@
+"""The median of every coordinate.
+
+Source: Yin, Chen, Ramchandran and Bartlett (2018), "Byzantine-robust distributed learning: towards optimal statistical
+rates", Definition 1.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedtorch.kernels import order_statistics
+from fedtorch.trust.robust.order import by_order
+from fedtorch.trust.robust.rule import Rule
+
+
+def median() -> Rule:
+    """The weighted median of every coordinate: with less than half of the weight wrong, it is among the right values.
+
+    Between two values that halve the weight it is their middle, so equal weights give the usual median.
+    """
+    return Rule("median", coordinatewise_median)
+
+
+def _middle(ordered: Tensor) -> Tensor:
+    count = ordered.shape[-1]
+    return 0.5 * (ordered[..., (count - 1) // 2].double() + ordered[..., count // 2].double())
+
+
+coordinatewise_median = by_order(_middle, order_statistics.median)

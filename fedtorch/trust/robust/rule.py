@@ -1,0 +1,109 @@
+r"""What a robust rule is: a function of stacked messages, and what must hold for it.
+
+Rules are of two kinds. *Coordinatewise* ones look at one number of all messages at a time (`by_columns`). The others
+look at whole messages :math:`x_1, \dots, x_M` and return :math:`\sum_i a_i x_i`, where the coefficients `a` depend on
+the inner products :math:`\langle x_i, x_j\rangle` alone (`by_inner_products`): the messages are read twice, however
+many steps it takes to find `a`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Average = Callable[[Tensor, Tensor], Tensor]  # (values (..., M, D), weights (..., M)) -> (..., D)
+Coefficients = Callable[[Tensor, Tensor], Tensor]  # (inner products (..., M, M), weights (..., M)) -> (..., M)
+
+_NUMBERS = 2**20  # of a block of columns, so that it stays in the processor's cache
+
+
+class Rule(NamedTuple):
+    """A robust average of messages.
+
+    Attributes:
+        name: for errors.
+        average: (values `(..., M, D)`, float64 weights `(..., M)` that sum to one) -> `(..., D)`.
+        least: how many messages it needs.
+        convex: whether it is a convex combination of whole messages, so that a matrix that is positive definite in
+            all of them is so in the average.
+        reference: the client whose message is not averaged but the measure of the others; it comes first.
+    """
+
+    name: str
+    average: Average
+    least: int = 1
+    convex: bool = False
+    reference: int | None = None
+
+
+def check_faulty(faulty: int) -> None:
+    """Raises ValueError unless `faulty` is a whole number of at least 0."""
+    if not (isinstance(faulty, int) and faulty >= 0):
+        raise ValueError(f"Expected the number of faulty clients as a whole number of at least 0, but got {faulty!r}")
+
+
+def by_columns(average: Average) -> Average:
+    """A coordinatewise function in blocks of columns, each laid out with a coordinate's numbers side by side.
+
+    Args:
+        average: (values `(..., D, M)`, weights `(..., M)`) -> `(..., D)`.
+    """
+
+    def blocks(values: Tensor, weights: Tensor) -> Tensor:
+        columns = max(1, _NUMBERS // max(1, values[..., 0].numel()))
+        return torch.cat([average(part.mT.contiguous(), weights) for part in values.split(columns, -1)], -1)
+
+    return blocks
+
+
+def by_inner_products(coefficients: Coefficients) -> Average:
+    """Σ a_i x_i, float64, with coefficients that depend on the messages' inner products."""
+    return lambda values, weights: combined(coefficients(inner_products(values), weights), values)
+
+
+def inner_products(values: Tensor) -> Tensor:
+    """⟨x_i, x_j⟩, `(..., M, M)` float64, of values `(..., M, D)`."""
+    total = torch.zeros(*values.shape[:-1], values.shape[-2], dtype=torch.float64, device=values.device)
+    for part in _wide(values):
+        total += part @ part.mT
+    return total
+
+
+def combined(coefficients: Tensor, values: Tensor) -> Tensor:
+    """Σ a_i x_i, `(..., D)` float64, of coefficients `(..., M)`; `(..., A, D)` of A sets of them, `(..., A, M)`."""
+    if coefficients.ndim == values.ndim:
+        return torch.cat([coefficients @ part for part in _wide(values)], -1)
+    return combined(coefficients[..., None, :], values)[..., 0, :]
+
+
+def squared_distances(products: Tensor) -> Tensor:
+    """‖x_i − x_j‖², `(..., M, M)` and symmetric to the bit, of inner products."""
+    products = 0.5 * (products + products.mT)
+    squares = products.diagonal(dim1=-2, dim2=-1)
+    return (squares[..., None] + squares[..., None, :] - 2 * products).clamp(min=0)
+
+
+def distances_from(products: Tensor, coefficients: Tensor) -> Tensor:
+    """‖x_i − Σ_j a_j x_j‖, `(..., M)`."""
+    towards = (products @ coefficients[..., None])[..., 0]
+    own = (towards * coefficients).sum(-1, keepdim=True)
+    return (products.diagonal(dim1=-2, dim2=-1) - 2 * towards + own).clamp(min=0).sqrt()
+
+
+def one_hot(index: Tensor, count: int) -> Tensor:
+    """Coefficients that choose a message, `(...)` -> `(..., count)` float64."""
+    return torch.nn.functional.one_hot(index, count).to(torch.float64)
+
+
+def normalised(coefficients: Tensor) -> Tensor:
+    """Coefficients that sum to one."""
+    return coefficients / coefficients.sum(-1, keepdim=True)
+
+
+def _wide(values: Tensor) -> list[Tensor]:
+    """Blocks of columns in float64; of no columns one block."""
+    columns = max(1, _NUMBERS // max(1, values[..., 0].numel() if values.shape[-1] else 1))
+    return [part.to(torch.float64) for part in values.split(columns, -1)]

@@ -1,0 +1,176 @@
+"""Fairness and explainability: the papers' updates in loops, closed forms, and what they are good for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, sgd
+from support.gtv_problems import bare_linear_clients
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch import tree
+from fedtorch.trust import explain, fairness
+
+SIZES = [12, 5, 9, 20]
+DATA = linear_clients(SIZES)
+RATE = 0.05
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output[..., 0] - target).square()
+
+
+def risks(parameters: dict[str, Tensor]) -> Tensor:
+    w, b = parameters["weight"][0], parameters["bias"]
+    return torch.stack([(x @ w + b - y).square().mean() for x, y in DATA])
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 2.0])
+def test_q_ffl_is_the_papers_loop(q: float) -> None:
+    """Algorithm 2 of Li et al. (2020) with one full-batch step of each client, by autograd."""
+    algorithm = fairness.q_ffl(sgd(RATE), squared, q, lr=RATE)
+    theta = joined(algorithm.start)[:, 0]
+    for _ in range(4):
+        deltas, steps = [], []
+        for x, y in DATA:
+            leaf = theta.clone().requires_grad_()
+            risk = (x @ leaf[:3] + leaf[3] - y).square().mean()
+            (gradient,) = torch.autograd.grad(risk, leaf)
+            solved, value = theta - RATE * gradient, risk.detach()
+            delta = (theta - solved) / RATE
+            deltas.append(value**q * delta)
+            steps.append(q * value ** (q - 1) * delta.square().sum() + value**q / RATE)
+        theta = theta - sum(deltas) / sum(steps)
+    for chunk in (None, 1):
+        run = ft.run(algorithm, ft.InProcess(DATA, chunk), rounds=4)
+        assert distance(joined(run.server)[:, 0], theta) < ROUNDING
+
+
+def test_more_q_makes_losses_more_alike() -> None:
+    found = {}
+    for q in (0.0, 1.0, 5.0):
+        local = ft.least_squares(linear(), steps=1, lr=RATE)
+        run = ft.run(fairness.q_ffl(local, squared, q, lr=RATE), ft.InProcess(DATA), rounds=150)
+        found[q] = risks(run.server)
+    assert float(found[0.0].max()) > float(found[1.0].max()) > float(found[5.0].max())
+    assert float(found[0.0].std()) > float(found[1.0].std()) > float(found[5.0].std())
+
+
+def test_agnostic_learning_finds_the_least_largest_loss() -> None:
+    """(w − 1)² and 4(w + 1)² are equal, and their maximum least, at w = −1/3: 16/9."""
+    one, two = torch.ones(1, 1).double(), 2 * torch.ones(1, 1).double()
+    data = ft.data.from_tensors([(one, torch.ones(1).double()), (two, -2 * torch.ones(1).double())])
+    local = ft.least_squares(linear(1, bias=False), steps=1, lr=0.05)
+    run = ft.run(fairness.agnostic(local, squared, 0.1), ft.InProcess(data), rounds=500)
+    assert abs(float(run.server.parameters["weight"]) + 1 / 3) < 1e-4  # what 500 rounds leave
+    assert abs(float(run.history["mixture_loss"].iloc[-1]) - 16 / 9) < 1e-3
+    plain = ft.run(fairness.agnostic(local, squared, 0.0), ft.InProcess(data), rounds=9)
+    fedavg = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=9)
+    assert distance(plain.server.parameters, fedavg.server) < ROUNDING
+
+
+def test_agnostic_learning_is_the_same_in_any_chunks_and_with_faults() -> None:
+    settings = {"rounds": 6, "cohort": 3, "faults": ft.lost_messages(after=0.3), "seed": 1}
+    algorithm = fairness.agnostic(sgd(RATE), squared, 0.1)
+    one, two = (ft.run(algorithm, ft.InProcess(DATA, chunk), **settings) for chunk in (None, 1))
+    assert distance(one.server, two.server) < ROUNDING
+    assert distance(one.clients.state_dict(), two.clients.state_dict()) < ROUNDING
+
+
+def test_a_swapped_feature_loses_its_effect() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, generator=generator).double()
+    x[:, 1] = (x[:, 1] > 0).double()
+    y = x[:, 0] + 3 * x[:, 1]
+    data = ft.data.from_tensors([(x[:150], y[:150]), (x[150:], y[150:])])
+    both = fairness.swapped(data, 1, [0.0, 1.0])
+    assert both.counts.tolist() == [300, 500]
+    assert torch.equal(both[1][0][0::2, 0], data[1][0][:, 0])
+    assert both[1][0][:4, 1].tolist() == [0, 1, 0, 1]
+    for rows, effect in ((data, 3.0), (both, 0.0)):
+        run = ft.run(ft.pooled(ft.least_squares(linear(2))), ft.InProcess(rows.pool()), rounds=1)
+        assert abs(float(run.tensors()["weight"][0, 0, 1]) - effect) < 1e-9
+
+
+def test_group_scores_are_those_of_the_groups_rows() -> None:
+    run = ft.run(ft.fedavg(ft.least_squares(linear())), ft.InProcess(DATA), rounds=2)
+    member = lambda rows: (rows[0][:, 0] > 0).double()
+    found = fairness.group_scores(run, DATA, squared, member, [0.0, 1.0])
+    x, y = DATA.rows
+    error = (x @ run.server["weight"][0] + run.server["bias"] - y).square()
+    for value in (0.0, 1.0):
+        assert abs(found[value] - float(error[member(DATA.rows) == value].mean())) < 1e-12
+    with pytest.raises(ValueError, match="q of at least 0"):
+        fairness.q_ffl(sgd(RATE), squared, -1, lr=RATE)
+    with pytest.raises(ValueError, match="gamma of at least 0"):
+        fairness.agnostic(sgd(RATE), squared, -1)
+
+
+def test_the_worst_decile_is_the_mean_of_the_worst_tenth() -> None:
+    data = linear_clients([4] * 21)
+    run = ft.run(ft.fedavg(ft.least_squares(linear())), ft.InProcess(data), rounds=1)
+    losses = run.client_losses["train_loss"].sort_values()
+    assert abs(run.history["train_loss_worst_decile"][0] - losses[-3:].mean()) < 1e-6  # losses are kept in float32
+    score = run.evaluate(data, {"error": squared})["error"]
+    ordered = score.clients.sort().values
+    assert abs(score.worst_decile(largest_is_best=False) - float(ordered[-3:].mean())) < 1e-12
+    assert abs(score.worst_decile() - float(ordered[:3].mean())) < 1e-12
+
+
+# -- explainability --------------------------------------------------------------------------------------------------
+
+ROWS = bare_linear_clients([10, 14, 9], seed=4)
+SIGNALS = explain.guesses(bare_linear_clients([4, 7, 3], seed=5), lambda x: x[:, 0] - x[:, 1])
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.3, 2.5])
+def test_explainable_models_minimise_8_12_beside_their_neighbours(rho: float) -> None:
+    network, alpha, n, d = ft.Network.from_edges([(0, 1), (1, 2)]), 0.7, 3, 3
+    matrix, right = torch.zeros(n, d, n, d).double(), torch.zeros(n, d).double()
+    for i, ((x, y), (s, u)) in enumerate(zip(ROWS, SIGNALS)):
+        matrix[i, :, i] += x.T @ x / len(y) + rho * s.T @ s / len(u)
+        right[i] += x.T @ y / len(y) + rho * s.T @ u / len(u)
+    eye = torch.eye(d).double()
+    for i, j in network.edges.tolist():
+        for a, b in ((i, j), (j, i)):
+            matrix[a, :, a] += alpha * eye
+            matrix[a, :, b] -= alpha * eye
+    best = torch.linalg.solve(matrix.reshape(n * d, n * d), right.flatten()).reshape(n, d)
+    local = explain.explainable(ft.least_squares(linear(bias=False)), rho)
+    data = explain.augmented(ROWS, SIGNALS, rho)
+    run = ft.run(ft.gtv(local, network, alpha), ft.InProcess(data), rounds=150)
+    assert distance(run.tensors()["weight"][:, 0], best) < 1e-9  # what 150 rounds leave
+
+
+def test_steps_on_augmented_rows_are_steps_on_8_12() -> None:
+    rho, rate = 0.5, 0.02
+    local = explain.explainable(sgd(rate * (1 + rho), linear(bias=False), steps=3), rho)
+    run = ft.run(ft.separate(local), ft.InProcess(explain.augmented(ROWS, SIGNALS, rho)), rounds=1)
+    for k, ((x, y), (s, u)) in enumerate(zip(ROWS, SIGNALS)):
+        w = linear(bias=False).weight[0].detach().clone()
+        for _ in range(3):
+            w -= rate * 2 * (x.T @ (x @ w - y) / len(y) + rho * s.T @ (s @ w - u) / len(u))
+        assert distance(run.tensors()["weight"][k, 0], w) < ROUNDING
+
+
+def test_the_more_a_user_is_listened_to_the_better_the_user_anticipates() -> None:
+    found = []
+    for rho in (0.0, 0.5, 5.0, 50.0):
+        data = explain.augmented(ROWS, SIGNALS, rho)
+        local = explain.explainable(ft.least_squares(linear(bias=False)), rho)
+        run = ft.run(ft.separate(local), ft.InProcess(data), rounds=1)
+        score = explain.explainability(run, SIGNALS)
+        found.append(score.overall)
+        x, u = SIGNALS[1]
+        direct = (u - x @ run.tensors()["weight"][1, 0]).square().mean()
+        assert abs(float(score.clients[1] - direct)) < 1e-12
+    assert found == sorted(found, reverse=True)
+
+
+def test_signals_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="signals of all 3 clients, but got 2"):
+        explain.augmented(ROWS, SIGNALS.select([0, 1]), 1.0)
+    with pytest.raises(ValueError, match="rho of at least 0"):
+        explain.augmented(ROWS, SIGNALS, -1.0)
+    assert tree.leaves(explain.augmented(ROWS, SIGNALS, 0.0).rows)[0] is ROWS.rows[0]

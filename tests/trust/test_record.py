@@ -1,0 +1,162 @@
+"""Runs on record, and the alarm for drift."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.closed_forms import linear, linear_clients, sgd
+
+import fedtorch as ft
+from fedtorch.cli import main
+from fedtorch.trust import record
+from fedtorch.trust.drift import DriftAlarm
+
+K = 8
+DATA = linear_clients([5, 6, 7, 8, 9, 5, 4, 6])
+FAULTS = ft.dropouts(0.2) | ft.lost_messages(after=0.2)
+
+
+def made(ledger: record.Ledger, rounds: int = 5) -> ft.Run:
+    algorithm = ft.gtv(sgd(0.05), ft.Network.ring(K), 0.5)
+    return ft.run(algorithm, ft.InProcess(DATA), rounds=rounds, cohort=5, faults=FAULTS, seed=1, record=ledger)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    ledger = record.Ledger(watts=36.0, note="Ada Lovelace")
+    return ledger.save(made(ledger), tmp_path / "run.safetensors")
+
+
+def test_a_record_says_what_was_done(tmp_path: Path) -> None:
+    ledger = record.Ledger(watts=36.0, note="Ada Lovelace")
+    rounds = []
+
+    class Both:
+        def record(self, round: ft.Round) -> None:
+            ledger.record(round)
+            rounds.append(round)
+
+    run = made(Both())  # type: ignore[arg-type]
+    content = ledger.content(run, _checkpoint(tmp_path))
+    assert content["note"] == "Ada Lovelace"
+    assert content["bytes"] == {"up": run.bytes_up, "down": run.bytes_down}
+    assert content["network"]["edges"] == K
+    assert content["clients"] == list(DATA.names)
+    assert content["data"]["rows"] == 50
+    assert content["settings"]["seed"] == "1"
+    assert content["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert content["faults"]["lost_after"] == sum(len(round.lost_after) for round in rounds) > 0
+    assert content["energy"]["watt_hours"] == content["energy"]["seconds"] / 100
+    for line, round in zip(content["rounds"], rounds, strict=True):
+        assert line["round"] == round.number
+        assert line["asked"] == record.spans(round.asked)
+        assert line["answered"] == record.spans(round.ids)
+
+
+def _checkpoint(folder: Path) -> Path:
+    other = folder / "other.safetensors"
+    made(record.Ledger()).save(other)
+    return other
+
+
+def test_spans() -> None:
+    assert record.spans(torch.tensor([0, 1, 2, 5, 7, 8])) == "0-2,5,7-8"
+    assert record.spans(torch.tensor([], dtype=torch.int64)) == ""
+
+
+def test_what_was_written_is_verified(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(check.holds for check in record.verify(saved, DATA))
+    assert main(["record", "verify", str(saved)]) == 0
+    assert "NOT SO" not in capsys.readouterr().out
+
+
+def changed(saved: Path, change: object) -> set[str]:
+    """The names of what does not hold after a change of the record's content."""
+    content = json.loads(saved.read_text())
+    change(content)  # type: ignore[operator]
+    saved.write_text(json.dumps(content))
+    return {check.name for check in record.verify(saved) if not check.holds}
+
+
+def test_what_was_changed_is_found(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert changed(saved, lambda content: content.update(note="Charles Babbage")) == {"record"}
+    assert changed(saved, lambda content: content["rounds"][2].update(answered="0-7")) == {"record", "rounds"}
+    assert changed(saved, lambda content: content.update(code="0")) == {"record", "rounds", "code"}
+    assert main(["record", "verify", str(saved)]) == 1
+    assert capsys.readouterr().out.count("NOT SO") == 3
+
+
+def test_another_checkpoint_or_other_data_are_found(saved: Path) -> None:
+    other = DATA.map(lambda rows: (rows[0], rows[1] + 1e-9))
+    assert [check.name for check in record.verify(saved, other) if not check.holds] == ["data"]
+    file = saved.with_suffix("")
+    payload = bytearray(file.read_bytes())
+    payload[-1] ^= 1
+    file.write_bytes(payload)
+    assert [check.name for check in record.verify(saved) if not check.holds] == ["checkpoint", "settings"]
+    file.unlink()
+    assert [check.name for check in record.verify(saved) if not check.holds] == ["checkpoint", "settings"]
+
+
+def test_a_resumed_run_has_the_record_of_all_rounds(tmp_path: Path) -> None:
+    whole, first, second = record.Ledger(), record.Ledger(), record.Ledger()
+    made(first, 2).save(tmp_path / "early.safetensors")
+    run = made(second, 0).load(tmp_path / "early.safetensors")
+    for _ in run.rounds(5):
+        pass
+    contents = [each.save(each_run, tmp_path / "run") for each, each_run in ((whole, made(whole)), (second, run))]
+    lines = [json.loads(path.read_text())["rounds"] for path in contents]
+    assert lines[0] == lines[1]
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(ValueError, match="Expected a record of a run"):
+        record.verify(tmp_path / "other.json")
+    assert main(["record", "verify", str(tmp_path / "other.json"), str(tmp_path / "none.json")]) == 1
+    assert "Expected a record of a run" in capsys.readouterr().err
+    late = record.Ledger()
+    with pytest.raises(ValueError, match="ledger of all 5 rounds, but it has followed 0"):
+        late.save(made(record.Ledger()), tmp_path / "run")
+    with pytest.raises(ValueError, match="positive power"):
+        record.Ledger(watts=0)
+
+
+def test_the_alarm_is_raised_where_values_get_worse() -> None:
+    """After a step of size h it takes about λ/(h − δ) rounds; without a step random values raise none."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(400, generator=generator)
+    values[200:] += 3
+    said: list[str] = []
+    drift = DriftAlarm(threshold=20.0, slack=0.5, alarm=said.append)
+    for number, value in enumerate(values.tolist(), 1):
+        drift.watch(number, value)
+    assert 200 < drift.rounds[0] < 215
+    assert len(said) == len(drift.rounds) == 1
+
+
+def test_the_alarm_follows_a_run_and_resumes() -> None:
+    def run(rounds: int, drift: DriftAlarm) -> ft.Run:
+        return ft.run(ft.fedavg(ft.least_squares(linear())), ft.InProcess(DATA), rounds=rounds, record=drift)
+
+    def worse(round: ft.Round) -> float:
+        return float(round.number**2)
+
+    whole, first, second = (DriftAlarm(worse, threshold=60.0, alarm=lambda said: None) for _ in range(3))
+    run(12, whole)
+    early = run(4, first)
+    late = ft.Run(ft.fedavg(ft.least_squares(linear())), ft.InProcess(DATA), record=second)
+    late.load_state_dict(early.state_dict())
+    for _ in late.rounds(12):
+        pass
+    assert whole.rounds == second.rounds != []
+    with pytest.warns(UserWarning, match="Drift in round"):
+        run(12, DriftAlarm(worse, threshold=60.0))
+    quiet = DriftAlarm(threshold=1e9)
+    run(2, quiet)
+    assert quiet.rounds == []
+    with pytest.raises(ValueError, match="positive threshold"):
+        DriftAlarm(threshold=0.0)
