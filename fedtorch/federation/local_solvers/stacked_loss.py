@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -131,8 +131,8 @@ class StackedLoss:
             new = tuple(self._swap.current(i) for i in range(len(self.tensors), len(values)))
         return loss, logs, new
 
-    def _cast(self, device: torch.device) -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.half)
+    def _cast(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.autocast(device.type, torch.bfloat16) if self.half else nullcontext()
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
