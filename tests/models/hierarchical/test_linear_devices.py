@@ -354,6 +354,14 @@ def test_a_device_factor_is_the_evidence_of_its_rows() -> None:
         assert abs(float(value - expected)) < 1e-10
 
 
+def test_nodes_too_far_out_for_a_factor_have_no_weight() -> None:
+    """One of these 8192 nodes is 170 standard deviations away, with variances from 1e-9 to 1e17."""
+    data, _ = linear_data(20, 4, 15, seed=2)
+    better = corrected(infer(hierarchical.linear(hierarchical.normal(4), noise=NOISE), data))
+    assert float((better.nodes - better.posterior.mean).div(better.posterior.stddev).norm(dim=1).max()) > 100
+    assert bool(better.weights.isfinite().all()) and better.effective > 1000
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_against_nuts() -> None:

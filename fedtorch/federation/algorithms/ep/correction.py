@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.ep.fitting import checked
 from fedtorch.federation.algorithms.ep.start import as_prior
 from fedtorch.federation.exchange import Sum
@@ -37,9 +37,11 @@ from fedtorch.models import gaussian
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor
 from fedtorch.models.quadrature import quasi_random
+from fedtorch.tree import Tree
 
 _FREEDOM = 2.0  # degrees of freedom of the second half of the nodes
 _FEWEST = 100  # effective nodes
+_NOWHERE = -1e30  # log density of nodes without weight
 
 
 class Corrected(NamedTuple):
@@ -91,11 +93,20 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01) -> Corre
 
 
 def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepare: Callable[[Any], Any]) -> Tensor:
-    """Σ_k log f_k at the nodes `(R,)`, by a round in which clients tell nothing else."""
+    """Σ_k log f_k at the nodes `(R,)`, by a round in which clients tell nothing else.
+
+    Student's nodes may lie a hundred standard deviations out, where covariances have no Cholesky factor in float64;
+    a node at which a client cannot compute its factor has no weight.
+    """
+
+    def client(inbox: Tensor, state: Tree, data: Any, turn: Turn) -> Reply:
+        values = log_factor(inbox, data)
+        return Reply(Sum(torch.where(values.isnan() | values.isneginf(), _NOWHERE, values)), state, {})
+
     algorithm = Algorithm(
         init=lambda parameters, clients: (torch.zeros_like(nodes[:, 0]), ()),
         outbox=lambda server: nodes,
-        client=lambda inbox, state, data, turn: Reply(Sum(log_factor(inbox, data)), state, {}),
+        client=client,
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: {},
         prepare=prepare,
