@@ -388,7 +388,7 @@ def test_against_nuts() -> None:
     draws = torch.cat([chain.get_samples()[name] for name in ("mu", "zeta")], 1)
     model = hierarchical.linear(hierarchical.normal(4), noise=NOISE)
     run = infer(model, data)
-    q, better = posterior(run), corrected(run)
+    q, better = posterior(run), corrected(run, points=65_536)  # 27 700 effective nodes: sds to 0.4 %
     assert float(((q.mean - draws.mean(0)) / draws.std(0)).abs().max()) < 0.1
     assert float(((better.posterior.mean - draws.mean(0)) / draws.std(0)).abs().max()) < 0.1
     assert float((better.posterior.stddev / draws.std(0) - 1).abs().max()) < 0.05

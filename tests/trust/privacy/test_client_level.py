@@ -315,7 +315,7 @@ def test_what_cannot_be_bounded_is_refused() -> None:
     with pytest.raises(ValueError, match="random walk"):
         private(ft.scaffold(sgd(0.1)))
     with pytest.raises(ValueError, match="adds messages up"):
-        private(dataclasses.replace(ft.fedavg(sgd(0.1)), exchange=robust.median()))
+        private(dataclasses.replace(ft.fedavg(sgd(0.1)), exchange=robust.star(robust.median())))
     with pytest.raises(ValueError, match="choose one level"):
         private(private())
     plain = ft.fedavg(sgd(0.1))
