@@ -31,6 +31,7 @@ def test_an_overfitted_model_tells_its_rows() -> None:
     assert found.detections(0.01) > 10 * 0.01
 
 
+@pytest.mark.slow
 def test_a_private_model_tells_no_more_than_its_epsilon() -> None:
     """ε = 0.5 leaves an area of some per cent above one half; there are 32·40 nearly independent scores a side."""
     delta = 1e-3

@@ -45,6 +45,7 @@ def test_a_clip_that_is_left_out_is_found_out(monkeypatch: pytest.MonkeyPatch) -
     assert privacy.audit(solver(seed=3)).epsilon > 1.0
 
 
+@pytest.mark.slow
 def test_sampling_and_steps_tell_no_more_than_their_account() -> None:
     noise = privacy.noise_for(epsilon=1.0, rate=0.3, rounds=8, delta=DELTA)
     right = privacy.audit(solver(noise, seed=4, rate=0.3, steps=4), rounds=2, runs=40_000)
