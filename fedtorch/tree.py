@@ -77,6 +77,8 @@ def map(function: Callable[..., Any], first: Tree, *others: Tree, is_leaf: type 
     Raises:
         ValueError: the structures differ; the message names the keys.
     """
+    if not others:
+        return _each(function, first, (Tensor, is_leaf))
     leaf = isinstance(first, (Tensor, is_leaf))
     for other in others:
         if leaf and isinstance(other, (Tensor, is_leaf)):
@@ -92,6 +94,19 @@ def map(function: Callable[..., Any], first: Tree, *others: Tree, is_leaf: type 
     if not isinstance(first, tuple):
         raise _no_tree(first)
     return _rebuild(first, [map(function, *each, is_leaf=is_leaf) for each in zip(first, *others)])
+
+
+def _each(function: Callable[..., Any], node: Tree, kinds: tuple[Any, ...]) -> Tree:
+    """`map` over one tree, whose structure is that of nobody else."""
+    if isinstance(node, kinds):
+        return function(node)
+    if isinstance(node, dict):
+        return {name: _each(function, child, kinds) for name, child in node.items()}
+    if isinstance(node, tuple):
+        return _rebuild(node, [_each(function, child, kinds) for child in node])
+    if node is not None:
+        raise _no_tree(node)
+    return None
 
 
 def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
