@@ -74,8 +74,8 @@ def all_attacks(wrong: Sequence[int]) -> dict[str, Attacked]:
     }
 
 
-def all_rules(clients: int, faulty: int) -> dict[str, Callable[[], Exchange]]:
-    """The exchanges by name."""
+def all_rules(clients: int, faulty: int, trusted: int) -> dict[str, Callable[[], Exchange]]:
+    """The exchanges by name, for so many clients, of whom so many are faulty; FLTrust trusts client `trusted`."""
     share = faulty / clients
     rules = {
         "mean of equals": robust.trimmed_mean(0.0),
@@ -87,7 +87,7 @@ def all_rules(clients: int, faulty: int) -> dict[str, Callable[[], Exchange]]:
         "Bulyan": robust.bulyan(faulty),
         "centred clipping": robust.centred_clipping(),
         "norm bounding": robust.norm_bounding(),
-        "FLTrust": robust.fltrust(clients),
+        "FLTrust": robust.fltrust(trusted),
         FIXED: robust.nearest_neighbour_mixing(faulty, robust.trimmed_mean(share)),
     }
     made: dict[str, Callable[[], Exchange]] = {"FedAvg": ft.star}
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs all attacks against all rules, prints the table and says whether the rule fixed in advance holds."""
     options = common.arguments(__doc__).parse_args(argv)
     clients, faulty, rounds = (12, 2, 2) if options.smoke else (100, 20, 60)
-    rules, wrong = all_rules(clients, faulty), range(faulty)
+    rules, wrong = all_rules(clients, faulty, trusted=clients), range(faulty)
     sets = [digits(clients, seed) for seed in range(options.seeds)]
     rows, lines, means = [], [], {}
     if options.smoke:

@@ -14,33 +14,19 @@ import torch
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
+from experiments.robustness import all_rules
 from fedtorch.federation.exchange import Exchange, Mean
-from fedtorch.trust import robust
 
 
 def ways(messages: int, numbers: int, faulty: int) -> dict[str, Callable[[], object]]:
     """What is measured, by name."""
     value = ft.random.normal(ft.random.key(0), (messages, numbers))
     message, transposed = Mean({"w": value}, torch.ones(messages)), value.T.contiguous()
-    share = faulty / messages
-    rules = {
-        "mean of equals": robust.trimmed_mean(0.0),
-        "median": robust.median(),
-        "trimmed mean": robust.trimmed_mean(share),
-        "geometric median": robust.geometric_median(),
-        "Krum": robust.krum(faulty),
-        "multi-Krum": robust.krum(faulty, chosen=messages - faulty),
-        "Bulyan": robust.bulyan(faulty),
-        "centred clipping": robust.centred_clipping(),
-        "norm bounding": robust.norm_bounding(),
-        "FLTrust": robust.fltrust(0),
-        "mixed trimmed mean": robust.nearest_neighbour_mixing(faulty, robust.trimmed_mean(share)),
-    }
-    exchanges: dict[str, Exchange] = {"FedAvg": ft.star(), **{name: robust.star(rule) for name, rule in rules.items()}}
 
     def aggregate(exchange: Exchange) -> object:
         return exchange.finish(exchange.merge([exchange.gather(message, slice(0, messages))]))
 
+    exchanges = {name: make() for name, make in all_rules(messages, faulty, trusted=0).items()}
     made = {name: lambda exchange=exchange: aggregate(exchange) for name, exchange in exchanges.items()}
     return {**made, "torch.median": lambda: transposed.median(-1), "torch.sort": lambda: transposed.sort(-1)}
 

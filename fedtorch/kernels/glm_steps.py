@@ -18,7 +18,7 @@ classes in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,24 +80,28 @@ def glm_steps(
     labels = family.code == CATEGORICAL.code
     fits = 0 < x.shape[2] <= (MOST_WITH_CLASSES if labels else MOST_FEATURES) and classes <= MOST_CLASSES
     dtypes = (torch.float32,) if labels else FLOATS
-    if not program("glm_steps", (x, y, count, start, *others), dtypes, fits=fits and start.dtype == x.dtype):
-        return _reference(family, x, y, count, start, steps, lr, batches, precision, shift)
-    return _launched(family, x, y, count, start, steps, lr, batches, precision, shift)
+    programs = program("glm_steps", (x, y, count, start, *others), dtypes, fits=fits and start.dtype == x.dtype)
+    problem = _Problem(family, x, y, count, start, steps, lr, batches, precision, shift)
+    return _launched(programs, problem) if programs else _reference(problem)
 
 
-def _launched(
-    family: Family,
-    x: Tensor,
-    y: Tensor,
-    count: Tensor,
-    start: Tensor,
-    steps: int,
-    lr: float,
-    batches: Tensor | None,
-    precision: Tensor | None,
-    shift: Tensor | None,
-) -> Tensor:
-    programs = program("glm_steps", (x,))
+class _Problem(NamedTuple):
+    """The arguments of `glm_steps`."""
+
+    family: Family
+    x: Tensor
+    y: Tensor
+    counts: Tensor
+    start: Tensor
+    steps: int
+    lr: float
+    batches: Tensor | None
+    precision: Tensor | None
+    shift: Tensor | None
+
+
+def _launched(programs: Any, problem: _Problem) -> Tensor:
+    family, x, y, count, start, steps, lr, batches, precision, shift = problem
     clients, longest, features = x.shape
     most, tiled = _RESIDENT // x.element_size(), _TILE // x.element_size()
     out = torch.empty_like(start, memory_format=torch.contiguous_format)
@@ -130,18 +134,8 @@ def _launched(
     return out
 
 
-def _reference(
-    family: Family,
-    x: Tensor,
-    y: Tensor,
-    count: Tensor,
-    start: Tensor,
-    steps: int,
-    lr: float,
-    batches: Tensor | None,
-    precision: Tensor | None,
-    shift: Tensor | None,
-) -> Tensor:
+def _reference(problem: _Problem) -> Tensor:
+    family, x, y, count, start, steps, lr, batches, precision, shift = problem
     rows = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
     there = rows < count[:, None]
     x, y = torch.where(there[..., None], x, 0.0), torch.where(there, y, 0)
