@@ -175,7 +175,8 @@ def _to_bytes(leaf: Tensor) -> bytes:
     if leaf.layout != torch.strided:
         raise TypeError(f"Expected dense tensors, but got layout {leaf.layout}; call .to_dense() first")
     dense = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single number is contiguous whatever its strides
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _from_bytes(data: memoryview, field: Field, finite: bool, sender: Sender) -> Tensor:

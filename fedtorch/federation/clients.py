@@ -73,7 +73,7 @@ class Clients(Protocol):
         ...
 
     def total(self) -> Tree:
-        """What the exchange makes of `Algorithm.told` over all clients."""
+        """What the exchange makes of `Algorithm.told` over all clients; None where some cannot be asked now."""
         ...
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:

@@ -137,7 +137,8 @@ class Run:
             pending.commit()
         self.number += 1
         if algorithm.told is not None and self.number % TOTAL_ANEW == 0:
-            self.server = self.server._replace(total=self.clients.total())
+            total = self.clients.total()
+            self.server = self.server if total is None else self.server._replace(total=total)
         self.bytes_up += pending.bytes_up
         self.bytes_down += pending.bytes_down
         self.last = Round(

@@ -1,0 +1,205 @@
+"""The sites as their server meets them: who is here, what they bring, and asking all of them at once."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+from fedtorch.federation.remote import frames
+from fedtorch.federation.remote.frames import PROTOCOL, Frame
+from fedtorch.transport.hub import Hub
+from fedtorch.wire import PayloadError
+
+_LOG = logging.getLogger(__name__)
+_LOOK = 0.25  # seconds after which it is seen that a site has gone
+Answer = TypeVar("Answer")
+
+
+class Brings(NamedTuple):
+    """What a site has said that it brings."""
+
+    clients: tuple[str, ...]
+    rows: tuple[int, ...]
+    schema: Any  # of its rows, as JSON
+
+
+class Heard(NamedTuple):
+    """What came back."""
+
+    answers: dict[str, Any]  # by site, as they were read, in the order of the sites
+    missing: dict[str, str]  # why the others did not answer
+    bytes_up: int
+
+
+class Sites:
+    """Some sites of a hub, in an order that is theirs for good.
+
+    Args:
+        host: over which they come.
+        names: of the sites, as their certificates call them.
+
+    Attributes:
+        bring: what each brings, once it has been here.
+        troubles: the last reason why a site did not do what it was asked.
+    """
+
+    def __init__(self, host: Hub, names: Sequence[str]) -> None:
+        self.host, self.names = host, tuple(names)
+        self.bring: dict[str, Brings] = {}
+        self.troubles: dict[str, str] = {}
+        self._begun: dict[str, str] = {}  # the run that a site's stream has begun
+        self._here: set[str] = set()  # sites whose stream has said hello
+        self._sequence = secrets.randbits(61)  # no number is used again, also after a restart
+
+    def meet(self, seconds: float) -> None:
+        """Waits until every site has been here.
+
+        Raises:
+            TimeoutError: some were not in time; the message names them.
+        """
+        ends = time.monotonic() + seconds
+        for name in self.host.connected & set(self.names):
+            with suppress(ConnectionError, TimeoutError):  # it says hello when it is back
+                self.host.send(name, frames.encode("who"))
+        while len(self.bring) < len(self.names):
+            if (left := ends - time.monotonic()) <= 0:
+                absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}
+                told = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
+                raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {told}")
+            self._next(left)
+
+    def next_sequence(self) -> int:
+        """A number that no other request has."""
+        self._sequence += 1
+        return self._sequence
+
+    def ask(
+        self,
+        run: str,
+        begin: Callable[[str], bytes],
+        requests: Mapping[str, bytes],
+        sequence: int,
+        read: Callable[[str, Frame], Answer],
+        *,
+        seconds: float,
+        least: int,
+    ) -> Heard:
+        """Asks sites, and returns once all that are here have answered, and `least` of them at least, or time is up.
+
+        A site that connects anew meanwhile is asked again.
+
+        Args:
+            run: the identity of the run.
+            begin: site -> the frame that begins the run there.
+            requests: by site.
+            sequence: of the requests.
+            read: (site, frame) -> the answer; may raise PayloadError, which is no answer.
+            seconds: that are waited.
+            least: so many answers are waited for also from sites that are not here.
+        """
+        answers: dict[str, Answer] = {}
+        missing: dict[str, str] = {}
+        asked: set[str] = set()
+        up, ends = 0, time.monotonic() + seconds
+        while True:
+            waiting = [name for name in requests if name not in answers and name not in missing]
+            for name in waiting:
+                if name in self._here and name not in asked and self._send(name, run, begin, requests[name]):
+                    asked.add(name)
+            asked &= self.host.connected
+            here = any(name in asked for name in waiting)
+            left = ends - time.monotonic()
+            if not waiting or (len(answers) >= least and not here) or len(answers) + len(waiting) < least or left <= 0:
+                break
+            frame = self._next(min(left, _LOOK))
+            if frame is None or frame.sender not in requests:
+                continue
+            name = frame.sender
+            if frame.kind == "hello":
+                asked.discard(name)
+            elif frame.about.get("sequence") == sequence and name not in answers:
+                try:
+                    if frame.kind == "refusal":
+                        missing[name] = frame.text("reason")[:1000]
+                    else:
+                        answers[name] = read(name, frame)
+                        up += len(frame.payload)
+                except PayloadError as error:
+                    missing[name] = str(error)
+        gone = {name: "it is not connected" if name not in asked else "it is late" for name in waiting}
+        self._note(missing | gone)
+        return Heard({name: answers[name] for name in requests if name in answers}, missing | gone, up)
+
+    def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
+        """Sends a frame that wants no answer, if the site is here."""
+        return name in self._here and self._send(name, run, begin, frame)
+
+    def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes) -> bool:
+        try:
+            if self._begun.get(name) != run:
+                self.host.send(name, begin(name))
+                self._begun[name] = run
+            self.host.send(name, request)
+        except (ConnectionError, TimeoutError):
+            self._forget(name)
+            return False
+        return True
+
+    def _next(self, seconds: float) -> Frame | None:
+        """The next frame of one of the sites; a `hello` has been taken in."""
+        try:
+            peer, payload = self.host.receive(seconds)
+        except TimeoutError:
+            return None
+        try:
+            frame = frames.read(payload, peer)
+            if frame.kind == "hello":
+                self._greet(frame)
+            elif peer not in self._here:
+                raise frame.refused("hello first", frame.kind)
+        except (PayloadError, ValueError) as error:
+            self._note({peer: str(error)})
+            self._forget(peer)
+            self.host.drop(peer, str(error))
+            return None
+        return frame
+
+    def _greet(self, frame: Frame) -> None:
+        """Takes in what a site says that it brings, if it may take part."""
+        name = frame.sender
+        self._forget(name)
+        if name not in self.names:
+            raise ValueError(f"Expected one of the sites of this run, but got {name!r}; ask the server's side")
+        if (protocol := frame.integer("protocol")) != PROTOCOL:
+            raise ValueError(
+                f"Expected a site that speaks protocol {PROTOCOL}, but {name!r} speaks {protocol}; install the same "
+                "version of fedtorch on both sides"
+            )
+        clients, rows, schema = tuple(frame.texts("clients")), tuple(frame.integers("rows")), frame.about.get("schema")
+        if not clients or len(rows) != len(clients):
+            raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
+        brings = Brings(clients, rows, schema)
+        for other, known in self.bring.items():
+            if known.schema != schema:
+                raise ValueError(
+                    f"Expected rows like those of {other!r}, {known.schema}, but {name!r} has {schema}; bring the same "
+                    "fields in the same dtypes and shapes"
+                )
+        if self.bring.get(name, brings).clients != clients:
+            raise ValueError(f"Expected the clients with which {name!r} first came, but got others; start a new run")
+        self.bring.setdefault(name, brings)
+        self._here.add(name)
+
+    def _forget(self, name: str) -> None:
+        self._here.discard(name)
+        self._begun.pop(name, None)
+
+    def _note(self, troubles: Mapping[str, str]) -> None:
+        for name, why in troubles.items():
+            if self.troubles.get(name) != why:
+                _LOG.warning("site %r: %s", name, why)
+            self.troubles[name] = why
