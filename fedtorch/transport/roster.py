@@ -48,6 +48,11 @@ class Roster:
             self._sites, self._seen = self._read(), stamp
         return self._sites
 
+    @property
+    def rows(self) -> dict[str, int | None]:
+        """How many rows each site may say that it has, None where nothing was agreed."""
+        return {name: site.rows for name, site in self.sites.items()}
+
     def name_of(self, certificate: bytes) -> str:
         """The site that shows this PEM certificate, which the authority has made.
 

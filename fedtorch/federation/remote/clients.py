@@ -14,6 +14,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithms.fedavg import rows_weight
 from fedtorch.federation.answers import joined
 from fedtorch.federation.clients import LocalClients, Pending
 from fedtorch.federation.exchange import Sum, is_finite, not_finite
@@ -243,7 +244,18 @@ class RemoteClients:
         if count and not is_finite(came["partial"]):
             field = next(iter(not_finite(tree.map(lambda leaf: leaf[None], came["partial"])).values()))
             raise frame.refused(f"finite numbers in {field!r}", "NaN or Inf")
+        self._check_weights(frame, site, came["ids"], came["partial"])
         return Answer(came["ids"], came["info"], refused, came["partial"])
+
+    def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
+        """Refuses messages that count for more rows than the site has said that its clients have."""
+        if self.algorithm.settings.get("weight") is not rows_weight:
+            return
+        first = self.plan.firsts[self.plan.sites.names.index(site)]
+        rows = sum(self.plan.sites.bring[site].rows[client - first] for client in ids.tolist())
+        for name, leaf in tree.items(partial):
+            if name.rpartition(".")[2] == "weight" and leaf.ndim < 2 and float(leaf.sum()) > rows:
+                raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(leaf.sum()))
 
     def _partial(self, count: int) -> Tree:
         """A partial aggregate of so many clients, as it looks."""

@@ -30,6 +30,7 @@ class Remote:
         algorithm: the name of what they are asked to run.
         settings: of it, as JSON.
         rows: rows like those of the sites `(n, ...)`, where they are in a `NamedTuple`.
+        agreed: how many rows each site may say that it has, by name, such as `roster.rows`; others say what they want.
         seconds: the longest that a round waits for sites.
         quorum: the part of the sites asked that must answer, or the round fails. With 1.0 no site is ever left out,
             and numbers are those of a run in one process up to rounding.
@@ -54,6 +55,7 @@ class Remote:
         settings: Mapping[str, Any] | None = None,
         *,
         rows: Tree = None,
+        agreed: Mapping[str, int | None] | None = None,
         seconds: float = 60.0,
         quorum: float = 0.5,
         patience: float = 60.0,
@@ -65,7 +67,7 @@ class Remote:
         if not 0 < quorum <= 1:
             raise ValueError(f"Expected a quorum above 0 and at most 1, but got {quorum}")
         self.device, self.leads = torch.device("cpu"), True
-        asked = Sites(host, sites)
+        asked = Sites(host, sites, agreed)
         asked.meet(patience)
         brings = [asked.bring[name] for name in asked.names]
         self.names = tuple(client for each in brings for client in each.clients)

@@ -80,7 +80,7 @@ class Site:
         self.offer, self.folder, self._watch = offer, folder, Watch(offer.terms, folder)
         self.ended: Visit | None = None
         self._visit: Visit | None = None
-        self._why = "no run has begun"
+        self._why: str | None = None  # the last run was refused, None if none was begun
 
     def hello(self) -> bytes:
         """Who is here: the first frame on every stream."""
@@ -121,9 +121,11 @@ class Site:
                 self._why = f"the site could not begin: {type(error).__name__}; see what it says itself"
                 _LOG.exception("could not begin a run")
 
-    def _do(self, frame: Frame) -> bytes:
+    def _do(self, frame: Frame) -> bytes | None:
+        if self._visit is None and self._why is None:
+            return None  # the server has not heard this process's hello yet, and will ask again
         if self._visit is None or self._visit.run != run_of(frame):
-            raise Refusal(self._why if self._visit is None else "the site has begun another run")
+            raise Refusal(self._why if self._visit is None and self._why else "the site has begun another run")
         answers = {"round": self._visit.round, "total": self._visit.total, "evaluate": self._visit.evaluate}
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)

@@ -41,14 +41,15 @@ class Sites:
     Args:
         host: over which they come.
         names: of the sites, as their certificates call them.
+        agreed: how many rows a site may have at most, by name, where that was agreed.
 
     Attributes:
         bring: what each brings, once it has been here.
         troubles: the last reason why a site did not do what it was asked.
     """
 
-    def __init__(self, host: Hub, names: Sequence[str]) -> None:
-        self.host, self.names = host, tuple(names)
+    def __init__(self, host: Hub, names: Sequence[str], agreed: Mapping[str, int | None] | None = None) -> None:
+        self.host, self.names, self._agreed = host, tuple(names), dict(agreed or {})
         self.bring: dict[str, Brings] = {}
         self.troubles: dict[str, str] = {}
         self._begun: dict[str, str] = {}  # the run that a site's stream has begun
@@ -62,7 +63,9 @@ class Sites:
             TimeoutError: some were not in time; the message names them.
         """
         ends = time.monotonic() + seconds
-        for name in self.host.connected & set(self.names):
+        for _ in range(2 * len(self.names)):  # what they have said before
+            self._next(0.0)
+        for name in self.host.connected & set(self.names) - self._here:
             with suppress(ConnectionError, TimeoutError):  # it says hello when it is back
                 self.host.send(name, frames.encode("who"))
         while len(self.bring) < len(self.names):
@@ -160,7 +163,7 @@ class Sites:
             if frame.kind == "hello":
                 self._greet(frame)
             elif peer not in self._here:
-                raise frame.refused("hello first", frame.kind)
+                return None  # what it said to an earlier population
         except (PayloadError, ValueError) as error:
             self._note({peer: str(error)})
             self._forget(peer)
@@ -189,8 +192,11 @@ class Sites:
                     f"Expected rows like those of {other!r}, {known.schema}, but {name!r} has {schema}; bring the same "
                     "fields in the same dtypes and shapes"
                 )
-        if self.bring.get(name, brings).clients != clients:
-            raise ValueError(f"Expected the clients with which {name!r} first came, but got others; start a new run")
+        most = self._agreed.get(name)
+        if most is not None and sum(rows) > most:
+            raise ValueError(f"Expected at most {most} rows, as agreed, but {name!r} says that it has {sum(rows)}")
+        if self.bring.get(name, brings) != brings:
+            raise ValueError(f"Expected the clients and rows with which {name!r} first came, but got others; run anew")
         self.bring.setdefault(name, brings)
         self._here.add(name)
 
