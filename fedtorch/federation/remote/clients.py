@@ -70,6 +70,7 @@ class RemoteClients:
         self._kept = [0] * sites  # the last request of each site whose answer was taken in
         self._saved: deque[tuple[int, ...]] = deque([(0,) * sites], maxlen=plan.checkpoints)
         self._message: Tree = None  # (0, ...) what clients answer
+        self._sums: Tree = None  # what becomes of it in a partial aggregate
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,9 @@ class RemoteClients:
     def _own(self, index: int, ids: Tensor | None) -> Tensor:
         """Those of `ids`, None for all, that are at a site."""
         first, count = self.plan.firsts[index], self.plan.counts[index]
-        return torch.arange(first, first + count) if ids is None else ids[(ids >= first) & (ids < first + count)]
+        if ids is None:
+            return torch.arange(first, first + count)
+        return ids[(ids >= first) & (ids < first + count)] if len(ids) else ids
 
     def _request(
         self, kind: str, index: int, ids: Tensor | None, outbox: Tree, number: int, more: Tree = None, **about: Any
@@ -230,7 +233,9 @@ class RemoteClients:
     def _read_round(self, site: str, frame: Frame) -> Answer:
         index = self.plan.sites.names.index(site)
         count, names = frame.integer("clients", 0, self.plan.counts[index]), frame.texts("info")
-        refused = {int(k): str(field)[:200] for k, field in frame.names("refused").items() if k.isdecimal()}
+        refused = {
+            int(k): str(field)[:200] for k, field in frame.names("refused").items() if len(k) < 20 and k.isdecimal()
+        }
         ids = torch.empty(count, dtype=torch.int64)
         like = {
             "ids": ids,
@@ -258,11 +263,14 @@ class RemoteClients:
                 raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(leaf.sum()))
 
     def _partial(self, count: int) -> Tree:
-        """A partial aggregate of so many clients, as it looks."""
+        """A partial aggregate of so many clients, as it looks; sums look alike of any number."""
         exchange = self.algorithm.exchange
+        if exchange.additive and self._sums is not None:
+            return self._sums
         rows = 0 if exchange.additive else count
         messages = tree.map(lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), self._message)
-        return exchange.gather(messages, torch.arange(rows))
+        self._sums = exchange.gather(messages, torch.arange(rows))
+        return self._sums
 
     def _read_total(self, site: str, frame: Frame) -> Tree:
         exchange, index = self.algorithm.exchange, self.plan.sites.names.index(site)

@@ -7,6 +7,7 @@ Whatever a site cannot or does not want to do it answers with a `refusal`, whose
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ _DTYPES = {
         torch.bool,
     )
 }
-_DEEPEST, _MOST_FIELDS = 8, 1000
+_DEEPEST, _MOST_FIELDS, _LARGEST_ROW = 8, 1000, 2**31
 
 
 class Frame(NamedTuple):
@@ -128,7 +129,7 @@ def no_rows(schema: Any, depth: int = 0) -> Tree:
         ValueError: it is no such structure.
     """
     fields = schema.get("fields") if isinstance(schema, dict) else None
-    if depth > _DEEPEST or (fields is not None and len(fields) > _MOST_FIELDS):
+    if depth > _DEEPEST or (isinstance(fields, (list, dict)) and len(fields) > _MOST_FIELDS):
         raise ValueError("Expected a structure of rows, but got one that is too deep or too large")
     if schema is None:
         return None
@@ -136,9 +137,10 @@ def no_rows(schema: Any, depth: int = 0) -> Tree:
         return {str(name): no_rows(part, depth + 1) for name, part in fields.items()}
     if isinstance(fields, list):
         return tuple(no_rows(part, depth + 1) for part in fields)
-    if not isinstance(schema, dict) or schema.keys() != {"dtype", "shape"} or schema["dtype"] not in _DTYPES:
+    if not isinstance(schema, dict) or schema.keys() != {"dtype", "shape"} or str(schema["dtype"]) not in _DTYPES:
         raise ValueError(f"Expected dtype and shape of a field, but got {str(schema)[:100]}")
     shape = schema["shape"]
-    if not isinstance(shape, list) or len(shape) > 8 or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
+    whole = isinstance(shape, list) and len(shape) <= _DEEPEST and all(type(n) is int and n >= 0 for n in shape)
+    if not whole or math.prod(max(n, 1) for n in shape) > _LARGEST_ROW:
         raise ValueError(f"Expected the shape of a row, but got {str(shape)[:100]}")
-    return torch.empty(0, *shape, dtype=_DTYPES[schema["dtype"]])
+    return torch.empty(0, *shape, dtype=_DTYPES[str(schema["dtype"])])

@@ -185,6 +185,7 @@ class Sites:
         clients, rows, schema = tuple(frame.texts("clients")), tuple(frame.integers("rows")), frame.about.get("schema")
         if not clients or len(rows) != len(clients):
             raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
+        frames.no_rows(schema)
         brings = Brings(clients, rows, schema)
         for other, known in self.bring.items():
             if known.schema != schema:
