@@ -166,13 +166,15 @@ def _take(requests: Iterator[bytes], line: Line) -> None:
 def _listen(grpc: Any, call: Any, line: Line) -> None:
     """Takes what the server sends, until the stream ends."""
     reason: Exception = ConnectionAbortedError("the server has ended the stream")
+    hint = " before a word; it may not believe this certificate: ask whether its authority made it, and for its clock"
     try:
         for frame in call:
             line.inward.put(frame)
+            hint = ""
     except OSError:
         pass
     except grpc.RpcError as error:
         refused = error.code() is grpc.StatusCode.PERMISSION_DENIED
         kind: Callable[[str], Exception] = PermissionError if refused else ConnectionResetError
-        reason = kind(f"the server has ended the stream: {error.details()}")
+        reason = kind(f"the server has ended the stream{'' if refused else hint}: {error.details()}")
     line.end(reason)

@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -118,10 +119,16 @@ def test_a_site_of_another_authority_is_not_let_in(place: Place, tmp_path: Path)
     identity.make_server(tmp_path / "other")
     stranger = identity.make_site(tmp_path / "other", "a")._replace(authority=place.identity.authority)
     place.site("a")
-    with pytest.raises(ConnectionError, match=r"within 1\.5 s|ended the stream"):
+    with pytest.raises(ConnectionError, match=r"within 1\.5 s|ended the stream before a word; it may not believe"):
         connect(place.address, stranger, QUICK).receive(5.0)
     with pytest.raises(TimeoutError):
         place.host.receive(0.1)
+
+
+def test_a_site_whose_clock_is_wrong_hears_of_it_before_it_connects(place: Place) -> None:
+    stale = identity.make_site(place.folder / "server", "a", timedelta(seconds=-1))
+    with pytest.raises(ValueError, match=r"this machine's clock says .*; set the clock, or enrol anew"):
+        connect(place.address, stale)
 
 
 def test_a_server_without_the_certificate_is_not_believed(place: Place, tmp_path: Path) -> None:

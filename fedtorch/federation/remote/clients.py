@@ -19,6 +19,7 @@ from fedtorch.federation.answers import joined
 from fedtorch.federation.clients import LocalClients, Pending
 from fedtorch.federation.exchange import Sum, is_finite, not_finite
 from fedtorch.federation.remote import frames, inbox
+from fedtorch.federation.remote.account import Account
 from fedtorch.federation.remote.frames import Frame
 from fedtorch.federation.remote.inbox import Inboxes
 from fedtorch.federation.remote.sites import Heard, Sites
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     seconds: float
     quorum: float
     checkpoints: int
+    withdrawals: bool
     nobody: ClientData  # a block of no clients, with rows like those of the sites
     validation: FederatedData  # stands for rows that sites keep
 
@@ -69,6 +71,9 @@ class RemoteClients:
         self._local = LocalClients(algorithm, state, names, nobody, len(names), None)
         self._kept = [0] * sites  # the last request of each site whose answer was taken in
         self._saved: deque[tuple[int, ...]] = deque([(0,) * sites], maxlen=plan.checkpoints)
+        additive = algorithm.told is not None and algorithm.exchange.additive
+        nothing = algorithm.exchange.finish(self._told_by(0)).value if plan.withdrawals and additive else None
+        self._account = Account(sites, nothing)
         self._message: Tree = None  # (0, ...) what clients answer
         self._sums: Tree = None  # what becomes of it in a partial aggregate
 
@@ -86,7 +91,7 @@ class RemoteClients:
         requests: dict[str, bytes] = {}
         for index, site in enumerate(self.plan.sites.names):
             ids, silent = self._own(index, cohort), self._own(index, _NOBODY if lost is None else lost)
-            if len(ids):
+            if len(ids) and not self._account.left[index]:
                 more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
                 requests[site] = self._request("round", index, ids, outbox, number, more, **about)
         heard = self._ask(requests, number, self._read_round)
@@ -107,12 +112,11 @@ class RemoteClients:
     def total(self) -> Tree | None:
         """What all clients tell for good, if all sites answer; see `Clients.total`."""
         number = self.plan.sites.next_sequence()
-        requests = {
-            site: self._request("total", index, None, None, number) for index, site in enumerate(self.plan.sites.names)
-        }
+        requests = {site: self._request("total", index, None, None, number) for index, site in self._members()}
         heard = self._ask(requests, number, self._read_total)
         exchange = self.algorithm.exchange
-        return None if heard.missing else exchange.finish(exchange.merge(list(heard.answers.values()))).value
+        left = [self._told_by(self.plan.counts[index]) for index in self._account.left.nonzero()[:, 0].tolist()]
+        return None if heard.missing else exchange.finish(exchange.merge([*heard.answers.values(), *left])).value
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
         """The sums of metrics that sites offer under the names that `function` returns; see `Clients.evaluate`.
@@ -131,12 +135,13 @@ class RemoteClients:
         number, names = self.plan.sites.next_sequence(), list(like)
         requests = {
             site: self._request("evaluate", index, self._own(index, None), outbox, number, metrics=names)
-            for index, site in enumerate(self.plan.sites.names)
+            for index, site in self._members()
         }
         heard = self._ask(requests, number, lambda site, frame: self._read_sums(site, frame, like))
         if heard.missing:
             raise RuntimeError(f"Expected scores of all sites, but got none of {_reasons(heard.missing)}")
-        return tree.concatenate(list(heard.answers.values()))
+        nothing = [tree.map(lambda leaf, n=n: leaf.new_zeros(n, *leaf.shape[1:]), like) for n in self.plan.counts]
+        return tree.concatenate([heard.answers.get(site, none) for site, none in zip(self.plan.sites.names, nothing)])
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
         """What clients predict with, where that does not depend on their own states; see `Clients.tensors`.
@@ -159,6 +164,16 @@ class RemoteClients:
             frame = self._request("over", index, self._own(index, None), outbox, number)
             sites.tell(site, self.run, self._begin, frame)
 
+    def withdraw(self, site: str) -> Tree:
+        """What a site's clients have told beyond their initial states; the site is not asked any more.
+
+        Raises:
+            ValueError: no such site, or one that has left, or no account was kept.
+        """
+        if site not in self.plan.sites.names:
+            raise ValueError(f"Expected one of the sites {self.plan.sites.names}, but got {site!r}")
+        return self._account.withdraw(self.plan.sites.names.index(site))
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -166,12 +181,14 @@ class RemoteClients:
         kept = tuple(self._kept)
         if kept not in self._saved:
             self._saved.append(kept)
-        return {"kept": torch.tensor(kept), "run": torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)}
+        run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
+        return {"kept": torch.tensor(kept), "run": run, **self._account.state_dict()}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Goes back to what `state_dict` said; sites go back with their next request."""
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
+        self._account.load_state_dict(flat)
 
     def meet(self) -> None:
         """Sites are met when they are asked."""
@@ -180,6 +197,10 @@ class RemoteClients:
         """Sites compare the algorithm's settings with their own when a run begins there."""
 
     # -- what is said ----------------------------------------------------------------------------------------------
+
+    def _members(self) -> list[tuple[int, str]]:
+        """The sites that have not left, by number."""
+        return [(index, site) for index, site in enumerate(self.plan.sites.names) if not self._account.left[index]]
 
     def _own(self, index: int, ids: Tensor | None) -> Tensor:
         """Those of `ids`, None for all, that are at a site."""
@@ -226,7 +247,9 @@ class RemoteClients:
     def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
         for index, site in enumerate(self.plan.sites.names):
             if site in answers:
-                self._kept[index] = number
+                self._kept[index], partial = number, answers[site].partial
+                if self.plan.withdrawals and partial is not None and self.algorithm.told is not None:
+                    self._account.add(index, partial.told.value)
 
     # -- what is heard ---------------------------------------------------------------------------------------------
 
@@ -274,11 +297,14 @@ class RemoteClients:
 
     def _read_total(self, site: str, frame: Frame) -> Tree:
         exchange, index = self.algorithm.exchange, self.plan.sites.names.index(site)
+        return frame.tree({"told": self._told_by(0 if exchange.additive else self.plan.counts[index])})["told"]
+
+    def _told_by(self, clients: int) -> Tree:
+        """The partial aggregate of what so many clients tell in their initial state."""
         assert self.algorithm.told is not None
-        rows = 0 if exchange.additive else self.plan.counts[index]
         told = self.algorithm.told(tree.expand(self._local.table.initial, 1))
-        messages = Sum(tree.map(lambda leaf: leaf.expand(rows, *leaf.shape[1:]), told))
-        return frame.tree({"told": exchange.gather(messages, torch.arange(rows))})["told"]
+        messages = Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), told))
+        return self.algorithm.exchange.gather(messages, torch.arange(clients))
 
     def _read_sums(self, site: str, frame: Frame, like: Tree) -> Tree:
         count = self.plan.counts[self.plan.sites.names.index(site)]

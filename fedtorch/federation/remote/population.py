@@ -36,6 +36,7 @@ class Remote:
             and numbers are those of a run in one process up to rounding.
         patience: the longest wait for all sites to connect at first.
         checkpoints: sites can go back to so many of the run's last checkpoints.
+        withdrawals: whether what each site tells for good is kept here, once more for each site, for `withdraw`.
 
     Attributes:
         names: of all clients.
@@ -60,6 +61,7 @@ class Remote:
         quorum: float = 0.5,
         patience: float = 60.0,
         checkpoints: int = 2,
+        withdrawals: bool = False,
     ) -> None:
         expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints)
         if not sites or len(set(sites)) != len(sites):
@@ -90,6 +92,7 @@ class Remote:
             seconds=seconds,
             quorum=quorum,
             checkpoints=checkpoints,
+            withdrawals=withdrawals,
             nobody=_nobody(like),
             validation=self.validation,
         )
@@ -111,6 +114,17 @@ class Remote:
     def finish(self, run: Any) -> None:
         """Tells the sites that a run on this population is over, and what their clients predict with."""
         run.clients.finish(run.outbox)
+
+    def withdraw(self, run: Any, site: str) -> None:
+        """Takes what a site has told for good out of a run, and asks it no more.
+
+        The total becomes that of clients which have never been asked. What the server has made of it before, and of
+        fresh messages such as gradients, is in its parameters and stays there.
+
+        Raises:
+            ValueError: no such site, or it has left before; or the population was made without withdrawals.
+        """
+        run.server = run.server._replace(total=tree.subtract(run.server.total, run.clients.withdraw(site)))
 
     def __repr__(self) -> str:
         return f"Remote({len(self.names)} clients of {len(self.plan.sites.names)} sites, {self.plan.algorithm!r})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
@@ -15,6 +16,7 @@ from fedtorch.transport.hub import Hub
 from fedtorch.wire import PayloadError
 
 _LOG = logging.getLogger(__name__)
+_MOST_STRAYS = 100
 _LOOK = 0.25  # seconds after which it is seen that a site has gone
 Answer = TypeVar("Answer")
 
@@ -54,6 +56,8 @@ class Sites:
         self.troubles: dict[str, str] = {}
         self._begun: dict[str, str] = {}  # the run that a site's stream has begun
         self._here: set[str] = set()  # sites whose stream has said hello
+        self._owes: dict[str, int] = {}  # the request that a site has not answered yet: it gets no other meanwhile
+        self._strays: Counter[str] = Counter()  # frames on a site's stream that nobody asked for
         self._sequence = secrets.randbits(61)  # no number is used again, also after a restart
 
     def meet(self, seconds: float) -> None:
@@ -93,7 +97,8 @@ class Sites:
     ) -> Heard:
         """Asks sites, and returns once all that are here have answered, and `least` of them at least, or time is up.
 
-        A site that connects anew meanwhile is asked again.
+        A site that connects anew meanwhile is asked again; one that still works on an earlier request is asked once it
+        has answered that.
 
         Args:
             run: the identity of the run.
@@ -111,8 +116,10 @@ class Sites:
         while True:
             waiting = [name for name in requests if name not in answers and name not in missing]
             for name in waiting:
-                if name in self._here and name not in asked and self._send(name, run, begin, requests[name]):
+                free = name in self._here and name not in asked and name not in self._owes
+                if free and self._send(name, run, begin, requests[name]):
                     asked.add(name)
+                    self._owes[name] = sequence
             asked &= self.host.connected
             here = any(name in asked for name in waiting)
             left = ends - time.monotonic()
@@ -124,7 +131,7 @@ class Sites:
             name = frame.sender
             if frame.kind == "hello":
                 asked.discard(name)
-            elif frame.about.get("sequence") == sequence and name not in answers:
+            elif frame.about.get("sequence") == sequence and name in asked and name not in answers:
                 try:
                     if frame.kind == "refusal":
                         missing[name] = frame.text("reason")[:1000]
@@ -133,7 +140,7 @@ class Sites:
                         up += len(frame.payload)
                 except PayloadError as error:
                     missing[name] = str(error)
-        gone = {name: "it is not connected" if name not in asked else "it is late" for name in waiting}
+        gone = {name: "it is late" if name in self._owes else "it is not connected" for name in waiting}
         self._note(missing | gone)
         return Heard({name: answers[name] for name in requests if name in answers}, missing | gone, up)
 
@@ -164,6 +171,12 @@ class Sites:
                 self._greet(frame)
             elif peer not in self._here:
                 return None  # what it said to an earlier population
+            elif peer in self._owes and self._owes[peer] == frame.about.get("sequence"):
+                del self._owes[peer]
+            else:
+                self._strays[peer] += 1
+                if self._strays[peer] > _MOST_STRAYS:
+                    raise frame.refused("answers to what was asked", f"{_MOST_STRAYS} frames that were none")
         except (PayloadError, ValueError) as error:
             self._note({peer: str(error)})
             self._forget(peer)
@@ -203,7 +216,8 @@ class Sites:
 
     def _forget(self, name: str) -> None:
         self._here.discard(name)
-        self._begun.pop(name, None)
+        for known in (self._begun, self._owes, self._strays):
+            known.pop(name, None)
 
     def _note(self, troubles: Mapping[str, str]) -> None:
         for name, why in troubles.items():

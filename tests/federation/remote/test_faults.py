@@ -81,6 +81,7 @@ def test_an_answer_that_is_lost_leaves_the_site_where_it_was() -> None:
     assert run.step().ids.tolist() == [0, 1, 4, 5]
     assert run.population.troubles == {"b": "it is late"}
     made.host.after = lambda name, reply: reply
+    made.host.frames.append(("b", made.host.sites["b"].hello()))  # it has connected anew
     run.step()
     away = ft.Faults(before=lambda key, ids: (ids == 2) | (ids == 3))
     wanted = ft.Run(scaffold(), ft.InProcess(DATA), seed=3)
@@ -100,6 +101,7 @@ def test_a_late_answer_is_not_taken_for_another_round() -> None:
     made.host.after = lambda name, reply: late.append((name, reply)) if name == "b" else reply
     run.step()
     made.host.after = lambda name, reply: reply
+    assert run.step().ids.tolist() == [0, 1, 4, 5]  # it is not asked for more before it has answered
     made.host.frames.extend(late)
     assert run.step().ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert distance(run.server.total, run.clients.total()) < ROUNDING
@@ -243,6 +245,35 @@ def random_kills(folder: Path, dice: random.Random, kills: int) -> None:
     assert distance(run.server, wanted.server) < ROUNDING
     assert distance(run.clients.total(), wanted.clients.total()) < ROUNDING
     assert distance(states(made), in_process(wanted)) < ROUNDING
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_site_that_leaves_has_what_it_told_withdrawn(tmp_path: Path, resumed: bool) -> None:
+    """The total is then that of a site that was never asked, also after a checkpoint."""
+    made, file = Federation(tmp_path, withdrawals=True), tmp_path / "run.safetensors"
+    run = made.run()
+    run.step(), run.step()
+    run.save(file)
+    run = made.run().load(file) if resumed else run
+    run.population.withdraw(run, "b")
+    held, initial = in_process(alone(2)), run.clients._local.table.initial
+    told = [scaffold().told(tree.unflatten(held[name], initial, "state")) for name in "ac"]
+    wanted = tree.add(*(tree.map(lambda leaf: leaf.sum(0), each) for each in told))
+    assert distance(run.server.total, wanted) < ROUNDING
+    assert run.step().ids.tolist() == [0, 1, 4, 5]
+    assert distance(run.server.total, run.clients.total()) < ROUNDING
+    with pytest.raises(ValueError, match="withdrawn before"):
+        run.population.withdraw(run, "b")
+    with pytest.raises(ValueError, match="Expected one of the sites"):
+        run.population.withdraw(run, "d")
+    run.save(file)
+    assert made.run().load(file).step().ids.tolist() == [0, 1, 4, 5]
+
+
+def test_what_was_not_kept_cannot_be_withdrawn() -> None:
+    run = Federation().run()
+    with pytest.raises(ValueError, match="withdrawals=True"):
+        run.population.withdraw(run, "b")
 
 
 def test_a_full_disk_at_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
