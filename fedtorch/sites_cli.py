@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     """Does what one of these commands says; returns the exit code."""
     try:
         options.do(options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         print(f"fedtorch: {error}", file=sys.stderr)
         return 1
     return 0

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link, Pipe
-from fedtorch.transport.identity import SERVER, Identity
+from fedtorch.transport.identity import SERVER, Identity, fingerprint
 from fedtorch.transport.roster import Roster
 
 _SERVICE, _METHOD = "fedtorch.Sites", "Join"
@@ -37,7 +37,7 @@ def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIM
         OSError: nothing can listen there.
     """
     grpc = library()
-    hub = Hub(limits, roster.check_name)
+    hub = Hub(limits)
     workers = ThreadPoolExecutor(limits.peers + _SPARE, "fedtorch-site")
     server = grpc.server(workers, options=_options(limits), maximum_concurrent_rpcs=limits.peers + _SPARE)
     handler = grpc.stream_stream_rpc_method_handler(partial(_stream, hub, roster, grpc))
@@ -137,7 +137,7 @@ def _stream(hub: Hub, roster: Roster, grpc: Any, requests: Iterator[bytes], cont
     try:
         (certificate,) = context.auth_context()["x509_pem_cert"]
         peer = roster.name_of(certificate)
-        line = hub.join(peer)
+        line = hub.join(peer, partial(roster.check, peer, fingerprint(certificate)))
     except (PermissionError, ConnectionRefusedError) as error:
         code = "PERMISSION_DENIED" if isinstance(error, PermissionError) else "RESOURCE_EXHAUSTED"
         context.abort(getattr(grpc.StatusCode, code), str(error))

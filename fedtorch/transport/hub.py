@@ -91,6 +91,7 @@ class Line(NamedTuple):
 
     inward: Pipe
     outward: Pipe
+    admitted: Callable[[], None] | None = None  # raises PermissionError where the peer may not be here any more
 
     def end(self, reason: Exception) -> None:
         """Ends both directions."""
@@ -103,11 +104,13 @@ class Hub:
 
     Args:
         limits: of every line.
-        admitted: raises PermissionError where a peer, by name, may not be here any more; asked at every frame.
+
+    Attributes:
+        port: at which it listens, where it does.
     """
 
-    def __init__(self, limits: Limits = LIMITS, admitted: Callable[[str], None] | None = None) -> None:
-        self.limits, self._admitted, self.port = limits, admitted, 0
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits, self.port = limits, 0
         self._changed = threading.Condition()
         self._lines: dict[str, Line] = {}
         self._turn: deque[str] = deque()  # whose frame is taken next
@@ -135,7 +138,7 @@ class Hub:
         try:
             line.outward.put(frame, self.limits.seconds)
         except TimeoutError as error:
-            self.drop(peer, str(error))
+            self.leave(peer, line, ConnectionAbortedError(str(error)))  # it may come back
             raise
 
     def receive(self, seconds: float) -> tuple[str, bytes]:
@@ -152,8 +155,9 @@ class Hub:
                 peer = next(name for name in self._turn if self._lines[name].inward.waiting)
                 self._turn.remove(peer)
                 self._turn.append(peer)
-                frame = self._lines[peer].inward.get()
-            if self._may_speak(peer):
+                line = self._lines[peer]
+                frame = line.inward.get()
+            if self._may_speak(peer, line):
                 return peer, frame
 
     def drop(self, peer: str, reason: str) -> None:
@@ -163,8 +167,12 @@ class Hub:
         if line is not None:
             self.leave(peer, line, PermissionError(reason))
 
-    def join(self, peer: str) -> Line:
+    def join(self, peer: str, admitted: Callable[[], None] | None = None) -> Line:
         """A line for a peer that has connected, in place of an earlier one of the same name.
+
+        Args:
+            peer: its name.
+            admitted: raises PermissionError where it may not be here any more; asked at every frame.
 
         Raises:
             ConnectionRefusedError: too many are connected.
@@ -173,7 +181,7 @@ class Hub:
             before = self._lines.get(peer)
             if before is None and len(self._lines) >= self.limits.peers:
                 raise ConnectionRefusedError(f"Expected at most {self.limits.peers} peers; try again later")
-            line = Line(Pipe(self.limits.ahead, self._changed), Pipe(self.limits.ahead))
+            line = Line(Pipe(self.limits.ahead, self._changed), Pipe(self.limits.ahead), admitted)
             self._lines[peer] = line
             if before is None:
                 self._turn.append(peer)
@@ -205,12 +213,12 @@ class Hub:
     def _ready(self) -> bool:
         return any(line.inward.waiting for line in self._lines.values())
 
-    def _may_speak(self, peer: str) -> bool:
+    def _may_speak(self, peer: str, line: Line) -> bool:
         try:
-            if self._admitted is not None:
-                self._admitted(peer)
+            if line.admitted is not None:
+                line.admitted()
         except PermissionError as error:
-            self.drop(peer, str(error))
+            self.leave(peer, line, error)
             return False
         return True
 

@@ -13,11 +13,13 @@ b'welcome'
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fedtorch.transport.hub import Hub, Line, Link
 
 
-def link(host: Hub, name: str) -> Link:
-    """A link of the site called `name` to a hub in this process."""
-    line = host.join(name)
+def link(host: Hub, name: str, admitted: Callable[[], None] | None = None) -> Link:
+    """A link of the site called `name` to a hub in this process; see `Hub.join`."""
+    line = host.join(name, admitted)
     gone = ConnectionAbortedError("the site has closed the stream")
     return Link(Line(line.outward, line.inward), host.limits, lambda: host.leave(name, line, gone))

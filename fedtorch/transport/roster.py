@@ -59,19 +59,19 @@ class Roster:
         Raises:
             PermissionError: it is not in the roster with this key, or revoked.
         """
-        name, key = common_name(x509.load_pem_x509_certificate(certificate)), fingerprint(certificate)
-        self.check_name(name)
-        if self.sites[name].key != key:
-            raise PermissionError(f"Expected {name!r} with the key of the roster, but got another; enrol anew")
+        name = common_name(x509.load_pem_x509_certificate(certificate))
+        self.check(name, fingerprint(certificate))
         return name
 
-    def check_name(self, name: str) -> None:
-        """Raises PermissionError unless a site of this name may be here."""
+    def check(self, name: str, key: str) -> None:
+        """Raises PermissionError unless a site of this name may be here, with the key of this fingerprint."""
         site = self.sites.get(name)
         if site is None:
             raise PermissionError(f"Expected a site of the roster, but {name!r} is not in it; enrol first")
         if site.revoked:
             raise PermissionError(f"The key of {name!r} has been revoked: {site.revoked}")
+        if site.key != key:
+            raise PermissionError(f"Expected {name!r} with the key of the roster, but got another; enrol anew")
 
     def add(self, name: str, key: str, rows: int | None = None) -> None:
         """Lets a site in, with the fingerprint of its key in place of an earlier one."""

@@ -105,4 +105,4 @@ def test_a_roster_knows_names_keys_and_who_was_revoked(authority: Path, tmp_path
 def test_a_damaged_roster_lets_nobody_in(tmp_path: Path, content: str) -> None:
     (tmp_path / "roster.json").write_text(content)
     with pytest.raises(ValueError, match="Expected a roster in"):
-        Roster(tmp_path / "roster.json").check_name("a")
+        Roster(tmp_path / "roster.json").check("a", "")

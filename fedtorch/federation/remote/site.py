@@ -49,13 +49,11 @@ def join(
             _LOG.info("waiting for the server: %s", error)
         else:
             try:
-                link.send(site.hello())
+                _say(link, site.hello())
                 while site.ended is None:
                     payload = link.receive(patience)
                     heard, pause = time.monotonic(), _PAUSES[0]
-                    reply = site.answer(payload)
-                    if reply is not None:
-                        link.send(reply)
+                    _say(link, site.answer(payload))
                 return site.ended
             except ConnectionError as error:
                 _LOG.warning("lost the server, connecting again: %s", error)
@@ -63,6 +61,15 @@ def join(
                 link.close()
         time.sleep(pause)
         pause = min(2 * pause, _PAUSES[1])
+
+
+def _say(link: Link, frame: bytes | None) -> None:
+    """Sends a frame, if there is one; a server that does not take it is one that is lost."""
+    try:
+        if frame is not None:
+            link.send(frame)
+    except TimeoutError as error:
+        raise ConnectionResetError(str(error)) from error
 
 
 class Site:

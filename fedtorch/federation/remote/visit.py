@@ -98,6 +98,7 @@ class Visit:
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
         heard, more = inbox.decode(frame, self._heard, own, more)
         self._check_ids(frame, heard.ids)
+        heard = heard._replace(inbox=tree.to(heard.inbox, self.clients.device))
         turn = Turn(more["key"], frame.integer("round"))
         self.watch.before(self.algorithm, turn, heard.ids)
         found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)

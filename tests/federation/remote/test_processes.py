@@ -109,8 +109,12 @@ def test_sites_as_processes_of_which_one_is_killed(place: Place) -> None:
 
 @pytest.mark.slow
 def test_processes_that_are_killed_at_random(place: Place) -> None:
+    killed_at_random(place, kills=20, rounds=3000)
+
+
+def killed_at_random(place: Place, kills: int, rounds: int) -> None:
     """Server and sites, while they work; every round that was saved stays, and the end is that of one process."""
-    kills, rounds, dice = 20, 3000, random.Random(5)
+    dice = random.Random(5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
