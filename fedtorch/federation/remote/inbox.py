@@ -13,6 +13,9 @@ from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import Frame
 from fedtorch.tree import Rows, Tree
 
+_INBOX = "inbox"
+_PREFIX = f"{_INBOX}."
+
 
 class Inboxes(NamedTuple):
     """What some clients of a site hear; it takes the place of the server's outbox there."""
@@ -39,7 +42,7 @@ def encode(kind: str, heard: Inboxes, more: Tree = None, **about: Any) -> bytes:
     once = [name for name, leaf in tree.items(heard.inbox) if _is_shared(leaf)]
     inbox = tree.map(lambda leaf: leaf[0] if _is_shared(leaf) else leaf, heard.inbox)
     return frames.encode(
-        kind, {"ids": heard.ids, "inbox": inbox, "more": more}, clients=len(heard.ids), once=once, **about
+        kind, {"ids": heard.ids, _INBOX: inbox, "more": more}, clients=len(heard.ids), once=once, **about
     )
 
 
@@ -56,16 +59,18 @@ def decode(frame: Frame, like: Tree, most: int, more: Tree = None) -> tuple[Inbo
         PayloadError: they are something else.
     """
     count, once = frame.integer("clients", 0, most), set(frame.texts("once"))
-    names = [name for name, _ in tree.items(like)]
-    if not once <= set(names):
-        raise frame.refused(f"values among {names}", sorted(once - set(names)))
-    leaves = [leaf if name in once else leaf.expand(count, *leaf.shape) for name, leaf in tree.items(like)]
-    shape = {"ids": torch.empty(count, dtype=torch.int64), "inbox": tree.refill(like, leaves), "more": more}
-    came = frame.tree(shape, finite=False)
+    one = tree.flatten(like)
+    if not once <= one.keys():
+        raise frame.refused(f"values among {sorted(one)}", sorted(once - one.keys()))
+    shared = {_PREFIX + name if name else _INBOX: name in once for name in one}
+    rows = [leaf if same else leaf.expand(count, *leaf.shape) for leaf, same in zip(one.values(), shared.values())]
+    came = frame.tree(
+        {"ids": torch.empty(count, dtype=torch.int64), "more": more, **dict(zip(shared, rows))}, finite=False
+    )
     ids = came["ids"]
     if not bool((ids[1:] > ids[:-1]).all()):
         raise frame.refused("ascending ids", ids.tolist())
-    leaves = [x.expand(count, *x.shape) if name in once else x for name, x in tree.items(came["inbox"])]
+    leaves = [came[name].expand(count, *came[name].shape) if same else came[name] for name, same in shared.items()]
     return Inboxes(ids, tree.refill(like, leaves)), came["more"]
 
 
