@@ -22,7 +22,7 @@ from fedtorch.federation.remote import frames, inbox
 from fedtorch.federation.remote.account import Account
 from fedtorch.federation.remote.frames import Frame
 from fedtorch.federation.remote.inbox import Inboxes
-from fedtorch.federation.remote.sites import Heard, Sites
+from fedtorch.federation.remote.sites import LATE, Heard, Sites
 from fedtorch.federation.remote.visit import fingerprint
 from fedtorch.tree import Tree
 
@@ -98,6 +98,8 @@ class RemoteClients:
         self._check_quorum(heard, len(requests))
         found = [answer for answer in heard.answers.values() if answer.partial is not None]
         ids, info = joined([(answer.ids, answer.info) for answer in found])
+        late = [site for site, why in heard.missing.items() if why == LATE]
+        away = [site for site in self.plan.sites.names if site not in heard.answers and site not in late]
         merged = self._local.algorithm.exchange.merge([answer.partial for answer in found]) if found else None
         return Pending(
             None if merged is None else self._local.finish(merged, self._message),
@@ -107,6 +109,8 @@ class RemoteClients:
             sum(len(frame) for frame in requests.values()),
             lambda: self._keep(heard.answers, number),
             refused={client: field for answer in heard.answers.values() for client, field in answer.refused.items()},
+            away=self._asked_of(away, cohort, lost),
+            late=self._asked_of(late, cohort, lost),
         )
 
     def total(self) -> Tree | None:
@@ -197,6 +201,12 @@ class RemoteClients:
         """Sites compare the algorithm's settings with their own when a run begins there."""
 
     # -- what is said ----------------------------------------------------------------------------------------------
+
+    def _asked_of(self, sites: list[str], cohort: Tensor | None, lost: Tensor | None) -> Tensor:
+        """The clients of some sites that were asked, but for those whose messages are lost in any case."""
+        own = [self._own(self.plan.sites.names.index(site), cohort) for site in sites]
+        ids = torch.cat([_NOBODY, *own])
+        return ids if lost is None else ids[~torch.isin(ids, lost)]
 
     def _members(self) -> list[tuple[int, str]]:
         """The sites that have not left, by number."""

@@ -17,6 +17,7 @@ from fedtorch.wire import PayloadError
 
 _LOG = logging.getLogger(__name__)
 _MOST_STRAYS = 100
+LATE = "it is late"
 _LOOK = 0.25  # seconds after which it is seen that a site has gone
 Answer = TypeVar("Answer")
 
@@ -140,7 +141,7 @@ class Sites:
                         up += len(frame.payload)
                 except PayloadError as error:
                     missing[name] = str(error)
-        gone = {name: "it is late" if name in self._owes else "it is not connected" for name in waiting}
+        gone = {name: LATE if name in self._owes else "it is not connected" for name in waiting}
         self._note(missing | gone)
         return Heard({name: answers[name] for name in requests if name in answers}, missing | gone, up)
 

@@ -80,6 +80,7 @@ def test_an_answer_that_is_lost_leaves_the_site_where_it_was() -> None:
     made.host.after = lambda name, reply: None if name == "b" else reply
     assert run.step().ids.tolist() == [0, 1, 4, 5]
     assert run.population.troubles == {"b": "it is late"}
+    assert (run.last.late.tolist(), run.last.lost_before.tolist()) == ([2, 3], [])
     made.host.after = lambda name, reply: reply
     made.host.frames.append(("b", made.host.sites["b"].hello()))  # it has connected anew
     run.step()
@@ -112,6 +113,7 @@ def test_a_round_without_quorum_can_be_done_again() -> None:
     run = made.run()
     run.step()
     made.host.kill("a"), made.host.kill("c")
+    assert run.history["answered"].tolist() == [6]
     with pytest.raises(RuntimeError, match=r"at least 2 of 3 sites, but got 1, without 'a': it is not connected; 'c'"):
         run.step()
     made.host.start("a"), made.host.start("c")
@@ -289,6 +291,7 @@ def test_a_full_disk_at_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(checkpoint, "write", full)
     assert run.step().ids.tolist() == [0, 1, 4, 5]
+    assert (run.last.late.tolist(), run.last.lost_before.tolist()) == ([], [2, 3])
     assert "the site failed with OSError; see what it says itself" in run.population.troubles["b"]
     assert "No space left on device" in caplog.text
     monkeypatch.undo()
