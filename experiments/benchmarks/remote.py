@@ -177,9 +177,8 @@ def rounds(small: bool) -> list[common.Row]:
     return [*rows, common.Row("a short frame to a site and back", "ms", statistics.median(alone))]
 
 
-def many(small: bool) -> list[common.Row]:
-    """One round of very many sites."""
-    alone, together = (2, 4) if small else (20, 180)
+def many(alone: int, together: int) -> list[common.Row]:
+    """Rounds of so many sites in processes of their own, and so many in one."""
     names = [str(k) for k in range(alone + together)]
     with serving([*([name] for name in names[:alone]), names[alone:]]) as (host, _, _):
         run = ft.Run(averaged(), population(host, names, "averaged"), seed=0)
@@ -196,7 +195,7 @@ def many(small: bool) -> list[common.Row]:
 
 def parts(small: bool) -> measure.Parts:
     """The parts by name."""
-    return {"rounds": partial(rounds, small), "many": partial(many, small)}
+    return {"rounds": partial(rounds, small), "many": partial(many, *((2, 4) if small else (20, 180)))}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ from support.closed_forms import ROUNDING, distance
 from support.my_data import DATA, scaffold
 
 import fedtorch as ft
+from experiments.benchmarks import remote as benchmark
 from fedtorch import cli, tree
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import Remote
@@ -105,6 +107,15 @@ def test_sites_as_processes_of_which_one_is_killed(place: Place) -> None:
     assert distance(run.server, wanted.server) < ROUNDING
     assert distance(place.models(), wanted.tensors()) < ROUNDING
     host.close()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_sites(tmp_path: Path) -> None:
+    benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    found = {(row["setting"], row["metric"]): row["ours"] for row in rows}
+    assert found["2 sites in processes of their own and 4 in one", "largest difference from one process"] < ROUNDING
+    assert found["FedAvg, three sites, 40 rounds", "bytes down a round"] > 0
 
 
 @pytest.mark.slow
