@@ -22,7 +22,7 @@ from fedtorch.federation.remote import frames, inbox
 from fedtorch.federation.remote.account import Account
 from fedtorch.federation.remote.frames import Frame
 from fedtorch.federation.remote.inbox import Inboxes
-from fedtorch.federation.remote.sites import LATE, Heard, Sites
+from fedtorch.federation.remote.sites import LATE, Heard, Question, Sites
 from fedtorch.federation.remote.visit import fingerprint
 from fedtorch.tree import Tree
 
@@ -242,9 +242,8 @@ class RemoteClients:
 
     def _ask(self, requests: dict[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Heard:
         least = math.ceil(self.plan.quorum * len(requests))
-        return self.plan.sites.ask(
-            self.run, self._begin, requests, number, read, seconds=self.plan.seconds, least=least
-        )
+        question = Question(self.run, self._begin, requests, number, read)
+        return self.plan.sites.ask(question, seconds=self.plan.seconds, least=least)
 
     def _check_quorum(self, heard: Heard, asked: int) -> None:
         least = math.ceil(self.plan.quorum * asked)

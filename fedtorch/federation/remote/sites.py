@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import PROTOCOL, Frame
@@ -19,7 +19,6 @@ _LOG = logging.getLogger(__name__)
 _MOST_STRAYS = 100
 LATE = "it is late"
 _LOOK = 0.25  # seconds after which it is seen that a site has gone
-Answer = TypeVar("Answer")
 
 
 class Brings(NamedTuple):
@@ -36,6 +35,60 @@ class Heard(NamedTuple):
     answers: dict[str, Any]  # by site, as they were read, in the order of the sites
     missing: dict[str, str]  # why the others did not answer
     bytes_up: int
+
+
+class Question:
+    """What some sites are asked, and what they have answered so far.
+
+    Args:
+        run: the identity of the run.
+        begin: site -> the frame that begins the run there.
+        requests: by site.
+        sequence: of the requests.
+        read: (site, frame) -> the answer; may raise PayloadError, which is no answer.
+
+    Attributes:
+        asked: the sites that have the request on their stream.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        begin: Callable[[str], bytes],
+        requests: Mapping[str, bytes],
+        sequence: int,
+        read: Callable[[str, Frame], Any],
+    ) -> None:
+        self.run, self.begin, self.requests, self.sequence, self._read = run, begin, requests, sequence, read
+        self.answers: dict[str, Any] = {}
+        self.missing: dict[str, str] = {}
+        self.asked: set[str] = set()
+        self._bytes = 0
+
+    @property
+    def waiting(self) -> list[str]:
+        """The sites that have neither answered nor refused."""
+        return [name for name in self.requests if name not in self.answers and name not in self.missing]
+
+    def hear(self, frame: Frame) -> None:
+        """Takes in a site's frame, if it belongs to the question."""
+        name = frame.sender
+        if frame.kind == "hello":
+            self.asked.discard(name)
+        elif name in self.asked and name in self.waiting and frame.about.get("sequence") == self.sequence:
+            try:
+                if frame.kind == "refusal":
+                    self.missing[name] = frame.text("reason")[:1000]
+                else:
+                    self.answers[name] = self._read(name, frame)
+                    self._bytes += len(frame.payload)
+            except PayloadError as error:
+                self.missing[name] = str(error)
+
+    def heard(self, gone: Mapping[str, str]) -> Heard:
+        """All that was heard; `gone` are the sites that are waited for no longer, and why."""
+        answers = {name: self.answers[name] for name in self.requests if name in self.answers}
+        return Heard(answers, {**self.missing, **gone}, self._bytes)
 
 
 class Sites:
@@ -85,65 +138,36 @@ class Sites:
         self._sequence += 1
         return self._sequence
 
-    def ask(
-        self,
-        run: str,
-        begin: Callable[[str], bytes],
-        requests: Mapping[str, bytes],
-        sequence: int,
-        read: Callable[[str, Frame], Answer],
-        *,
-        seconds: float,
-        least: int,
-    ) -> Heard:
+    def ask(self, question: Question, *, seconds: float, least: int) -> Heard:
         """Asks sites, and returns once all that are here have answered, and `least` of them at least, or time is up.
 
         A site that connects anew meanwhile is asked again; one that still works on an earlier request is asked once it
         has answered that.
 
         Args:
-            run: the identity of the run.
-            begin: site -> the frame that begins the run there.
-            requests: by site.
-            sequence: of the requests.
-            read: (site, frame) -> the answer; may raise PayloadError, which is no answer.
+            question: what they are asked.
             seconds: that are waited.
             least: so many answers are waited for also from sites that are not here.
         """
-        answers: dict[str, Answer] = {}
-        missing: dict[str, str] = {}
-        asked: set[str] = set()
-        up, ends = 0, time.monotonic() + seconds
+        ends = time.monotonic() + seconds
         while True:
-            waiting = [name for name in requests if name not in answers and name not in missing]
+            waiting, found = question.waiting, len(question.answers)
             for name in waiting:
-                free = name in self._here and name not in asked and name not in self._owes
-                if free and self._send(name, run, begin, requests[name]):
-                    asked.add(name)
-                    self._owes[name] = sequence
-            asked &= self.host.connected
-            here = any(name in asked for name in waiting)
-            left = ends - time.monotonic()
-            if not waiting or (len(answers) >= least and not here) or len(answers) + len(waiting) < least or left <= 0:
+                free = name in self._here and name not in question.asked and name not in self._owes
+                if free and self._send(name, question.run, question.begin, question.requests[name]):
+                    question.asked.add(name)
+                    self._owes[name] = question.sequence
+            question.asked &= self.host.connected
+            alone, left = question.asked.isdisjoint(waiting), ends - time.monotonic()
+            if not waiting or (found >= least and alone) or found + len(waiting) < least or left <= 0:
                 break
             frame = self._next(min(left, _LOOK))
-            if frame is None or frame.sender not in requests:
-                continue
-            name = frame.sender
-            if frame.kind == "hello":
-                asked.discard(name)
-            elif frame.about.get("sequence") == sequence and name in asked and name not in answers:
-                try:
-                    if frame.kind == "refusal":
-                        missing[name] = frame.text("reason")[:1000]
-                    else:
-                        answers[name] = read(name, frame)
-                        up += len(frame.payload)
-                except PayloadError as error:
-                    missing[name] = str(error)
-        gone = {name: LATE if name in self._owes else "it is not connected" for name in waiting}
-        self._note(missing | gone)
-        return Heard({name: answers[name] for name in requests if name in answers}, missing | gone, up)
+            if frame is not None:
+                question.hear(frame)
+        working = self._owes.keys() & self.host.connected
+        gone = {name: LATE if name in working else "it is not connected" for name in waiting}
+        self._note(question.missing | gone)
+        return question.heard(gone)
 
     def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
         """Sends a frame that wants no answer, if the site is here."""

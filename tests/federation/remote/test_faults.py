@@ -174,14 +174,15 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, mom
 
     if moment == "in a round":
         made.host.after = lambda name, reply: kill() if name == "b" else reply
-    elif moment == "in a save":
+    write = checkpoint.write
+    if moment == "in a save":
         monkeypatch.setattr(checkpoint, "write", kill)
     with pytest.raises(Killed):  # noqa: PT012
         run.step()
         if moment != "after a round":
             run.save(file)
         kill()
-    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint, "write", write)
     made.host.after = lambda name, reply: reply
     again = made.run().load(file)
     assert again.number == (3 if moment == "after a save" else 2)
@@ -294,7 +295,7 @@ def test_a_full_disk_at_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert (run.last.late.tolist(), run.last.lost_before.tolist()) == ([], [2, 3])
     assert "the site failed with OSError; see what it says itself" in run.population.troubles["b"]
     assert "No space left on device" in caplog.text
-    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint, "write", write)
     assert run.step().ids.tolist() == [0, 1, 2, 3, 4, 5]
     assert distance(run.server.total, run.clients.total()) < ROUNDING
 
