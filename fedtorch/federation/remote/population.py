@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,25 @@ class Remote:
         validation: stands for the rows that sites keep for validation, in `run.evaluate(population.validation, …)`;
             metrics are asked for by name, and sites compute what they offer under it.
 
+    Example:
+        >>> import threading, torch, fedtorch as ft
+        >>> from fedtorch.federation.remote import Offer, join
+        >>> from fedtorch.transport import Hub, memory
+        >>> def fedavg(mu: float) -> ft.Algorithm:
+        ...     return ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)), mu=mu)
+        >>> host, rows = Hub(), (torch.eye(2), torch.tensor([1.0, 2.0]))
+        >>> offer = Offer(ft.data.from_tensors([rows]), {"fedavg": fedavg})
+        >>> site = threading.Thread(target=join, args=(lambda: memory.link(host, "ward 7"), offer))
+        >>> site.start()
+        >>> sites = ft.Remote(host, ["ward 7"], "fedavg", {"mu": 0.0})
+        >>> run = ft.run(fedavg(0.0), sites, rounds=2)
+        >>> run.global_module().weight.round(decimals=3).tolist()
+        [[1.0, 2.0]]
+        >>> sites.finish(run)
+        >>> site.join()
+
     Raises:
+        TypeError: settings that are not JSON.
         TimeoutError: not all sites came.
         ValueError: no sites, two clients of one name, or settings out of range.
     """
@@ -68,6 +87,10 @@ class Remote:
             raise ValueError(f"Expected the names of different sites, at least one, but got {list(sites)}")
         if not 0 < quorum <= 1:
             raise ValueError(f"Expected a quorum above 0 and at most 1, but got {quorum}")
+        try:
+            json.dumps(settings, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
         self.device, self.leads = torch.device("cpu"), True
         asked = Sites(host, sites, agreed)
         asked.meet(patience)

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import PROTOCOL, Frame
 from fedtorch.federation.remote.offer import Offer
@@ -37,8 +39,23 @@ def join(
     Raises:
         PermissionError: the server does not let the site take part, and says why.
         TimeoutError: the server was silent, or not there, for longer than the patience.
+        FileExistsError: another process works in the folder.
     """
-    site = Site(offer, None if folder is None else Path(folder))
+    if folder is None:
+        return _join(dial, Site(offer), patience)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(Path(folder) / "lock", timeout=0):
+            return _join(dial, Site(offer, Path(folder)), patience)
+    except Timeout as error:
+        raise FileExistsError(
+            f"Expected a folder in which no other process takes part, but one does in {folder}; end it, or choose "
+            "another folder for another site"
+        ) from error
+
+
+def _join(dial: Callable[[], Link], site: Site, patience: float) -> Visit:
+    """Connects, again and again, until the site's part is over."""
     heard, pause = time.monotonic(), _PAUSES[0]
     while True:
         try:

@@ -209,6 +209,11 @@ def test_settings_that_cannot_be(settings: dict[str, Any], expected: str) -> Non
         Remote(sites.plan.sites.host, **{"sites": ["a"], "algorithm": "it", **settings})
 
 
+def test_settings_that_cannot_travel() -> None:
+    with joined(offers(DATA, fedavg)) as (sites, _), pytest.raises(TypeError, match="Expected settings as JSON"):
+        Remote(sites.plan.sites.host, ["a"], "it", {"loss": len})
+
+
 def test_sites_that_do_not_come_are_named() -> None:
     with joined(offers(DATA, fedavg)) as (sites, _):
         expected = r"all 2 sites within 0\.2 s, but got no .*'d': it did not connect"
