@@ -53,11 +53,16 @@ class Thread(threading.Thread):
 
 @contextmanager
 def joined(
-    brought: Mapping[str, Offer], *, rows: Tree = None, settings: Mapping[str, Any] | None = None, **more: Any
+    brought: Mapping[str, Offer],
+    *,
+    rows: Tree = None,
+    settings: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
+    **more: Any,
 ) -> Iterator[tuple[Remote, Mapping[str, Thread]]]:
     """(the population of such sites, the threads in which they run)."""
     host = Hub()
-    threads = {name: Thread(host, name, offer) for name, offer in brought.items()}
+    threads = {name: Thread(host, name, offer, folder and folder / name) for name, offer in brought.items()}
     for thread in threads.values():
         thread.start()
     more = {"quorum": 1.0, "seconds": 20.0, **more}

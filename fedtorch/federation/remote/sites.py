@@ -164,8 +164,8 @@ class Sites:
             frame = self._next(min(left, _LOOK))
             if frame is not None:
                 question.hear(frame)
-        working = self._owes.keys() & self.host.connected
-        gone = {name: LATE if name in working else "it is not connected" for name in waiting}
+        working, yet = self._owes.keys() & self.host.connected, LATE if left <= 0 else "it had not answered yet"
+        gone = {name: yet if name in working else "it is not connected" for name in waiting}
         self._note(question.missing | gone)
         return question.heard(gone)
 

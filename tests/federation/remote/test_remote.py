@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning
@@ -169,6 +170,21 @@ def test_a_trainer_runs_on_sites() -> None:
             logged = trainer.callback_metrics.items()
             found.append({name: float(value) for name, value in logged if not name.startswith("bytes")})
     assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_a_trainer_s_checkpoint_goes_on_at_the_sites(tmp_path: Path) -> None:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lambda epochs: lightning.Trainer(max_epochs=epochs, accelerator="cpu", **quiet)
+    with federation("scaffold", folder=tmp_path) as (algorithm, sites, _, here):
+        first = trainer(2)
+        first.fit(ft.Federation(algorithm, sites))
+        first.save_checkpoint(tmp_path / "two.ckpt")
+        trainer(1).fit(ft.Federation(algorithm, sites))  # another run on the same sites
+        model = ft.Federation(algorithm, Remote(sites.plan.sites.host, ["a", "b", "c"], "it", quorum=1.0))
+        trainer(4).fit(model, ckpt_path=tmp_path / "two.ckpt")
+        assert model.round == 4
+        assert distance(model.server, ft.run(algorithm, here, rounds=4).server) < ROUNDING
+        assert distance(model.server.total, model.run.clients.total()) < ROUNDING
 
 
 def test_models_are_where_they_can_be_known() -> None:
