@@ -120,12 +120,12 @@ def server_goes_on(count: int) -> None:
     while turns < count:
         if "b" not in host.sites:
             host.start("b")
-        for _ in range(count // 200):
+        for _ in range(count // 100):
             host.frames.append(("b", mutated(dice.choice(said), dice)))
         round = run.step()
         assert round.ids.tolist()[:2] == [0, 1]
         assert all(bool(leaf.isfinite().all()) for leaf in run.server.parameters.values())
-        turns += 1 + count // 200
+        turns += 1 + count // 100
     host.after = lambda name, reply: reply
     host.dropped.clear()
     host.start("b")
