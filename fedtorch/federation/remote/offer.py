@@ -13,6 +13,8 @@ An offer is usually a file of the site's own, `my_data.py`:
     algorithms = {"fedavg": fedavg}
     terms = Terms(rounds=1000)
 
+Settings are the server's: let a function take few, and check those that cost time or memory.
+
 A server names an algorithm and gives settings as JSON; the site calls what it has under that name. Nothing else of what
 comes over the wire decides what is run.
 """

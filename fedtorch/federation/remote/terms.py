@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from fedtorch import files
+from fedtorch import files, tree
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.budget import Budget
+from fedtorch.tree import Tree
 
 
 class Refusal(ValueError):
@@ -20,7 +22,7 @@ class Refusal(ValueError):
 class Terms(NamedTuple):
     """What a site insists on. Every round that it begins to answer counts, also one that the server then drops."""
 
-    smallest_cohort: int = 1  # clients of the site in an answer, at least; those of others it cannot see
+    smallest_cohort: int = 1  # clients of the site in an answer, at least, whose diagnostics and scores are joined
     rounds: int | None = None  # answered in all, over all runs
     epsilon: float | None = None  # of its rows in all, by noise that is added at the site
 
@@ -69,8 +71,7 @@ class Watch:
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
         """Counts a round, before anything of it is computed, or refuses it."""
         budget, terms = algorithm.budget, self.terms
-        if len(ids) < terms.smallest_cohort:
-            raise Refusal(f"the site answers for at least {terms.smallest_cohort} of its clients, not for {len(ids)}")
+        self.check_cohort(len(ids))
         if terms.rounds is not None:
             if self._rounds >= terms.rounds:
                 raise Refusal(f"the site has answered {self._rounds} rounds, and does not answer more")
@@ -84,10 +85,25 @@ class Watch:
             if terms.epsilon is not None and budget.report()["epsilon"] > terms.epsilon:
                 raise Refusal(f"the site spends no more than epsilon = {terms.epsilon}")
 
-    def after(self, answered: int) -> None:
-        """Refuses an answer of fewer clients than the terms allow; some may have been left out."""
-        if 0 < answered < self.terms.smallest_cohort:
-            raise Refusal(f"the site answers for at least {self.terms.smallest_cohort} of its clients, not {answered}")
+    def check_cohort(self, clients: int) -> None:
+        """Refuses to answer for so few clients; none at all tell nothing."""
+        if 0 < clients < self.terms.smallest_cohort:
+            raise Refusal(
+                f"the site answers for at least {self.terms.smallest_cohort} of its clients, not for {clients}"
+            )
+
+    def together(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Clients' diagnostics `(M,)`; their mean in the place of each, where no client may be told from others."""
+        if self.terms.smallest_cohort == 1:
+            return info
+        return {name: values.nanmean().expand(len(values)).clone() for name, values in info.items()}
+
+    def in_one(self, sums: Tree) -> Tree:
+        """Clients' sums `(K, ...)`; all of them in the first one's place, where no client may be told from others."""
+        if self.terms.smallest_cohort == 1:
+            return sums
+        joined = tree.map(lambda leaf: leaf.sum(0, keepdim=True, dtype=leaf.dtype), sums)
+        return tree.map(lambda one, leaf: torch.cat([one, torch.zeros_like(leaf[1:])]), joined, sums)
 
 
 def _is_own_noise(budget: Budget) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
@@ -96,19 +96,18 @@ class Visit:
         own, number = len(self.offer.data), frame.integer("sequence", 1)
         silent = frame.integer("lost", 0, own)
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
-        heard, more = inbox.decode(frame, self._heard, own, more)
-        self._check_ids(frame, heard.ids)
-        heard = heard._replace(inbox=tree.to(heard.inbox, self.clients.device))
+        heard, more = self._hear(frame, more)
         turn = Turn(more["key"], frame.integer("round"))
         self.watch.before(self.algorithm, turn, heard.ids)
         found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
-        self.watch.after(len(found.ids))
+        self.watch.check_cohort(len(found.ids))
         self._version = None  # until the new states are kept
         self.clients.commit(found.states)
         if self._lasting:
             self._versions.put(number, self.clients.state_dict())
         self._version = number
-        tensors = {"ids": found.ids, "info": found.info, "partial": found.partial}
+        info = self.watch.together(found.info)
+        tensors = {"ids": found.ids, "info": info, "partial": found.partial}
         refused = {str(client): field for client, field in found.refused.items()}
         about = {"clients": len(found.ids), "info": list(found.info), "refused": refused}
         return frames.encode("answer", tensors, sequence=number, **about)
@@ -124,8 +123,8 @@ class Visit:
         wanted = frame.texts("metrics")
         if self.offer.validation is None or not set(wanted) <= self.offer.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.offer.metrics)}, not for {wanted}")
-        heard, _ = inbox.decode(frame, self._heard, len(self.offer.data))
-        self._check_ids(frame, heard.ids)
+        heard, _ = self._hear(frame)
+        self.watch.check_cohort(len(heard.ids))
         metrics = stacked_metrics({name: self.offer.metrics[name] for name in wanted})
         predict, parts = self.algorithm.predict, []
         if predict is None:
@@ -137,13 +136,12 @@ class Visit:
                 sums = {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
                 parts.append((rows, sums))
         order, every = tree.concatenate(parts)
-        sums = tree.take(every, order.argsort())
+        sums = self.watch.in_one(tree.take(every, order.argsort()))
         return frames.encode("answer", {"sums": sums}, sequence=frame.integer("sequence", 1))
 
     def end(self, frame: Frame) -> None:
         """Keeps what the clients hear last; the run is over."""
-        self._last, _ = inbox.decode(frame, self._heard, len(self.offer.data))
-        self._check_ids(frame, self._last.ids)
+        self._last, _ = self._hear(frame)
         self.over = True
 
     def tensors(self) -> Tree:
@@ -168,10 +166,14 @@ class Visit:
             self.algorithm.finish(module, self.offer.data[number])
         return module
 
-    def _check_ids(self, frame: Frame, ids: Tensor) -> None:
+    def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree]:
+        """(what the site's clients hear, the tensors beside it)."""
         own = len(self.offer.data)
+        heard, more = inbox.decode(frame, self._heard, own, more)
+        ids = heard.ids
         if len(ids) and not (int(ids[0]) >= self.first and int(ids[-1]) < self.first + own):
             raise frame.refused(f"clients from {self.first} to {self.first + own - 1}", ids.tolist())
+        return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), more
 
 
 def run_of(begin: Frame) -> str:

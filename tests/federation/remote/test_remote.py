@@ -18,7 +18,7 @@ from test_conformance import ALGORITHMS, POOLED, ROUNDS, STARTS, population, sta
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation import run as running
-from fedtorch.federation.remote import Remote
+from fedtorch.federation.remote import Remote, Terms
 from fedtorch.trust import privacy, robust
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -117,6 +117,7 @@ def fedavg(**settings: Any) -> ft.Algorithm:
 
 @contextmanager
 def validated(
+    terms: Terms = Terms(),  # noqa: B008
     **more: Any,
 ) -> Iterator[tuple[Remote, Mapping[str, Thread], ft.data.FederatedData, ft.data.FederatedData]]:
     """Sites with rows of their own for validation: (sites, threads, rows for training, rows for validation)."""
@@ -125,7 +126,7 @@ def validated(
     for i, name in enumerate(brought):
         own = validation.select(list(range(2 * i, 2 * i + 2)))
         metrics = {"mse": squared_error, "mae": absolute_error}
-        brought[name] = replace(brought[name], validation=own, metrics=metrics)
+        brought[name] = replace(brought[name], validation=own, metrics=metrics, terms=terms)
     with joined(brought, **more) as (sites, threads):
         yield sites, threads, training, validation
 
@@ -151,6 +152,15 @@ def test_scores_on_the_rows_that_sites_keep() -> None:
             there.evaluate(validation, metrics)
         unseen = there.evaluate(validation, metrics, unseen=True)["mse"]
         assert unseen.overall == pytest.approx(wanted.overall, rel=ROUNDING)
+
+
+def test_scores_of_sites_that_tell_clients_only_together() -> None:
+    metrics = {"mse": squared_error}
+    with validated(terms=Terms(smallest_cohort=2)) as (sites, _, training, validation):
+        here, there = (ft.run(fedavg(), clients, rounds=2) for clients in (ft.InProcess(training), sites))
+        wanted, found = here.evaluate(validation, metrics)["mse"], there.evaluate(sites.validation, metrics)["mse"]
+    assert found.overall == pytest.approx(wanted.overall, rel=ROUNDING)
+    assert found.clients.isnan().tolist() == [False, True] * 3
 
 
 def test_a_trainer_runs_on_sites() -> None:
