@@ -57,6 +57,8 @@ def run(options: argparse.Namespace) -> int:
     except (OSError, ValueError, TypeError, ImportError) as error:
         print(f"fedtorch: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
