@@ -10,6 +10,7 @@ share few processors, the three computations that a round has in place of one ar
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import torch
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
+from experiments.benchmarks.forked import fork
 from fedtorch.federation.remote import Offer, Remote, frames, join
 from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
 
@@ -92,22 +94,15 @@ def serving(processes: Sequence[Sequence[str]]) -> Iterator[tuple[Hub, list[str]
             made.save(folder / name)
             roster.add(name, identity.fingerprint(made.certificate))
         host = serve("127.0.0.1:0", own, roster, LIMITS)
-        command = [
-            sys.executable,
-            "-m",
-            "experiments.benchmarks.remote",
-            "--sites",
-            temporary,
-            f"127.0.0.1:{host.port}",
-        ]
-        started = [subprocess.Popen([*command, *each], stdout=subprocess.DEVNULL) for each in processes]
-        try:
-            yield host, names, [process.pid for process in started]
-        finally:
-            host.close()
-            for process in started:
-                process.kill()
-                process.wait()
+        command = [sys.executable, "-m", "experiments.benchmarks.remote", "--sites", temporary]
+        command += [f"127.0.0.1:{host.port}", *(",".join(each) for each in processes)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
+            try:
+                assert started.stdout is not None
+                yield host, names, [int(number) for number in started.stdout.readline().split()]
+            finally:
+                host.close()
+                os.killpg(started.pid, signal.SIGKILL)
 
 
 def population(host: Hub, names: Sequence[str], algorithm: str) -> Remote:
@@ -202,7 +197,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures; or, as `--sites`, takes part in a measurement."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["--sites"]:
-        sites(Path(given[1]), given[2], given[3:])
+        started = [fork(partial(sites, Path(given[1]), given[2], each.split(","))) for each in given[3:]]
+        print(*started, flush=True)
+        for number in started:
+            os.waitpid(number, 0)
     else:
         measure.run("remote", __doc__, parts, given)
 
