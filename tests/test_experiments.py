@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from experiments import (
+    demo_sites,
     fedavg_family,
     fedlin_cmapss,
     fedlin_school,
@@ -75,6 +76,16 @@ def test_quickstart(tmp_path):
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
     assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow  # four processes
+def test_demo_sites(tmp_path):
+    pytest.importorskip("grpc")
+    demo_sites.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    for name in ("fedavg", "ep", "split network"):
+        assert found[name, "largest difference"] < 1e-10  # rounding of float64, of numbers up to some thousands
+        assert abs(found[name, "accuracy over sites"] - found[name, "accuracy in one process"]) < 0.01
 
 
 def test_gtv_trust(tmp_path):
