@@ -290,7 +290,7 @@ def test_fedmgp_benchmark(tmp_path):
 
 def test_fedmgp_faults(tmp_path):
     fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
-    assert len(rows(tmp_path / "rows.json")) == 8
+    assert len(rows(tmp_path / "rows.json")) == 15  # where units drop out there is no robust total
     assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
 
 
