@@ -30,6 +30,7 @@ from experiments import (
     gtv_trust,
     privacy_accuracy,
     quickstart,
+    resilience,
     robustness,
     side_by_side,
     sparse_directed,
@@ -103,6 +104,21 @@ def test_robustness(tmp_path):
     assert ("backdoor against FedAvg", "trigger") in found
     assert ("none against FedAvg", "trigger") not in found
     assert (tmp_path / "robustness.png").stat().st_size > 10_000
+
+
+def test_resilience(tmp_path):
+    resilience.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    after = "distance after {} rounds".format
+    for setting in ("messages lost on links, 0%", "messages lost on links, 60%", "up to 5 rounds late"):
+        assert found[setting, after(20)] < found[setting, after(5)]
+    perfect = found["messages lost on links, 0%", after(20)]
+    assert found["up to 0 rounds late", after(20)] == perfect
+    assert found["stragglers, 90% of the nodes", after(20)] > found["stragglers, 30% of the nodes", after(20)] > perfect
+    gone = "links lost for good, {:.0%}".format
+    assert found[gone(0), "star"] < found[gone(1), "star"] == found["server lost", "star"]
+    assert found[gone(1), "network"] == pytest.approx(found["server lost", "star"], rel=1e-9)
+    assert (tmp_path / "resilience.png").stat().st_size > 10_000
 
 
 def test_robust_benchmark(tmp_path):
