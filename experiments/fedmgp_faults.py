@@ -90,7 +90,7 @@ def draw(columns: dict[str, dict[str, list[float]]]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs every method in every setting, prints a table and draws it."""
     options = common.arguments(__doc__).parse_args(argv)
-    units, fast, slow = (5, (10,), (5, 10)) if options.smoke else (20, (60,), (100, 200))
+    units, fast, slow = (5, (10,), (5, 10)) if options.smoke else (20, (60,), (50, 100))
     settings = {f"{p:.0%} drop out": (p, 0) for p in DROPOUTS}
     settings |= {f"{count} of {units} anomalous": (0.0, count) for count in ANOMALOUS[1:]}
     if options.smoke:

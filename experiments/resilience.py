@@ -123,7 +123,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs both parts, prints their tables and draws them."""
     options = common.arguments(__doc__).parse_args(argv)
-    nodes, rounds, long = (12, (5, 20), 50) if options.smoke else (NODES, (100, 400), 400)
+    nodes, rounds, long = (12, (5, 20), 50) if options.smoke else (NODES, (50, 200), 300)
     parts = (
         [imperfect(nodes, rounds, seed) for seed in range(options.seeds)],
         [lost_for_good(nodes, long, seed) for seed in range(options.seeds)],
