@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.show(f"Accuracy with {faulty} of {clients} clients attacking", *table(found, "accuracy"))
     common.show_rows("The rule fixed in advance", rows[-3:])
     if options.write:
-        RESULTS.write_text(markdown(found, options.seeds))
+        common.write_results(RESULTS, markdown(found, options.seeds))
     common.finish("robustness", rows, options, lambda: {"robustness": draw(found)})
 
 
