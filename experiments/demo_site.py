@@ -52,6 +52,12 @@ class Table(NamedTuple):
         return self.x.shape[1]
 
 
+def say(name: str, text: str) -> None:
+    """A line of progress, in one piece though several processes write."""
+    sys.stdout.write(f"[{name}] {text}\n")
+    sys.stdout.flush()
+
+
 def table() -> Table:
     """Heart disease in four hospitals where its files are at hand, else breast cancer in four parts."""
     hearts = catalogue.describe("heart_disease")
@@ -60,7 +66,8 @@ def table() -> Table:
         pairs, names, name = [found[k] for k in range(len(found))], found.names, "heart disease, four hospitals"
     else:
         x, y = ft.data.breast_cancer()
-        pairs, name = list(zip(x.double().chunk(4), y.chunk(4))), "breast cancer, four parts"
+        means = x[:, :10].double()  # of ten measurements; the other columns are their errors and extremes
+        pairs, name = list(zip(means.chunk(4), y.chunk(4))), "breast cancer, four parts"
         names = tuple(f"part {k}" for k in range(4))
     rows = [(torch.cat([torch.ones(len(x), 1, dtype=x.dtype), x], 1), y.double()) for x, y in pairs]
     return Table(name, ft.data.from_tensors(rows, list(names)), pairs[0][0], pairs[0][1].double())
@@ -128,7 +135,7 @@ def party(name: str, data: Table, iterations: int) -> Half:
     rows = yield from following(Holder(mine.identifiers, name), "registry")
     own = mine.take(rows)
     assert own.x is not None
-    print(f"[{name}] {len(rows)} of {len(mine.identifiers)} patients are those of all parties", flush=True)
+    say(name, f"{len(rows)} of {len(mine.identifiers)} patients are those of all parties")
     unknown = torch.full((len(rows),), torch.nan, dtype=torch.float64)
     part = network(data.features).parties[list(SITES).index(name)]
     node = PartyNode(part, vfl.VerticalData((own.x,), unknown), optimizer=adam, per_row=True)
@@ -150,13 +157,13 @@ def take_part(name: str, folder: str, address: str, iterations: str) -> None:
     """A site's whole life; its token comes by standard input, where no list of processes shows it."""
     token = enrolment.read_token(sys.stdin.readline())
     me = enrolment.enrol(token, Path(folder) / name)
-    print(f"[{name}] enrolled; its key has never left {name}'s folder", flush=True)
+    say(name, f"enrolled; its key has never left {name}'s folder")
     dial, data = partial(transport.connect, address, me), table()
     offer = Offer(data.clients.select(SITES[name]), ALGORITHMS)
-    print(f"[{name}] joins with {', '.join(offer.data.names)}: {int(offer.data.counts.sum())} rows", flush=True)
+    say(name, f"joins with {', '.join(offer.data.names)}: {int(offer.data.counts.sum())} rows")
     for _ in ALGORITHMS:
         join(dial, offer)
     link = dial()
     moved: Mapping[str, int] = over_link(party(name, data, int(iterations)), link)[1]._asdict()
     link.close()
-    print(f"[{name}] done; {moved['up'] / 1e6:.2f} MB up in the vertical run", flush=True)
+    say(name, f"done; {moved['up'] / 1e6:.2f} MB up in the vertical run")

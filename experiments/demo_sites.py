@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,9 +61,7 @@ class Found(NamedTuple):
         }
 
 
-def say(text: str) -> None:
-    """A line of progress."""
-    print(f"[server] {text}", flush=True)
+say = partial(demo_site.say, "server")
 
 
 @contextmanager

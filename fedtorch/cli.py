@@ -3,6 +3,7 @@
     fedtorch data list
     fedtorch data get NAME …
     fedtorch record verify FILE …
+    fedtorch launch SCRIPT …: on several ranks, see fedtorch.launch
     fedtorch join HOST:PORT --data FILE, and what else sites and their servers need: see fedtorch.sites_cli
 
 Exit codes: 0 when all is well, 1 when a file could not be had, has a wrong checksum or is not as it was written, 2 for
@@ -15,7 +16,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fedtorch import sites_cli
+from fedtorch import launch, sites_cli
 from fedtorch.data.cache import path, present
 from fedtorch.data.catalogue import DataSet, data_sets, describe
 from fedtorch.data.download import digest
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = record.add_subparsers(dest="action", required=True).add_parser("verify", help="find what was changed")
     verify.add_argument("files", nargs="+", metavar="FILE", help="a record, the JSON file beside a checkpoint")
     sites_cli.add_commands(commands)
+    launch.add_command(commands)
     return parser
 
 
