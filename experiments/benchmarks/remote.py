@@ -4,6 +4,9 @@ Three sites of two clients each, on this machine's loopback, do FedAvg of a line
 with rounds of the same clients in one process, so that the difference of each pair is what sites cost. Where sites
 share few processors, the three computations that a round has in place of one are part of that difference.
 
+`vertical` has a server and three parties that send each other what a split network's iteration does, and compute
+nothing, so that an iteration's time is that of its messages.
+
 `many` has 20 sites in a process each and 180 more in one, every one with a connection of its own.
 """
 
@@ -30,10 +33,14 @@ from experiments.benchmarks import measure
 from experiments.benchmarks.forked import fork
 from fedtorch.federation.remote import Offer, Remote, frames, join
 from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
+from fedtorch.vfl.protocol import Half, Receive, Send, together
+from fedtorch.vfl.remote import over_hub, over_link
 
 FEATURES, ROWS = 10, 50
 LIMITS = Limits(seconds=300.0)
 BLOCK = 20  # rounds that take turns
+VALUE = torch.ones(1000, dtype=torch.float64)  # of each row, in a vertical iteration
+WARM, ITERATIONS = 20, 500
 
 
 def clients(names: Sequence[str], each: int = 2) -> ft.data.FederatedData:
@@ -82,8 +89,35 @@ def sites(folder: Path, address: str, names: Sequence[str]) -> None:
         thread.join()
 
 
+def party(folder: Path, address: str, names: Sequence[str]) -> None:
+    """Takes part as one party of `vertical`."""
+    link = connect(address, identity.read(folder / names[0]), LIMITS)
+    over_link(sends(), link)
+    link.close()
+
+
+def sends() -> Half:
+    """A party's messages: up what it contributes of each row, down the gradient of it."""
+    for _ in range(WARM + ITERATIONS):
+        yield Send(0, VALUE)
+        yield Receive(0, VALUE)
+
+
+def answers(parties: int) -> Half:
+    """The server's messages; returns the seconds of the iterations after the first few."""
+    began = 0.0
+    for step in range(WARM + ITERATIONS):
+        if step == WARM:
+            began = time.perf_counter()
+        for rank in range(1, parties + 1):
+            yield Receive(rank, VALUE)
+        for rank in range(1, parties + 1):
+            yield Send(rank, VALUE)
+    return time.perf_counter() - began
+
+
 @contextmanager
-def serving(processes: Sequence[Sequence[str]]) -> Iterator[tuple[Hub, list[str], list[int]]]:
+def serving(processes: Sequence[Sequence[str]], role: str = "--sites") -> Iterator[tuple[Hub, list[str], list[int]]]:
     """(a server, the names of its sites, the numbers of their processes); sites of each item run in one."""
     names = [name for each in processes for name in each]
     with tempfile.TemporaryDirectory() as temporary:
@@ -94,7 +128,7 @@ def serving(processes: Sequence[Sequence[str]]) -> Iterator[tuple[Hub, list[str]
             made.save(folder / name)
             roster.add(name, identity.fingerprint(made.certificate))
         host = serve("127.0.0.1:0", own, roster, LIMITS)
-        command = [sys.executable, "-m", "experiments.benchmarks.remote", "--sites", temporary]
+        command = [sys.executable, "-m", "experiments.benchmarks.remote", role, temporary]
         command += [f"127.0.0.1:{host.port}", *(",".join(each) for each in processes)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
             try:
@@ -172,6 +206,21 @@ def rounds(small: bool) -> list[common.Row]:
     return [*rows, common.Row("a short frame to a site and back", "ms", statistics.median(alone))]
 
 
+def vertical() -> list[common.Row]:
+    """Messages of a vertical iteration among three parties, over the transport and in one process."""
+    names = ["1", "2", "3"]
+    with serving([[name] for name in names], "--parties") as (host, _, _):
+        there, traffic = over_hub(answers(len(names)), host, names, patience=600.0)
+    halves = {0: answers(len(names)), **{rank: sends() for rank in range(1, len(names) + 1)}}
+    here = together(halves)[0][0]
+    setting = f"messages of a vertical iteration, three parties, {len(VALUE)} rows each way"
+    return [
+        common.Row(setting, "ms", 1000 * there / ITERATIONS),
+        common.Row(setting, "ms in one process", 1000 * here / ITERATIONS),
+        common.Row(setting, "bytes up", traffic.up / (WARM + ITERATIONS)),
+    ]
+
+
 def many(alone: int, together: int) -> list[common.Row]:
     """Rounds of so many sites in processes of their own, and so many in one."""
     names = [str(k) for k in range(alone + together)]
@@ -190,14 +239,19 @@ def many(alone: int, together: int) -> list[common.Row]:
 
 def parts(small: bool) -> measure.Parts:
     """The parts by name."""
-    return {"rounds": partial(rounds, small), "many": partial(many, *((2, 4) if small else (20, 180)))}
+    return {
+        "rounds": partial(rounds, small),
+        "vertical": vertical,
+        "many": partial(many, *((2, 4) if small else (20, 180))),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures; or, as `--sites`, takes part in a measurement."""
+    """Measures; or, as `--sites` or `--parties`, takes part in a measurement."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["--sites"]:
-        started = [fork(partial(sites, Path(given[1]), given[2], each.split(","))) for each in given[3:]]
+    if given[:1] in (["--sites"], ["--parties"]):
+        body = sites if given[0] == "--sites" else party
+        started = [fork(partial(body, Path(given[1]), given[2], each.split(","))) for each in given[3:]]
         print(*started, flush=True)
         for number in started:
             os.waitpid(number, 0)
