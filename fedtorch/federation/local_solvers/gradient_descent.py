@@ -105,6 +105,7 @@ def gradient_descent(
         module, epochs, steps, rounds, batch_size, loss, optimizer, reset, buffers, batched, compile, clip, precision,
         project, ignore_hooks,
     )  # fmt: skip
+    descent.find_linear_steps(loss)
     return LocalSolver(
         solve=descent.solve,
         parameters=descent.parameters,
