@@ -14,6 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.local_solvers.fused import FusedSteps
+from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.trust import privacy, robust
 
 OPTIMIZERS = {
@@ -190,6 +191,26 @@ def test_graph(active, device, monkeypatch) -> None:
     assert "neighbours" in seen
     for one, other in zip(tree.leaves(found), tree.leaves(wanted)):
         torch.testing.assert_close(one, other, **CLOSE)
+
+
+def test_multi_output_processes(device, monkeypatch) -> None:
+    x = ft.random.uniform(ft.random.key(1), (17, 1), torch.float64)
+    y = (6 * x[:, 0]).sin() + 0.1 * ft.random.normal(ft.random.key(2), (17,), torch.float64)
+
+    def server(device: str):
+        clients = [(a.to(device), b.to(device)) for a, b in zip(x.split([3, 9, 5]), y.split([3, 9, 5]))]
+        process = ConvolvedGP(torch.linspace(0, 1, 6, dtype=torch.float64)[:, None])
+        algorithm = ft.fedmgp(process, steps=2, accept_disclosure=True)
+        run = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(clients), device=device), rounds=2)
+        return tree.to((run.server, run.clients.state_dict()), "cpu")
+
+    with reference():
+        wanted = server("cpu")
+    with launches(monkeypatch) as seen:
+        found = server(device)
+    assert "gp_statistics" in seen
+    for one, other in zip(tree.leaves(found), tree.leaves(wanted)):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)  # through the inverse of a root of size 10⁴
 
 
 @pytest.mark.parametrize("rule", [robust.median(), robust.trimmed_mean(0.2)], ids=["median", "trimmed mean"])

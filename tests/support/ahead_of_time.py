@@ -99,7 +99,9 @@ def moment_cases() -> Iterator[Case]:
 
 
 def gp_cases() -> Iterator[Case]:
-    yield Case("gp_statistics.statistics", "*fp64 " * 8 + "i32 i32 i32 i32 i32", {"ROWS": 32, "COLUMNS": 32})
+    for points in (32, 64):
+        tile = {"ROWS": 32, "POINTS": points}
+        yield Case("gp_statistics.statistics", "*fp64 " * 9 + "i32 i32 i32 i32 i32 i32", tile, 8)
 
 
 def gibbs_cases() -> Iterator[Case]:

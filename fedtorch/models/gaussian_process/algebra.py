@@ -24,6 +24,11 @@ class Site(NamedTuple):
         size = self.shift.shape[-1]
         return Site(self.precision.sum_to_size(size, size), self.shift.sum_to_size(size), self.constant.sum())
 
+    def turned(self, change: Tensor) -> Site:
+        """What is known of u where t = `change` u, `(*b, P, P)`."""
+        shift = (change.mT @ self.shift[..., None])[..., 0]
+        return Site(change.mT @ self.precision @ change, shift, self.constant)
+
 
 def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean `(P,)`, lower root of the covariance `(P, P)`, log-evidence) of t from the sum of the sites.
@@ -96,3 +101,8 @@ def block_diagonal(blocks: Tensor) -> Tensor:
 def log_determinant(factor: Tensor) -> Tensor:
     """log |factor factor'| of triangular factors."""
     return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def solve(factor: Tensor, right: Tensor) -> Tensor:
+    """factor⁻¹ right, of lower triangular factors."""
+    return torch.linalg.solve_triangular(factor, right, upper=False)
