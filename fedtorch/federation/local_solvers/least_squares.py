@@ -149,11 +149,12 @@ def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) 
         curvature, target = curvature + added.precision, target + data.vectors.mT @ added.shift
     known = curvature > 0
     inside = target / curvature[..., None]
-    if not bool(known.all()):
+    inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
+    some_open, some_inexact = torch.stack([~known.all(), inexact.any()]).tolist()
+    if some_open:
         inside = torch.where(known[..., None], inside, data.vectors.mT @ old)
     new = data.vectors @ inside
-    inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
-    if bool(inexact.any()):
+    if some_inexact:
         own, more, start = tree.map(lambda leaf: leaf[inexact], (data, added, old))
         new[inexact] = _exact_minimiser(own, share, more, start)
     return new
