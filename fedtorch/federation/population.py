@@ -37,7 +37,8 @@ class InProcess:
 
     Args:
         data: the clients' rows.
-        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB.
+        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
+            of what is free on a CUDA device.
         device: where blocks and states live; default: where the data are.
     """
 

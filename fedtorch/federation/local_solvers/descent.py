@@ -68,7 +68,7 @@ class Descent:
         self.counts = counts(trained, self.averaged)
         self.parameters = {**own, **self.averaged}
         both = [*self.averaged, *self.buffers]
-        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision == "bf16")
+        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision)
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
@@ -119,7 +119,7 @@ class Descent:
 
     def find_linear_steps(self, loss: Loss | None) -> None:
         """Lets a program take all steps of a round at once where it knows all that they do."""
-        if self.clip is None and self.project is None and not self.loss.half:
+        if self.clip is None and self.project is None and self.loss.precision != "bf16":
             self.linear = linear_steps(self.objective.module, loss, self.trained, self.configured(_SOME_STEPS))
 
     def move(self, device: torch.device) -> None:
