@@ -38,7 +38,9 @@ def trained(make, device: str, **settings):
     return tree.to(run.server, "cpu"), run
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", ["momentum", "adam", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "adamw"))]
+)
 def test_gradient_descent(name, device, monkeypatch) -> None:
     settings = {"clip": 0.2, "reset": "never"} if name != "sgd" else {}
     with reference():
@@ -62,8 +64,8 @@ HEADS = {  # module, loss, classes of y or None for real numbers, shape of a row
     "categorical": (lambda: torch.nn.Linear(3, 4), F.cross_entropy, 4, ()),
 }
 WORK = {
-    "epochs": {"epochs": 2, "batch_size": 4},
-    "steps": {"steps": 3, "reset": "never"},
+    "epochs": {"epochs": 1, "batch_size": 4},
+    "steps": {"steps": 2, "reset": "never"},
     "all rows": {"epochs": 3, "batch_size": 50},
 }
 
@@ -92,7 +94,13 @@ def linear_server(name: str, device: str, work, wrap=ft.fedavg, weight_decay=0.0
 
 
 @pytest.mark.parametrize(
-    ("name", "work"), [*((name, "steps") for name in HEADS), ("categorical", "epochs"), ("head", "all rows")]
+    ("name", "work"),
+    [
+        ("bernoulli", "steps"),
+        ("head", "all rows"),
+        ("categorical", "epochs"),
+        *(pytest.param(name, "steps", marks=pytest.mark.slow) for name in HEADS if name != "bernoulli"),
+    ],
 )
 def test_linear_heads(name, work, device, monkeypatch) -> None:
     options = {"weight_decay": 0.2} if work == "steps" else {}
@@ -116,7 +124,9 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize(
+    "name", ["gtv", "matrix_normal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fedprox", "scaffold"))]
+)
 def test_linear_heads_with_what_the_others_think(name, device, monkeypatch) -> None:
     work = {"epochs": 1, "batch_size": 2}
     with reference():
