@@ -59,3 +59,13 @@ def test_collectives_go_over_nccl_between_devices(device: str, chosen: str, monk
     with pytest.raises(Met):
         ranks.Ranks(0, 2, torch.device(device), timedelta(seconds=1))._meet()
     assert begun == [(chosen, torch.device(device) if chosen == "nccl" else None)]
+
+
+@pytest.mark.parametrize("place", [ft.InProcess, ft.Distributed])
+def test_a_device_that_is_not_there_is_refused(place: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    data = ft.data.from_tensors([torch.ones(1, 1)])
+    with pytest.raises(
+        ValueError, match="Expected a CUDA device for device='cuda.*', but got none; leave device= away"
+    ):
+        place(data, device="cuda")
