@@ -65,7 +65,5 @@ def test_collectives_go_over_nccl_between_devices(device: str, chosen: str, monk
 def test_a_device_that_is_not_there_is_refused(place: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     data = ft.data.from_tensors([torch.ones(1, 1)])
-    with pytest.raises(
-        ValueError, match="Expected a CUDA device for device='cuda.*', but got none; leave device= away"
-    ):
+    with pytest.raises(ValueError, match=r"Expected a CUDA device for device='cuda(:0)?', but got none"):
         place(data, device="cuda")
