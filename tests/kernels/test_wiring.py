@@ -158,6 +158,22 @@ OTHERS = {
 }
 
 
+def test_rows_of_another_form_take_the_stacked_steps(device, monkeypatch) -> None:
+    x, y = torch.ones(2, 4, 3, device=device), torch.ones(2, 4, 1, device=device)
+    sgd = lambda parameters: SGD(parameters, lr=0.1)
+    inputs = ft.data.from_tensors([({"input": rows}, labels) for rows, labels in zip(x, y)])
+    images = ft.data.from_tensors([(rows[:, None], labels[:, None]) for rows, labels in zip(x, y)])
+    with launches(monkeypatch, at_least=0) as seen:
+        for data in (inputs, images):
+            local = ft.gradient_descent(torch.nn.Linear(3, 1), steps=1, loss=F.mse_loss, optimizer=sgd)
+            ft.run(ft.fedavg(local), ft.InProcess(data, device=device), rounds=1)
+        local = ft.gradient_descent(torch.nn.Linear(3, 1), steps=1, loss=F.mse_loss, optimizer=sgd)
+        coupled = ft.gtv(local, ft.Network.ring(2), {"weight": 0.5, "bias": 0.1})  # λ of its own for each
+        ft.run(coupled, ft.InProcess(ft.data.from_tensors([*zip(x, y)]), device=device), rounds=1)
+    assert "glm_steps" not in seen
+    assert "stacked_step" in seen
+
+
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_is_no_plain_linear_head_takes_the_stacked_steps(other, device, monkeypatch) -> None:
     module, loss, data = linear_problem("gaussian", device)

@@ -31,16 +31,19 @@ class LinearSteps(NamedTuple):
 
     def knows(self, start: Tree, rows: Tree, quadratic: Quadratic | None) -> bool:
         """Whether a program takes the steps of clients with such parameters and rows."""
-        x, y = rows
-        device, dtype = x.device, next(iter(start.values())).dtype
-        if not choice.possible(device) or not choice.installed():
+        first = next(iter(start.values()))
+        if not choice.possible(first.device) or not choice.installed():
             return False
         if quadratic is not None and isinstance(quadratic.precision, dict):
+            return False
+        (x, y), dtype = rows, first.dtype
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
             return False
         wanted = torch.int64 if self.family is CATEGORICAL else dtype
         features = sum(leaf[0].numel() for leaf in start.values()) // self.form.outputs
         known = glm_steps.fits(self.family, features, self.form.outputs, dtype)
-        return known and (x.ndim, x.dtype, y.ndim, y.dtype) == (3, dtype, self.dims, wanted)
+        one = y.ndim == self.dims and y.shape == (*x.shape[:2], 1)[: self.dims]
+        return known and one and (x.ndim, x.dtype, y.dtype) == (3, dtype, wanted)
 
     def solve(self, start: Tree, state: LocalState, data: Any, batches: Batches, quadratic: Quadratic | None) -> Local:
         """What the stacked steps end at, up to rounding."""
