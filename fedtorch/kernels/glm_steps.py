@@ -143,7 +143,7 @@ def _launched(programs: Any, problem: _Problem) -> tuple[Tensor, Tensor]:
     resident = batches is None and power_of_two(longest) * across <= most
     rows = power_of_two(longest) if resident else max(tiled // across, 1)
     tile = {"FAMILY": family.code, "RESIDENT": resident, "ROWS": rows, "FEATURES": across}
-    warps = 4 if rows * across <= tiled // words else 8
+    warps = 8 if resident and rows * across > tiled // words else 4
     launch(programs.linear, clients, *tensors, longest, width, features, steps, batch, lr, **flags, **tile, warps=warps)
     return out, told
 

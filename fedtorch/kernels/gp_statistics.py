@@ -26,9 +26,9 @@ from torch import Tensor
 
 from fedtorch.kernels.choice import installed, launch, possible, power_of_two, program
 
-MOST_POINTS, MOST_DIMS = 64, 16  # inducing inputs J, and their dimensions
+MOST_POINTS, MOST_DIMS = 32, 16  # inducing inputs J, of which Triton 3.6 has registers for, and their dimensions
 _ROWS = 4096  # of B that the derivative makes at a time
-_TILE = 32
+_TILE = 32  # rows of B that a program makes at a time
 
 
 def runs(tensors: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ from fedtorch.kernels.gp_statistics import gp_statistics
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gaussian_process.kernels import Coregionalisation
 
-SIZES = [(3, 7, 2, 5, 2), (1, 40, 1, 33, 1), (2, 1, 3, 1, 3), (2, 0, 1, 4, 1), (0, 3, 1, 2, 1)]  # K, N, d, J, I
+SIZES = [(3, 7, 2, 5, 2), (1, 40, 1, 29, 1), (2, 1, 3, 1, 3), (2, 0, 1, 4, 1), (0, 3, 1, 2, 1)]  # K, N, d, J, I
 
 
 def problem(clients: int, rows: int, dims: int, points: int, latents: int) -> tuple[Tensor, ...]:
@@ -132,7 +132,7 @@ def test_derivatives(device, monkeypatch) -> None:
 def test_other_dtypes_and_sizes_go_to_the_reference(device, monkeypatch) -> None:
     single = [part.float().to(device) for part in problem(1, 3, 1, 2, 1)]
     wide = [part.to(device) for part in problem(1, 3, 17, 2, 1)]
-    many = [part.to(device) for part in problem(1, 3, 1, 65, 1)]
+    many = [part.to(device) for part in problem(1, 3, 1, 33, 1)]
     with launches(monkeypatch, at_least=0) as seen:
         gp_statistics(*single)
         gp_statistics(*wide)

@@ -65,7 +65,7 @@ def glm_cases() -> Iterator[Case]:
         for family, resident, rows, features, warps in (
             (0, True, most // 4, 32, 4),
             (1, True, most, 32, many),
-            (2, False, part, 128, 4 if kind == "fp32" else 8),
+            (2, False, part, 128, 4),
         ):
             constants = {"FAMILY": family, "INDEXED": not resident, "PULL": True, "RESIDENT": resident}
             yield Case("glm_steps.linear", tensors, {**constants, "ROWS": rows, "FEATURES": features}, warps)
@@ -99,7 +99,7 @@ def moment_cases() -> Iterator[Case]:
 
 
 def gp_cases() -> Iterator[Case]:
-    for points in (32, 64):
+    for points in (32, 16):
         tile = {"ROWS": 32, "POINTS": points}
         yield Case("gp_statistics.statistics", "*fp64 " * 9 + "i32 i32 i32 i32 i32 i32", tile, 8)
 
