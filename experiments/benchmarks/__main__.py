@@ -29,6 +29,7 @@ NAMES = (
     "gtv",
     "kills",
     "privacy",
+    "remote",
     "robust",
     "robust_peers",
     "scaling",

@@ -51,6 +51,8 @@ class Pending(NamedTuple):
     commit: Callable[[], None]  # keeps the new states of the clients that answered
     repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
     refused: Mapping[int, str] = MappingProxyType({})  # clients whose message had NaN or Inf, and in which field
+    away: Tensor = _NOBODY  # clients that could not be asked, or did not want to answer; beside simulated faults
+    late: Tensor = _NOBODY  # clients that have not answered in time; beside simulated faults
 
     @property
     def refused_ids(self) -> Tensor:
@@ -73,7 +75,7 @@ class Clients(Protocol):
         ...
 
     def total(self) -> Tree:
-        """What the exchange makes of `Algorithm.told` over all clients."""
+        """What the exchange makes of `Algorithm.told` over all clients; None where some cannot be asked now."""
         ...
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
