@@ -7,7 +7,7 @@ from pathlib import Path
 
 import fedtorch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # reference.py and `experiments`
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # pages.py and `experiments`
 
 project = "fedtorch"
 author = "the authors of fedtorch"
@@ -15,7 +15,7 @@ release = version = fedtorch.__version__
 
 extensions = [
     "myst_nb",
-    "reference",
+    "pages",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",

@@ -1,4 +1,4 @@
-"""The reference, made from the docstrings: a page for each area, with all that is public in its modules.
+"""Pages that are made of what stands elsewhere: the reference of the docstrings, results of what scripts have measured.
 
 A Sphinx extension. It writes the pages before Sphinx reads them and says at the end which public names no page has.
 """
@@ -124,6 +124,21 @@ def write(_: Any = None) -> None:
     _write(folder / "index.md", index)
 
 
+def write_results(_: Any = None) -> None:
+    """Makes pages of the results that experiments and benchmarks have written."""
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    index = ["# Results", "", "What long runs found, as the scripts wrote it, with machine and command.", ""]
+    for title, place in (("Experiments", "results"), ("Benchmarks", "benchmarks/results")):
+        index += ["```{toctree}", f":caption: {title}", ":maxdepth: 1", ""]
+        for path in sorted((HERE.parent / "experiments" / place).glob("*.md")):
+            page = f"{title.lower()}_{path.stem}"
+            index.append(page)
+            _write(folder / f"{page}.md", path.read_text().splitlines())
+        index += ["```", ""]
+    _write(folder / "index.md", index)
+
+
 def _write(path: Path, lines: list[str]) -> None:
     text = "\n".join(lines).rstrip() + "\n"
     if not path.exists() or path.read_text() != text:
@@ -150,5 +165,6 @@ def check(app: Any, _: Any) -> None:
 def setup(app: Any) -> dict[str, Any]:
     """What Sphinx calls."""
     app.connect("builder-inited", write)
+    app.connect("builder-inited", write_results)
     app.connect("env-updated", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
