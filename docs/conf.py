@@ -31,13 +31,13 @@ nb_merge_streams = True
 nb_output_stderr = "remove-warn"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath"]
 myst_heading_anchors = 3
-suppress_warnings = ["mystnb.unknown_mime_type"]
+suppress_warnings = ["mystnb.unknown_mime_type", "ref.python"]  # the latter: names that several classes have
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
-napoleon_use_rtype = False
+napoleon_use_rtype, napoleon_use_ivar = False, True
 napoleon_preprocess_types = False
 add_module_names = False
 python_use_unqualified_type_names = True

@@ -9,6 +9,7 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -162,9 +163,25 @@ def check(app: Any, _: Any) -> None:
         LOGGER.warning("no page has the public name %s", name)
 
 
+def as_restructured_text(_: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are written to be read; here `Mean`s and |w| become what reStructuredText takes for the same."""
+    in_math = None  # the indentation of a formula's directive
+    for i, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if in_math is not None and line.strip() and indent <= in_math:
+            in_math = None
+        if line.lstrip().startswith(".. math::"):
+            in_math = indent
+        if in_math is None and not line.lstrip().startswith((">>>", "...")):
+            parts = re.split(r"(:math:`[^`]*`|``[^`]*``)", line)
+            parts[::2] = [re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", part).replace("|", "\\|") for part in parts[::2]]
+            lines[i] = "".join(parts)
+
+
 def setup(app: Any) -> dict[str, Any]:
     """What Sphinx calls."""
     app.connect("builder-inited", write)
     app.connect("builder-inited", write_results)
+    app.connect("autodoc-process-docstring", as_restructured_text)
     app.connect("env-updated", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -62,6 +62,7 @@ from .federation.faults import (
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
+from .federation.growing import Growing as Growing
 from .federation.history import History as History, Round as Round
 from .federation.lightning import Federation as Federation
 from .federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
