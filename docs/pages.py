@@ -15,8 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import fedtorch
 from sphinx.util import logging
+
+import fedtorch
 
 HERE = Path(__file__).parent
 LOGGER = logging.getLogger(__name__)

@@ -33,7 +33,8 @@ class StackedLoss:
         half: whether the losses of steps are computed under autocast in bfloat16; what `probe` looks at never is.
 
     Attributes:
-        random: found out by `probe`, as the others: whether the module draws random numbers; they come from the clients' keys.
+        random: found out by `probe`, as the others are: whether the module draws random numbers, which come from the
+            clients' keys.
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
