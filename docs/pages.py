@@ -87,9 +87,9 @@ def assigned() -> dict[str, list[str]]:
 def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """Names and objects that a module defines and that have no underscore."""
     for name, value in vars(module).items():
-        if not name.startswith("_") and (inspect.isclass(value) or inspect.isroutine(value)):
-            if getattr(value, "__module__", None) == module.__name__:
-                yield name, value
+        own = getattr(value, "__module__", None) == module.__name__
+        if own and not name.startswith("_") and (inspect.isclass(value) or inspect.isroutine(value)):
+            yield name, value
 
 
 def contents() -> list[tuple[str, str]]:
