@@ -181,6 +181,7 @@ def as_restructured_text(_: Any, what: str, name: str, value: Any, options: Any,
 
 def setup(app: Any) -> dict[str, Any]:
     """What Sphinx calls."""
+    app.setup_extension("sphinx.ext.autodoc")
     app.connect("builder-inited", write)
     app.connect("builder-inited", write_results)
     app.connect("autodoc-process-docstring", as_restructured_text)
