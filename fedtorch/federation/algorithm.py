@@ -127,6 +127,8 @@ class Algorithm:
         averages: what a robust average of what clients tell may stand for in place of their sum: `"numbers"`, each on
             its own; `"messages"`, whole ones only, as where a matrix has to stay positive definite; None for neither,
             as for parts of exact sums.
+        counts: names of those leaves of `told` that are no more than how many have been heard, or how heavy they are.
+        anew: whether a run may make the total anew from what clients tell, without the rounding since.
         report: server state -> what the history tells of it after every round, numbers by name.
         settings: what the algorithm was built with, by name, for fingerprints and loggers.
         start: parameters to start from, where a run is given none.
@@ -146,6 +148,8 @@ class Algorithm:
     prepare: Callable[[Any], Any] = identity
     told: Callable[[Tree], Tree] | None = None
     averages: Literal["numbers", "messages"] | None = None
+    counts: tuple[str, ...] = ()
+    anew: bool = True
     report: Callable[[Tree], Mapping[str, float | Tensor]] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     start: Tree = None
