@@ -76,6 +76,8 @@ class LocalSolver:
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
         settings: what the solver was built with, by name.
+        statistics: prepared data -> `SufficientStatistics`, where nobody may ask more of the rows; None where they are
+            at hand.
         budget: what its rounds spend, where it protects the rows it trains on.
     """
 
@@ -87,6 +89,7 @@ class LocalSolver:
     prepare: Callable[[Any], Any]
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
+    statistics: Callable[[Any], Any] | None = None
     budget: Budget | None = None
 
 

@@ -47,4 +47,4 @@ from fedtorch.trust.privacy.preprocessing import (
     subsampling_delta as subsampling_delta,
 )
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
-from fedtorch.trust.privacy.sums import sufficient_statistics as sufficient_statistics
+from fedtorch.trust.privacy.sums import NoisedSums as NoisedSums, sufficient_statistics as sufficient_statistics
