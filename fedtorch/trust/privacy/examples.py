@@ -79,7 +79,7 @@ def example_level(
         ledger: a file that only grows; None keeps it in memory.
         entropy: of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation reproducible
             in blocks of the same clients, and guarantees nothing, as its ledger says.
-        ghost: whether modules of linear layers may be trained without making examples' gradients.
+        ghost: whether modules of linear layers and convolutions may be trained without making examples' gradients.
         rounds: how many are planned, for schedules that ask.
         project: applied to the stacked parameters after every step.
         ignore_hooks: overridden Lightning hooks that training does not depend on.

@@ -6,9 +6,9 @@ size and may be empty. Each example's gradient g_i is cut to a norm of at most C
 .. math:: \frac{1}{q n} \Bigl(\sum_i g_i \min(1, C / \|g_i\|) + z\, C\, \xi\Bigr),
 
 with the client's number of rows n, whoever was drawn. Gradients are taken by `vmap` over clients and examples; where
-all that is trained are weights and biases of `nn.Linear`, no example's gradient is ever made: a layer with inputs a and
-gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its positions, and the clipped sum is one
-matrix product ("ghost norms"). Sums are in the module's dtype, whose rounding is not accounted for.
+all that is trained are weights and biases of `nn.Linear`, `nn.Conv1d` and `nn.Conv2d`, no example's gradient is kept: a
+layer with inputs a and gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its positions, and the
+clipped sum is one matrix product ("ghost norms"). Sums are in the module's dtype, whose rounding is not accounted for.
 
 Sources: Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1; Goodfellow (2015), "Efficient
 per-example gradient computations"; Bu, Wang, Zha and Karypis (2023), "Differentially private optimization on large
@@ -33,7 +33,7 @@ from fedtorch.federation.local_solvers.stacked_loss import Gradients, StackedLos
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
-from fedtorch.trust.privacy.layers import ghost_squares, linear_layers, positions, recorded
+from fedtorch.trust.privacy.layers import ghost_squares, linear_layers, recorded
 from fedtorch.trust.privacy.spending import Spending, on_grid
 
 
@@ -119,7 +119,8 @@ class PrivateLoss(StackedLoss):
             losses, inputs = vmap(one, randomness=randomness)(tuple(values), tuple(moves), rows)
             backs = torch.autograd.grad(losses.sum(), moves)
         count = taken.shape[1]
-        pairs = [(positions(a), positions(g) * count) for a, g in zip(inputs, backs)]  # the loss is a mean of B
+        parts = zip(self.layers, inputs, backs)
+        pairs = [(layer.inputs(a), layer.outputs(g) * count) for layer, a, g in parts]  # the loss is a mean of B
         squares = [ghost_squares(a, g, layer.bias is not None) for (a, g), layer in zip(pairs, self.layers)]
         total = torch.stack(squares).sum(0)
         share = self._share(total, taken)
@@ -129,7 +130,7 @@ class PrivateLoss(StackedLoss):
             if not finite:  # nought times infinity would be NaN
                 a, g = (torch.where(tree.along(share > 0, x), x, 0.0) for x in (a, g))
             flat = (g * tree.along(share.to(g.dtype), g)).flatten(1, 2)
-            found[layer.weight] = flat.mT @ a.flatten(1, 2)
+            found[layer.weight] = (flat.mT @ a.flatten(1, 2)).reshape(len(a), *layer.shape)
             if layer.bias is not None:
                 found[layer.bias] = flat.sum(1)
         return [found[name] for name in self.tensors], self._without_padding(
