@@ -29,7 +29,7 @@ from fedtorch.trust.privacy.entropy import (
     from_seed as from_seed,
     from_system as from_system,
 )
-from fedtorch.trust.privacy.examples import example_level as example_level
+from fedtorch.trust.privacy.examples import Cut as Cut, example_level as example_level
 from fedtorch.trust.privacy.features import (
     Funnel as Funnel,
     privacy_funnel as privacy_funnel,

@@ -47,13 +47,21 @@ class PrivateLoss(StackedLoss):
         rate: q, with which every row is drawn.
         spending: where noise comes from, whose release has the noise z.
         ghost: whether layers may be worth it: False makes every example's gradient.
+        most: rows of a client's batch, beyond which it is cut; None never cuts.
     """
 
     def __init__(
-        self, objective: Objective, tensors: Sequence[str], clip: float, rate: float, spending: Spending, ghost: bool
+        self,
+        objective: Objective,
+        tensors: Sequence[str],
+        clip: float,
+        rate: float,
+        spending: Spending,
+        ghost: bool,
+        most: int | None = None,
     ) -> None:
         super().__init__(objective, tensors, [], batched=True)
-        self.clip, self.rate, self.spending = clip, rate, spending
+        self.clip, self.rate, self.spending, self.most = clip, rate, spending, most
         self.layers = linear_layers(objective.module, tensors) if ghost else None
         self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
         self._shapes: list[tuple[int, ...]] = []  # of the layers' outputs for one example
@@ -171,8 +179,12 @@ class PrivateLoss(StackedLoss):
         """Which rows take part, `(K, N)` bool on the CPU."""
         clients, width = batch.leaves[0].shape[:2]
         purpose = self.spending.open(f"rows of step {index}", roster)
-        coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width) < self.rate
-        return coins & (torch.arange(width) < batch.size[:, None])
+        coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width)
+        drawn = (coins < self.rate) & (torch.arange(width) < batch.size[:, None])
+        if self.most is None or width <= self.most:
+            return drawn
+        last = torch.where(drawn, coins, 1.0).kthvalue(self.most, 1, keepdim=True).values
+        return drawn & (coins <= last)
 
     def _noised(self, sums: Sequence[Tensor], counts: Tensor, index: int, roster: bytes) -> list[Tensor]:
         """Sums with noise, divided by the expected numbers of rows, each in its dtype."""
@@ -189,7 +201,7 @@ class PrivateLoss(StackedLoss):
 def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
     """(rows `(K, B, ...)` that were drawn, in front, and which they are, `(K, B)` bool); B is what the largest needs.
 
-    The others repeat a client's first row. Batches are never cut: nothing has to be added to δ.
+    The others repeat a client's first row.
     """
     client, row = drawn.nonzero().T
     width = max(int(drawn.sum(1).max()) if len(drawn) else 0, 1)

@@ -226,6 +226,32 @@ def test_batches_are_poisson() -> None:
     assert rows["x"].tolist() == [[1, 2], [3, 3], [6, 7]]
 
 
+def test_batches_that_are_cut_keep_some_of_their_rows_and_cost_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row that was drawn stays as likely as any other: of the 12 rows of the third client here 2 at most."""
+    local = private(rate=0.5, steps=400, noise=3.0, cut=privacy.Cut(batch=2, rows=12))
+    drawn = watch(local, monkeypatch)
+    trained(local)
+    counts = torch.stack(drawn).sum(2)
+    assert int(counts.max()) == 2
+    each = torch.stack(drawn)[:, 2].double().mean(0)
+    chance = float(counts[:, 2].double().mean()) / 12
+    assert float((each - chance).abs().max()) < 5 * math.sqrt(chance * (1 - chance) / 400)
+    assert local.budget.release.excess == pytest.approx(1 - sum(math.comb(12, i) for i in range(3)) / 2**12)
+    for batch, same in ((12, True), (11, False)):
+        cuts = (None, privacy.Cut(batch, 12))
+        solvers = [private(rate=0.5, steps=3, noise=3.0, cut=each) for each in cuts]
+        one, two = (ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=1) for local in solvers)
+        assert distance(one.server, two.server) == 0  # nobody drew so many
+        assert (one.history["epsilon"].iloc[0] == two.history["epsilon"].iloc[0]) == same
+
+
+def test_cuts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch of at least 1"):
+        private(cut=privacy.Cut(0, 10))
+    with pytest.raises(ValueError, match=r"'client 2'.* at most the rows of Cut"):
+        ft.Run(ft.fedavg(private(cut=privacy.Cut(4, 11))), ft.InProcess(DATA))
+
+
 def test_the_history_has_the_epsilon_of_all_steps(tmp_path: Path) -> None:
     local = private(noise=1.3, rate=0.2, steps=3, ledger=tmp_path / "ledger", budget=4.0)
     run = ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=50, cohort=2)
