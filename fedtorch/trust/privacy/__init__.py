@@ -46,5 +46,6 @@ from fedtorch.trust.privacy.preprocessing import (
     randomised_response as randomised_response,
     subsampling_delta as subsampling_delta,
 )
+from fedtorch.trust.privacy.processes import private_process as private_process
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
 from fedtorch.trust.privacy.sums import NoisedSums as NoisedSums, sufficient_statistics as sufficient_statistics

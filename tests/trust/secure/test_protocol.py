@@ -142,8 +142,8 @@ def test_what_a_server_makes_up_ends_in_no_answer(count: int) -> None:
             continue
         if step.phase == CONFIRM:
             assert fresh.survivors <= made.session.keys.keys()
-        elif step.phase in (MASKED, REVEAL):  # a bundle with some left out, of which enough are there
-            assert {*unbundle(broken)} < {*unbundle(step.payload)}
+        elif step.phase in (MASKED, REVEAL):  # some are left out, and enough are there, or they come in another order
+            assert {*unbundle(broken)} <= {*unbundle(step.payload)}
         else:
             assert message == step.message
 
