@@ -164,9 +164,9 @@ class Client:
             self._held[sender] = self._open(sender, body)
         if len(self._held) < self.session.graph.threshold:
             raise Aborted(f"Client {self.number} has {len(self._held)} neighbours left, too few to recover anything")
-        masked = ring.add(words, expanded(self._own, self.session.size), self.session.width)
+        masked = ring.add(expanded(self._own, self.session.size), words, self.session.width)
         for other in self._held:
-            masked = ring.add(masked, self._pair(other), self.session.width)
+            ring.add(masked, self._pair(other), self.session.width)
         return self._sign(MASKED, masked.numpy().tobytes())
 
     def confirm(self, survivors: Sequence[int]) -> bytes:
