@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -59,7 +60,7 @@ def steps(smoke: bool) -> list[common.Row]:
         runs = {name: ft.Run(ft.fedavg(local), population) for name, local in solvers.items()}
         ways: dict[str, Callable[[], object]] = {name: run.step for name, run in runs.items()}
         if importlib.util.find_spec("opacus") is not None:
-            ways["Opacus"] = opacus_round(clients)
+            ways[f"Opacus {importlib.metadata.version('opacus')}"] = opacus_round(clients)
         times = measure.interleaved(ways, 2 if smoke else 10)
         setting = f"10 clients, batches of {batch}"
         rows.append(common.Row(setting, "ms a round, plain", 1e3 * measure.medians(times)["plain"]))
