@@ -30,6 +30,7 @@ NAMES = (
     "kills",
     "privacy",
     "robust",
+    "robust_peers",
     "scaling",
     "vfl",
     "vfl_split",
@@ -74,14 +75,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.names or NAMES:
         before = os.getloadavg()[0]
         rows = measure(name, options)
-        arguments.results.mkdir(parents=True, exist_ok=True)
         file = arguments.results / f"{name}.md"
-        if not rows:
-            if not file.exists():
-                file.write_text(f"# {title(name)}\n\nnot measured: no device yet\n")
+        if not rows:  # no device, or no peers
+            reason = getattr(importlib.import_module(f"experiments.benchmarks.{name}"), "UNMEASURED", None)
+            if reason is not None and not file.exists():
+                common.write_results(file, f"# {title(name)}\n\n{reason}\n")
             continue
-        _, heading, notes = (file.read_text() if file.exists() else "").partition("\n## Notes\n")
-        file.write_text(markdown(name, rows, options, before) + heading + notes)
+        common.write_results(file, markdown(name, rows, options, before))
 
 
 if __name__ == "__main__":
