@@ -77,11 +77,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         before = os.getloadavg()[0]
         rows = measure(name, options)
         file = arguments.results / f"{name}.md"
-        if rows:
-            common.write_results(file, markdown(name, rows, options, before))
-        elif not file.exists():  # no device, or no peers
-            arguments.results.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"# {title(name)}\n\nnot measured: no device yet\n")
+        if not rows:  # no device, or no peers
+            reason = getattr(importlib.import_module(f"experiments.benchmarks.{name}"), "UNMEASURED", None)
+            if reason is not None and not file.exists():
+                common.write_results(file, f"# {title(name)}\n\n{reason}\n")
+            continue
+        common.write_results(file, markdown(name, rows, options, before))
 
 
 if __name__ == "__main__":

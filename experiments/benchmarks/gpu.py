@@ -28,6 +28,7 @@ from experiments.benchmarks.gpu_timing import Rates, device_of, rates
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "the device"
+UNMEASURED = "not measured: no device yet"  # what the table says without one
 
 
 @cache
