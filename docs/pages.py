@@ -175,8 +175,14 @@ def as_restructured_text(_: Any, what: str, name: str, value: Any, options: Any,
             in_math = indent
         if in_math is None and not line.lstrip().startswith((">>>", "...")):
             parts = re.split(r"(:math:`[^`]*`|``[^`]*``)", line)
-            parts[::2] = [re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", part).replace("|", "\\|") for part in parts[::2]]
+            apart = [re.sub(r"(`[^`]+`)(\w?)", _apart, part) for part in parts[::2]]
+            parts[::2] = [part.replace("|", "\\|") for part in apart]
             lines[i] = "".join(parts)
+
+
+def _apart(match: re.Match[str]) -> str:
+    """A quoted name and the letter after it, if there is one, which reStructuredText wants apart."""
+    return match[1] + (f"\\ {match[2]}" if match[2] else "")
 
 
 def setup(app: Any) -> dict[str, Any]:
