@@ -14,6 +14,7 @@ from fedtorch.trust.privacy.analytic import (
 )
 from fedtorch.trust.privacy.auditing import (
     Audit as Audit,
+    area as area,
     audit as audit,
     audit_outputs as audit_outputs,
     gaussian_detections as gaussian_detections,
@@ -46,4 +47,5 @@ from fedtorch.trust.privacy.preprocessing import (
     subsampling_delta as subsampling_delta,
 )
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
+from fedtorch.trust.privacy.split_labels import noised_gradients as noised_gradients
 from fedtorch.trust.privacy.sums import sufficient_statistics as sufficient_statistics

@@ -178,6 +178,12 @@ def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([zero, rates[0]]), torch.cat([zero, rates[1]])
 
 
+def area(inside: Tensor, outside: Tensor) -> float:
+    """The area under the ROC of scores `(R,)` each: ½ is guessing."""
+    alarms, detections = roc(inside, outside)
+    return float(torch.trapezoid(detections, alarms))
+
+
 def most_detections(false_alarms: Tensor, epsilon: float, delta: float) -> Tensor:
     """The largest rate of detections that (9.5) leaves at these rates of false alarms, if a claim holds."""
     other = 1 - math.exp(-epsilon) * (1 - delta - false_alarms)
