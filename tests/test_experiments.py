@@ -27,6 +27,7 @@ from experiments import (
     gtv_privacy,
     gtv_trust,
     privacy_accuracy,
+    privacy_attacks,
     quickstart,
     robustness,
     sparse_directed,
@@ -92,6 +93,19 @@ def test_gtv_privacy(tmp_path):
     assert found["9.6.4 features private (9.10), linear", "R² of the latitude"] < 0.05
     assert found["9.6.4 features as they are, linear", "R² of the latitude"] > 0.99
     assert (tmp_path / "gtv_privacy.png").stat().st_size > 10_000
+
+
+def test_privacy_attacks(tmp_path):
+    needs("fmi_weather")
+    privacy_attacks.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["labels, plain", "labels found, first step"] == 1
+    assert found["labels, ρ = 5, drawn by the parties", "labels found, first step"] == 1
+    assert found["labels, private labels, ε = 1", "labels found, first step"] < 0.65
+    assert found["z, ρ = 1", "R² of g, T = 1"] < found["z, ρ = 1", "R² of g, T = 100"]
+    assert found["inversion, one row, ε = inf", "distance"] < 1e-6
+    assert found["inversion, one row, ε = 1", "distance"] > 0.5
+    assert (tmp_path / "privacy_attacks.png").stat().st_size > 10_000
 
 
 def test_gtv_trust(tmp_path):
