@@ -218,7 +218,7 @@ def neighbours(stations: int | None, seed: int) -> list[common.Row]:
 
 
 def draw(rows: Sequence[common.Row]) -> Figure:
-    """Labels found under each defence, leak against ρ and against accuracy, inversion against ε, attributes against α."""
+    """Labels found under each defence, leak and accuracy against ρ, inversion against ε, attributes against α."""
     figure, axes = common.subplots(1, 4, figsize=(18, 4))
     value = {(row.setting, row.metric): row.ours for row in rows}
     names = list(dict.fromkeys(row.setting[8:] for row in rows if row.setting.startswith("labels")))
@@ -245,7 +245,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
                  [value[f"GTV, α = {alpha:g}", "R² of the latitude"] for alpha in ALPHAS], marker="o")  # fmt: skip
     axes[3].set(title="Latitude by a neighbour", xlabel="α", ylabel="R²")
     for axis in axes[:2]:
-        axis.legend(frameon=False, fontsize=7)
+        axis.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     return figure
 
 
