@@ -39,7 +39,13 @@ from fedtorch import expected
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
-from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
+from fedtorch.models.linear import (
+    LinearHead,
+    SufficientStatistics,
+    least_norm,
+    residual_sum,
+    sufficient_statistics,
+)
 from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
 from fedtorch.tree import Tree
@@ -174,7 +180,8 @@ def matrix_normal(
 
     Raises:
         TypeError: the solver's module is not a `LinearHead`.
-        ValueError: `noise`, `start` or `rank` is not positive; or no device has more rows than features, so that the
+        ValueError: `noise`, `start` or `rank` is not positive; a solver with a budget that is not on noised sums; or no
+            device has more rows than features, so that the
             noise cannot be estimated.
 
     Example:
@@ -193,6 +200,11 @@ def matrix_normal(
     head = local.module
     if not isinstance(head, LinearHead):
         raise TypeError(f"Expected a local solver of a LinearHead, but got {type(head).__name__}; see models.linear")
+    if local.budget is not None and local.statistics is None:
+        raise ValueError(
+            "Expected a local solver without a budget, or one on noised sums, because devices also tell residual sums "
+            "of their rows, which its noise does not protect; use privacy.sufficient_statistics"
+        )
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
         if value is not None:
             expected.positive(**{name: value})
@@ -232,14 +244,22 @@ def outbox(server: Server, *, dtype: torch.dtype, chosen: Chosen) -> Outbox:
 
 def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     """Statistics of a block's rows, once."""
-    x, y = data.batch
-    with torch.no_grad():
-        statistics = sufficient_statistics(local.module.design(x), y, data.mask)
+    prepared = local.prepare(data)
+    if local.statistics is None:
+        x, y = data.batch
+        with torch.no_grad():
+            statistics = sufficient_statistics(local.module.design(x), y, data.mask)
+    else:
+        statistics = _of_one_response(local.statistics(prepared))
     fit = least_norm(statistics)
     residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
     freedom = statistics.count - fit.rank
     summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return PreparedRows(local.prepare(data), summary, statistics.count)
+    return PreparedRows(prepared, summary, statistics.count)
+
+
+def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
+    return statistics._replace(cross=statistics.cross[..., 0])
 
 
 def client(inbox: Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:

@@ -131,6 +131,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         exchange=graph(network),
         prepare=lambda data: _checked(data, inputs.shape[-1]),
         told=lambda state: state.told,
+        counts=("weight",),
         settings={
             "algorithm": "gtv_regressors",
             "make": make,

@@ -34,7 +34,7 @@ from fedtorch.trust.privacy.entropy import (
     from_seed as from_seed,
     from_system as from_system,
 )
-from fedtorch.trust.privacy.examples import example_level as example_level
+from fedtorch.trust.privacy.examples import Cut as Cut, example_level as example_level
 from fedtorch.trust.privacy.features import (
     Funnel as Funnel,
     privacy_funnel as privacy_funnel,
@@ -43,6 +43,7 @@ from fedtorch.trust.privacy.features import (
 )
 from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
+from fedtorch.trust.privacy.nodes import node_level as node_level
 from fedtorch.trust.privacy.preprocessing import (
     RandomisedCrossEntropy as RandomisedCrossEntropy,
     label_frequencies as label_frequencies,
@@ -54,7 +55,7 @@ from fedtorch.trust.privacy.preprocessing import (
 )
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
 from fedtorch.trust.privacy.split_labels import noised_gradients as noised_gradients
-from fedtorch.trust.privacy.sums import sufficient_statistics as sufficient_statistics
+from fedtorch.trust.privacy.sums import NoisedSums as NoisedSums, sufficient_statistics as sufficient_statistics
 from fedtorch.trust.privacy.variational_funnel import (
     LearntFunnel as LearntFunnel,
     variational_funnel as variational_funnel,
