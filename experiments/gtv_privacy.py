@@ -259,7 +259,8 @@ def draw(rows: Sequence[common.Row]) -> Figure:
     names = ["∞" if math.isinf(epsilon) else f"{epsilon:g}" for epsilon in EPSILONS]
     for share in ("100%", "10%"):
         four.plot(names, of(f"9.6.2 {share}", "degrees off"), marker="o", label=f"{share} of the rows")
-    four.set(title="9.6.2: noise on the rows", xlabel="ε of a row", ylabel="degrees off")
+    four.axhline(of("9.6.1 the mean place", "degrees off")[0], color="0.7")
+    four.set(title="9.6.2: noise on the rows", xlabel="ε of a row", ylabel="degrees off", yscale="log")
     four.legend(frameon=False)
     five.plot(BLURS, of("9.6.3", "degrees off"), marker="o")
     five.set(title="9.6.3: noise on the predictions", xlabel="sd in degrees", ylabel="degrees off", ylim=(0, None))

@@ -165,6 +165,7 @@ def draw(rows: Sequence[common.Row], epsilons: Sequence[float]) -> Figure:
         axis.set_xticks(places, [label(epsilon) for epsilon in epsilons])
         axis.set_xlabel("ε")
         axis.set_ylabel(metric)
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], -0.2))
         axis.legend(frameon=False, fontsize=8)
     return figure
 
