@@ -17,7 +17,8 @@ On what ships inside scikit-learn, and on draws of the models themselves:
 - *membership*: the area under the ROC of an attack with shadow models (`attacks.membership`) on 200 digits, for the
   models of the first comparison trained alone. Gradient inversion against ε is in `experiments.privacy_attacks`.
 
-HM1 and EP have no client level: what their clients tell for good are matrices, which `privacy.client_level` refuses.
+HM1 and EP have no client level: `privacy.client_level` refuses HM1's rows of its own for each client, which nothing
+hides one in, and EP's total of matrices, which noise would break.
 δ is 1e-4, below one over any number of rows or clients here; ε = ∞ is the same training without clip and noise. Noise
 is seeded, so that the table repeats itself: these are simulations, which protect nobody. Nothing was tuned; clips and
 learning rates are round numbers, the same for all ε. Test rows have no part in training. There are no published figures

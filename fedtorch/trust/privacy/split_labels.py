@@ -42,7 +42,8 @@ def noised_gradients(
     Args:
         server: the node, which must have nothing that learns.
         half: `fedtorch.vfl.iteration.server_half(server, iterations)`.
-        clip: C, of a row's gradient as it would be without the division by the number of rows.
+        clip: C, of a row's gradient times its weight (n/m in minibatches of m of n rows), before any division by the
+            sum of weights.
         noise: z.
         entropy: of the noise; default: the operating system's.
 
