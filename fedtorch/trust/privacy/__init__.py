@@ -53,6 +53,7 @@ from fedtorch.trust.privacy.preprocessing import (
     replaced_rows as replaced_rows,
     subsampling_delta as subsampling_delta,
 )
+from fedtorch.trust.privacy.processes import private_process as private_process
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
 from fedtorch.trust.privacy.split_labels import noised_gradients as noised_gradients
 from fedtorch.trust.privacy.sums import NoisedSums as NoisedSums, sufficient_statistics as sufficient_statistics
