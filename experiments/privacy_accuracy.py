@@ -9,7 +9,8 @@ On what ships inside scikit-learn, and on draws of the models themselves:
   the network.
 - *least squares*: diabetes progression at 4 clients, FedAvg of least squares on sums that are noised once
   (`privacy.sufficient_statistics`) beside DP-SGD on the same clipped rows and targets: R² on held-out rows.
-- *process*: a Gaussian process of 30 random Fourier features, 10 clients of 400 rows: EP on noised sums
+- *process*: a Gaussian process of 30 random Fourier features, 10 clients of 400 rows: FedMGP on noised sums at its
+  default hyperparameters (`privacy.private_process`) and, knowing the features, EP on noised sums
   (`privacy.NoisedSums`), which is the posterior of all clients' sums, beside DP-FedAvg, and at client level with 300
   clients of 12 rows.
 - *devices*: 30 devices of 240 rows whose coefficients vary around a common mean: HM1 and EP on noised sums, which find
@@ -130,7 +131,7 @@ def _regressions() -> dict[str, tuple[str, Measure]]:
     found: dict[str, tuple[str, Measure]] = {}
     for name, measure, ways in (
         ("least squares", regressions.least_squares, ("noise once", "DP-FedAvg")),
-        ("process", regressions.gaussian_process, ("EP", "DP-FedAvg", "client level")),
+        ("process", regressions.gaussian_process, ("FedMGP", "EP", "DP-FedAvg", "client level")),
         ("devices", regressions.of_devices, ("HM1", "EP", "DP-FedAvg", "each alone")),
     ):
         for way in ways:
