@@ -129,7 +129,7 @@ def learnt(kind: str, x: Tensor, y: Tensor, seed: int) -> Hypothesis:
     """A hypothesis of scikit-learn's, linear or a forest."""
     model = LinearRegression()
     if kind == "forest":
-        model = RandomForestRegressor(30, min_samples_leaf=5, random_state=seed)
+        model = RandomForestRegressor(20, min_samples_leaf=5, random_state=seed)
     fitted = model.fit(x.numpy(), y.numpy())
     return lambda rows: torch.from_numpy(fitted.predict(rows.numpy()))
 
@@ -201,7 +201,7 @@ def private_features(given: Recordings, seed: int, steps: int) -> list[common.Ro
     projection = privacy.private_projection(x, given.x[:, LATITUDE])
     some = slice(0, min(2000, len(x)))
     funnel = privacy.variational_funnel(
-        x[some], given.x[some, LATITUDE], given.y[some], 0.15, hidden=(16,), steps=steps, seed=seed
+        x[some], given.x[some, LATITUDE], given.y[some], 0.3, hidden=(16,), steps=steps, seed=seed
     )
     key = ft.random.key(seed)
     maps: dict[str, Callable[[Tensor, int], Tensor]] = {

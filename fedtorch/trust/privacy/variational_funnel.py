@@ -110,16 +110,18 @@ def variational_funnel(
         seed: of starts, noise and halves.
 
     Raises:
-        ValueError: rows that do not belong together, or a negative R.
+        ValueError: rows that do not belong together, a constant s or y, or a negative R.
     """
     if features.ndim != 2 or not (private.shape == label.shape == features.shape[:1]) or len(features) < 4:
         raise ValueError(
             f"Expected features (n, d), private (n,) and label (n,), but got {tuple(features.shape)}, "
             f"{tuple(private.shape)} and {tuple(label.shape)}"
         )
+    if any(each.is_floating_point() and not float(each.std()) > 0 for each in (private, label)):
+        raise ValueError("Expected a private attribute and a label that vary, but got a constant")
     if not 0 <= information < math.inf:
         raise ValueError(f"Expected information of at least 0 nats, but got {information}")
-    x, s, y = (_numbers(values) for values in (features, private, label))
+    x, s, y = features.to(torch.float64), _in_units(private), _in_units(label)
     key = random.key(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(random.bits(key, 1)))
@@ -189,5 +191,9 @@ def _measured(
         return [max(0.0, float(head.information(z, target[~half]))) for head, target in zip(heads, targets)]
 
 
-def _numbers(values: Tensor) -> Tensor:
-    return values.to(torch.float64) if values.is_floating_point() else values.to(torch.int64)
+def _in_units(target: Tensor) -> Tensor:
+    """Classes as they are, numbers in units of their spread, which changes nothing of what is known of them."""
+    if not target.is_floating_point():
+        return target.to(torch.int64)
+    numbers = target.to(torch.float64)
+    return (numbers - numbers.mean()) / numbers.std(correction=0)

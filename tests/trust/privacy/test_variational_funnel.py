@@ -25,11 +25,12 @@ def told(encoder: torch.nn.Module, covariance: Tensor, cross: Tensor) -> float:
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_a_linear_funnel_is_near_the_closed_form(share: float) -> None:
     """Never below it, and within a third of what telling y as it is would leak in addition."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # s and y come in units of their own
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
     x = draw(800, 2)
     s = 0.7 * x[:, 0] + math.sqrt(0.51) * draw(800)
     y = 0.8 * math.sqrt(0.5) * x.sum(1) + 0.6 * draw(800)
+    s, y = 0.01 * s + 3, 100 * y
     joint = torch.cov(torch.stack([x[:, 0], x[:, 1], s, y]), correction=0)
     covariance, private, label = joint[:2, :2], joint[[0, 1, 2], 2], joint[[0, 1, 3], 3]
     most = -0.5 * math.log1p(-float(label[:2] @ torch.linalg.solve(covariance, label[:2]) / label[2]))
@@ -64,8 +65,10 @@ def test_a_network_hides_what_no_linear_map_sees() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    x, s = torch.zeros(10, 2), torch.zeros(10)
+    x, s = torch.zeros(10, 2), torch.arange(10.0)
     with pytest.raises(ValueError, match="Expected features"):
         privacy.variational_funnel(x, s[:9], s, 0.1)
+    with pytest.raises(ValueError, match="got a constant"):
+        privacy.variational_funnel(x, s, torch.ones(10), 0.1)
     with pytest.raises(ValueError, match="information of at least 0"):
         privacy.variational_funnel(x, s, s, -0.1)
