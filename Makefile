@@ -25,7 +25,7 @@ test: $(STAMP)
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@log=$$(mktemp); export OMP_NUM_THREADS=1; \
 	$(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; trap "kill $$half; cat $$log" INT TERM; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(HALF)); rest=$$?; \
+	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(HALF)); rest=$$?; \
 	wait $$half; half=$$?; cat $$log; rm $$log; exit $$((half + rest))
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

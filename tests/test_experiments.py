@@ -456,6 +456,7 @@ def test_gtv_fmi_as_published(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_two_versions_side_by_side(tmp_path):
     here, name = str(Path(__file__).parents[1]), "fedavg, linear, 100"
     against.main(["--smoke", "--old", here, "--only", name, "--json", str(tmp_path / "rows.json")])

@@ -74,46 +74,31 @@ class Lit(Classifier):
 
 
 LR = {"lr": [0.01, 0.03, 0.1]}
-CASES: dict[str, tuple[Callable[..., ft.Algorithm], dict[str, list[Any]]]] = {
-    "fedavg, SGD": (lambda lr: ft.fedavg(descent(sgd(lr))), LR),
-    "fedavg, momentum": (
+# A grid is a loop over runs: what is tried are the ways in which settings meet, not every algorithm once more.
+CASES: dict[str, tuple[Callable[..., ft.Algorithm], dict[str, list[Any]], int | None]] = {
+    "two settings": (
         lambda lr, momentum: ft.fedavg(descent(lambda p: torch.optim.SGD(p, lr=lr, momentum=momentum))),
         {"lr": [0.01, 0.03], "momentum": [0.0, 0.9]},
+        None,
     ),
-    "fedavg, Adam": (lambda lr: ft.fedavg(descent(lambda p: torch.optim.Adam(p, lr=lr))), LR),
-    "fedavg, different optimisers": (
+    "different optimisers": (
         lambda make: ft.fedavg(descent(lambda p: make(p, lr=0.05))),
         {"make": [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad]},
+        3,
     ),
-    "fedavg, kept moments": (
+    "kept moments": (
         lambda lr: ft.fedavg(descent(lambda p: torch.optim.Adam(p, lr=lr), reset="never", steps=3, epochs=None)),
         LR,
+        3,
     ),
-    "fedavg, all rows": (lambda lr: ft.fedavg(descent(sgd(lr), steps=3, epochs=None, batch_size=None)), LR),
-    "fedavg, the server's step": (lambda lr: ft.fedavg(descent(sgd(0.05)), lr=lr), {"lr": [0.5, 1.0]}),
-    "fedavg, projected": (
-        lambda most: ft.fedavg(
-            descent(sgd(0.05), project=lambda p: {n: leaf.clamp(-most, most) for n, leaf in p.items()})
-        ),
-        {"most": [0.2, 0.6]},
-    ),
-    "fedprox": (lambda lr, mu: ft.fedprox(descent(sgd(lr)), mu), {"lr": [0.01, 0.1], "mu": [0.0, 0.3, 3.0]}),
-    "scaffold": (lambda lr: ft.scaffold(descent(sgd(lr))), LR),
-    "ditto": (
-        lambda lr, strength: ft.ditto(descent(sgd(lr)), strength),
-        {"lr": [0.01, 0.1], "strength": [0.1, 1.0]},
-    ),
-    "fedadam": (lambda lr: ft.fedadam(descent(sgd(0.05)), lr=lr), LR),
-    "feddyn": (lambda alpha: ft.feddyn(descent(sgd(0.03)), alpha), {"alpha": [1.0, 3.0]}),
-    "personal layers": (lambda lr: ft.personal_layers(descent(sgd(lr)), "bias"), LR),
-    "separate": (lambda lr: ft.separate(descent(sgd(lr))), LR),
+    "totals": (lambda lr: ft.scaffold(descent(sgd(lr))), LR, 3),
+    "personal parameters": (lambda strength: ft.ditto(descent(sgd(0.1)), strength), {"strength": [0.1, 1.0]}, None),
 }
 
 
-@pytest.mark.parametrize("cohort", [None, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_every_setting_is_an_ordinary_run(case: str, cohort: int | None) -> None:
-    build, settings = CASES[case]
+def test_every_setting_is_an_ordinary_run(case: str) -> None:
+    build, settings, cohort = CASES[case]
     result = searched(build, settings, cohort=cohort)
     assert_same(result, build, cohort=cohort)
 
@@ -160,15 +145,15 @@ def prox(lr: float, mu: float = 0.0) -> ft.Algorithm:
 
 
 def test_a_setting_that_diverges_is_named_and_leaves_the_others_alone() -> None:
-    result = searched(prox, {"lr": [0.03, 1e200, 0.1, 50.0]}, rounds=60)
+    result = searched(prox, {"lr": [0.03, 1e200, 0.1, 500.0]}, rounds=40)
     assert result.diverged == (False, True, False, True)
     table = result.table
     assert table["diverged"].tolist() == [False, False, True, True]
-    assert table["lr"][2:].tolist() == [1e200, 50.0]
+    assert table["lr"][2:].tolist() == [1e200, 500.0]
     assert table.loc[2:, ["mean over clients", "sd over clients", "worst client", "all rows"]].isna().all(axis=None)
     assert result.best["lr"] in (0.03, 0.1)
     for i in (0, 2):
-        assert result.scores[i].overall == pytest.approx(alone(prox(**result.settings[i]), 60).overall, rel=ROUNDING)
+        assert result.scores[i].overall == pytest.approx(alone(prox(**result.settings[i]), 40).overall, rel=ROUNDING)
 
 
 def test_a_client_that_diverges_by_itself_is_noticed() -> None:
@@ -211,13 +196,8 @@ def test_a_fraction_is_held_out_of_every_client() -> None:
 def test_faults_and_chunks_are_those_of_a_run() -> None:
     population = ft.InProcess(TRAINING, chunk=2)
     arguments = {"population": population, "faults": ft.lost_messages(after=0.4), "cohort": 4}
-    build, settings = CASES["scaffold"]
+    build, settings, _ = CASES["totals"]
     assert_same(searched(build, settings, **arguments), build, **arguments)
-
-
-def test_running_sums_are_made_anew_as_in_a_run() -> None:
-    build = lambda lr: ft.scaffold(descent(sgd(lr), epochs=None, steps=1))
-    assert_same(searched(build, {"lr": [0.01, 0.03]}, rounds=101), build, rounds=101)
 
 
 def test_modules_made_by_build_start_alike_and_the_global_generator_stays() -> None:

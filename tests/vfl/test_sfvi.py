@@ -47,8 +47,15 @@ def noise_variance(name: str, rho: float, parties: int) -> float:
     return SD**2 + parties * (rho if name == "augmented" else rho * (parties - 1) / parties) ** 2
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("widths", [[3], [1, 1, 1]])
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("augmented", [3]),
+        ("augmented", [1, 1, 1]),
+        pytest.param("power", [3], marks=pytest.mark.slow),
+        ("power", [1, 1, 1]),
+    ],
+)
 def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
     """σ² + Jρ², and for the power model ρ(J−1)/J; with one party the noise ρ, and none.
 

@@ -18,6 +18,12 @@ p · (p − 1) effects, cause by cause within each row j. A sweep takes one row 
 - with M = (I − θ_k)⁻¹, det(I − θ*) = det(I − θ_k) (1 − δ'M e_j), and M* = M + M e_j δ'M / (1 − δ'M e_j)
 - the residuals of the row change by Y δ.
 
+Such steps hardly leave a site's local mode, in which two rows share what belongs to one of them, so between them pairs
+of rows j, l are turned, as in independent component analysis. The rows u_j = (e_j − θ_j) / b_j of the whitening matrix
+go to (cos φ u_j − sin φ u_l, sin φ u_j + cos φ u_l), with signs for which both diagonal elements are positive and φ
+uniform; a sweep turns every other row with one drawn at random. That keeps the determinant and the volume of u; in
+terms of (θ_j, 1/b_j), u_j has the volume b_j^{-(p − 1)}.
+
 λ is drawn as in the sparse regression and 1/b_kj ~ Gamma(a_σ + n_k, b_σ + Σ_i |e_ij|).
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.4, whose acceptance
@@ -111,19 +117,23 @@ def regression(
         chains, q = site.theta.shape[1:]
         p = data.y.shape[-1]
         check_start(q, p * (p - 1))
-        for_steps, for_lengths, for_accepting, for_noise, for_mixing = random.split(keys, 5)
+        for_steps, for_lengths, for_accepting, for_noise, for_mixing, for_turns = random.split(keys, 6)
         normals = _front(random.normal(for_steps, (sweeps, q), torch.float64))
         lengths = _front(random.uniform(for_lengths, (sweeps, p), torch.float64)) * (2 * 2.38 * step / (p - 1) ** 0.5)
         logs = _front(random.uniform(for_accepting, (sweeps, p), torch.float64)).log()
         shape = noise_shape + data.count.to(torch.float64)[:, None, None, None]
         gammas = _front(random.gamma(for_noise, shape, (sweeps, p), torch.float64))
         mixing = [_front(part) for part in deviation.noise(for_mixing, (sweeps, q))]
+        turns = _front(random.uniform(for_turns, (sweeps, p, 3), torch.float64))
         centre, shared = _front(heard.theta), _front(heard.precision)
         w, u, noise = (_front(leaf) for leaf in (site.precision, site.auxiliary, site.noise))
         propose = _proposals(data, chains)
         walk = _Walk(data, graphical.square(graphical.by_response(site.theta)))
+        whole = walk.whole(centre)
         for s in range(sweeps):
             prior = w * shared
+            for j in range(s % 2, p, 2):
+                noise = walk.turn(j, turns[s, j], whole, walk.whole(prior), noise, noise_shape, heard.noise)
             steps = propose(noise, prior, normals[s])
             walk.refresh()
             for j in range(p):
@@ -162,6 +172,18 @@ def spectral_radius(matrix: Tensor) -> Tensor:
     return torch.linalg.eigvals(matrix).abs().amax(-1)
 
 
+def _stable(matrices: Tensor) -> Tensor:
+    """Which of the matrices `(M, p, p)` have a spectral radius below one."""
+    power = matrices
+    for _ in range(6):
+        power = power @ power
+    doubtful = ~(power.abs().sum(-1).amax(-1) < 1)  # the norm of a power bounds that power of the radius
+    stable = ~doubtful
+    if bool(doubtful.any()):
+        stable[doubtful] = spectral_radius(matrices[doubtful]) < 1
+    return stable
+
+
 class _Walk:
     """Where the sites' effects are: θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
 
@@ -173,6 +195,7 @@ class _Walk:
         size = -(-data.y.shape[1] // _ROWS) * _ROWS
         self.p, self.count = p, data.count.to(torch.float64)[:, None]
         self.others = graphical.other_variables(p).to(theta.device)
+        self.unit = torch.eye(p, dtype=theta.dtype, device=theta.device)[..., None, None]
         self.y = data.y.new_zeros(p, size, clients, 1)
         self.y[:, : data.y.shape[1], :, 0] = data.y.permute(2, 1, 0)
         self.theta = theta.permute(2, 3, 0, 1).contiguous()
@@ -208,13 +231,56 @@ class _Walk:
         torch.mul(prior * step, here - centre + step / 2, out=self.quadratic)
         gain = self.count * ratio.abs().log() - (absolute - self.absolute[j]) * noise - self.add_quadratic()
         new = here + step
-        taken = self._stable(j, new, log < gain)
+        where = (log < gain).nonzero(as_tuple=True)
+        matrices = self._square()[where].contiguous()
+        matrices[:, j, others] = new[:, where[0], where[1]].mT
+        taken = torch.zeros_like(gain, dtype=torch.bool)
+        taken[where] = _stable(matrices)
         self.theta[j, others] = torch.where(taken, new, here)
         self.errors[j] = torch.where(taken, errors, self.errors[j])
         self.absolute[j] = torch.where(taken, absolute, self.absolute[j])
         change = torch.where(taken, along / ratio, 0.0)
         self.inverse = self.inverse + self.inverse[:, j].unsqueeze(1) * change
         self.accepted += taken
+
+    def turn(
+        self, j: int, uniforms: Tensor, centre: Tensor, prior: Tensor, noise: Tensor, shape: float, rate: Tensor
+    ) -> Tensor:
+        """Proposes to turn row j with another one; 1/b `(p, K, C)` after it, while M is left as it was."""
+        clients, chains = self.accepted.shape
+        other = (j + 1 + (uniforms[0] * (self.p - 1)).long()) % self.p
+        pair = torch.stack([torch.full_like(other, j), other])
+        index = lambda table: pair.reshape(2, *[1] * (table.ndim - 3), clients, chains).expand(2, *table.shape[1:])
+        rows = lambda table: table.gather(0, index(table))
+        cosine, sine = (2 * torch.pi * uniforms[1]).cos(), (2 * torch.pi * uniforms[1]).sin()
+        turned = lambda two: torch.stack([cosine * two[0] - sine * two[1], sine * two[0] + cosine * two[1]])
+
+        before, theta, unit = rows(noise), rows(self.theta), rows(self.unit.expand_as(self.theta))
+        whitened = turned((unit - theta) * before[:, None])
+        diagonal = whitened.gather(1, pair[:, None])
+        after, new = diagonal[:, 0].abs(), unit - whitened / diagonal
+        scaled = turned(rows(self.errors) * before[:, None])
+        absolute = torch.stack([self._absolute(error) for error in scaled])
+        gain = rows(self.absolute) * before - absolute + (shape - self.p) * (after / before).log()
+        gain = gain - rate * (after - before)
+        pull = rows(prior) * (theta - new) * ((theta + new) / 2 - rows(centre))
+        gain = sum((*gain, *pull.flatten(0, 1)))
+        where = (uniforms[2].log() < gain).nonzero(as_tuple=True)
+        matrices = self._square()[where].contiguous()
+        places = pair[:, where[0], where[1]].mT
+        matrices.scatter_(1, places[..., None].expand(-1, -1, self.p), new[:, :, where[0], where[1]].permute(2, 0, 1))
+        taken = torch.zeros_like(gain, dtype=torch.bool)
+        taken[where] = _stable(matrices)
+
+        keep = lambda table, own: table.scatter(0, index(table), torch.where(taken, own, rows(table)))
+        self.theta, self.absolute = keep(self.theta, new), keep(self.absolute, absolute / after)
+        self.errors = keep(self.errors, scaled / diagonal)
+        return keep(noise, after)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """`(q, K, C)` as rows with a diagonal of zeros, `(p, p, K, C)`."""
+        index = self.others[..., None, None].expand(-1, -1, *values.shape[1:])
+        return values.new_zeros(self.p, *self.theta.shape[1:]).scatter_(1, index, values.unflatten(0, (self.p, -1)))
 
     def effects(self) -> Tensor:
         """θ without its diagonal, `(q, K, C)`."""
@@ -233,22 +299,6 @@ class _Walk:
         for block in blocks:
             self.of_rows.add_(block)
         return self.add_rows().clone()
-
-    def _stable(self, j: int, row: Tensor, wanted: Tensor) -> Tensor:
-        """Which of the proposals that are wanted `(K, C)` have a spectral radius below one."""
-        where = wanted.nonzero(as_tuple=True)
-        matrices = self.theta[:, :, where[0], where[1]].permute(2, 0, 1).contiguous()
-        matrices[:, j, self.others[j]] = row[:, where[0], where[1]].mT
-        power = matrices
-        for _ in range(6):
-            power = power @ power
-        doubtful = ~(power.abs().sum(-1).amax(-1) < 1)  # the norm of a power bounds that power of the radius
-        stable = ~doubtful
-        if bool(doubtful.any()):
-            stable[doubtful] = spectral_radius(matrices[doubtful]) < 1
-        taken = wanted.clone()
-        taken[where] = stable
-        return taken
 
     def _square(self) -> Tensor:
         return self.theta.permute(2, 3, 0, 1)

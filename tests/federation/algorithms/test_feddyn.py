@@ -66,8 +66,10 @@ def test_the_kept_gradients_are_those_of_the_local_solutions() -> None:
         assert distance(own[k], gradient) < 10 * ROUNDING
 
 
-@pytest.mark.parametrize("participation", ["full", "a tenth"])
-@pytest.mark.parametrize("solver", ["least squares", "descent"])
+@pytest.mark.parametrize(
+    ("solver", "participation"),
+    [("least squares", "a tenth"), ("descent", "full"), pytest.param("descent", "a tenth", marks=pytest.mark.slow)],
+)
 def test_it_reaches_the_optimum_of_the_pooled_rows(solver: str, participation: str) -> None:
     sizes = [10 + (7 * k) % 40 for k in range(40)]
     data = linear_clients(sizes)

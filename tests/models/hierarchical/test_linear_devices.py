@@ -191,7 +191,7 @@ def test_tilted_moments_of_generalised_models(kind: str) -> None:
     assert float((tilted.covariance[0].diagonal().sqrt() / sd - 1).abs().max()) < 0.01
 
 
-@pytest.mark.parametrize("kind", ["logistic", "Poisson"])
+@pytest.mark.parametrize("kind", [pytest.param("logistic", marks=pytest.mark.slow), "Poisson"])
 def test_generalised_models_find_what_their_devices_share(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     mean, sd, clients = torch.tensor([0.5, -0.7]).double(), 0.5, []
