@@ -64,7 +64,7 @@ def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spe
         ValueError: where clients answer, counts that are not 0 or 1.
     """
     clipped = dataclasses.replace(
-        algorithm, told=partial(_told, algorithm, clip, spending.release.mechanism), anew=False
+        algorithm, told=partial(_told, algorithm, clip, spending.release.mechanism), averages=None, anew=False
     )
     report = algorithm.report
     return dataclasses.replace(

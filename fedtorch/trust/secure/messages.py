@@ -104,8 +104,13 @@ def most_down(session: Session, phase: int) -> int:
 
 def sign(session: Session, phase: int, sender: int, body: bytes, key: Ed25519PrivateKey) -> bytes:
     """A message of a client."""
-    head = _HEAD.pack(phase, sender)
-    return head + body + key.sign(_MAGIC + session.digest() + head + body)
+    signed = _HEAD.pack(phase, sender) + body
+    return signed + key.sign(_signed(session, signed))
+
+
+def _signed(session: Session, message: bytes) -> bytes:
+    """What stands for a message under its signature, which would hash it twice."""
+    return _MAGIC + session.digest() + hashlib.sha256(message).digest()
 
 
 def verified(session: Session, phase: int, message: bytes) -> tuple[int, bytes]:
@@ -124,12 +129,17 @@ def verified(session: Session, phase: int, message: bytes) -> tuple[int, bytes]:
         raise ValueError(f"Expected a message of one of the session's clients, but got one of client {sender}")
     signed, signature = message[:-_SIGNATURE], message[-_SIGNATURE:]
     try:
-        Ed25519PublicKey.from_public_bytes(session.keys[sender]).verify(signature, _MAGIC + session.digest() + signed)
+        Ed25519PublicKey.from_public_bytes(session.keys[sender]).verify(signature, _signed(session, signed))
     except InvalidSignature:
         raise ValueError(
             f"Expected a message that client {sender} has signed in this session, but it has not"
         ) from None
     return sender, signed[_HEAD.size :]
+
+
+def body_of(message: bytes) -> bytes:
+    """The body of a message that has been `verified`."""
+    return message[_HEAD.size : -_SIGNATURE]
 
 
 def records(body: bytes, form: struct.Struct) -> list[tuple[int | bytes, ...]]:

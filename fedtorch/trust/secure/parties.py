@@ -4,7 +4,7 @@ r"""A client's side of a secure sum: what it says in five phases, so that the se
 2. *Shares*: neighbours on a circle that depends on all adverts get Shamir shares of the client's mask key and of its
    own mask, each in a letter of AES-256-GCM.
 3. *Masked*: the words plus the own mask, plus a mask with every neighbour of higher number, minus those of lower.
-4. *Confirm*: every client signs who has sent masked words, so that nobody can be told two versions.
+4. *Confirm*: every client signs who has begun and who has sent masked words, so that nobody is told two versions.
 5. *Reveal*: of each neighbour that has, the share of its own mask; of each that has not, of its mask key; never both.
 
 The server recovers the own masks of those that stayed and the pairs of those that did not, checks them against adverts
@@ -13,6 +13,9 @@ and commitments, and takes them out of the sum. Too few of anything ends in `Abo
 It sees sums only: no rule that looks at single messages (medians, norms, NaN) can act. What replaces them is done by
 the client before masking: clipping, and the range check of the grid. That clients do so, nobody can see either: a
 client that masks other words than it should moves the sum by whatever it likes.
+
+Secrecy holds against a server that works with as many clients as the neighbourhoods were made for, and with fewer than
+the minimum less one: who may leave whole clients out could otherwise surround one with its own.
 
 Sources: Bonawitz et al. (2017), "Practical secure aggregation for privacy-preserving machine learning", Figure 4; Bell
 et al. (2020), Algorithm 3.
@@ -161,9 +164,9 @@ class Client:
             self._held[sender] = self._open(sender, body)
         if len(self._held) < self.session.graph.threshold:
             raise Aborted(f"Client {self.number} has {len(self._held)} neighbours left, too few to recover anything")
-        masked = ring.add(words, expanded(self._own, self.session.size), self.session.width)
+        masked = ring.add(expanded(self._own, self.session.size), words, self.session.width)
         for other in self._held:
-            masked = ring.add(masked, self._pair(other), self.session.width)
+            ring.add(masked, self._pair(other), self.session.width)
         return self._sign(MASKED, masked.numpy().tobytes())
 
     def confirm(self, survivors: Sequence[int]) -> bytes:
@@ -184,7 +187,7 @@ class Client:
                     f"The difference from an earlier sum is of {len(before ^ self._survivors)} clients, fewer than "
                     f"{self.session.apart}: subtracted, the sums would say too much of each"
                 )
-        return self._sign(CONFIRM, agreed(survivors))
+        return self._sign(CONFIRM, agreed(survivors, self._adverts))
 
     def reveal(self, confirmations: Sequence[bytes]) -> bytes:
         """Phase 5: one share of each neighbour, once enough of them have confirmed the same survivors.
@@ -196,7 +199,7 @@ class Client:
         same = set()
         for message in confirmations:
             sender, body = verified(self.session, CONFIRM, message)
-            if body != agreed(sorted(self._survivors)):
+            if body != agreed(sorted(self._survivors), self._adverts):
                 raise Aborted(f"Client {sender} was told of other survivors than client {self.number}")
             same.add(sender)
         if len(same & set(self._neighbours) & self._survivors) < self.session.graph.threshold:
@@ -277,6 +280,7 @@ def commitment(secret: bytes) -> bytes:
     return hashlib.sha256(b"commitment " + secret).digest()
 
 
-def agreed(survivors: Sequence[int]) -> bytes:
-    """What survivors sign."""
-    return hashlib.sha256(b"".join(NUMBER.pack(client) for client in sorted(survivors))).digest()
+def agreed(survivors: Sequence[int], adverts: dict[int, tuple[bytes, bytes, bytes]]) -> bytes:
+    """What survivors sign: who has stayed, and of whom and with which keys they know that they began."""
+    begun = [NUMBER.pack(client) + b"".join(adverts[client]) for client in sorted(adverts)]
+    return hashlib.sha256(b"".join([*(NUMBER.pack(k) for k in sorted(survivors)), b"of", *begun])).digest()

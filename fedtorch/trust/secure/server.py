@@ -20,6 +20,7 @@ from fedtorch.trust.secure.messages import (
     SHARES,
     Aborted,
     Session,
+    body_of,
     bundle,
     most_up,
     records,
@@ -112,28 +113,27 @@ class Server:
             raise Aborted(f"A sum of {len(survivors)} clients is smaller than the minimum {self.session.minimum}")
         total, width = torch.zeros(self.session.size, dtype=torch.int64), self.session.width
         for message in self.messages[MASKED].values():
-            words = torch.frombuffer(bytearray(verified(self.session, MASKED, message)[1]), dtype=torch.int64)
-            total = ring.add(total, words, width)
+            ring.add(total, torch.frombuffer(bytearray(body_of(message)), dtype=torch.int64), width)
         revealed = self._revealed()
         for client in survivors:
             own = self._recovered(client, True, revealed)
             if commitment(own) != adverts[client][2]:
                 raise Aborted(f"The shares of client {client}'s own mask are not of what it has committed to")
-            total = ring.add(total, ring.negate(expanded(own, self.session.size), width), width)
+            ring.add(total, ring.negate(expanded(own, self.session.size), width), width)
         for client in sorted(self.messages[SHARES].keys() - set(survivors)):
             key = X25519PrivateKey.from_private_bytes(self._recovered(client, False, revealed))
             if key.public_key().public_bytes_raw() != adverts[client][0]:
                 raise Aborted(f"The shares of client {client}'s mask key are not of the key in its advert")
             for other in set(self.neighbours[client]) & set(survivors):
                 shared = key.exchange(X25519PublicKey.from_public_bytes(adverts[other][0]))
-                total = ring.add(total, pair_mask(self.session, self._digest, shared, client, other), width)
+                ring.add(total, pair_mask(self.session, self._digest, shared, client, other), width)
         return total
 
     def _revealed(self) -> dict[tuple[int, bool], dict[int, int]]:
         """Shares by (whose, of the own mask) and holder."""
         found: dict[tuple[int, bool], dict[int, int]] = {}
         for holder, message in self.messages[REVEAL].items():
-            for owner, own, share in records(verified(self.session, REVEAL, message)[1], SHARE):
+            for owner, own, share in records(body_of(message), SHARE):
                 found.setdefault((int(owner), bool(own)), {})[holder] = int.from_bytes(bytes(share), "big")
         return found
 

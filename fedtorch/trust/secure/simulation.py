@@ -22,7 +22,7 @@ from fedtorch.tree import Tree
 from fedtorch.trust.messages import in_order, kept, like, rows
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.secure.grid import ExactSums, Grid
-from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session
+from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session, body_of
 from fedtorch.trust.secure.neighbours import Neighbourhoods, neighbourhoods
 from fedtorch.trust.secure.parties import Client
 from fedtorch.trust.secure.server import Server
@@ -104,7 +104,7 @@ def secure_sum(
         wire.phase(phase, there, parties)
         there = list(server.messages[phase])
     total, survivors = grid.decode(server.total()), server.survivors
-    seen = [torch.frombuffer(bytearray(server.messages[MASKED][k][9:-64]), dtype=torch.int64) for k in survivors]
+    seen = [torch.frombuffer(bytearray(body_of(server.messages[MASKED][k])), dtype=torch.int64) for k in survivors]
     return SecureSum(total, [row[k] for k in survivors], torch.stack(seen), wire.sent, wire.seconds)
 
 

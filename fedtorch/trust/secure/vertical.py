@@ -92,7 +92,7 @@ def masked_party(
         one = session._replace(round=message, size=value.numel())
         words = grid.encode(value.flatten().cpu())
         for other, key in shared.items():
-            words = words + pair_mask(one, digest, key, party, other)
+            words += pair_mask(one, digest, key, party, other)
         yield Send(0, words)
         heard, message = None, message + 1
 

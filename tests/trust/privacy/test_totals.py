@@ -144,5 +144,6 @@ def test_what_cannot_be_noised_is_refused_with_the_reason() -> None:
     ):
         with pytest.raises(ValueError, match=r"exact sums.*Gibbs protect the rows' sums"):
             private(algorithm)
+    assert private(MAKE["scaffold"]()).averages is None  # a robust rule on it would have another sensitivity
     with pytest.raises(ValueError, match=r"weights of one .*'weight'"):
         ft.run(private(ft.scaffold(sgd(0.1))), ft.InProcess(DATA), rounds=1)
