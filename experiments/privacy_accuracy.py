@@ -55,7 +55,7 @@ class Size(NamedTuple):
     rows: int  # that are attacked
 
 
-FULL = Size((0.5, 1.0, 2.0, 4.0, 8.0, math.inf), 60, 300, 32, 200)
+FULL = Size((0.5, 1.0, 2.0, 8.0, math.inf), 40, 300, 16, 200)
 SMOKE = Size((2.0, math.inf), 3, 12, 8, 20)
 
 
