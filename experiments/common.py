@@ -119,6 +119,13 @@ def write(name: str, rows: Sequence[Row], target: str | None) -> None:
         Path(target).write_text(text + "\n")
 
 
+def write_results(file: Path, text: str) -> None:
+    """Writes Markdown, and keeps the notes below that of before."""
+    _, heading, notes = (file.read_text() if file.exists() else "").partition("\n## Notes\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + heading + notes)
+
+
 def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """Prints a table to standard error, the first column to the left, the others to the right."""
     cells = [list(columns), *(list(line) for line in lines)]

@@ -205,7 +205,7 @@ def backdoor(given: Stations, rounds: int) -> list[common.Row]:
     return rows
 
 
-def anticipated(given: Stations) -> tuple[list[common.Row], list[tuple[float, float]]]:
+def anticipated(given: Stations) -> tuple[list[common.Row], list[tuple[float, float, float]]]:
     """8.4: (8.11) and the validation error against ρ, and the factor of the noise in (8.9)."""
     means = torch.stack([y.mean() for _, y in given.training])
     guess = means.repeat_interleave(given.validation.counts)
@@ -229,13 +229,15 @@ def anticipated(given: Stations) -> tuple[list[common.Row], list[tuple[float, fl
             common.Row(setting, "validation error", wrong),
             common.Row(setting, "factor in (8.9)", noise),
         ]
-        curve.append((far, wrong))
+        curve.append((far, wrong, noise))
     return rows, curve
 
 
-def draw(changes: dict[str, list[float]], errors: dict[str, list[float]], curve: list[tuple[float, float]]) -> Figure:
-    """Changes beside their bounds, errors against attacked nodes, being anticipated against being right."""
-    figure, axes = common.subplots(1, 3, figsize=(13, 4))
+def draw(
+    changes: dict[str, list[float]], errors: dict[str, list[float]], curve: list[tuple[float, float, float]]
+) -> Figure:
+    """Changes beside their bounds, errors against attacked nodes, being anticipated against being right, and (8.9)."""
+    figure, axes = common.subplots(1, 4, figsize=(17, 4))
     for name, values in changes.items():
         axes[0].loglog(STRENGTHS, values, marker="o", linestyle="--" if "8.3" in name else "-", label=name)
     axes[0].set_xlabel("sd of the perturbation of labels, °C")
@@ -245,11 +247,16 @@ def draw(changes: dict[str, list[float]], errors: dict[str, list[float]], curve:
     axes[1].axhline(RAISED, color="grey", linewidth=0.8)
     axes[1].set_xlabel("attacked nodes")
     axes[1].set_ylabel("target's error / without an attack")
-    axes[2].plot(*zip(*curve), marker="o")
-    for rho, (far, wrong) in zip(RHOS, curve):
+    anticipation, validation, noise = zip(*curve)
+    axes[2].plot(anticipation, validation, marker="o")
+    for rho, far, wrong in zip(RHOS, anticipation, validation):
         axes[2].annotate(f"ρ = {rho:g}", (far, wrong))
     axes[2].set_xlabel("(8.11), °C²")
     axes[2].set_ylabel("validation error, °C²")
+    axes[3].plot(RHOS, [value / noise[0] for value in noise], marker="o")
+    axes[3].set_xscale("symlog", linthresh=RHOS[1])
+    axes[3].set_xlabel("ρ")
+    axes[3].set_ylabel("factor of the noise in (8.9) / without signals")
     for axis in axes[:2]:
         axis.legend(frameon=False)
     return figure

@@ -69,6 +69,7 @@ from fedtorch.federation.faults import (
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
+from fedtorch.federation.growing import Growing as Growing
 from fedtorch.federation.history import History as History, Round as Round
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
 from fedtorch.federation.local_solvers.least_squares import least_squares as least_squares

@@ -1,5 +1,6 @@
 """Every experiment and benchmark runs with --smoke and writes the rows it promises."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.closed_forms import ROUNDING, distance, linear_clients, sgd
 
+import fedtorch as ft
 from experiments import (
     fedavg_family,
     fedlin_cmapss,
@@ -29,7 +32,9 @@ from experiments import (
     privacy_accuracy,
     privacy_attacks,
     quickstart,
+    resilience,
     robustness,
+    side_by_side,
     sparse_directed,
     sparse_network,
     sparse_regression,
@@ -50,11 +55,14 @@ from experiments.benchmarks import (
     gtv,
     privacy,
     robust,
+    robust_peers,
     vfl,
     vfl_split,
     workloads,
 )
+from fedtorch import tree
 from fedtorch.kernels import choice
+from fedtorch.trust import attacks, robust as rules
 
 
 def rows(path):
@@ -129,11 +137,41 @@ def test_robustness(tmp_path):
     assert (tmp_path / "robustness.png").stat().st_size > 10_000
 
 
+def test_resilience(tmp_path):
+    resilience.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    after = "distance after {} rounds".format
+    for setting in ("messages lost on links, 0%", "messages lost on links, 60%", "up to 5 rounds late"):
+        assert found[setting, after(20)] < found[setting, after(5)]
+    perfect = found["messages lost on links, 0%", after(20)]
+    assert found["up to 0 rounds late", after(20)] == perfect
+    assert found["stragglers, 90% of the nodes", after(20)] > found["stragglers, 30% of the nodes", after(20)] > perfect
+    gone = "links lost for good, {:.0%}".format
+    assert found[gone(0), "star"] < found[gone(1), "star"] == found["server lost", "star"]
+    assert found[gone(1), "network"] == pytest.approx(found["server lost", "star"], rel=1e-9)
+    assert (tmp_path / "resilience.png").stat().st_size > 10_000
+
+
 def test_robust_benchmark(tmp_path):
     robust.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")
     assert found["24 messages × 500 numbers", "FedAvg / FedAvg"] == 1
     assert all(value > 0 for value in found.values())
+
+
+def test_robust_peers(tmp_path, monkeypatch):
+    given = robust_peers.tables(1)
+    averages = {
+        f"{key} {name}": rule.average(value, torch.full((len(value),), 1 / len(value), dtype=torch.float64)).numpy()
+        for key, value in given.items()
+        for name, rule in robust_peers.ours(len(value), int(key.split()[1])).items()
+    }
+    assert set(robust_peers.differences(given, averages).values()) == {0.0}
+    averages["0 2 Flower: Krum"] = averages["0 2 Flower: Krum"] + 1.0
+    assert robust_peers.differences(given, averages)["Flower: Krum"] > 0.1
+    monkeypatch.setattr(robust_peers, "INTERPRETER", tmp_path / "missing")
+    robust_peers.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert rows(tmp_path / "rows.json") == {}
 
 
 def test_privacy_accuracy(tmp_path):
@@ -299,7 +337,7 @@ def test_fedmgp_benchmark(tmp_path):
 
 def test_fedmgp_faults(tmp_path):
     fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
-    assert len(rows(tmp_path / "rows.json")) == 8
+    assert len(rows(tmp_path / "rows.json")) == 15  # where units drop out there is no robust total
     assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
 
 
@@ -530,3 +568,25 @@ def test_benchmarks_write_their_tables(tmp_path):
     assert len(text.splitlines()) > 10
     with pytest.raises(SystemExit):
         benchmarks.main(["nothing"])
+
+
+def test_runs_side_by_side_are_those_alone():
+    """In float64 to rounding: with a collusion, with totals, and with a robust rule."""
+    sets = [linear_clients([4, 9, 5, 7], seed=seed) for seed in range(3)]
+    local = sgd(0.05, steps=3)
+    starts = [{name: leaf + seed for name, leaf in local.parameters.items()} for seed in range(3)]
+    average = dataclasses.replace(ft.fedavg(local), exchange=rules.star(rules.median()))
+    algorithms = {
+        "collusion": ft.fedavg(local) | attacks.inner_product_manipulation([1], 0.5),
+        "totals": ft.scaffold(local),
+        "rule": average,
+    }
+    for name, algorithm in algorithms.items():
+        together = side_by_side.side_by_side(algorithm, starts, clients=4)
+        run = ft.run(together, side_by_side.Joined(sets), rounds=4)
+        for seed, data in enumerate(sets):
+            alone = ft.run(algorithm, ft.InProcess(data), starts[seed], rounds=4)
+            pairs = zip(tree.leaves(side_by_side.server(run, seed)), tree.leaves(alone.server), strict=True)
+            assert max(distance(one, other) for one, other in pairs) < ROUNDING, name
+    with pytest.raises(ValueError, match=r"as many clients in every run, but got \[4, 2\]"):
+        side_by_side.Joined([sets[0], linear_clients([3, 4])])

@@ -16,6 +16,7 @@ from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
 from fedtorch.models import low_rank
+from fedtorch.trust import fairness
 
 DATA = classes()
 LOCAL = solver()
@@ -97,6 +98,25 @@ def test_worst_client(runs: dict[str, Any]) -> None:
     assert texts == ["FedAvg", "personal", "all rows", "mean over clients", "worst client"]
     other = ft.plots.worst_client(runs, "cross_entropy", largest_is_best=False)
     assert lines(other.axes[0])["FedAvg: worst client"] == known(runs["FedAvg"], "val_cross_entropy_max")
+
+
+def test_groups() -> None:
+    data = linear_clients([4] * 12)
+    run = ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(data))
+    error, member = {"error": ft.metrics.mean_squared_error()}, lambda rows: (rows[0][:, 0] > 0).long()
+    for _ in run.rounds(4):
+        fairness.watch_groups(run, data, error, member, [0, 1], largest_is_best=False)
+    figure = ft.plots.groups(run, "error")
+    assert drawn(figure)
+    shown = lines(figure.axes[0])
+    assert shown["group 0"] == known(run, "val_error_group_0")
+    assert shown["mean over the worst tenth"] == known(run, "val_error_worst_decile")
+    heights = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    both = run.history[["val_error_group_0", "val_error_group_1"]]
+    assert (heights.min(), heights.max()) == (both.min(axis=None), both.max(axis=None))
+    assert "mean over the worst tenth" in lines(ft.plots.curves(run, ["val_error"]).axes[0])
+    with pytest.raises(ValueError, match="Expected groups of 'loss' in the history"):
+        ft.plots.groups(run, "loss")
 
 
 @pytest.mark.parametrize(("metric", "column"), [("accuracy", "val_accuracy"), ("train_loss", "train_loss")])

@@ -30,6 +30,7 @@ NAMES = (
     "kills",
     "privacy",
     "robust",
+    "robust_peers",
     "scaling",
     "vfl",
     "vfl_split",
@@ -70,12 +71,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.names or NAMES:
         before = os.getloadavg()[0]
         rows = measure(name, options)
-        if not rows:  # no device
+        if not rows:  # no device, or no peers
             continue
-        arguments.results.mkdir(parents=True, exist_ok=True)
-        file = arguments.results / f"{name}.md"
-        _, heading, notes = (file.read_text() if file.exists() else "").partition("\n## Notes\n")
-        file.write_text(markdown(name, rows, options, before) + heading + notes)
+        common.write_results(arguments.results / f"{name}.md", markdown(name, rows, options, before))
 
 
 if __name__ == "__main__":

@@ -121,9 +121,13 @@ class LocalClients:
         self.algorithm, self.names, self.clients, self._chunk = algorithm, names, clients, chunk
         self.device = tree.leaves(blocks[0][1].batch)[0].device
         self.table = StateTable(tree.to(state, self.device, copy=True), clients)
-        self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
-        self._sizes = [self._block_size(data, chunk) for _, data in self._blocks]
+        self.hold(blocks)
         self._validation: dict[int, tuple[FederatedData, list[tuple[Tensor, ClientData]]]] = {}
+
+    def hold(self, blocks: list[tuple[Tensor, ClientData]]) -> None:
+        """Takes the rows of the clients here, in place of those that they had."""
+        self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
+        self._sizes = [self._block_size(data, self._chunk) for _, data in self._blocks]
 
     def _prepare(self, ids: Tensor, data: ClientData) -> Tree:
         try:

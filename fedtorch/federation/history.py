@@ -159,7 +159,7 @@ class History:
         `_max` and `_worst_decile` (the mean of the largest tenth) over them; the means of all else that the clients log
         (as `logged_<name>` where a name is taken); `round_bytes_up` and `round_bytes_down`, and in total `bytes_up` and
         `bytes_down`; `val_<metric>` over all rows, and its `_mean`, `_min` and `_max` over clients, NaN where
-        validation did not run; `seconds`, NaN where unknown.
+        validation did not run; what `fairness.watch_groups` adds; `seconds`, NaN where unknown.
         Losses are NaN where nobody answered.
         """
         import pandas as pd

@@ -73,6 +73,38 @@ def worst_client(runs: Mapping[str, Any], metric: str, largest_is_best: bool = T
     return figure
 
 
+def groups(run: Any, metric: str) -> Figure:
+    """A metric by round for each group, with the gap between them as a band, and the mean over the worst tenth.
+
+    Args:
+        run: a `Run`, `Federation`, `History` or table, with the columns of `fairness.watch_groups`.
+        metric: its name there.
+
+    Raises:
+        ValueError: no groups in the history.
+    """
+    table, column = _table(run), f"val_{metric}"
+    names = [name for name in table if name.startswith(f"{column}_group_")]
+    if not names:
+        raise ValueError(
+            f"Expected groups of {metric!r} in the history, but got {sorted(table.columns)}; call "
+            "fairness.watch_groups after every round"
+        )
+    figure = new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    rounds, _ = _column(table, names[0])
+    lines = np.stack([_column(table, name)[1] for name in names])
+    axes.fill_between(rounds, lines.min(0), lines.max(0), color="0.5", alpha=0.2, linewidth=0, label="gap")
+    for i, (name, line) in enumerate(zip(names, lines)):
+        axes.plot(rounds, line, color=f"C{i}", label=f"group {name.removeprefix(f'{column}_group_')}")
+    axes.plot(*_column(table, column), color="0.3", label="all rows")
+    axes.plot(*_column(table, f"{column}_worst_decile"), color="0.3", linestyle=":", label="mean over the worst tenth")
+    finish(axes, "communication round", _in_words(column))
+    whole_numbers(axes)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
 def bytes_against(runs: Mapping[str, Any], metric: str) -> Figure:
     """A score against the bytes sent so far, up and down together.
 

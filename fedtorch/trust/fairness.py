@@ -19,7 +19,7 @@ Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in fede
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,9 +120,6 @@ def agnostic(
         raise ValueError(f"Expected gamma of at least 0 and a positive lr, but got {gamma} and {lr}")
     zero = torch.zeros((), dtype=torch.float64)
 
-    def init(parameters: Tree, clients: int) -> tuple[AgnosticServer, AgnosticState]:
-        return AgnosticServer(parameters, zero), AgnosticState(zero, local.init(parameters))
-
     def server(state: AgnosticServer, aggregate: AgnosticMessage, key: Tensor) -> AgnosticServer:
         return AgnosticServer(
             tree.add_scaled(state.parameters, aggregate.change.value, lr), aggregate.loss.value.to(state.loss)
@@ -178,6 +175,53 @@ def group_scores(
         part = dataclasses.replace(data, rows=tree.take(data.rows, chosen), counts=counts, allow_empty=True)
         found[value] = run.evaluate(part, {"metric": metric})["metric"].overall
     return found
+
+
+def watch_groups(
+    run: Run,
+    data: FederatedData,
+    metrics: Mapping[str, Any],
+    group: Callable[[Tree], Tensor],
+    groups: Sequence[float],
+    *,
+    largest_is_best: bool = True,
+) -> dict[str, float]:
+    """Scores by group and client after the run's last round, which are added to its history and returned.
+
+    Columns for every metric: `val_<metric>` over all rows; its `_mean`, `_min`, `_max` and `_worst_decile` (the mean of
+    the worst tenth) over clients; `_group_<group>` over the rows of each group, and `_gap`, the largest of these minus
+    the smallest. `ft.plots.groups` draws them, and `ft.plots.curves`.
+
+    Args:
+        run: that has done a round.
+        data: rows of its clients.
+        metrics: as for `Run.evaluate`.
+        group: rows -> the group of every row, `(total,)`.
+        groups: that there are.
+        largest_is_best: whether the worst clients are the lowest.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import fairness
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=12, seed=0)
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data))
+        >>> sex = lambda rows: (rows[0][:, 1] > 0).long()
+        >>> for _ in run.rounds(3):
+        ...     found = fairness.watch_groups(run, data, {"error": ft.metrics.mean_squared_error()}, sex, [0, 1])
+        >>> found["val_error_gap"] == abs(found["val_error_group_0"] - found["val_error_group_1"])
+        True
+    """
+    values: dict[str, float] = {}
+    for name, score in run.evaluate(data, metrics).items():
+        column = f"val_{name}"
+        values |= {column: score.overall, f"{column}_mean": score.mean()}
+        values |= {f"{column}_min": score.worst(True), f"{column}_max": score.worst(False)}
+        values[f"{column}_worst_decile"] = score.worst_decile(largest_is_best)
+        found = group_scores(run, data, metrics[name], group, groups)
+        values |= {f"{column}_group_{value:g}": each for value, each in found.items()}
+        values[f"{column}_gap"] = max(found.values()) - min(found.values())
+    run.log.validated(run.number, values)
+    return values
 
 
 def _fair_client(

@@ -118,6 +118,24 @@ def test_the_worst_decile_is_the_mean_of_the_worst_tenth() -> None:
     assert abs(score.worst_decile() - float(ordered[:3].mean())) < 1e-12
 
 
+def test_groups_and_the_worst_tenth_are_in_the_history() -> None:
+    data = linear_clients([4] * 21)
+    run = ft.Run(ft.fedavg(sgd(RATE)), ft.InProcess(data))
+    member, x = (lambda rows: (rows[0][:, 0] > 0).double()), data.rows[0]
+    for _ in run.rounds(3):
+        found = fairness.watch_groups(run, data, {"error": squared}, member, [0.0, 1.0], largest_is_best=False)
+        rows = (x @ run.server["weight"][0] + run.server["bias"] - data.rows[1]).square()
+        groups = [float(rows[(x[:, 0] > 0) == bool(g)].mean()) for g in (0, 1)]
+        clients = rows.reshape(21, 4).mean(1).sort(descending=True).values
+        assert abs(found["val_error_gap"] - abs(groups[0] - groups[1])) < 1e-12
+        assert abs(found["val_error_worst_decile"] - float(clients[:3].mean())) < 1e-12
+    row = run.history.iloc[-1]
+    assert {name: row[name] for name in found} == found
+    other = ft.Run(ft.fedavg(sgd(RATE)), ft.InProcess(data))
+    other.load_state_dict(run.state_dict())
+    assert other.history["val_error_group_1"].tolist() == run.history["val_error_group_1"].tolist()
+
+
 # -- explainability --------------------------------------------------------------------------------------------------
 
 ROWS = bare_linear_clients([10, 14, 9], seed=4)

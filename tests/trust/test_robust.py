@@ -180,6 +180,12 @@ def test_what_is_not_finite_moves_nothing(name: str, wrong: float) -> None:
         assert torch.equal(aggregate(RULES[name], torch.cat([VALUES, VALUES[:1]]), weight), expected)
 
 
+@every_rule
+def test_claimed_rows_are_not_looked_at(name: str) -> None:
+    claims = torch.cat([torch.full((3,), 1e9), torch.ones(M - 3)])
+    assert torch.equal(aggregate(RULES[name], VALUES, claims), aggregate(RULES[name], VALUES, ONES))
+
+
 def test_claimed_rows_do_not_win() -> None:
     """Three of ten with 51 %, or all, of the rows."""
     values = torch.cat([torch.full((3, 4), 100.0), torch.randn(7, 4, generator=torch.Generator().manual_seed(2))])

@@ -13,7 +13,7 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import sparse
-from fedtorch.trust import robust
+from fedtorch.trust import robust, secure
 
 N = 14
 NETWORK = weighted_network(N, p=0.9)  # at least nine neighbours each
@@ -117,6 +117,16 @@ def test_matrices_stay_positive_definite_or_the_rule_is_refused() -> None:
         assert bool(run.server.algorithm.bound.isfinite())  # a factorisation of I + B that is not definite has none
     with pytest.raises(ValueError, match="Expected a rule on whole messages, but got median"):
         robust.totals(algorithm, robust.median())
+
+
+def test_secure_sums_are_refused_before_and_after() -> None:
+    clients = ft.InProcess(linear_clients([5] * N))
+    hidden = dataclasses.replace(ft.scaffold(sgd(0.1)), exchange=secure.secure_star())
+    with pytest.raises(ValueError, match="leave out secure sums: a robust rule needs the messages that they hide"):
+        robust.totals(hidden, robust.median())
+    later = dataclasses.replace(robust.totals(ft.scaffold(sgd(0.1)), robust.median()), exchange=secure.secure_star())
+    with pytest.raises(TypeError, match="Expected every client's message, but got Said"):
+        ft.Run(later, clients).step()
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -56,7 +56,7 @@ def bounded(weights: Tensor, spread: float) -> Tensor:
 
 def credible(values: Tensor) -> Tensor:
     """Which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool."""
-    return torch.linalg.vector_norm(values, torch.inf, -1).to(torch.float64) <= _LARGEST  # false for NaN
+    return torch.maximum(-values.amin(-1), values.amax(-1)).to(torch.float64) <= _LARGEST  # false for NaN
 
 
 def _gather(rule: Rule, messages: Tree, ids: Rows) -> RowsOf:

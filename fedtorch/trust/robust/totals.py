@@ -75,8 +75,9 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None = None, *, 
 
     Raises:
         ValueError: the algorithm tells nothing, or its totals are not what the rule's average could stand for; a
-            neighbourhood that is too small for the rule; a rule with a reference; or, when a run begins, a network
-            that is not the algorithm's.
+            neighbourhood that is too small for the rule; a rule with a reference; secure sums; or, when a run begins,
+            a network that is not the algorithm's.
+        TypeError: in a round, another exchange has been put in place of theirs.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -90,6 +91,12 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None = None, *, 
         tensor([1., 1., 1., 1., 1.])
     """
     _check(algorithm, rule)
+    if network is None and not algorithm.exchange.additive:
+        raise ValueError(
+            "Expected an algorithm over a plain star, of which the server may see every message, but got another "
+            "exchange; for one over a graph pass the algorithm's network, and leave out secure sums: a robust rule "
+            "needs the messages that they hide"
+        )
     rings = None if network is None else list(_rings(network, rule))
     inner = algorithm.exchange if network is not None else star(rule, spread=spread)
     return dataclasses.replace(
@@ -173,6 +180,11 @@ def _server(
     said: RowsOf,
     key: Tensor,
 ) -> Table:
+    if not isinstance(said, RowsOf):
+        raise TypeError(
+            f"Expected every client's message, but got {type(said).__name__}; leave robust totals their exchange, "
+            "which no secure sum can replace"
+        )
     fresh, told = said.message.fresh, _written(table.told, said)
     aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, said.ids)))
     inner = table.algorithm._replace(total=_total(rule, rings, told))

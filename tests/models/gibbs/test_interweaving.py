@@ -109,10 +109,11 @@ def test_silent_sites_leave_the_posterior_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "logits", "rounds"), [
+    ("make", "logits", "rounds"),
+    [
         (sparse.regression, False, 200),
         pytest.param(logistic.logistic_regression, True, 60, marks=pytest.mark.slow),
-    ]
+    ],
 )
 def test_chains_mix_faster(make: Any, logits: bool, rounds: int) -> None:
     """Effective samples of θ with and without, the median coefficient of sites alike: twice as many at least."""
