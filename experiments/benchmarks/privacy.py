@@ -3,13 +3,14 @@
 - `steps`: a round of five steps of 10 clients with a 64-128-10 network, by `privacy.example_level` with and without
   ghost norms, beside `gradient_descent` with batches of the same size; ratios are medians over pairs of rounds. Where
   `opacus` can be imported, it does the same steps client by client, on batches that are at hand.
-- `sums`: a secure sum of 100 clients, a tenth of whom drop out before they send masked words: the clients' own work,
-  and that of all, in one process, per client. But for `--smoke`, Flower's SecAgg+ does the same in an environment of
-  its own, `.venv-peers/flower`, with as many neighbours and the same threshold.
+- `sums`, `large_sums`: a secure sum of 100 clients × 10⁵ and 10⁶ numbers, a tenth of whom drop out before they send
+  masked words: the clients' own work, and that of all, in one process, per client. But for `--smoke`, Flower's SecAgg+
+  does the same in an environment of its own, `.venv-peers/flower`, with as many neighbours and the same threshold.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import subprocess
@@ -59,7 +60,7 @@ def steps(smoke: bool) -> list[common.Row]:
         runs = {name: ft.Run(ft.fedavg(local), population) for name, local in solvers.items()}
         ways: dict[str, Callable[[], object]] = {name: run.step for name, run in runs.items()}
         if importlib.util.find_spec("opacus") is not None:
-            ways["Opacus"] = opacus_round(clients)
+            ways[f"Opacus {importlib.metadata.version('opacus')}"] = opacus_round(clients)
         times = measure.interleaved(ways, 2 if smoke else 10)
         setting = f"10 clients, batches of {batch}"
         rows.append(common.Row(setting, "ms a round, plain", 1e3 * measure.medians(times)["plain"]))
@@ -101,9 +102,9 @@ def opacus_round(clients: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[
     return round
 
 
-def sums(smoke: bool) -> list[common.Row]:
+def sums(smoke: bool, size: int) -> list[common.Row]:
     """Seconds of a client, and of all that is done for it."""
-    clients, size = (20, 1000) if smoke else (100, 1_000_000)
+    clients, size = (20, 1000) if smoke else (100, size)
     gone, graph = clients // 10, secure.neighbourhoods(clients)
     values = torch.randn(clients, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     begun = time.perf_counter()
@@ -133,7 +134,11 @@ def sums(smoke: bool) -> list[common.Row]:
 
 def parts(smoke: bool) -> measure.Parts:
     """The parts by name."""
-    return {"steps": partial(steps, smoke), "sums": partial(sums, smoke)}
+    return {
+        "steps": partial(steps, smoke),
+        "sums": partial(sums, smoke, 10**5),
+        "large_sums": partial(sums, smoke, 10**6),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from support.closed_forms import distance
-from support.verticals import GUIDES, ROWS, gathered, nodes, noises, some_model, some_parameters
+from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
 
 from fedtorch.trust import privacy, secure
 from fedtorch.trust.secure import Aborted, Grid
@@ -65,6 +65,16 @@ def test_the_server_sees_words_that_look_like_chance_and_never_the_same() -> Non
     assert len(words.unique()) == len(words)
     spread = words.double() / 2.0**64
     assert float(spread.std()) == pytest.approx(12**-0.5, rel=0.1)  # uniform, of some hundreds of words
+
+
+def test_masked_halves_go_over_the_wire() -> None:
+    """In threads, by encoded payloads, as in one process."""
+    ends = []
+    for driver in (together, in_threads):
+        made, parameters = halves("sums", True, 2)
+        driver(made)
+        ends.append(parameters())
+    assert distance(*ends) < 1e-12
 
 
 def test_models_that_need_more_than_a_sum_are_refused() -> None:
