@@ -96,13 +96,15 @@ if TYPE_CHECKING:
     from fedtorch.federation.client_sharding import ClientSharding as ClientSharding
     from fedtorch.federation.lightning import Federation as Federation
     from fedtorch.federation.local_solvers.lightning_fit import lightning_fit as lightning_fit
+    from fedtorch.federation.remote import Remote as Remote
     from fedtorch.federation.round_progress_bar import RoundProgressBar as RoundProgressBar
-else:  # what needs Lightning, which takes seconds to import
+else:  # what needs Lightning, which takes seconds to import, or cryptography
     __getattr__, __dir__ = _attributes(
         __name__,
         {
             "ClientSharding": "fedtorch.federation.client_sharding",
             "Federation": "fedtorch.federation.lightning",
+            "Remote": "fedtorch.federation.remote.population",
             "RoundProgressBar": "fedtorch.federation.round_progress_bar",
             "lightning_fit": "fedtorch.federation.local_solvers.lightning_fit",
         },

@@ -1,8 +1,9 @@
-"""The command `fedtorch`: which data sets there are, getting their files, and checking runs on record.
+"""The command `fedtorch`: which data sets there are, getting their files, checking runs on record, and joining runs.
 
     fedtorch data list
     fedtorch data get NAME …
     fedtorch record verify FILE …
+    fedtorch join HOST:PORT --data FILE, and what else sites and their servers need: see fedtorch.sites_cli
 
 Exit codes: 0 when all is well, 1 when a file could not be had, has a wrong checksum or is not as it was written, 2 for
 a wrong call.
@@ -14,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from fedtorch import sites_cli
 from fedtorch.data.cache import path, present
 from fedtorch.data.catalogue import DataSet, data_sets, describe
 from fedtorch.data.download import digest
@@ -22,6 +24,8 @@ from fedtorch.data.download import digest
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command with these arguments, those of the process unless given; returns the exit code."""
     options = _parser().parse_args(arguments)
+    if hasattr(options, "do"):
+        return sites_cli.run(options)
     if options.action == "verify":
         return max([_verify(file) for file in options.files])
     if options.action == "list":
@@ -46,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     record = commands.add_parser("record", help="runs on record, see fedtorch.trust.record")
     verify = record.add_subparsers(dest="action", required=True).add_parser("verify", help="find what was changed")
     verify.add_argument("files", nargs="+", metavar="FILE", help="a record, the JSON file beside a checkpoint")
+    sites_cli.add_commands(commands)
     return parser
 
 

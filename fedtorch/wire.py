@@ -69,7 +69,7 @@ def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
     if not fields and not metadata:
         return b""
     header = make_header(fields, _dumps(metadata))
-    if len(header) > len(make_header(fields)) + METADATA_LIMIT:
+    if len(header) > METADATA_LIMIT and len(header) > len(make_header(fields)) + METADATA_LIMIT:
         raise ValueError(f"Expected at most {METADATA_LIMIT} bytes of metadata, but got more; send tensors instead")
     return b"".join([header, *(_to_bytes(flat[field.name]) for field in fields)])
 
@@ -104,7 +104,10 @@ def decode(
     if isinstance(payload, bytes) and not payload and not fields:
         return unflatten({}, like)
     _check_bytes(payload, limit, sender)
-    header, data = read_header(payload, 2 * len(make_header(fields)) + METADATA_LIMIT, sender)
+    longest = METADATA_LIMIT
+    if int.from_bytes(payload[:LENGTH], "little") > longest:
+        longest += 2 * len(make_header(fields))
+    header, data = read_header(payload, longest, sender)
     places = check_header(header, fields, len(data), sender)
     flat = {field.name: _from_bytes(data[places[field.name]], field, finite, sender) for field in fields}
     return unflatten(flat, like)
@@ -175,7 +178,8 @@ def _to_bytes(leaf: Tensor) -> bytes:
     if leaf.layout != torch.strided:
         raise TypeError(f"Expected dense tensors, but got layout {leaf.layout}; call .to_dense() first")
     dense = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single number is contiguous whatever its strides
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _from_bytes(data: memoryview, field: Field, finite: bool, sender: Sender) -> Tensor:

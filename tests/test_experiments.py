@@ -543,6 +543,19 @@ def test_gpu_benchmark(tmp_path):
     settings = {row["setting"].partition(":")[0] for row in rows}
     assert set(gpu_kernels.CASES) <= settings
     assert len(settings - set(gpu_kernels.CASES)) >= 10
+    jobs = (
+        "64-128-10",
+        "two convolutions",
+        "ResNet-8",
+        "linear clients",
+        "GTV",
+        "FedMGP",
+        "Gibbs",
+        "EP",
+        "split networks",
+    )
+    assert [job for job in jobs if not any(job in row["setting"] for row in rows)] == []
+    assert sum(row["metric"] == "times faster than the loop" for row in rows) == 5
 
 
 def test_a_part_that_breaks_off_leaves_the_others_their_time(capsys):
@@ -555,7 +568,12 @@ def test_gpu_benchmark_without_a_device(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     benchmarks.main(["gpu", "--results", str(tmp_path)])
     assert "No CUDA device: nothing has been measured" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    (written,) = tmp_path.iterdir()
+    assert written.name == "gpu.md"
+    assert written.read_text().endswith("\n\nnot measured: no device yet\n")
+    written.write_text("measured")
+    benchmarks.main(["gpu", "--results", str(tmp_path)])
+    assert written.read_text() == "measured"
 
 
 def test_benchmarks_write_their_tables(tmp_path):

@@ -20,6 +20,8 @@ LATER = (
     "gpytorch",
     "networkx",
     "triton",
+    "cryptography",
+    "grpc",
 )
 PROGRAM = f"""
 import sys
@@ -43,7 +45,7 @@ def test_what_takes_long_is_loaded_when_somebody_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("package", "names"),
     [
-        (ft, ("ClientSharding", "Federation", "RoundProgressBar", "lightning_fit")),
+        (ft, ("ClientSharding", "Federation", "RoundProgressBar", "Remote", "lightning_fit")),
         (ft.vfl, ("HierarchicalBayes", "SplitNetwork", "StackedEarlyStopping", "VerticalLoader")),
     ],
 )

@@ -29,6 +29,7 @@ LAYERS = (
         "lazy",
         "safetensors_header",
         "streams",
+        "transport",
         "wire",
         "metrics",
         "module_randomness",
@@ -37,7 +38,7 @@ LAYERS = (
     {"data", "models", "networks"},
     {"federation", "vfl"},
     {"trust"},
-    {"plots", "cli"},
+    {"plots", "cli", "sites_cli"},
 )
 
 

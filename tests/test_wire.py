@@ -425,3 +425,9 @@ def test_hostile_payloads_are_refused_or_valid(count):
     assert set(valid) <= {"flipped", "spliced", "offsets", "junk"}, "the others never happen to be right"
     assert len(refused) == 24
     assert min(refused.values()) > count / 200
+
+
+@pytest.mark.parametrize("stride", [0, 4])
+def test_a_single_number_travels_whatever_its_strides(stride: int) -> None:
+    one = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).as_strided((1,), (stride,), 2)
+    assert wire.decode(wire.encode(one), like=one).tolist() == [3.0]

@@ -29,6 +29,7 @@ NAMES = (
     "gtv",
     "kills",
     "privacy",
+    "remote",
     "robust",
     "robust_peers",
     "scaling",
@@ -47,12 +48,16 @@ def measure(name: str, options: Sequence[str]) -> list[dict]:
         return json.loads(file.read_text())["rows"]
 
 
+def title(name: str) -> str:
+    """What a benchmark measures."""
+    module = importlib.import_module(f"experiments.benchmarks.{name}")
+    return (module.__doc__ or name).strip().splitlines()[0]
+
+
 def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_before: float) -> str:
     """A benchmark's table, and where it was measured."""
-    module = importlib.import_module(f"experiments.benchmarks.{name}")
-    title = (module.__doc__ or name).strip().splitlines()[0]
     command = " ".join(["python -m experiments.benchmarks", name, *(["--", *options] if options else [])])
-    head = [f"# {title}", "", f"`{command}` on", *circumstances(load_before), ""]
+    head = [f"# {title(name)}", "", f"`{command}` on", *circumstances(load_before), ""]
     lines = [[row["setting"], row["metric"], common.number(row["ours"], row.get("sd"), ".4g")] for row in rows]
     return "\n".join([*head, *table(["setting", "figure", "measured"], lines), ""])
 
@@ -71,9 +76,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.names or NAMES:
         before = os.getloadavg()[0]
         rows = measure(name, options)
-        if not rows:  # no device, or no peers
-            continue
-        common.write_results(arguments.results / f"{name}.md", markdown(name, rows, options, before))
+        file = arguments.results / f"{name}.md"
+        if rows:
+            common.write_results(file, markdown(name, rows, options, before))
+        elif not file.exists():  # no device, or no peers
+            arguments.results.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"# {title(name)}\n\nnot measured: no device yet\n")
 
 
 if __name__ == "__main__":

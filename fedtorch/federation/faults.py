@@ -65,6 +65,13 @@ class Fates(NamedTuple):
     late: Tensor = _NOBODY
     after: Tensor = _NOBODY
 
+    def besides(self, away: Tensor, late: Tensor) -> Fates:
+        """With other clients that were away or late."""
+        if not len(away) and not len(late):
+            return self
+        before, later = torch.cat([self.before, away]).sort().values, torch.cat([self.late, late]).sort().values
+        return self._replace(before=before, late=later)
+
 
 def dropouts(probability: float) -> Faults:
     """Clients that are away: each, with this probability, neither hears the server nor answers in a round."""

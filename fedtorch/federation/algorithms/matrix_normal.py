@@ -54,6 +54,11 @@ _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in
 _EXACT = 1e-14  # residuals below, relative to y'y, are rounding
 
 
+_HOPELESS = (
+    "Expected a device with more rows than independent features, to estimate the noise from, but got none; pass noise="
+)
+
+
 class Summary(NamedTuple):
     """What a device knows of its noise; leaves `(K,)`, zeros for devices that have not been heard."""
 
@@ -279,17 +284,21 @@ def server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: Chosen) -> 
     theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
     summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, found.summary)))
     state = Server(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
-    variance = noise_variance(summary, chosen.noise)
-    if not bool(variance.isfinite().all()):
-        _refuse_if_hopeless(state.heard)
+    variance, seen = noise_variance(summary, chosen.noise), summary.spread > 0
+    reach = torch.where(state.heard[:, None], theta, 0.0).square().sum()
+    finite, bounded, units = torch.stack([variance.isfinite().all(), reach.isfinite(), state.heard.sum()]).tolist()
+    if not finite:
+        if units == len(variance):
+            raise ValueError(_HOPELESS)
         return state
     theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], found.step[had_a_prior])
     state = state._replace(parameters=theta)
-    known = torch.where(state.heard[:, None], theta, 0.0)
-    if not bool(known.square().sum().isfinite()):  # steps too long for the objective: Θ tells, Ω stays
+    if not bounded:  # steps too long for the objective: Θ tells, Ω stays
         return state
-    scale = _typical(variance * summary.spread, summary.spread > 0)
-    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, int(state.heard.sum())))
+    known = torch.where(state.heard[:, None], theta, 0.0)
+    typical = torch.where(seen, variance * summary.spread, torch.nan).nanmedian()
+    scale = torch.where(seen.any(), typical, 0.0)
+    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, units))
 
 
 def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
@@ -299,16 +308,3 @@ def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
     freedom = summary.freedom.sum()
     pooled = torch.where(freedom > 0, summary.residual.sum() / freedom.clamp(min=1), torch.inf)
     return (summary.residual + _POOLING * pooled) / (summary.freedom + _POOLING)
-
-
-def _typical(values: Tensor, known: Tensor) -> Tensor:
-    """The median of the known values, () ; zero if there are none."""
-    return values[known].median() if bool(known.any()) else values.new_zeros(())
-
-
-def _refuse_if_hopeless(heard: Tensor) -> None:
-    if bool(heard.all()):
-        raise ValueError(
-            "Expected a device with more rows than independent features, to estimate the noise from, but got none; "
-            "pass noise="
-        )

@@ -217,7 +217,7 @@ def hierarchy(
     def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
         p = state.theta.shape[-1]
         for_scale, for_auxiliary, for_prior, for_noise, for_move = random.split(keys, 5)
-        clients = exact.value(sums["clients"])
+        clients, told = exact.values(sums["clients"], sums["clients" if noise_prior is None else "noise"])
         before = state.theta
         if "score" in sums:
             before = interweaving.move(sums, before, state.centre, prior.precision(state.prior), for_move)
@@ -233,7 +233,7 @@ def hierarchy(
         if noise_prior is not None:
             shape, rate = noise_prior
             gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
-            noise = gamma / (rate + exact.value(sums["noise"]))
+            noise = gamma / (rate + told)
         return Global(theta, centre, precision, auxiliary, noise, variables)
 
     def send(state: Global) -> Heard:

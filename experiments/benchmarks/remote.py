@@ -1,0 +1,209 @@
+"""Sites in processes of their own over gRPC with TLS on both sides: what a round costs beyond its computation.
+
+Three sites of two clients each, on this machine's loopback, do FedAvg of a linear model; blocks of rounds take turns
+with rounds of the same clients in one process, so that the difference of each pair is what sites cost. Where sites
+share few processors, the three computations that a round has in place of one are part of that difference.
+
+`many` has 20 sites in a process each and 180 more in one, every one with a connection of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import fedtorch as ft
+from experiments import common
+from experiments.benchmarks import measure
+from experiments.benchmarks.forked import fork
+from fedtorch.federation.remote import Offer, Remote, frames, join
+from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
+
+FEATURES, ROWS = 10, 50
+LIMITS = Limits(seconds=300.0)
+BLOCK = 20  # rounds that take turns
+
+
+def clients(names: Sequence[str], each: int = 2) -> ft.data.FederatedData:
+    """So many clients of every site, the same in any process."""
+    rows = []
+    for name in names:
+        for k in range(each):
+            key = ft.random.fold_in(ft.random.key(int(name)), k)
+            x = ft.random.normal(key, (ROWS, FEATURES), torch.float64)
+            rows.append((x, x.sum(1)))
+    return ft.data.from_tensors(rows, [f"{name}/{k}" for name in names for k in range(each)])
+
+
+def averaged() -> ft.Algorithm:
+    """FedAvg of a linear model: five steps of gradient descent a round."""
+    return ft.fedavg(linear())
+
+
+def controlled() -> ft.Algorithm:
+    """SCAFFOLD of the same, whose clients have states that sites keep on the disk."""
+    return ft.scaffold(linear())
+
+
+def linear() -> ft.LocalSolver:
+    """The clients' problem, from zero."""
+    module = torch.nn.Linear(FEATURES, 1).double()
+    for parameter in module.parameters():
+        torch.nn.init.zeros_(parameter)
+    return ft.least_squares(module, steps=5)
+
+
+ALGORITHMS = {"averaged": averaged, "controlled": controlled}
+
+
+def sites(folder: Path, address: str, names: Sequence[str]) -> None:
+    """Takes part as several sites, a thread and a connection each, until their run is over."""
+
+    def one(name: str) -> None:
+        dial = partial(connect, address, identity.read(folder / name), LIMITS)
+        join(dial, Offer(clients([name]), ALGORITHMS), folder / name, patience=600.0)
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@contextmanager
+def serving(processes: Sequence[Sequence[str]]) -> Iterator[tuple[Hub, list[str], list[int]]]:
+    """(a server, the names of its sites, the numbers of their processes); sites of each item run in one."""
+    names = [name for each in processes for name in each]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        own, roster = identity.make_server(folder / "server"), Roster(folder / "roster.json")
+        for name in names:
+            made = identity.make_site(folder / "server", name)
+            made.save(folder / name)
+            roster.add(name, identity.fingerprint(made.certificate))
+        host = serve("127.0.0.1:0", own, roster, LIMITS)
+        command = [sys.executable, "-m", "experiments.benchmarks.remote", "--sites", temporary]
+        command += [f"127.0.0.1:{host.port}", *(",".join(each) for each in processes)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
+            try:
+                assert started.stdout is not None
+                yield host, names, [int(number) for number in started.stdout.readline().split()]
+            finally:
+                host.close()
+                os.killpg(started.pid, signal.SIGKILL)
+
+
+def population(host: Hub, names: Sequence[str], algorithm: str) -> Remote:
+    """The sites, once all are there."""
+    return Remote(host, names, algorithm, patience=600.0, seconds=120.0, quorum=1.0)
+
+
+def in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a round of each way, of blocks that take turns."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds // BLOCK):
+        for name, work in ways.items():
+            began = time.perf_counter()
+            for _ in range(BLOCK):
+                work()
+            found[name].append(1000 * (time.perf_counter() - began) / BLOCK)
+    return found
+
+
+def processor_seconds(processes: Sequence[int]) -> float:
+    """That these processes and their threads have used, where the system says it."""
+    ticks = 0
+    for number in processes:
+        fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def echo(host: Hub, name: str) -> None:
+    """A short frame to a site and back."""
+    host.send(name, frames.encode("who"))
+    host.receive(60.0)
+
+
+def rounds(small: bool) -> list[common.Row]:
+    """Rounds over three sites beside rounds in one process, and frames alone."""
+    count, names = (2 * BLOCK if small else 1000), ["1", "2", "3"]
+    with serving([[name] for name in names]) as (host, _, numbers):
+        rows = []
+        for algorithm, make in ALGORITHMS.items():
+            there = ft.Run(make(), population(host, names, algorithm), seed=0)
+            here = ft.Run(make(), ft.InProcess(clients(names)), seed=0)
+            there.step(), here.step()
+            assert there.last is not None
+            ways = {"three sites": there.step, "one process": here.step}
+            before = processor_seconds([os.getpid(), *numbers])
+            for _ in range(count):
+                there.step()
+            used = 1000 * (processor_seconds([os.getpid(), *numbers]) - before) / count
+            before = processor_seconds([os.getpid()])
+            for _ in range(count):
+                here.step()
+            alone = 1000 * (processor_seconds([os.getpid()]) - before) / count
+            found = in_turns(ways, count)
+            extra = [a - b for a, b in zip(found["three sites"], found["one process"])]
+            setting = f"{make.__doc__.split()[0]}, three sites, {len(found['one process']) * BLOCK} rounds"
+            rows += [
+                common.Row(setting, "ms a round", statistics.median(found["three sites"])),
+                common.Row(setting, "ms a round in one process", statistics.median(found["one process"])),
+                common.Row(setting, "ms a round beyond that", statistics.median(extra)),
+                common.Row(setting, "ms of processor time a round, server and sites together", used),
+                common.Row(setting, "ms of processor time a round in one process", alone),
+                common.Row(setting, "bytes down a round", there.last.bytes_down),
+                common.Row(setting, "bytes up a round", there.last.bytes_up),
+            ]
+        alone = in_turns({"echo": partial(echo, host, "1")}, count)["echo"]
+    return [*rows, common.Row("a short frame to a site and back", "ms", statistics.median(alone))]
+
+
+def many(alone: int, together: int) -> list[common.Row]:
+    """Rounds of so many sites in processes of their own, and so many in one."""
+    names = [str(k) for k in range(alone + together)]
+    with serving([*([name] for name in names[:alone]), names[alone:]]) as (host, _, _):
+        run = ft.Run(averaged(), population(host, names, "averaged"), seed=0)
+        first, later = measure.round_seconds(run, 1), measure.round_seconds(run, 5)
+        wanted = ft.run(averaged(), ft.InProcess(clients(names)), rounds=6, seed=0)
+        off = max(float((a - b).abs().max()) for a, b in zip(run.server.values(), wanted.server.values()))
+    setting = f"{alone} sites in processes of their own and {together} in one"
+    return [
+        common.Row(setting, "s of the first round", first[0]),
+        common.Row(setting, "s of a later round", statistics.median(later)),
+        common.Row(setting, "largest difference from one process", off),
+    ]
+
+
+def parts(small: bool) -> measure.Parts:
+    """The parts by name."""
+    return {"rounds": partial(rounds, small), "many": partial(many, *((2, 4) if small else (20, 180)))}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures; or, as `--sites`, takes part in a measurement."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["--sites"]:
+        started = [fork(partial(sites, Path(given[1]), given[2], each.split(","))) for each in given[3:]]
+        print(*started, flush=True)
+        for number in started:
+            os.waitpid(number, 0)
+    else:
+        measure.run("remote", __doc__, parts, given)
+
+
+if __name__ == "__main__":
+    main()

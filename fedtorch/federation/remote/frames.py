@@ -1,0 +1,146 @@
+"""What server and sites say to each other: payloads of `fedtorch.wire`, whose metadata say what they are.
+
+A site says `hello` once connected, and when the server asks `who` it is. The server's `begin` names what to run;
+`round`, `total` and `evaluate` ask for an answer, which has the number of what it answers; `over` ends the site's part.
+Whatever a site cannot or does not want to do it answers with a `refusal`, whose reason is for people.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import wire
+from fedtorch.tree import Tree
+from fedtorch.wire import PayloadError
+
+PROTOCOL = 1  # what is said may not be understood by another
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+_DEEPEST, _MOST_FIELDS, _LARGEST_ROW = 8, 1000, 2**31
+
+
+class Frame(NamedTuple):
+    """A payload, and what its metadata say."""
+
+    kind: str
+    about: Mapping[str, Any]
+    payload: bytes
+    sender: str
+
+    def integer(self, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
+        """A whole number of the metadata.
+
+        Raises:
+            PayloadError: it is missing, something else, or out of range.
+        """
+        value = self.about.get(name)
+        if type(value) is not int or not least <= value <= most:
+            raise self.refused(f"{name} between {least} and {most}", value)
+        return value
+
+    def text(self, name: str) -> str:
+        """A text of the metadata; raises `PayloadError` if it is none."""
+        value = self.about.get(name)
+        if not isinstance(value, str):
+            raise self.refused(f"{name} as a text", value)
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """Distinct texts of the metadata; raises `PayloadError` if they are none."""
+        value = self.about.get(name)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refused(f"{name} as texts", value)
+        if len(set(value)) != len(value):
+            raise self.refused(f"{name} that differ", value)
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        """Whole numbers of the metadata that are not negative; raises `PayloadError` if they are none."""
+        value = self.about.get(name)
+        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
+            raise self.refused(f"{name} as whole numbers", value)
+        return value
+
+    def names(self, name: str) -> dict[str, Any]:
+        """Values by name of the metadata; raises `PayloadError` if they are none."""
+        value = self.about.get(name)
+        if not isinstance(value, dict):
+            raise self.refused(f"{name} by name", value)
+        return value
+
+    def tree(self, like: Tree, finite: bool = True) -> Tree:
+        """The tensors, in a structure that is known; raises `PayloadError` if they are others."""
+        return wire.decode(self.payload, like, client=self.sender, limit=max(len(self.payload), 1), finite=finite)
+
+    def refused(self, expected: str, got: object) -> PayloadError:
+        """The error for what is not as it should be."""
+        return PayloadError(f"{self.kind} of {self.sender!r}: expected {expected}, but got {str(got)[:100]!r}")
+
+
+def encode(kind: str, tensors: Tree = None, **about: Any) -> bytes:
+    """The bytes of a frame."""
+    return wire.encode(tensors, {"kind": kind, **about})
+
+
+def read(payload: bytes, sender: str) -> Frame:
+    """A frame, of which the tensors are not read yet.
+
+    Raises:
+        PayloadError: it is none.
+    """
+    about = wire.metadata(payload, client=sender)
+    kind = about.get("kind")
+    if not isinstance(kind, str):
+        raise PayloadError(f"payload of client {sender!r}: expected a kind of frame, but got none")
+    return Frame(kind, about, payload, sender)
+
+
+def described(rows: Tree) -> Any:
+    """The structure of rows as JSON: names, dtypes, and the shape of one row."""
+    if isinstance(rows, Tensor):
+        return {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape[1:])}
+    if isinstance(rows, dict):
+        return {"fields": {name: described(part) for name, part in rows.items()}}
+    return None if rows is None else {"fields": [described(part) for part in rows]}
+
+
+def no_rows(schema: Any, depth: int = 0) -> Tree:
+    """Rows `(0, ...)` of a structure that `described` has told; a `NamedTuple` comes back as a tuple.
+
+    Raises:
+        ValueError: it is no such structure.
+    """
+    fields = schema.get("fields") if isinstance(schema, dict) else None
+    if depth > _DEEPEST or (isinstance(fields, (list, dict)) and len(fields) > _MOST_FIELDS):
+        raise ValueError("Expected a structure of rows, but got one that is too deep or too large")
+    if schema is None:
+        return None
+    if isinstance(fields, dict):
+        return {str(name): no_rows(part, depth + 1) for name, part in fields.items()}
+    if isinstance(fields, list):
+        return tuple(no_rows(part, depth + 1) for part in fields)
+    if not isinstance(schema, dict) or schema.keys() != {"dtype", "shape"} or str(schema["dtype"]) not in _DTYPES:
+        raise ValueError(f"Expected dtype and shape of a field, but got {str(schema)[:100]}")
+    shape = schema["shape"]
+    whole = isinstance(shape, list) and len(shape) <= _DEEPEST and all(type(n) is int and n >= 0 for n in shape)
+    if not whole or math.prod(max(n, 1) for n in shape) > _LARGEST_ROW:
+        raise ValueError(f"Expected the shape of a row, but got {str(shape)[:100]}")
+    return torch.empty(0, *shape, dtype=_DTYPES[str(schema["dtype"])])

@@ -1,0 +1,116 @@
+"""What a site insists on, whatever the server asks, and the count of what it has answered, which outlives processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import files, tree
+from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.budget import Budget
+from fedtorch.tree import Tree
+
+
+class Refusal(ValueError):
+    """What a site does not do, for a reason that the server may know."""
+
+
+class Terms(NamedTuple):
+    """What a site insists on. Every round that it begins to answer counts, also one that the server then drops."""
+
+    smallest_cohort: int = 1  # clients of the site in an answer, at least, whose diagnostics and scores are joined
+    rounds: int | None = None  # answered in all, over all runs
+    epsilon: float | None = None  # of its rows in all, by noise that is added at the site
+
+    def check(self) -> None:
+        """Raises ValueError unless they are in range."""
+        if self.smallest_cohort < 1 or (self.rounds or 0) < 0:
+            raise ValueError(
+                f"Expected a smallest cohort of at least 1 and no negative number of rounds, but got {self}"
+            )
+        if self.epsilon is not None and not self.epsilon > 0:
+            raise ValueError(f"Expected a positive epsilon, but got {self.epsilon}")
+
+
+class Watch:
+    """Holds a site's answers to its terms.
+
+    Args:
+        terms: of the site.
+        folder: where the rounds are counted; None counts those of this process.
+    """
+
+    def __init__(self, terms: Terms, folder: Path | None) -> None:
+        self.terms, self._path, self._rounds = terms, None, 0
+        if folder is not None and terms.rounds is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path = folder / "rounds.json"
+            if self._path.exists():
+                self._rounds = int(json.loads(self._path.read_bytes())["rounds"])
+
+    def begin(self, algorithm: Algorithm, clients: int) -> None:
+        """Refuses an algorithm that would break the terms whatever is asked of it."""
+        budget, additive = algorithm.budget, algorithm.exchange.additive
+        if self.terms.smallest_cohort > 1 and not additive:
+            raise Refusal(
+                f"the site answers with sums of at least {self.terms.smallest_cohort} clients, and the algorithm would "
+                "have each client's own message"
+            )
+        if self.terms.epsilon is not None and not (budget is not None and _is_own_noise(budget)):
+            raise Refusal(
+                "the site wants noise that it adds itself, with a ledger in a file, such as that of "
+                "privacy.example_level(..., ledger=path), and the algorithm has none; what others add does not count"
+            )
+        if budget is not None:
+            budget.cohort(None, clients)
+
+    def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
+        """Counts a round, before anything of it is computed, or refuses it."""
+        budget, terms = algorithm.budget, self.terms
+        self.check_cohort(len(ids))
+        if terms.rounds is not None:
+            if self._rounds >= terms.rounds:
+                raise Refusal(f"the site has answered {self._rounds} rounds, and does not answer more")
+            self._rounds += 1
+            if self._path is not None:
+                files.replace(self._path, json.dumps({"rounds": self._rounds}).encode())
+        if budget is not None:
+            if not budget.allows():
+                raise Refusal("the budget of the site's own ledger is spent")
+            budget.spend(turn.round, ids, turn.key)
+            if terms.epsilon is not None and budget.report()["epsilon"] > terms.epsilon:
+                raise Refusal(f"the site spends no more than epsilon = {terms.epsilon}")
+
+    def check_cohort(self, clients: int) -> None:
+        """Refuses to answer for so few clients; none at all tell nothing."""
+        if 0 < clients < self.terms.smallest_cohort:
+            raise Refusal(
+                f"the site answers for at least {self.terms.smallest_cohort} of its clients, not for {clients}"
+            )
+
+    def together(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Clients' diagnostics `(M,)`; their mean in the place of each, where no client may be told from others."""
+        if self.terms.smallest_cohort == 1:
+            return info
+        return {name: values.nanmean().expand(len(values)).clone() for name, values in info.items()}
+
+    def in_one(self, sums: Tree) -> Tree:
+        """Clients' sums `(K, ...)`; all of them in the first one's place, where no client may be told from others."""
+        if self.terms.smallest_cohort == 1:
+            return sums
+        joined = tree.map(lambda leaf: leaf.sum(0, keepdim=True, dtype=leaf.dtype), sums)
+        return tree.map(lambda one, leaf: torch.cat([one, torch.zeros_like(leaf[1:])]), joined, sums)
+
+
+def _is_own_noise(budget: Budget) -> bool:
+    """Whether noise is added where rows are, from the system's entropy, and counted in a file.
+
+    Budgets of clients count noise that the server adds to sums, which a site cannot know.
+    """
+    claim, ledger = getattr(budget, "claim", None), getattr(budget, "ledger", None)
+    unit, entropy = getattr(claim, "unit", None), getattr(claim, "entropy", None)
+    return unit == "example" and entropy == "of the operating system" and getattr(ledger, "path", None) is not None

@@ -1,0 +1,204 @@
+"""A site's part in one run: its clients, what they are asked, and which round they stand in."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fedtorch import functional, tree
+from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
+from fedtorch.federation.checkpoint import describe
+from fedtorch.federation.clients import LocalClients
+from fedtorch.federation.evaluation import inputs_and_targets, stacked_metrics
+from fedtorch.federation.population import SMALL_BLOCK
+from fedtorch.federation.remote import frames, inbox
+from fedtorch.federation.remote.frames import Frame
+from fedtorch.federation.remote.inbox import Inboxes
+from fedtorch.federation.remote.offer import Offer
+from fedtorch.federation.remote.terms import Refusal, Watch
+from fedtorch.federation.remote.versions import FIRST, Versions
+from fedtorch.tree import Tree
+
+MOST_CLIENTS = 10_000_000
+_RUN = re.compile(r"[0-9a-f]{32}")
+
+
+class Visit:
+    """A site's part in a run, from the server's `begin`.
+
+    Args:
+        offer: what the site brings.
+        watch: over its terms.
+        begin: the server's frame.
+        folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
+
+    Attributes:
+        run: the run's identity, in hexadecimal.
+        algorithm: as the site has built it.
+        clients: of the site.
+        over: whether the run has ended.
+
+    Raises:
+        Refusal: the site does not offer that, or would run something else under that name.
+        PayloadError: the frame is not as it should be.
+    """
+
+    def __init__(self, offer: Offer, watch: Watch, begin: Frame, folder: Path | None) -> None:
+        self.offer, self.watch, self.run, self.over = offer, watch, run_of(begin), False
+        self.algorithm = _built(offer, begin)
+        total = begin.integer("clients", len(offer.data), MOST_CLIENTS)
+        self.first = begin.integer("first", 0, total - len(offer.data))
+        watch.begin(self.algorithm, total)
+        start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
+        server, like = self.algorithm.init(start, total)
+        if self.algorithm.told is not None:
+            server = server._replace(total=first_total(self.algorithm, like, total))
+        first = self.algorithm.exchange.scatter(self.algorithm.outbox(server), slice(self.first, self.first + 1))
+        self._heard = tree.map(lambda leaf: leaf[0], first)  # one client's inbox
+        state = begin.tree({"state": like}, finite=False)["state"]
+        here = replace(self.algorithm, exchange=inbox.at_site(self.algorithm.exchange))
+        names = ("",) * self.first + offer.data.names + ("",) * (total - self.first - len(offer.data))
+        blocks = [(ids + self.first, block) for ids, block in offer.data.buckets(small=SMALL_BLOCK)]
+        self.clients = LocalClients(here, state, names, blocks, total, offer.chunk)
+        self._lasting = bool(tree.leaves(state))
+        self._versions = Versions(folder / self.run if folder is not None and self._lasting else None)
+        self._versions.put(FIRST, self.clients.state_dict())
+        self._version: int | None = FIRST
+        self._last: Inboxes | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The site's clients."""
+        return self.offer.data.names
+
+    def settle(self, frame: Frame) -> None:
+        """Goes to the version that the server counts on, and forgets those that it does not go back to.
+
+        Raises:
+            Refusal: that version is lost.
+        """
+        kept, keep = frame.integer("kept"), frame.integers("keep")
+        if kept != self._version and self._lasting:
+            states = self._versions.get(kept)
+            if states is None:
+                raise Refusal(f"the site does not have version {kept} of its states of run {self.run} any more")
+            self._version = None  # until all of it is loaded
+            self.clients.load_state_dict(states)
+        self._version = kept
+        self._versions.retain({kept, *keep})
+
+    def round(self, frame: Frame) -> bytes:
+        """Runs the clients that are asked, keeps their new states as a version of its own, and answers."""
+        own, number = len(self.offer.data), frame.integer("sequence", 1)
+        silent = frame.integer("lost", 0, own)
+        more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
+        heard, more = self._hear(frame, more)
+        turn = Turn(more["key"], frame.integer("round"))
+        self.watch.before(self.algorithm, turn, heard.ids)
+        found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
+        self.watch.check_cohort(len(found.ids))
+        self._version = None  # until the new states are kept
+        self.clients.commit(found.states)
+        if self._lasting:
+            self._versions.put(number, self.clients.state_dict())
+        self._version = number
+        info = self.watch.together(found.info)
+        tensors = {"ids": found.ids, "info": info, "partial": found.partial}
+        refused = {str(client): field for client, field in found.refused.items()}
+        about = {"clients": len(found.ids), "info": list(found.info), "refused": refused}
+        return frames.encode("answer", tensors, sequence=number, **about)
+
+    def total(self, frame: Frame) -> bytes:
+        """What the site's clients tell for good."""
+        if self.algorithm.told is None:
+            raise Refusal("the algorithm's clients tell nothing for good")
+        return frames.encode("answer", {"told": self.clients.told_here()}, sequence=frame.integer("sequence", 1))
+
+    def evaluate(self, frame: Frame) -> bytes:
+        """The sums of the metrics that are asked for, of each client's model on its validation rows."""
+        wanted = frame.texts("metrics")
+        if self.offer.validation is None or not set(wanted) <= self.offer.metrics.keys():
+            raise Refusal(f"the site has validation rows for {sorted(self.offer.metrics)}, not for {wanted}")
+        heard, _ = self._hear(frame)
+        self.watch.check_cohort(len(heard.ids))
+        metrics = stacked_metrics({name: self.offer.metrics[name] for name in wanted})
+        predict, parts = self.algorithm.predict, []
+        if predict is None:
+            raise Refusal("the algorithm does not predict")
+        with torch.no_grad():
+            for rows, block in self.offer.validation.select(heard.ids - self.first).buckets(small=SMALL_BLOCK):
+                inputs, target = inputs_and_targets(block.batch)
+                prediction = predict(self.clients.tensors(heard, heard.ids[rows]), inputs)
+                sums = {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
+                parts.append((rows, sums))
+        order, every = tree.concatenate(parts)
+        sums = self.watch.in_one(tree.take(every, order.argsort()))
+        return frames.encode("answer", {"sums": sums}, sequence=frame.integer("sequence", 1))
+
+    def end(self, frame: Frame) -> None:
+        """Keeps what the clients hear last; the run is over."""
+        self._last, _ = self._hear(frame)
+        self.over = True
+
+    def tensors(self) -> Tree:
+        """The tensors that the site's clients predict with after the run, `(K, ...)`.
+
+        Raises:
+            ValueError: the server has not said that the run is over.
+        """
+        if self._last is None:
+            raise ValueError("Expected a run that is over, but the server has not said so yet; it does by finish(run)")
+        return self.clients.tensors(self._last, self._last.ids)
+
+    def client_module(self, client: str) -> nn.Module:
+        """A copy of the module with the tensors that a client of the site, by name, predicts with."""
+        if client not in self.names:
+            raise ValueError(f"Expected one of the site's clients {self.names}, but got {client!r}")
+        if self.algorithm.module is None:
+            raise ValueError("Expected an algorithm of a module, but got one without; use tensors()")
+        number = self.names.index(client)
+        module = functional.load(self.algorithm.module, tree.map(lambda leaf: leaf[number].clone(), self.tensors()))
+        if self.algorithm.finish is not None:
+            self.algorithm.finish(module, self.offer.data[number])
+        return module
+
+    def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree]:
+        """(what the site's clients hear, the tensors beside it)."""
+        own = len(self.offer.data)
+        heard, more = inbox.decode(frame, self._heard, own, more)
+        ids = heard.ids
+        if len(ids) and not (int(ids[0]) >= self.first and int(ids[-1]) < self.first + own):
+            raise frame.refused(f"clients from {self.first} to {self.first + own - 1}", ids.tolist())
+        return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), more
+
+
+def run_of(begin: Frame) -> str:
+    """The identity of the run that a frame is about; raises `PayloadError` if it is none."""
+    if not _RUN.fullmatch(run := begin.text("run")):
+        raise begin.refused("a run of 32 hexadecimal digits", run)
+    return run
+
+
+def fingerprint(algorithm: Algorithm) -> dict[str, str]:
+    """What a server and its sites compare of an algorithm."""
+    return {name: describe(value) for name, value in algorithm.settings.items()}
+
+
+def _built(offer: Offer, begin: Frame) -> Algorithm:
+    """The algorithm that is asked for, if the site offers it and would run what the server does."""
+    name, settings = begin.text("algorithm"), begin.names("settings")
+    if name not in offer.algorithms:
+        raise Refusal(f"the site offers the algorithms {sorted(offer.algorithms)}, but not {name!r}")
+    try:
+        algorithm = offer.algorithms[name](**settings)
+    except Exception as error:
+        raise Refusal(f"the site does not run {name!r} with settings {settings}: {type(error).__name__}") from error
+    mine, theirs = fingerprint(algorithm), begin.names("fingerprint")
+    for setting in {**mine, **theirs}:
+        if mine.get(setting) != theirs.get(setting):
+            raise Refusal(f"under {name!r} the site runs {setting} {mine.get(setting)}, not {theirs.get(setting)}")
+    return algorithm

@@ -1,0 +1,126 @@
+"""The commands of `fedtorch` for sites on other machines, and for the server that they join.
+
+fedtorch authority DIR                            server: make an authority and the server's identity, once
+fedtorch invite NAME --authority DIR --at H:P     server: print a token for a site
+fedtorch admit --authority DIR --listen H:P       server: enrol the sites that show a token, until interrupted
+fedtorch revoke NAME --authority DIR --why TEXT   server: let a site in no longer
+fedtorch enrol TOKEN --identity DIR               site: make a key, and have it certified
+fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def add_commands(commands: Any) -> None:
+    """Adds the commands to the subparsers of `fedtorch`."""
+    authority = _command(commands, "authority", _make_authority, "server: make an authority and the server's identity")
+    authority.add_argument("folder", metavar="DIR", type=Path)
+    invite = _command(commands, "invite", _invite, "server: print a token for a site")
+    invite.add_argument("name", metavar="NAME")
+    invite.add_argument("--at", required=True, metavar="HOST:PORT", help="where `fedtorch admit` listens")
+    invite.add_argument("--days", type=float, default=3.0, help="until it expires")
+    invite.add_argument("--rows", type=int, help="so many rows at most may the site say that it has")
+    admit = _command(commands, "admit", _admit, "server: enrol the sites that show a token, until interrupted")
+    admit.add_argument("--listen", required=True, metavar="HOST:PORT")
+    revoke = _command(commands, "revoke", _revoke, "server: let a site in no longer")
+    revoke.add_argument("name", metavar="NAME")
+    revoke.add_argument("--why", default="", metavar="TEXT")
+    for command in (invite, admit, revoke):
+        command.add_argument("--authority", required=True, metavar="DIR", type=Path)
+    enrol = _command(commands, "enrol", _enrol, "site: make a key, and have it certified")
+    enrol.add_argument("token", metavar="TOKEN")
+    join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
+    join.add_argument("address", metavar="HOST:PORT")
+    join.add_argument(
+        "--data", required=True, metavar="FILE", help="the site's own Python file: data, algorithms, terms"
+    )
+    join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
+    join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
+    join.add_argument("--patience", type=float, default=600.0, help="seconds without a word from the server")
+    for command in (enrol, join):
+        command.add_argument("--identity", default=Path("identity"), metavar="DIR", type=Path)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Does what one of these commands says; returns the exit code."""
+    try:
+        options.do(options)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        print(f"fedtorch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _command(commands: Any, name: str, do: Any, what: str) -> Any:
+    parser = commands.add_parser(name, help=what)
+    parser.set_defaults(action=None, do=do)
+    return parser
+
+
+def _make_authority(options: argparse.Namespace) -> None:
+    from fedtorch.transport import identity
+
+    made = identity.make_server(options.folder)
+    print(f"authority {identity.fingerprint(made.authority)} in {options.folder}; keep authority.key.pem to yourself")
+
+
+def _roster(options: argparse.Namespace) -> Any:
+    from fedtorch.transport.roster import Roster
+
+    return Roster(options.authority / "roster.json")
+
+
+def _invite(options: argparse.Namespace) -> None:
+    from fedtorch.transport import enrolment
+
+    seconds = options.days * enrolment.DAY
+    print(enrolment.invite(options.authority, options.name, options.at, seconds=seconds, rows=options.rows))
+
+
+def _admit(options: argparse.Namespace) -> None:
+    from fedtorch.transport.enrolment import Desk
+
+    desk = Desk(options.authority, options.listen, _roster(options))
+    print(f"enrolling at {options.listen.rpartition(':')[0]}:{desk.port}; interrupt to end", flush=True)
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
+    desk.close()
+
+
+def _revoke(options: argparse.Namespace) -> None:
+    _roster(options).revoke(options.name, options.why)
+
+
+def _enrol(options: argparse.Namespace) -> None:
+    from fedtorch.transport import enrolment
+
+    made = enrolment.enrol(enrolment.read_token(options.token), options.identity)
+    print(f"enrolled as {made.name!r}; the identity is in {options.identity}")
+
+
+def _join(options: argparse.Namespace) -> None:
+    from fedtorch import transport, tree
+    from fedtorch.federation import checkpoint
+    from fedtorch.federation.remote import join, read_offer
+    from fedtorch.transport import identity
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    me, offer = identity.read(options.identity), read_offer(options.data)
+    states = options.states or options.identity / "states"
+    visit = join(partial(transport.connect, options.address, me), offer, states, patience=options.patience)
+    print(f"run {visit.run} is over")
+    if options.save is not None:
+        tensors = tree.flatten(visit.tensors())
+        flat = {f"{c}.{name}": leaf[k] for k, c in enumerate(visit.names) for name, leaf in tensors.items()}
+        checkpoint.write(options.save, flat)

@@ -1,0 +1,180 @@
+"""Streams over gRPC with TLS on both sides.
+
+One method, a stream of bytes in both directions that the site opens. HTTP/2 gives flow control, keepalive and deadlines
+for connections; the certificates give the names. A site takes no server but one whose certificate its authority has
+made for serving, and the server no site that the roster does not have, with this very key.
+
+grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link, Pipe
+from fedtorch.transport.identity import SERVER, Identity, fingerprint
+from fedtorch.transport.roster import Roster
+
+_SERVICE, _METHOD = "fedtorch.Sites", "Join"
+_SPARE = 4  # threads beyond one a peer, for those that are refused
+
+
+def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIMITS) -> Hub:
+    """A hub that listens at `address`, such as `0.0.0.0:443`; with port 0, `port` of the hub says which was free.
+
+    Args:
+        address: host and port.
+        identity: of the server, see `identity.make_server`.
+        roster: the sites that may connect, read again whenever its file has changed.
+        limits: of every stream.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    grpc = library()
+    hub = Hub(limits)
+    workers = ThreadPoolExecutor(limits.peers + _SPARE, "fedtorch-site")
+    server = grpc.server(workers, options=_options(limits), maximum_concurrent_rpcs=limits.peers + _SPARE)
+    handler = grpc.stream_stream_rpc_method_handler(partial(_stream, hub, roster, grpc))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
+    hub.port = listen(server, address, identity, both=True)
+    server.start()
+    hub.on_close(partial(_stop, server, workers))
+    return hub
+
+
+def connect(address: str, identity: Identity, limits: Limits = LIMITS) -> Link:
+    """A link to the server at `address`, as the site that `identity` names.
+
+    Raises:
+        ConnectionError: there is no server in time, or not the one that was enrolled with.
+        ValueError: the certificate is not valid at the time that this machine's clock tells.
+    """
+    grpc = library()
+    identity.check_clock()
+    channel = dial(address, identity.authority, identity, limits)
+    line = Line(Pipe(limits.ahead), Pipe(limits.ahead))
+    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(iter(line.outward))
+    threading.Thread(target=_listen, args=(grpc, call, line), name="fedtorch-link", daemon=True).start()
+    return Link(line, limits, partial(_hang_up, line, call, channel))
+
+
+def _stop(server: Any, workers: ThreadPoolExecutor) -> None:
+    server.stop(1.0).wait()
+    workers.shutdown(wait=False)
+
+
+def _hang_up(line: Line, call: Any, channel: Any) -> None:
+    line.outward.end(ConnectionAbortedError("this side has closed the stream"))
+    call.cancel()
+    channel.close()
+
+
+def library() -> Any:
+    """grpcio.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import grpc
+    except ImportError as error:
+        raise ImportError("Expected grpcio for sites on other machines: pip install 'fedtorch[remote]'") from error
+    return grpc
+
+
+def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
+    """Opens a port of a gRPC server; `both` wants certificates of those who connect. Returns the port."""
+    credentials = library().ssl_server_credentials(
+        [(identity.key, identity.certificate)], identity.authority if both else None, both
+    )
+    try:
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"Expected to listen at {address}, but got: {error}; choose another port") from error
+
+
+def dial(address: str, authority: bytes, identity: Identity | None, limits: Limits) -> Any:
+    """A channel to a server of this authority, once it is there."""
+    grpc = library()
+    own = (None, None) if identity is None else (identity.key, identity.certificate)
+    options = [*_options(limits), ("grpc.ssl_target_name_override", SERVER)]
+    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *own), options)
+    try:
+        grpc.channel_ready_future(channel).result(limits.seconds)
+    except grpc.FutureTimeoutError:
+        channel.close()
+        raise ConnectionError(
+            f"Expected the server of this identity at {address} within {limits.seconds:g} s, but got no connection; "
+            "see whether it is up, whether both clocks are right, and whether it is the one that was enrolled with"
+        ) from None
+    return channel
+
+
+def _options(limits: Limits) -> list[tuple[str, int]]:
+    milliseconds = int(1000 * limits.keepalive)
+    return [
+        ("grpc.max_send_message_length", limits.frame),
+        ("grpc.max_receive_message_length", limits.frame),
+        ("grpc.keepalive_time_ms", milliseconds),
+        ("grpc.keepalive_timeout_ms", milliseconds),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", milliseconds // 2),
+        ("grpc.so_reuseport", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def _stream(hub: Hub, roster: Roster, grpc: Any, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    """A site's stream as the server has it: yields what goes out, while a thread takes what comes in."""
+    try:
+        (certificate,) = context.auth_context()["x509_pem_cert"]
+        peer = roster.name_of(certificate)
+        line = hub.join(peer, partial(roster.check, peer, fingerprint(certificate)))
+    except (PermissionError, ConnectionRefusedError) as error:
+        code = "PERMISSION_DENIED" if isinstance(error, PermissionError) else "RESOURCE_EXHAUSTED"
+        context.abort(getattr(grpc.StatusCode, code), str(error))
+    gone = ConnectionAbortedError(f"{peer!r} has left")
+    context.add_callback(lambda: hub.leave(peer, line, gone))
+    threading.Thread(target=_take, args=(requests, line), name=f"fedtorch-{peer}", daemon=True).start()
+    yield from _until_refused(line, context, grpc)
+
+
+def _until_refused(line: Line, context: Any, grpc: Any) -> Iterator[bytes]:
+    while True:
+        try:
+            yield line.outward.get()
+        except PermissionError as error:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
+        except OSError:
+            return
+
+
+def _take(requests: Iterator[bytes], line: Line) -> None:
+    with contextlib.suppress(Exception):  # the stream's end has many names, and its callback ends the line
+        for frame in requests:
+            line.inward.put(frame)
+
+
+def _listen(grpc: Any, call: Any, line: Line) -> None:
+    """Takes what the server sends, until the stream ends."""
+    reason: Exception = ConnectionAbortedError("the server has ended the stream")
+    hint = " before a word; it may not believe this certificate: ask whether its authority made it, and for its clock"
+    try:
+        for frame in call:
+            line.inward.put(frame)
+            hint = ""
+    except OSError:
+        pass
+    except grpc.RpcError as error:
+        refused = error.code() is grpc.StatusCode.PERMISSION_DENIED
+        kind: Callable[[str], Exception] = PermissionError if refused else ConnectionResetError
+        reason = kind(f"the server has ended the stream{'' if refused else hint}: {error.details()}")
+    line.end(reason)

@@ -1,0 +1,271 @@
+"""The two ends of streams of frames, whatever carries them: a hub with many peers, and a link to one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class Limits(NamedTuple):
+    """What is waited for and held at most."""
+
+    frame: int = 2**28  # bytes of a frame
+    ahead: int = 4  # frames of one peer that wait to be taken, and as many that wait to be sent
+    seconds: float = 30.0  # for a connection, or for room to send
+    keepalive: float = 10.0  # seconds of silence after which a peer is asked whether it is there
+    peers: int = 256  # connected at once
+
+
+LIMITS = Limits()
+
+
+class Pipe:
+    """Frames on their way in one direction, first in first out, of which a few may wait.
+
+    Args:
+        ahead: how many may wait.
+        changed: told of every change, for whoever waits for several pipes.
+    """
+
+    def __init__(self, ahead: int, changed: threading.Condition | None = None) -> None:
+        self.changed = threading.Condition() if changed is None else changed
+        self._ahead, self._frames = ahead, deque[bytes]()
+        self._ended: Exception | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a frame to take."""
+        return bool(self._frames)
+
+    def put(self, frame: bytes, seconds: float | None = None) -> None:
+        """Adds a frame, once there is room.
+
+        Raises:
+            TimeoutError: there was no room in time.
+            OSError: the pipe has ended; the reason.
+        """
+        with self.changed:
+            if not self.changed.wait_for(lambda: self._ended or len(self._frames) < self._ahead, seconds):
+                raise TimeoutError(f"Expected a frame to be taken within {seconds:g} s, but {self._ahead} wait")
+            if self._ended:
+                raise self._ended
+            self._frames.append(frame)
+            self.changed.notify_all()
+
+    def get(self, seconds: float | None = None) -> bytes:
+        """The next frame; those that came before an end are still given.
+
+        Raises:
+            TimeoutError: none came in time.
+            OSError: the pipe has ended; the reason.
+        """
+        with self.changed:
+            if not self.changed.wait_for(lambda: self._frames or self._ended, seconds):
+                raise TimeoutError(f"Expected a frame within {seconds:g} s, but got none")
+            if not self._frames and self._ended:
+                raise self._ended
+            frame = self._frames.popleft()
+            self.changed.notify_all()
+            return frame
+
+    def end(self, reason: Exception) -> None:
+        """Lets nothing more in; the first reason stays."""
+        with self.changed:
+            self._ended = self._ended or reason
+            self.changed.notify_all()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All frames until the end, for whoever carries them."""
+        while True:
+            try:
+                yield self.get()
+            except OSError:
+                return
+
+
+class Line(NamedTuple):
+    """A peer as its hub has it."""
+
+    inward: Pipe
+    outward: Pipe
+    admitted: Callable[[], None] | None = None  # raises PermissionError where the peer may not be here any more
+
+    def end(self, reason: Exception) -> None:
+        """Ends both directions."""
+        self.inward.end(reason)
+        self.outward.end(reason)
+
+
+class Hub:
+    """A server's end: a line to every connected peer. Whoever carries frames opens and ends the lines.
+
+    Args:
+        limits: of every line.
+
+    Attributes:
+        port: at which it listens, where it does.
+    """
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits, self.port = limits, 0
+        self._changed = threading.Condition()
+        self._lines: dict[str, Line] = {}
+        self._turn: deque[str] = deque()  # whose frame is taken next
+        self._closing: list[Callable[[], None]] = []
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """The peers that have a stream now."""
+        with self._changed:
+            return frozenset(self._lines)
+
+    def send(self, peer: str, frame: bytes) -> None:
+        """Puts a frame on the peer's stream; it may not have arrived when this returns.
+
+        Raises:
+            ConnectionError: the peer is not connected.
+            TimeoutError: it does not take what was sent; it is disconnected.
+            ValueError: the frame is too long.
+        """
+        check_frame(frame, self.limits)
+        with self._changed:
+            line = self._lines.get(peer)
+        if line is None:
+            raise ConnectionError(f"Expected {peer!r} to be connected, but it is not")
+        try:
+            line.outward.put(frame, self.limits.seconds)
+        except TimeoutError as error:
+            self.leave(peer, line, ConnectionAbortedError(str(error)))  # it may come back
+            raise
+
+    def receive(self, seconds: float) -> tuple[str, bytes]:
+        """The next frame and whom it came from; peers that have sent several take turns.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
+        ends = time.monotonic() + seconds
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(self._ready, max(0.0, ends - time.monotonic())):
+                    raise TimeoutError(f"Expected a frame within {seconds:g} s, but got none")
+                peer = next(name for name in self._turn if self._lines[name].inward.waiting)
+                self._turn.remove(peer)
+                self._turn.append(peer)
+                line = self._lines[peer]
+                frame = line.inward.get()
+            if self._may_speak(peer, line):
+                return peer, frame
+
+    def drop(self, peer: str, reason: str) -> None:
+        """Ends a peer's stream; it is told why."""
+        with self._changed:
+            line = self._lines.get(peer)
+        if line is not None:
+            self.leave(peer, line, PermissionError(reason))
+
+    def join(self, peer: str, admitted: Callable[[], None] | None = None) -> Line:
+        """A line for a peer that has connected, in place of an earlier one of the same name.
+
+        Args:
+            peer: its name.
+            admitted: raises PermissionError where it may not be here any more; asked at every frame.
+
+        Raises:
+            ConnectionRefusedError: too many are connected.
+        """
+        with self._changed:
+            before = self._lines.get(peer)
+            if before is None and len(self._lines) >= self.limits.peers:
+                raise ConnectionRefusedError(f"Expected at most {self.limits.peers} peers; try again later")
+            line = Line(Pipe(self.limits.ahead, self._changed), Pipe(self.limits.ahead), admitted)
+            self._lines[peer] = line
+            if before is None:
+                self._turn.append(peer)
+        if before is not None:
+            before.end(ConnectionAbortedError(f"{peer!r} has connected anew"))
+        return line
+
+    def leave(self, peer: str, line: Line, reason: Exception) -> None:
+        """Ends a line, and forgets the peer unless it has a newer one."""
+        with self._changed:
+            if self._lines.get(peer) is line:
+                del self._lines[peer]
+                self._turn.remove(peer)
+        line.end(reason)
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Has something done when the hub closes."""
+        self._closing.append(action)
+
+    def close(self) -> None:
+        """Ends all streams."""
+        with self._changed:
+            lines = dict(self._lines)
+        for peer, line in lines.items():
+            self.leave(peer, line, ConnectionAbortedError("the server has closed"))
+        while self._closing:
+            self._closing.pop()()
+
+    def _ready(self) -> bool:
+        return any(line.inward.waiting for line in self._lines.values())
+
+    def _may_speak(self, peer: str, line: Line) -> bool:
+        try:
+            if line.admitted is not None:
+                line.admitted()
+        except PermissionError as error:
+            self.leave(peer, line, error)
+            return False
+        return True
+
+
+class Link:
+    """A site's end of its stream.
+
+    Args:
+        line: to the server, as the site sees it.
+        limits: of the line.
+        hang_up: ends the stream.
+    """
+
+    def __init__(self, line: Line, limits: Limits, hang_up: Callable[[], None]) -> None:
+        self._line, self._limits, self._hang_up = line, limits, hang_up
+
+    def send(self, frame: bytes) -> None:
+        """Puts a frame on the stream.
+
+        Raises:
+            ConnectionError: the stream has ended; the reason.
+            TimeoutError: the server does not take it.
+            ValueError: the frame is too long.
+        """
+        check_frame(frame, self._limits)
+        self._line.outward.put(frame, self._limits.seconds)
+
+    def receive(self, seconds: float) -> bytes:
+        """The server's next frame.
+
+        Raises:
+            TimeoutError: none came in time.
+            ConnectionError: the stream has ended; the reason.
+            PermissionError: the server has ended it; the reason.
+        """
+        return self._line.inward.get(seconds)
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._hang_up()
+        self._line.end(ConnectionAbortedError("this side has closed the stream"))
+
+
+def check_frame(frame: bytes, limits: Limits) -> None:
+    """Raises ValueError for a frame that the other side would refuse."""
+    if len(frame) > limits.frame:
+        raise ValueError(
+            f"Expected frames of at most {limits.frame} bytes, but got one of {len(frame)}; raise `frame` in the "
+            "limits of both sides, or send fewer clients' values at once"
+        )

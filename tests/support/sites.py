@@ -1,0 +1,75 @@
+"""Sites in threads of this process, each with a part of some clients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fedtorch as ft
+from fedtorch.federation.remote import Offer, Remote, Visit, join
+from fedtorch.transport import Hub, memory
+from fedtorch.tree import Tree
+
+
+def parts(data: ft.data.FederatedData, sites: int) -> list[ft.data.FederatedData]:
+    """The clients in their order, shared out among so many sites."""
+    clients = len(data)
+    ends = [round(i * clients / sites) for i in range(sites + 1)]
+    return [data.select(list(range(first, last))) for first, last in pairwise(ends)]
+
+
+def offers(
+    data: ft.data.FederatedData, make: Callable[..., ft.Algorithm], start: Tree = None, sites: int = 3, **more: Any
+) -> dict[str, Offer]:
+    """What sites "a", "b", … bring: their part of the clients, and one algorithm."""
+
+    def made(**settings: Any) -> ft.Algorithm:
+        algorithm = make(**settings)
+        return algorithm if algorithm.start is not None else replace(algorithm, start=start)
+
+    return {chr(ord("a") + i): Offer(part, {"it": made}, **more) for i, part in enumerate(parts(data, sites))}
+
+
+class Thread(threading.Thread):
+    """A site that ends by itself once the run is over, or at the latest when its hub closes."""
+
+    def __init__(self, host: Hub, name: str, offer: Offer, folder: Path | None = None) -> None:
+        super().__init__(daemon=True, name=f"site {name}")
+        self.host, self.site, self.offer, self.folder = host, name, offer, folder
+        self.visit: Visit | None = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.visit = join(lambda: memory.link(self.host, self.site), self.offer, self.folder, patience=20.0)
+        except Exception as error:
+            self.error = error
+
+
+@contextmanager
+def joined(
+    brought: Mapping[str, Offer],
+    *,
+    rows: Tree = None,
+    settings: Mapping[str, Any] | None = None,
+    folder: Path | None = None,
+    **more: Any,
+) -> Iterator[tuple[Remote, Mapping[str, Thread]]]:
+    """(the population of such sites, the threads in which they run)."""
+    host = Hub()
+    threads = {name: Thread(host, name, offer, folder and folder / name) for name, offer in brought.items()}
+    for thread in threads.values():
+        thread.start()
+    more = {"quorum": 1.0, "seconds": 20.0, **more}
+    try:
+        yield Remote(host, list(brought), "it", settings, rows=rows, **more), threads
+    finally:
+        for name in brought:
+            host.drop(name, "the test is over")
+        for thread in threads.values():
+            thread.join(10.0)

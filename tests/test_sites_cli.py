@@ -1,0 +1,58 @@
+"""The commands for sites and their servers: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedtorch import cli
+from fedtorch.transport import Roster, identity
+
+pytest.importorskip("grpc")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> str:
+    assert cli.main(["authority", str(tmp_path / "server")]) == 0
+    return str(tmp_path / "server")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says that fails."""
+    capsys.readouterr()
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_an_authority_says_its_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "server"
+    assert cli.main(["authority", str(folder)]) == 0
+    print_of = identity.fingerprint((folder / "authority.pem").read_bytes())
+    assert capsys.readouterr().out.startswith(f"authority {print_of} in ")
+    assert "has one; keep it" in refused(capsys, "authority", str(folder))
+
+
+def test_who_is_revoked_stays_so(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Expected one of [], but got 'a'" in refused(capsys, "revoke", "a", "--authority", server)
+    roster = Roster(Path(server) / "roster.json")
+    roster.add("a", "0" * 64)
+    assert cli.main(["revoke", "a", "--authority", server, "--why", "stolen"]) == 0
+    assert roster.sites["a"].revoked == "stolen"
+
+
+def test_what_cannot_be_done_is_said_in_a_line(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Expected a name of 1 to 63" in refused(capsys, "invite", "../a", "--authority", server, "--at", "h:1")
+    assert "Expected a whole token" in refused(capsys, "enrol", "hello", "--identity", str(tmp_path / "a"))
+    here = str(tmp_path / "a")
+    join = ["join", "h:1", "--identity", here, "--data"]
+    assert "make one with `fedtorch enrol`" in refused(capsys, *join, "my_data.py")
+    identity.make_site(server, "a").save(here)
+    assert "my_data.py is not there" in refused(capsys, *join, "my_data.py")
+    file = tmp_path / "my_data.py"
+    file.write_text("data = 3")
+    assert "to define algorithms" in refused(capsys, *join, str(file))
+    file.write_text("data, algorithms = 3, {}")
+    assert "Expected data as FederatedData" in refused(capsys, *join, str(file))

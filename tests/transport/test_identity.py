@@ -1,0 +1,108 @@
+"""Keys and certificates, and the roster of who may come."""
+
+from __future__ import annotations
+
+import stat
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.x509.oid import NameOID
+
+from fedtorch.transport import Roster, identity
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Path:
+    identity.make_server(tmp_path / "server")
+    return tmp_path / "server"
+
+
+def test_a_site_is_certified_by_the_authority_under_its_name(authority: Path) -> None:
+    made = identity.make_site(authority, "ward 7")
+    certificate, issuer = (x509.load_pem_x509_certificate(pem) for pem in (made.certificate, made.authority))
+    certificate.verify_directly_issued_by(issuer)
+    assert made.name == "ward 7"
+    assert repr(made) == "Identity('ward 7')"
+    usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usages) == [x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH]
+
+
+def test_keys_are_for_their_owner_and_come_back_from_the_folder(authority: Path, tmp_path: Path) -> None:
+    made = identity.make_site(authority, "ward 7")
+    made.save(tmp_path / "site")
+    assert identity.read(tmp_path / "site") == made
+    for path in (tmp_path / "site" / "key.pem", authority / "key.pem", authority / "authority.key.pem"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(FileNotFoundError, match=r"key\.pem is not there; make one with `fedtorch enrol`"):
+        identity.read(tmp_path / "nowhere")
+
+
+def test_an_authority_is_not_made_twice(authority: Path) -> None:
+    with pytest.raises(FileExistsError, match="has one; keep it"):
+        identity.make_server(authority)
+
+
+def test_whose_clock_is_wrong_hears_of_it(authority: Path) -> None:
+    made = identity.make_site(authority, "ward 7", timedelta(days=30))
+    made.check_clock()
+    for wrong in (-1, 31):
+        with pytest.raises(ValueError, match=r"this machine's clock says .* set the clock, or enrol anew"):
+            made.check_clock(datetime.now(UTC) + timedelta(days=wrong))
+
+
+@pytest.mark.parametrize("name", ["", " a", "a/b", "../a", "a" * 64, "a\nb"])
+def test_names_that_are_none(authority: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="Expected a name of 1 to 63"):
+        identity.make_site(authority, name)
+
+
+def test_the_name_is_the_authority_s_to_give(authority: Path) -> None:
+    asked = identity.request(identity.new_key(), "the director")
+    made = identity.sign(authority, asked, "ward 7")
+    assert identity.common_name(x509.load_pem_x509_certificate(made)) == "ward 7"
+
+
+def test_requests_that_are_none(authority: Path) -> None:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a")])
+    other = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    wrong_key = other.sign(ed25519.Ed25519PrivateKey.generate(), None)
+    wrong_curve = other.sign(ec.generate_private_key(ec.SECP384R1()), hashes.SHA256())
+    good = x509.load_pem_x509_csr(identity.request(identity.new_key(), "a"))
+    coded = bytearray(good.public_bytes(serialization.Encoding.DER))
+    coded[-1] ^= 1
+    unsigned = x509.load_der_x509_csr(bytes(coded))
+    for request in (wrong_key, wrong_curve, unsigned):
+        with pytest.raises(ValueError, match="of a P-256 key, signed with it"):
+            identity.sign(authority, request.public_bytes(serialization.Encoding.PEM), "a")
+    with pytest.raises(ValueError, match="Expected a signing request"):
+        identity.sign(authority, b"hello", "a")
+
+
+def test_a_roster_knows_names_keys_and_who_was_revoked(authority: Path, tmp_path: Path) -> None:
+    first, second = identity.make_site(authority, "a"), identity.make_site(authority, "a")
+    roster = Roster(tmp_path / "roster.json")
+    assert roster.sites == {}
+    with pytest.raises(PermissionError, match="'a' is not in it; enrol first"):
+        roster.name_of(first.certificate)
+    roster.add("a", identity.fingerprint(first.certificate), rows=10)
+    assert roster.name_of(first.certificate) == "a"
+    with pytest.raises(PermissionError, match="but got another; enrol anew"):
+        roster.name_of(second.certificate)
+    Roster(tmp_path / "roster.json").revoke("a", "stolen")
+    with pytest.raises(PermissionError, match="has been revoked: stolen"):
+        roster.name_of(first.certificate)
+    with pytest.raises(ValueError, match=r"Expected one of \['a'\], but got 'b'"):
+        roster.revoke("b", "")
+    roster.add("a", identity.fingerprint(second.certificate))
+    assert roster.name_of(second.certificate) == "a"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"sites": {"a": 3}}', '{"sites": {"a": {"lock": "1"}}}', "{}"])
+def test_a_damaged_roster_lets_nobody_in(tmp_path: Path, content: str) -> None:
+    (tmp_path / "roster.json").write_text(content)
+    with pytest.raises(ValueError, match="Expected a roster in"):
+        Roster(tmp_path / "roster.json").check("a", "")
