@@ -22,7 +22,7 @@ number. It is part of a model, not a guarantee; `fedtorch.trust.attacks.split` h
 
 Among nodes it is trained by the halves of `fedtorch.vfl.iteration`. With `torchrun`, every process makes the same
 `SplitNetwork` from its keys (of other nodes' modules only their number matters, and how many numbers a row they send),
-takes its own part of it and its own data, and runs its half:
+takes its own part of it and its own data, and runs its half::
 
     network = SplitNetwork(bottoms, likelihood, keys=keys)
     iterations = [Iteration(step=step) for step in range(1000)]

@@ -32,8 +32,9 @@ class StackedLoss:
         compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
         precision: of the products in the losses of steps, see `gradient_descent`; what `probe` looks at has "32".
 
-    Attributes (found out by `probe`):
-        random: whether the module draws random numbers; they come from the clients' keys.
+    Attributes:
+        random: found out by `probe`, as the others are: whether the module draws random numbers, which come from the
+            clients' keys.
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
