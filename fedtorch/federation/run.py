@@ -136,10 +136,10 @@ class Run:
             self._take(pending.aggregate, keys.server)
             pending.commit()
         self.number += 1
-        if algorithm.told is not None and algorithm.anew and self.number % TOTAL_ANEW == 0:
-            self.server = self.server._replace(total=self.clients.total())
-        self.bytes_up += pending.bytes_up
-        self.bytes_down += pending.bytes_down
+        anew = algorithm.told is not None and algorithm.anew and self.number % TOTAL_ANEW == 0
+        if anew and (total := self.clients.total()) is not None:
+            self.server = self.server._replace(total=total)
+        self.bytes_up, self.bytes_down = self.bytes_up + pending.bytes_up, self.bytes_down + pending.bytes_down
         self.last = Round(
             self.number,
             self.server,
@@ -149,7 +149,7 @@ class Run:
             pending.bytes_up,
             pending.bytes_down,
             everybody if asked is None else asked,
-            *fate[2:],
+            *fate.besides(pending.away, pending.late)[2:],
             pending.repeated,
             pending.refused_ids,
             {**(algorithm.report(self.server) if algorithm.report else {}), **budget.report(algorithm.budget)},
