@@ -1,4 +1,4 @@
-"""The command `fedtorch`: data sets, runs on record, sites that join a run. `fedtorch COMMAND --help` tells what each takes.
+"""The command `fedtorch`: data sets, runs on record, sites that join a run; `fedtorch COMMAND --help` tells more.
 
 Exit codes: 0 when all is well, 1 when something could not be done or is not as it should be, 2 for a wrong call.
 A command's module says what it takes and imports what it needs only when it runs, so that help comes at once.
