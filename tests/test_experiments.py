@@ -27,8 +27,10 @@ from experiments import (
     gtv_assignments,
     gtv_clusters,
     gtv_fmi,
+    gtv_privacy,
     gtv_trust,
     privacy_accuracy,
+    privacy_attacks,
     quickstart,
     resilience,
     robustness,
@@ -83,6 +85,35 @@ def test_quickstart(tmp_path):
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
     assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_gtv_privacy(tmp_path):
+    needs("fmi_weather")
+    gtv_privacy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["9.1 noise 0 on models, 20 rounds", "stations found"] == 1
+    assert found["9.1 noise 100 on models, 20 rounds", "stations found"] < 0.5
+    leaks = [found[f"9.2 I(s; z | y) ≤ {leak} nats", "R², normal classes"] for leak in ("0", "0.1", "inf")]
+    assert leaks == sorted(leaks)
+    guesses = {setting: value for (setting, _), value in found.items() if setting.startswith("9.6.1")}
+    assert min(guesses, key=guesses.get) != "9.6.1 the mean place"
+    assert found["9.6.3 noise of 4 degrees", "degrees off"] > found["9.6.3 noise of 0 degrees", "degrees off"]
+    assert found["9.6.4 features private (9.10), linear", "R² of the latitude"] < 0.05
+    assert found["9.6.4 features as they are, linear", "R² of the latitude"] > 0.99
+    assert (tmp_path / "gtv_privacy.png").stat().st_size > 10_000
+
+
+def test_privacy_attacks(tmp_path):
+    needs("fmi_weather")
+    privacy_attacks.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["labels, plain", "labels found, first step"] == 1
+    assert found["labels, ρ = 5, drawn by the parties", "labels found, first step"] == 1
+    assert found["labels, private labels, ε = 1", "labels found, first step"] < 0.65
+    assert found["z, ρ = 1", "R² of g, T = 1"] < found["z, ρ = 1", "R² of g, T = 100"]
+    assert found["inversion, one row, ε = inf", "distance"] < 1e-6
+    assert found["inversion, one row, ε = 1", "distance"] > 0.5
+    assert (tmp_path / "privacy_attacks.png").stat().st_size > 10_000
 
 
 def test_gtv_trust(tmp_path):

@@ -71,6 +71,20 @@ def test_a_learnt_attack_needs_no_knowledge_of_the_mechanism() -> None:
     assert float(direction[0] / direction.norm()) > 0.99
 
 
+def test_an_attack_on_squares_finds_what_only_changes_the_spread() -> None:
+    """Noise of 1 or 1.5, about zero with and without the canary: unbounded losses, which no linear score sees."""
+    generator = torch.Generator().manual_seed(4)
+    inside, outside = (sd * torch.randn(40_000, 2, generator=generator, dtype=torch.float64) for sd in (1.5, 1.0))
+    squares = lambda rows: torch.cat([rows, rows.square()], 1)
+    learnt = privacy.learnt_attack(inside[:10_000], outside[:10_000], features=squares)
+    linear, better = (
+        privacy.audit_outputs(inside, outside, delta=DELTA, choosing=10_000, score=score).epsilon
+        for score in (None, learnt)
+    )
+    assert better > 2.0
+    assert better > linear
+
+
 def released(noise: float, with_canary: bool, runs: int, seed: int) -> Tensor:
     """A coordinate of the server's parameters after one round, over and over from the same state."""
     data = linear_clients([4] * 5)
