@@ -523,6 +523,7 @@ def gpu_rows(tmp_path, *options):
     return json.loads(target.read_text())["rows"], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not choice.installed(), reason="needs Triton; install fedtorch[triton]")
 def test_gpu_benchmark_goes_on_where_it_was(tmp_path):
     rows, log = gpu_rows(tmp_path, "--part", "device", "--part", "stacked_step")
