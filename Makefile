@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 PYTEST_ARGS ?=
 HALF := tests/federation tests/kernels tests/networks tests/test_conformance.py fedtorch  # of the suite, by what it takes
 
-.PHONY: demo test test-slow lint format docs bench bench-peers clean
+.PHONY: demo demo-sites test test-slow lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or 3.12 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -19,6 +19,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.quickstart --out experiments/out
+
+# A server and three sites as processes on this machine, enrolled on the spot.
+demo-sites: $(STAMP)
+	$(BIN)/python -m experiments.demo_sites
 
 # Without PYTEST_ARGS two processes share the suite, a core each; what the first one prints comes at the end.
 test: $(STAMP)

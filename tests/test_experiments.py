@@ -14,6 +14,7 @@ from support.closed_forms import ROUNDING, distance, linear_clients, sgd
 
 import fedtorch as ft
 from experiments import (
+    demo_sites,
     fedavg_family,
     fedlin_cmapss,
     fedlin_school,
@@ -114,6 +115,16 @@ def test_privacy_attacks(tmp_path):
     assert found["inversion, one row, ε = inf", "distance"] < 1e-6
     assert found["inversion, one row, ε = 1", "distance"] > 0.5
     assert (tmp_path / "privacy_attacks.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow  # four processes
+def test_demo_sites(tmp_path):
+    pytest.importorskip("grpc")
+    demo_sites.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    for name in ("fedavg", "ep", "split network"):
+        assert found[name, "largest difference"] < 1e-10  # rounding of float64, of numbers up to some thousands
+        assert abs(found[name, "accuracy over sites"] - found[name, "accuracy in one process"]) < 0.01
 
 
 def test_gtv_trust(tmp_path):

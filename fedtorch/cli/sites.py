@@ -6,6 +6,7 @@ fedtorch admit --authority DIR --listen H:P       server: enrol the sites that s
 fedtorch revoke NAME --authority DIR --why TEXT   server: let a site in no longer
 fedtorch enrol TOKEN --identity DIR               site: make a key, and have it certified
 fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
+fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def add(commands: Any) -> None:
     enrol.add_argument("token", metavar="TOKEN")
     join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
     join.add_argument("address", metavar="HOST:PORT")
-    join.add_argument(
-        "--data", required=True, metavar="FILE", help="the site's own Python file: data, algorithms, terms"
-    )
+    own = join.add_mutually_exclusive_group(required=True)
+    own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
+    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see fedtorch.vfl.remote")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument("--patience", type=float, default=600.0, help="seconds without a word from the server")
@@ -97,6 +98,24 @@ def _enrol(options: argparse.Namespace) -> None:
 
 
 def _join(options: argparse.Namespace) -> None:
+    (_take_part if options.half is None else _run_half)(options)
+
+
+def _run_half(options: argparse.Namespace) -> None:
+    from fedtorch import transport
+    from fedtorch.transport import identity
+    from fedtorch.vfl.remote import over_link, read_half
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    half, link = read_half(options.half), transport.connect(options.address, identity.read(options.identity))
+    try:
+        traffic = over_link(half, link, seconds=options.patience)[1]
+    finally:
+        link.close()
+    print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
+
+
+def _take_part(options: argparse.Namespace) -> None:
     from fedtorch import transport, tree
     from fedtorch.federation import checkpoint
     from fedtorch.federation.remote import join, read_offer

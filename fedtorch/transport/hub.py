@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 
@@ -160,6 +161,20 @@ class Hub:
             if self._may_speak(peer, line):
                 return peer, frame
 
+    def meet(self, peer: str, seconds: float) -> Link:
+        """A link to one peer on the stream that it has, once it has connected; the link ends with that stream.
+
+        Frames that are taken from it are not given by `receive`.
+
+        Raises:
+            TimeoutError: the peer did not connect in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: peer in self._lines, seconds):
+                raise TimeoutError(f"Expected {peer!r} to connect within {seconds:g} s, but it did not")
+            line = self._lines[peer]
+        return Link(line, self.limits, partial(self.leave, peer, line, ConnectionAbortedError("the server hung up")))
+
     def drop(self, peer: str, reason: str) -> None:
         """Ends a peer's stream; it is told why."""
         with self._changed:
@@ -185,6 +200,7 @@ class Hub:
             self._lines[peer] = line
             if before is None:
                 self._turn.append(peer)
+            self._changed.notify_all()
         if before is not None:
             before.end(ConnectionAbortedError(f"{peer!r} has connected anew"))
         return line
@@ -224,10 +240,10 @@ class Hub:
 
 
 class Link:
-    """A site's end of its stream.
+    """An end of one stream: a site's, or a server's to one of its sites.
 
     Args:
-        line: to the server, as the site sees it.
+        line: to the other side, as this side sees it.
         limits: of the line.
         hang_up: ends the stream.
     """
@@ -240,21 +256,24 @@ class Link:
 
         Raises:
             ConnectionError: the stream has ended; the reason.
-            TimeoutError: the server does not take it.
+            TimeoutError: the other side does not take it.
             ValueError: the frame is too long.
         """
         check_frame(frame, self._limits)
         self._line.outward.put(frame, self._limits.seconds)
 
     def receive(self, seconds: float) -> bytes:
-        """The server's next frame.
+        """The next frame of the other side.
 
         Raises:
             TimeoutError: none came in time.
             ConnectionError: the stream has ended; the reason.
-            PermissionError: the server has ended it; the reason.
+            PermissionError: the server has ended it, or the site may not be here any more; the reason.
         """
-        return self._line.inward.get(seconds)
+        frame = self._line.inward.get(seconds)
+        if self._line.admitted is not None:
+            self._line.admitted()
+        return frame
 
     def close(self) -> None:
         """Ends the stream."""

@@ -2,8 +2,9 @@
 
 A half yields what it wants done, is given what it receives, and returns its result; it knows nothing of processes and
 bytes. A *driver* moves the values: `together` runs all halves in one process and counts the bytes, `drive` runs one
-half over any two functions that send and receive, and `fedtorch.vfl.ranks` is such a pair for `torchrun`. Private
-alignment (`alignment`) and training (`iteration`, of any vertical model) are halves.
+half over any two functions that send and receive: `fedtorch.vfl.ranks` has such a pair for `torchrun`, and
+`fedtorch.vfl.remote` for parties that connect to a server. Private alignment (`alignment`) and training (`iteration`,
+of any vertical model) are halves.
 
 >>> import torch
 >>> def server():
