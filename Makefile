@@ -6,9 +6,9 @@ STAMP := $(VENV)/.installed
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
-HALF := tests/federation tests/trust tests/kernels tests/test_conformance.py fedtorch  # of the suite, by what it takes
+HALF := tests/federation tests/kernels tests/networks tests/test_conformance.py fedtorch  # of the suite, by what it takes
 
-.PHONY: demo demo-sites test test-slow lint format bench bench-peers clean
+.PHONY: demo demo-sites test test-slow lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or 3.12 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -47,6 +47,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Notebooks run while they are built; warnings are errors.
+docs: $(STAMP)
+	$(INSTALL) --editable '.[docs]'
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 bench: $(STAMP)
 	$(BIN)/python -m experiments.benchmarks.core
 
@@ -54,4 +59,4 @@ bench-peers: $(STAMP)
 	$(BIN)/python -m experiments.benchmarks.peers
 
 clean:
-	rm -rf $(VENV) .venv-peers experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf docs/_build docs/reference docs/results $(VENV) .venv-peers experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -20,6 +20,7 @@ Mathematik 18, 1971, sections 4 and 5).
 from __future__ import annotations
 
 import math
+import struct
 
 import torch
 from torch import Tensor
@@ -62,7 +63,13 @@ def limbs(value: Tensor) -> Tensor:
 
 def value(total: Tensor) -> Tensor:
     """The float64 number nearest to the sum that `total` `(..., LIMBS)` stands for, `(...)`."""
-    return _tensor([_divide(number, 1 << _SCALE) for number in _integers(total)], total)
+    return values(total)[0]
+
+
+def values(*totals: Tensor) -> list[Tensor]:
+    """`value` of each, by one look at all of them: numbers on a device are waited for once."""
+    numbers = _integers(*totals)
+    return [_tensor([_divide(number, 1 << _SCALE) for number in own], total) for own, total in zip(numbers, totals)]
 
 
 def products(weight: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -85,7 +92,9 @@ def about(zeroth: Tensor, first: Tensor, second: Tensor, centre: Tensor) -> tupl
         which `limbs` cuts off.
     """
     sums: tuple[list[float], list[float], list[float]] = [], [], []
-    for w, wx, wxx, c in zip(_integers(zeroth), _integers(first), _integers(second), centre.flatten().tolist()):
+    bits = centre.to(torch.float64).flatten().view(torch.int64)[:, None]  # travels with the sums
+    *totals, centres = _integers(zeroth, first, second, torch.nn.functional.pad(bits, (0, LIMBS - 1)))
+    for w, wx, wxx, c in zip(*totals, struct.unpack(f"{len(centres)}d", struct.pack(f"{len(centres)}q", *centres))):
         n, d = c.as_integer_ratio()
         sums[0].append(_divide(w, 1 << _SCALE))
         sums[1].append(_divide(d * wx - n * w, d << _SCALE))
@@ -110,10 +119,11 @@ def _split(value: Tensor) -> tuple[Tensor, Tensor]:
     return high, value - high
 
 
-def _integers(total: Tensor) -> list[int]:
-    """The sums as whole numbers of 2^−160, in flat order."""
-    rows = total.reshape(-1, LIMBS).to(torch.int64).tolist()
-    return [sum(limb << _BITS * i for i, limb in enumerate(row)) for row in rows]
+def _integers(*totals: Tensor) -> list[list[int]]:
+    """The sums as whole numbers of 2^−160, in flat order, of each; read at once."""
+    flat = [total.reshape(-1, LIMBS).to(torch.int64) for total in totals]
+    rows = iter(torch.cat(flat).tolist())
+    return [[sum(limb << _BITS * i for i, limb in enumerate(next(rows))) for _ in part] for part in flat]
 
 
 def _divide(numerator: int, denominator: int) -> float:

@@ -64,6 +64,7 @@ class TreeOptimizer:
         self.names = [[names[id(p)] for p in group if p.requires_grad] for group in groups]
         self.original, self.stacked, self.advice = original, stacked, advice
         self._numbers: dict[str, Any] | None = None  # parts that are one number, and its type; None: not looked
+        self._counts: set[str] = set()  # those that are one number of parameters that are more
 
     @classmethod
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
@@ -80,8 +81,14 @@ class TreeOptimizer:
         """
         tensors = self._copies(parameters)
         optimizer = self._zero_step(tensors)
-        parts = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
-        self._numbers = {n: type(value) for n, value in parts if not isinstance(value, Tensor) or value.ndim == 0}
+        numbers = [
+            (tensor, name, type(value))
+            for tensor, state in optimizer.state.items()
+            for name, value in state.items()
+            if value is not None and (not isinstance(value, Tensor) or value.ndim == 0)
+        ]
+        self._numbers = {name: kind for _, name, kind in numbers}
+        self._counts = {name for tensor, name, _ in numbers if tensor.ndim > self.stacked}
         return tree.zeros_like(self.state(optimizer, tensors))
 
     def step(
@@ -102,11 +109,18 @@ class TreeOptimizer:
         optimizer = rebind(self.original, [[tensors[name] for name in group] for group in self.names])
         if state and self._numbers is None:
             self.init(tensors)
-        begun = _nonzero(state or {})
+        on_device = {
+            name
+            for names, group in zip(self.names, optimizer.param_groups)
+            for name in names
+            if group.get("fused") or group.get("capturable")
+        }
+        begun, numbers = self._seen(state or {})
         for name, saved in (state or {}).items():
             if name in begun:
+                read = {} if name in on_device else numbers[name]
                 optimizer.state[tensors[name]].update(
-                    {part: self._loaded(part, value) for part, value in saved.items()}
+                    {part: self._loaded(part, value, read.get(part)) for part, value in saved.items()}
                 )
         return optimizer
 
@@ -135,11 +149,27 @@ class TreeOptimizer:
             parts[name] = value
         return parts
 
-    def _loaded(self, part: str, value: Tensor) -> Any:
+    def _seen(self, state: State) -> tuple[set[str], dict[str, dict[str, float]]]:
+        """(the parameters whose state is not zero everywhere, what of it is one number), by one look."""
+        parts = [(name, part, value) for name, saved in state.items() for part, value in saved.items()]
+        if not parts:
+            return set(), {}
+        device = parts[0][2].device
+        flags = [value.any().to(device, torch.float64) for _, _, value in parts]
+        held = [(name, part, value) for name, part, value in parts if part in self._counts]
+        numbers = [(value[0] if self.stacked else value).to(device, torch.float64) for _, _, value in held]
+        read = torch.stack([*flags, *numbers]).tolist()
+        found: dict[str, dict[str, float]] = {name: {} for name in state}
+        for (name, part, _), number in zip(held, read[len(flags) :]):
+            found[name][part] = number
+        return {name for (name, _, _), flag in zip(parts, read) if flag}, found
+
+    def _loaded(self, part: str, value: Tensor, read: float | None) -> Any:
+        """A part of a state; `read` is its number on the host, where the optimiser wants it there."""
         kind = (self._numbers or {}).get(part)
         if kind is None:
             return value.clone()
-        number = value[0] if self.stacked else value
+        number = (value[0] if self.stacked else value) if read is None else torch.tensor(read, dtype=value.dtype)
         return number.clone() if issubclass(kind, Tensor) else kind(number)
 
     def _copies(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -164,15 +194,6 @@ def check_maker(make: MakeOptimizer) -> None:
     """Raises TypeError unless `make` is a function, which takes the parameters that it is to train."""
     advice = "pass optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), for every client has its own"
     expected.function(make, "a function of parameters that makes an optimiser", advice)
-
-
-def _nonzero(state: State) -> set[str]:
-    """The parameters whose state is not zero everywhere, by one look."""
-    parts = [(name, value) for name, saved in state.items() for value in saved.values()]
-    if not parts:
-        return set()
-    flags = torch.stack([value.any().to(parts[0][1].device) for _, value in parts]).tolist()
-    return {name for (name, _), flag in zip(parts, flags) if flag}
 
 
 def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:

@@ -48,16 +48,14 @@ from fedtorch.trust import robust
 SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)
 ROUNDS = 3
-READS = {  # numbers read from what a device would hold in a round, beyond two
-    "ep": 20,
-    "fedadagrad": 4,
-    "feddyn": 4,
-    "fedmgp": 13,
-    "fedmgp_average": 5,
-    "gibbs": 20,
-    "gtv_regressors": 25,
-    "matrix_normal": 18,
-    "without_server": 97,
+READS = {  # numbers read from what a device would hold in a round, where they are more than two, and what for
+    "ep": 7,  # clients: whether to start or to go back; nodes: twice whether they have settled; server: version, pace
+    "fedmgp": 3,  # whether factors of units were found, and that of the server, which may be elsewhere
+    "feddyn": 3,  # which least squares are open or inexact, as an exact local solver must know; the total weight
+    "gibbs": 8,  # three sums of whole numbers of any length, which the host adds up; shape parameters; the sums' range
+    "gtv_regressors": 5,  # scikit-learn's arguments: rows x and y, what neighbours say, and their weights
+    "matrix_normal": 4,  # the rank and the steps of a bisection, both sizes; whether the noise is known
+    "without_server": 35,  # what the server of "gibbs" reads, of six nodes; whether messages fit the grid
 }
 REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶
 
@@ -333,7 +331,9 @@ def test_a_round_seldom_waits_for_a_device(name: str) -> None:
     blocks = tuple(getattr(data, "batch", data) for _, data, *_ in run.clients.blocks(None))
     with Waiting(run.server, clients.data.rows, run.clients.table.read(slice(0, len(clients.data))), blocks) as waiting:
         run.step()
-    assert waiting.read.total() <= READS.get(name, 2), waiting.read
+    # A device runs the programs in place of their references.
+    read = {line: count for line, count in waiting.read.items() if not line.startswith("kernels/")}
+    assert sum(read.values()) == READS.get(name, min(2, sum(read.values()))), read
 
 
 @every_algorithm

@@ -28,8 +28,10 @@ from experiments import (
     gtv_assignments,
     gtv_clusters,
     gtv_fmi,
+    gtv_privacy,
     gtv_trust,
     privacy_accuracy,
+    privacy_attacks,
     quickstart,
     resilience,
     robustness,
@@ -84,6 +86,35 @@ def test_quickstart(tmp_path):
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
     assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_gtv_privacy(tmp_path):
+    needs("fmi_weather")
+    gtv_privacy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["9.1 noise 0 on models, 20 rounds", "stations found"] == 1
+    assert found["9.1 noise 100 on models, 20 rounds", "stations found"] < 0.5
+    leaks = [found[f"9.2 I(s; z | y) ≤ {leak} nats", "R², normal classes"] for leak in ("0", "0.1", "inf")]
+    assert leaks == sorted(leaks)
+    guesses = {setting: value for (setting, _), value in found.items() if setting.startswith("9.6.1")}
+    assert min(guesses, key=guesses.get) != "9.6.1 the mean place"
+    assert found["9.6.3 noise of 4 degrees", "degrees off"] > found["9.6.3 noise of 0 degrees", "degrees off"]
+    assert found["9.6.4 features private (9.10), linear", "R² of the latitude"] < 0.05
+    assert found["9.6.4 features as they are, linear", "R² of the latitude"] > 0.99
+    assert (tmp_path / "gtv_privacy.png").stat().st_size > 10_000
+
+
+def test_privacy_attacks(tmp_path):
+    needs("fmi_weather")
+    privacy_attacks.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["labels, plain", "labels found, first step"] == 1
+    assert found["labels, ρ = 5, drawn by the parties", "labels found, first step"] == 1
+    assert found["labels, private labels, ε = 1", "labels found, first step"] < 0.65
+    assert found["z, ρ = 1", "R² of g, T = 1"] < found["z, ρ = 1", "R² of g, T = 100"]
+    assert found["inversion, one row, ε = inf", "distance"] < 1e-6
+    assert found["inversion, one row, ε = 1", "distance"] > 0.5
+    assert (tmp_path / "privacy_attacks.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow  # four processes
@@ -503,6 +534,7 @@ def gpu_rows(tmp_path, *options):
     return json.loads(target.read_text())["rows"], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not choice.installed(), reason="needs Triton; install fedtorch[triton]")
 def test_gpu_benchmark_goes_on_where_it_was(tmp_path):
     rows, log = gpu_rows(tmp_path, "--part", "device", "--part", "stacked_step")
@@ -523,6 +555,19 @@ def test_gpu_benchmark(tmp_path):
     settings = {row["setting"].partition(":")[0] for row in rows}
     assert set(gpu_kernels.CASES) <= settings
     assert len(settings - set(gpu_kernels.CASES)) >= 10
+    jobs = (
+        "64-128-10",
+        "two convolutions",
+        "ResNet-8",
+        "linear clients",
+        "GTV",
+        "FedMGP",
+        "Gibbs",
+        "EP",
+        "split networks",
+    )
+    assert [job for job in jobs if not any(job in row["setting"] for row in rows)] == []
+    assert sum(row["metric"] == "times faster than the loop" for row in rows) == 5
 
 
 def test_a_part_that_breaks_off_leaves_the_others_their_time(capsys):
@@ -535,7 +580,12 @@ def test_gpu_benchmark_without_a_device(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     benchmarks.main(["gpu", "--results", str(tmp_path)])
     assert "No CUDA device: nothing has been measured" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    (written,) = tmp_path.iterdir()
+    assert written.name == "gpu.md"
+    assert written.read_text().endswith("\n\nnot measured: no device yet\n")
+    written.write_text("measured")
+    benchmarks.main(["gpu", "--results", str(tmp_path)])
+    assert written.read_text() == "measured"
 
 
 def test_benchmarks_write_their_tables(tmp_path):

@@ -38,7 +38,7 @@ LAYERS = (
     {"data", "models", "networks"},
     {"federation", "vfl"},
     {"trust"},
-    {"plots", "cli", "launch", "sites_cli"},
+    {"plots", "cli"},
 )
 
 

@@ -48,12 +48,16 @@ def measure(name: str, options: Sequence[str]) -> list[dict]:
         return json.loads(file.read_text())["rows"]
 
 
+def title(name: str) -> str:
+    """What a benchmark measures."""
+    module = importlib.import_module(f"experiments.benchmarks.{name}")
+    return (module.__doc__ or name).strip().splitlines()[0]
+
+
 def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_before: float) -> str:
     """A benchmark's table, and where it was measured."""
-    module = importlib.import_module(f"experiments.benchmarks.{name}")
-    title = (module.__doc__ or name).strip().splitlines()[0]
     command = " ".join(["python -m experiments.benchmarks", name, *(["--", *options] if options else [])])
-    head = [f"# {title}", "", f"`{command}` on", *circumstances(load_before), ""]
+    head = [f"# {title(name)}", "", f"`{command}` on", *circumstances(load_before), ""]
     lines = [[row["setting"], row["metric"], common.number(row["ours"], row.get("sd"), ".4g")] for row in rows]
     return "\n".join([*head, *table(["setting", "figure", "measured"], lines), ""])
 
@@ -72,9 +76,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in arguments.names or NAMES:
         before = os.getloadavg()[0]
         rows = measure(name, options)
+        file = arguments.results / f"{name}.md"
         if not rows:  # no device, or no peers
+            reason = getattr(importlib.import_module(f"experiments.benchmarks.{name}"), "UNMEASURED", None)
+            if reason is not None and not file.exists():
+                common.write_results(file, f"# {title(name)}\n\n{reason}\n")
             continue
-        common.write_results(arguments.results / f"{name}.md", markdown(name, rows, options, before))
+        common.write_results(file, markdown(name, rows, options, before))
 
 
 if __name__ == "__main__":

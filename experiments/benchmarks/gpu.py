@@ -1,8 +1,8 @@
 """A GPU's figures: tests, every kernel beside its bound, `torch.compile` and the vendor's library, and whole jobs.
 
-Without a CUDA device nothing is measured, and nothing is written. Parts that have been measured on this machine are in
-`results/gpu.json` and are not measured again without `--fresh`, so that what breaks off goes on. `--smoke` takes the
-same ways on the CPU, tiny, with the kernels in Triton's interpreter.
+Without a CUDA device nothing is measured, and a table that is not there says so. Parts that have been measured on this
+machine are in `results/gpu.json` and are not measured again without `--fresh`, so that what breaks off goes on.
+`--smoke` takes the same ways on the CPU, tiny, with the kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.benchmarks import gpu_jobs, gpu_kernels
+from experiments.benchmarks import gpu_beside, gpu_jobs, gpu_kernels
 from experiments.benchmarks.gpu_timing import Rates, device_of, rates
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "the device"
+UNMEASURED = "not measured: no device yet"  # what the table says without one
 
 
 @cache
@@ -62,6 +63,7 @@ def parts(small: bool, device: str) -> dict[str, Callable[[], list[common.Row]]]
         "device": partial(ceilings, small, device),
         "tests": partial(tests, small, device),
         **{name: partial(kernel, name) for name in gpu_kernels.CASES},
+        "linear_clients": lambda: gpu_beside.linear_clients(small, device, measured(device, small)),
         **{name: partial(job, small, device) for name, job in gpu_jobs.JOBS.items()},
     }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import fedmgp_models as fm
+from experiments.benchmarks import gpu_beside
 from experiments.benchmarks.core import digit_clients, plain_loop
 from experiments.benchmarks.gpu_timing import busy, timed
 from experiments.benchmarks.vfl_split import stepper
@@ -95,6 +96,35 @@ def classifiers(small: bool, device: str) -> list[Row]:
         run = ft.Run(ft.fedavg(local), population, cohort=cohort)
         setting = f"FedAvg, {clients} clients{'' if cohort is None else f', {cohort} a round'}, {name}"
         found += per_round(setting, run, device, small)
+        x, y = (leaf.unflatten(0, (clients, rows)) for leaf in population.data.rows)
+        seconds = gpu_beside.loop(make, x, y, 2 if small else 20, cohort or clients, device)
+        ours = next(row.ours for row in found if (row.setting, row.metric) == (setting, "ms a round"))
+        found.append(Row(setting, "ms a round, a loop over clients", 1e3 * seconds))
+        found.append(Row(setting, "times faster than the loop", 1e3 * seconds / ours))
+    return found
+
+
+def precisions(small: bool, device: str) -> list[Row]:
+    """What short numbers save and cost: a round of a wide perceptron beside float64's change."""
+    clients, rows, width = (2, 4, 8) if small else (100, 200, 1024)
+    data = labelled(clients, rows, 64)
+    module = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    changes, found = {}, []
+    for precision, dtype in (("64", torch.float64), ("32", torch.float32), ("tf32", None), ("bf16", None)):
+        local = ft.gradient_descent(
+            module.to(dtype or torch.float32), steps=2 if small else 10, loss=F.cross_entropy,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            precision="32" if precision == "64" else precision,
+        )  # fmt: skip
+        own = ft.InProcess(data.to(dtype=dtype or torch.float32), device=device)
+        run = ft.Run(ft.fedavg(local), own)
+        server = run.step().server
+        changes[precision] = torch.cat([(server[n].cpu() - p).double().flatten() for n, p in local.parameters.items()])
+        time = timed(run.step, device)
+        setting = f"FedAvg, {clients} clients, 64-{width}-{width}-10, precision {precision}"
+        error = (changes[precision] - changes["64"]).norm() / changes["64"].norm()
+        found.append(Row(setting, "ms a round", 1e3 * time.median, 1e3 * time.spread))
+        found.append(Row(setting, "relative error of the first round", float(error)))
     return found
 
 
@@ -126,7 +156,12 @@ def networks(small: bool, device: str) -> list[Row]:
     data = ft.data.FederatedData((x, x.sum(1)), torch.full((nodes,), rows))
     local = ft.least_squares(nn.Linear(features, 1, bias=False), steps=5)
     run = ft.Run(ft.gtv(local, network, 0.1), ft.InProcess(data, device=device))
-    return per_round(f"GTV, {nodes} nodes, {2 * len(network.edges)} edges, d = {features}", run, device, small)
+    edges = 2 * len(network.edges)
+    setting = f"GTV, {nodes} nodes, {edges} edges, d = {features}"
+    # Statistics, eigenvectors and three vectors of a node, and an index, a weight and a row an edge.
+    moved = 8.0 * nodes * (2 * features**2 + 6 * features) + edges * (12.0 + 8.0 * features)
+    found = per_round(setting, run, device, small)
+    return [*found, Row(setting, "GB/s of what it must read", moved / found[0].ours / 1e6)]
 
 
 def processes(small: bool, device: str) -> list[Row]:
@@ -167,17 +202,23 @@ def split_networks(small: bool, device: str) -> list[Row]:
     """Hierarchical Bayes split networks at once beside one after another."""
     found, times = [], {}
     with torch.device(device):
-        for count in (1, 2) if small else (1, 40):
-            take = stepper(count)
-            times[count] = statistics.median(timed(partial(take, 1), device).median for _ in range(3))
-            found.append(Row(f"{count} split networks", "ms an iteration", 1e3 * times[count]))
-    many = max(times)
-    return [*found, Row(f"{many} split networks", "times faster than one after another", many * times[1] / times[many])]
+        for count in (1, 2, 3) if small else (1, 40, 1000):
+            for way, captured in (("", False), (", captured", True)):
+                take = stepper(count, captured)
+                take(3)
+                time = statistics.median(timed(partial(take, 1), device).median for _ in range(3))
+                times[count] = min(time, times.get(count, time))
+                found.append(Row(f"{count} split networks", f"ms an iteration{way}", 1e3 * time))
+    faster = lambda count: count * times[1] / times[count]
+    many = [count for count in times if count > 1]
+    return [*found, *(Row(f"{n} split networks", "times faster than one after another", faster(n)) for n in many)]
 
 
 JOBS: dict[str, Callable[[bool, str], list[Row]]] = {
     "classifiers": classifiers,
+    "precisions": precisions,
     "loop": beside_a_loop,
+    "flower": gpu_beside.flower,
     "networks": networks,
     "processes": processes,
     "sampler": sampler,

@@ -108,9 +108,11 @@ def processes(small: bool, device: str) -> Case:
         inducing,
         double(4, units, latents, 1).square() + 0.1,
         double(5, units, latents),
+        double(6, latents, points, points),
     )
     size = points * latents
-    moved, work = 8.0 * units * (3 * rows + size**2), units * rows * size * (2.0 * size + 30.0)
+    moved = 8.0 * units * (3 * rows + size**2)
+    work = units * rows * size * (2.0 * size + 2.0 * points + 30.0)
     ours = partial(gp_statistics.gp_statistics, *tensors)
     setting = f"gp_statistics: {units} units × {rows} points, P = {size}"
     return Case(setting, moved, work, True, ours, {"stored rows (cuBLAS)": partial(off, ours)})

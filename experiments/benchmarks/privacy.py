@@ -1,15 +1,23 @@
-"""What privacy and secrecy take: DP-SGD beside plain steps, and a secure sum per client.
+"""What privacy and secrecy take: DP-SGD beside plain steps and Opacus, and a secure sum beside Flower's SecAgg+.
 
 - `steps`: a round of five steps of 10 clients with a 64-128-10 network, by `privacy.example_level` with and without
-  ghost norms, beside `gradient_descent` with batches of the same size; ratios are medians over pairs of rounds.
-- `sums`: a secure sum of 100 clients, a tenth of whom drop out before they send masked words: seconds of a client's own
-  work, averaged, all phases together, in the simulation of the whole protocol.
+  ghost norms, beside `gradient_descent` with batches of the same size; ratios are medians over pairs of rounds. Where
+  `opacus` can be imported, it does the same steps client by client, on batches that are at hand.
+- `sums`, `large_sums`: a secure sum of 100 clients × 10⁵ and 10⁶ numbers, a tenth of whom drop out before they send
+  masked words: the clients' own work, and that of all, in one process, per client. But for `--smoke`, Flower's SecAgg+
+  does the same in an environment of its own, `.venv-peers/flower`, with as many neighbours and the same threshold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +27,7 @@ from torch import nn
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
+from experiments.benchmarks.peers import __main__ as peers
 from fedtorch.trust import privacy, secure
 
 STEPS = 5
@@ -34,7 +43,7 @@ def network() -> nn.Module:
 def steps(smoke: bool) -> list[common.Row]:
     """How many times longer a private round takes."""
     rows = []
-    for batch in (32,) if smoke else (32, 256, 1024):
+    for batch in (16,) if smoke else (16, 64, 256, 1024):
         generator = torch.Generator().manual_seed(0)
         clients = [
             (torch.randn(batch, 64, generator=generator), torch.randint(10, (batch,), generator=generator))
@@ -49,10 +58,13 @@ def steps(smoke: bool) -> list[common.Row]:
         if batch < LARGE:
             solvers["by example"] = private(ghost=False, **own)
         runs = {name: ft.Run(ft.fedavg(local), population) for name, local in solvers.items()}
-        times = measure.interleaved({name: run.step for name, run in runs.items()}, 2 if smoke else 10)
+        ways: dict[str, Callable[[], object]] = {name: run.step for name, run in runs.items()}
+        if importlib.util.find_spec("opacus") is not None:
+            ways[f"Opacus {importlib.metadata.version('opacus')}"] = opacus_round(clients)
+        times = measure.interleaved(ways, 2 if smoke else 10)
         setting = f"10 clients, batches of {batch}"
         rows.append(common.Row(setting, "ms a round, plain", 1e3 * measure.medians(times)["plain"]))
-        for name in list(solvers)[1:]:
+        for name in list(ways)[1:]:
             rows.append(common.Row(setting, f"times plain, {name}", measure.ratio(times[name], times["plain"])))
     return rows
 
@@ -62,24 +74,71 @@ def private(**settings: Any) -> ft.LocalSolver:
     return privacy.example_level(network(), clip=1.0, noise=1.0, rate=1.0, delta=1e-6, **settings)
 
 
-def sums(smoke: bool) -> list[common.Row]:
-    """Seconds of a client."""
-    clients, size = (20, 1000) if smoke else (100, 1_000_000)
+def opacus_round(clients: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], object]:
+    """The same round by Opacus, whose model and optimiser are made once."""
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    model = GradSampleModule(network())
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    batch = len(clients[0][1])
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=batch
+    )
+
+    def round() -> list[torch.Tensor]:
+        ends = []
+        for x, y in clients:
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), start):
+                    parameter.copy_(value)
+            for _ in range(STEPS):
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            ends.append([parameter.detach().clone() for parameter in model.parameters()])
+        return [torch.stack(each).mean(0) for each in zip(*ends)]
+
+    return round
+
+
+def sums(smoke: bool, size: int) -> list[common.Row]:
+    """Seconds of a client, and of all that is done for it."""
+    clients, size = (20, 1000) if smoke else (100, size)
+    gone, graph = clients // 10, secure.neighbourhoods(clients)
     values = torch.randn(clients, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    gone = dict.fromkeys(range(clients // 10), 3)
-    found = secure.secure_sum(values, gone=gone)
+    begun = time.perf_counter()
+    found = secure.secure_sum(values, gone=dict.fromkeys(range(gone), 3), graph=graph)
+    whole = time.perf_counter() - begun
     grid = secure.Grid()
-    assert torch.equal(found.total, grid.decode(grid.encode(values[clients // 10 :]).sum(0)))
-    setting = f"{clients} clients × {size} numbers, a tenth drop out"
-    return [
-        common.Row(setting, "seconds a client", found.seconds / clients),
+    assert torch.equal(found.total, grid.decode(grid.encode(values[gone:]).sum(0)))
+    setting = f"{clients} clients × {size} numbers, a tenth drop out, {graph.neighbours} neighbours"
+    rows = [
+        common.Row(setting, "a client's own seconds", found.seconds / clients),
+        common.Row(setting, "all seconds per client", whole / clients),
         common.Row(setting, "MB sent a client", found.sent / clients / 1e6),
     ]
+    del values, found  # some gigabytes
+    if not smoke:
+        flower = [peers.python("flower"), str(Path(peers.__file__).parent / "flower_sums.py")]
+        numbers = [clients, size, gone, graph.neighbours + 1, graph.threshold]  # its clients keep a share themselves
+        ran = subprocess.run([*flower, *map(str, numbers)], capture_output=True, text=True, check=True)
+        theirs = json.loads(ran.stdout.splitlines()[-1])
+        name = f"Flower {theirs['version']} SecAgg+"
+        rows += [
+            common.Row(setting, f"{name}, a client's own seconds", theirs["clients"] / clients),
+            common.Row(setting, f"{name}, all seconds per client", theirs["whole"] / clients),
+        ]
+    return rows
 
 
 def parts(smoke: bool) -> measure.Parts:
     """The parts by name."""
-    return {"steps": partial(steps, smoke), "sums": partial(sums, smoke)}
+    return {
+        "steps": partial(steps, smoke),
+        "sums": partial(sums, smoke, 10**5),
+        "large_sums": partial(sums, smoke, 10**6),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,34 +18,48 @@ import torch
 from experiments import common, vfl_heart_models
 from fedtorch import data as ft_data, random, vfl
 from fedtorch.vfl import likelihoods
+from fedtorch.vfl.captured import CapturedBound
+from fedtorch.vfl.part import draw_noises
 from fedtorch.vfl.split import adam
 from fedtorch.vfl.split_nn import mlp
 
 STEPS = 50_000
 
 
-def stepper(size: int) -> Callable[[int], None]:
-    """A function that takes iterations of `size` networks on training rows of the folds."""
+def stepper(size: int, captured: bool = False) -> Callable[[int], None]:
+    """A function that takes iterations of `size` networks on training rows of the folds.
+
+    Args:
+        size: more than the 40 of the folds are these again.
+        captured: whether an iteration is captured and replayed.
+    """
     table = ft_data.heart_failure()
     fold = vfl_heart_models.folds(len(table.y), 1)
     train, _ = vfl_heart_models.standardised(table, fold)
-    copies = 4
+    copies = 4 * -(-size // 40)
     rows = vfl_heart_models.vertical(table, train, fold.train, fold.weight, copies)
     cut = lambda value: value[:size]
     rows = vfl.VerticalData(tuple(map(cut, rows.features)), cut(rows.response), weight=cut(rows.weight))
-    rho = torch.tensor([1.0, 5.0, 10.0, 0.0]).repeat(10)[:size]
+    rho = torch.tensor([1.0, 5.0, 10.0, 0.0]).repeat(-(-size // 4))[:size]
     keys = random.fold_in(random.key(1), torch.arange(size))
     bottoms = [mlp(len(columns), (8, 8), 2) for columns in table.parties]
     bayes = vfl.HierarchicalBayes(rho=rho)
     model = vfl.SplitNetwork(bottoms, likelihoods.categorical(2), keys=keys, bayes=bayes).train()
     optimizer = adam(model.parameters())
+    replayed = CapturedBound(model.model, model.server.guide, model.variational) if captured else None
+    here = rows.to_dtype(model.server.rho.dtype)
+    share = 1 / here.total.to(here.response).reshape(-1, 1)
     done = 0
 
     def take(count: int) -> None:
         nonlocal done
         for _ in range(count):
-            optimizer.zero_grad()
-            model.losses(rows, done).sum().backward()
+            if replayed is None:
+                optimizer.zero_grad()
+                model.losses(rows, done).sum().backward()
+            else:
+                noise = draw_noises([model.server, *model.parties], done, rows.response.shape[-1])
+                replayed.backward(here, noise, share)
             optimizer.step()
             done += 1
 

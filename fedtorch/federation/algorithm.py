@@ -76,6 +76,8 @@ class LocalSolver:
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
         settings: what the solver was built with, by name.
+        statistics: prepared data -> `SufficientStatistics`, where nobody may ask more of the rows; None where they are
+            at hand.
         budget: what its rounds spend, where it protects the rows it trains on.
     """
 
@@ -87,6 +89,7 @@ class LocalSolver:
     prepare: Callable[[Any], Any]
     module: Any
     settings: Mapping[str, Any] = field(default_factory=dict)
+    statistics: Callable[[Any], Any] | None = None
     budget: Budget | None = None
 
 
@@ -127,6 +130,8 @@ class Algorithm:
         averages: what a robust average of what clients tell may stand for in place of their sum: `"numbers"`, each on
             its own; `"messages"`, whole ones only, as where a matrix has to stay positive definite; None for neither,
             as for parts of exact sums.
+        counts: names of those leaves of `told` that are no more than how many have been heard, or how heavy they are.
+        anew: whether a run may make the total anew from what clients tell, without the rounding since.
         report: server state -> what the history tells of it after every round, numbers by name.
         settings: what the algorithm was built with, by name, for fingerprints and loggers.
         start: parameters to start from, where a run is given none.
@@ -146,6 +151,8 @@ class Algorithm:
     prepare: Callable[[Any], Any] = identity
     told: Callable[[Tree], Tree] | None = None
     averages: Literal["numbers", "messages"] | None = None
+    counts: tuple[str, ...] = ()
+    anew: bool = True
     report: Callable[[Tree], Mapping[str, float | Tensor]] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     start: Tree = None

@@ -27,10 +27,10 @@ from fedtorch.federation.exchange import (
     is_finite,
     not_finite,
 )
+from fedtorch.federation.memory import block_bytes
 from fedtorch.federation.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
-_BLOCK_BYTES = 512 * 2**20  # what a block of clients may take, unless `chunk` is given
 BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
 _MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
@@ -144,7 +144,7 @@ class LocalClients:
             return chunk
         each = tree.nbytes(data) / max(1, len(tree.leaves(data)[0])) + 2 * tree.nbytes(self.table.initial)
         each += 8 * tree.nbytes(self.algorithm.start)
-        return max(1, int(_BLOCK_BYTES / max(each, 1)))
+        return max(1, int(block_bytes(self.device) / max(each, 1)))
 
     def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
         """The cohort in blocks: (ids, prepared data); everybody as views."""
@@ -243,7 +243,7 @@ class LocalClients:
         assert self.algorithm.told is not None
         exchange, here = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
         asked = torch.isin(here, self.table.touched())
-        parts = here[asked].split(max(1, int(_BLOCK_BYTES / max(2 * tree.nbytes(self.table.initial), 1))))
+        parts = here[asked].split(max(1, int(block_bytes(self.device) / max(2 * tree.nbytes(self.table.initial), 1))))
         partials = [exchange.gather(Sum(self.algorithm.told(self.table.read(ids))), ids) for ids in parts]
         initial, others = self.algorithm.told(tree.expand(self.table.initial, 1)), here[~asked]
         everywhere = tree.map(lambda leaf: leaf.expand(len(others), *leaf.shape[1:]), initial)

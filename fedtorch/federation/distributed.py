@@ -34,8 +34,10 @@ class Distributed:
 
     Args:
         data: the rows of all clients; a rank keeps blocks of its own only.
-        chunk: at most so many clients at once on a rank. Default: as many as fit 512 MiB.
-        device: where this rank's blocks live; default: where the data are. Collectives use nccl on a GPU, gloo else.
+        chunk: at most so many clients at once on a rank. Default: as many as fit 512 MiB, or a quarter of what is free
+            on a CUDA device.
+        device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
+            on its machine, as `torchrun` tells it. Collectives use nccl on a GPU, gloo else.
         timeout: the longest wait for another rank, its clients' work included; over nccl that of the process group.
 
     Under a Lightning `Trainer` use `strategy=ft.ClientSharding()`; outside one, the process group is started at the
@@ -57,7 +59,7 @@ class Distributed:
     ) -> None:
         if not timeout > timedelta(0):
             raise ValueError(f"Expected a positive timeout, but got {timeout}")
-        self.data, self.names, self.device = placed(data, chunk, device)
+        self.data, self.names, self.device = placed(data, chunk, own_device(device))
         self.rank, self.world_size = _place()
         self.chunk, self.leads = chunk, self.rank == 0
         self.ranks = Ranks(self.rank, self.world_size, self.device, timeout)
@@ -178,6 +180,14 @@ class DistributedClients:
         missing = torch.full((len(ids),), torch.nan, dtype=torch.float64)
         rows = self.ranks.gather((ids, {name: info.get(name, missing) for name in union}))
         return tree.take(rows, rows[0].argsort())
+
+
+def own_device(device: torch.device | str | None) -> torch.device | None:
+    """The device that a rank takes where all are told the same: of "cuda", that of its number on its machine."""
+    if device is None:
+        return None
+    device = torch.device(device)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == torch.device("cuda") else device
 
 
 def _place() -> tuple[int, int]:

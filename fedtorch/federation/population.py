@@ -37,7 +37,8 @@ class InProcess:
 
     Args:
         data: the clients' rows.
-        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB.
+        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
+            of what is free on a CUDA device.
         device: where blocks and states live; default: where the data are.
     """
 
@@ -80,6 +81,8 @@ def placed(
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"Expected chunk of at least 1, but got {chunk}")
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"Expected a CUDA device for device={str(device)!r}, but got none; leave device= away")
     data = data if device is None else data.to(device)
     return data, data.names, tree.leaves(data.rows)[0].device
 

@@ -118,9 +118,10 @@ class Ranks:
         """Starts what is not there: process group, a group with this timeout, streams."""
         if self._streams is not None:
             return
-        nccl = self.device.type == "cuda"
+        nccl = backend(self.device) == "nccl"
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if nccl else "gloo", timeout=self.timeout)
+            device = self.device if nccl else None
+            dist.init_process_group(backend(self.device), timeout=self.timeout, device_id=device)
         plain = dist.new_group(backend="gloo", timeout=self.timeout)
         self._group = None if nccl else plain
         self._streams = Streams(self.rank, self.world_size, self.timeout, plain)
@@ -148,6 +149,11 @@ class Ranks:
         return (
             f"Expected all ranks within {self.timeout.total_seconds():g} s, but got one later; pass a longer timeout="
         )
+
+
+def backend(device: torch.device) -> str:
+    """What carries collectives between tensors of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _part(streams: Streams, group: Any) -> None:

@@ -119,6 +119,10 @@ class SufficientStatistics(NamedTuple):
         n = self.count.clamp(min=1)
         return tree.map(lambda leaf: leaf / tree.along(n, leaf), self)._replace(count=self.count)
 
+    def all_rows(self) -> SufficientStatistics:
+        """The inverse of `per_row`."""
+        return tree.map(lambda leaf: leaf * tree.along(self.count, leaf), self)._replace(count=self.count)
+
 
 def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None) -> SufficientStatistics:
     """X'X, X'y, y'y and n.

@@ -10,6 +10,7 @@ columns come last, so that a covariance whose rank grows keeps its shape.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -130,25 +131,26 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
     c is the largest eigenvalue of the partial correlation matrix E − ZZ', E = diag(1 / (a (Ω⁻¹)_kk)), Z `(K, r)`: 1
     when the units are independent, K at most. E − ZZ' − c is negative definite just when its number of positive
     eigenvalues, by Sylvester's law of inertia the number of E_k > c plus that of I − Z'(E − c)⁻¹Z minus r, is zero; so
-    c is found by bisection, at O(K r²) a step.
+    c is found by bisection, at O(K r²) a step: r is better `trimmed`.
     """
-    if not bool(covariance.multiple.isfinite()):
-        return torch.ones_like(covariance.multiple)
-    covariance = covariance.trimmed()
     precision = covariance.inverse_diagonal()
     weights = 1 / (covariance.multiple * precision)
     shrunk = covariance.values / (covariance.multiple + covariance.values)
     z = covariance.vectors * (shrunk * weights[:, None]).sqrt()
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
 
-    def positive(c: float) -> int:
+    def positive(c: Tensor) -> Tensor:
         gap = weights - c
         gap = torch.where(gap.abs() < 1e-14 * c, -1e-14 * c, gap)
         inner = eye - z.mT @ (z / gap[:, None])
-        return int((gap > 0).sum()) + int((torch.linalg.eigvalsh(inner) > 0).sum()) - len(inner)
+        return (gap > 0).sum() + (torch.linalg.eigvalsh(inner) > 0).sum() > len(inner)
 
-    low, high = 1.0, min(float(weights.max()), float(len(weights)))
-    while high > low * (1 + accuracy):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if positive(middle) else (low, middle)
-    return torch.as_tensor(max(high, 1.0), dtype=z.dtype, device=z.device)
+    low, high = torch.ones_like(covariance.multiple), weights.max().clamp(max=len(weights))
+    ratio = float(high)
+    if math.isnan(ratio):  # of an infinite multiple
+        return low
+    while ratio > 1 + accuracy:
+        middle, ratio = (low * high).sqrt(), ratio**0.5
+        above = positive(middle)
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return high.clamp(min=1)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import linalg
+from fedtorch import linalg, tree
 from fedtorch.models import low_rank
 from fedtorch.models.linear import SufficientStatistics, residual_sum
 from fedtorch.models.low_rank import LowRank
@@ -106,7 +106,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
         new = low_rank.from_factor(least * share, factor, len(covariance.values))
         worse = penalty(new, theta, variance, units) > penalty(covariance, theta, variance, units)
         had = len(theta) * covariance.multiple + covariance.values.sum()  # of another trace it is no candidate
-        return covariance if bool(worse & torch.isclose(had, torch.full_like(had, trace))) else new
+        return tree.where(worse & torch.isclose(had, torch.full_like(had, trace)), covariance, new)
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
         psi = floor * variance.clamp(min=_LEAST_VARIANCE)
@@ -131,7 +131,7 @@ def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple
         multiple = (1 - alpha) * covariance.multiple + alpha * psi / m
         average = low_rank.from_factor(multiple, torch.cat(parts, 1), rank)
         change = penalty(average, theta, variance, units) - penalty(covariance, theta, variance, units)
-        return average if bool(change <= 0) else mode  # also where nothing was known, and the change is ∞ − ∞
+        return tree.where(change <= 0, average, mode)  # the mode where nothing was known, and the change is ∞ − ∞
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
         m, psi = terms(theta, variance, units)

@@ -144,22 +144,24 @@ def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: 
     nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
     mean, root = cavity.mean, torch.linalg.cholesky_ex(cavity.covariance).L
     cavity_root = root
-    done = torch.zeros_like(mean[:, 0], dtype=torch.bool) if nodes.shape[1] else None
+    done, settled = torch.zeros_like(mean[:, 0], dtype=torch.bool) if nodes.shape[1] else None, False
     for move in range(_MOVES):
         at = mean[:, None] + nodes @ root.mT
         log_factor, values = factor(at)
         ratio = log_factor + _log_normal(at, cavity.mean, cavity_root) - _log_normal(at, mean, root)
         if done is None or move == _MOVES - 1:
             break
-        power = _power(ratio, nodes, weights)
-        shift, half, _ = _seen(power, ratio, nodes, weights)
-        done = done | ((power == 1) & (_misfit(shift, half) < _FITS) & (move > 0))
-        if bool(done.all()):
+        shift, half, enough = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
+        done = done | (enough & (_misfit(shift, half) < _FITS) & (move > 0))
+        settled, whole = torch.stack([done.all(), enough.all()]).tolist()
+        if settled:
             break
+        if not whole:
+            shift, half, _ = _seen(_power(enough, ratio, nodes, weights), ratio, nodes, weights)
         mean = torch.where(done[:, None], mean, mean + (root @ shift[..., None])[..., 0])
         root = torch.where(done[:, None, None], root, root @ half)
     log_weights = weights.log() + ratio
-    if done is not None and not bool(done.all()):
+    if done is not None and not settled:
         shift, half, _ = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
         lost = ~done & ~(_misfit(shift, half) < _LOST)
         log_weights = torch.where(lost[:, None], torch.nan, log_weights)
@@ -172,12 +174,9 @@ def _misfit(mean: Tensor, factor: Tensor) -> Tensor:
     return torch.maximum(mean.abs().amax(1), (factor - eye).abs().amax((1, 2)))
 
 
-def _power(ratio: Tensor, nodes: Tensor, weights: Tensor) -> Tensor:
-    """The greatest power in (0, 1] of the ratios of which the nodes see enough, `(K,)`."""
+def _power(enough: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> Tensor:
+    """The greatest power in (0, 1] of the ratios of which the nodes see enough, `(K,)`; 1 where that is `enough`."""
     high = torch.ones_like(ratio[:, 0])
-    enough = _seen(high, ratio, nodes, weights)[2]
-    if bool(enough.all()):
-        return high
     low, top = torch.zeros_like(high), high
     for _ in range(_BISECTIONS):
         middle = (low + top) / 2

@@ -13,7 +13,8 @@ parties the labels, and averaging what is sent over steps removes the noise ρ. 
 
 from typing import TYPE_CHECKING
 
-from fedtorch.lazy import attributes as _attributes
+import lazy_loader
+
 from fedtorch.vfl.augmented import attenuation as attenuation, augmented as augmented
 from fedtorch.vfl.auxiliary import (
     Auxiliary as Auxiliary,
@@ -65,12 +66,10 @@ if TYPE_CHECKING:
     from fedtorch.vfl.lightning import StackedEarlyStopping as StackedEarlyStopping, VerticalLoader as VerticalLoader
     from fedtorch.vfl.split import HierarchicalBayes as HierarchicalBayes, SplitNetwork as SplitNetwork
 else:  # what needs Lightning, which takes seconds to import
-    __getattr__, __dir__ = _attributes(
+    __getattr__, __dir__, _ = lazy_loader.attach(
         __name__,
-        {
-            "HierarchicalBayes": "fedtorch.vfl.split",
-            "SplitNetwork": "fedtorch.vfl.split",
-            "StackedEarlyStopping": "fedtorch.vfl.lightning",
-            "VerticalLoader": "fedtorch.vfl.lightning",
+        submod_attrs={
+            "lightning": ["StackedEarlyStopping", "VerticalLoader"],
+            "split": ["HierarchicalBayes", "SplitNetwork"],
         },
     )

@@ -108,6 +108,13 @@ def bound(model: VerticalModel, guide: Guide, parameters: Parameters, data: Vert
     return server + sum(own[1:], own[0]) - log_q
 
 
+def climb(optimizer: torch.optim.Optimizer, rate: float | None = None) -> None:
+    """One step of an optimiser along its leaves' gradients, with this learning rate or the optimiser's own."""
+    for group in optimizer.param_groups if rate is not None else ():
+        group["lr"] = rate
+    optimizer.step()
+
+
 def ascend(
     optimizer: torch.optim.Optimizer, objective: Tensor, rate: float | None = None, also: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
@@ -124,7 +131,5 @@ def ascend(
     for leaf, gradient in zip(leaves, gradients):
         # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
         leaf.grad = None if gradient is None else (gradient / -objective.shape[1]).contiguous()
-    for group in optimizer.param_groups if rate is not None else ():
-        group["lr"] = rate
-    optimizer.step()
+    climb(optimizer, rate)
     return tuple(g if g is not None else torch.zeros_like(a) for g, a in zip(gradients[len(leaves) :], also))

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.vfl.adam import Drift, RestartingAdam
-from fedtorch.vfl.bound import ascend, bound
+from fedtorch.vfl.bound import ascend, bound, climb
+from fedtorch.vfl.captured import CapturedBound
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.guide import Guide, Parameters, draw_theta, initial
 from fedtorch.vfl.model import VerticalModel, prepared
@@ -97,6 +98,7 @@ def sfvi(
     size: int = 1,
     every: int = 100,
     start: Parameters | None = None,
+    compile: bool = False,
 ) -> VariationalFit:
     """Maximises the bound by Adam, for a batch of independent problems at once.
 
@@ -112,6 +114,8 @@ def sfvi(
         size: B.
         every: over how many steps a value of `bounds` is averaged.
         start: parameters to start from.
+        compile: True captures an iteration's operations once per shape and replays them, on a CUDA device as one graph;
+            networks that draw random numbers are not captured.
 
     Ask the fit whether it has `converged`: a bound that looks flat does not say so.
 
@@ -136,11 +140,16 @@ def sfvi(
     optimizer, drift = RestartingAdam(leaves), Drift(leaves)
     placed = dataclasses.replace(model, rho=model.rho.to(like))  # once, not in every iteration
     means, recent = [], torch.zeros(size, dtype=torch.float64, device=like.device)
+    captured, share = CapturedBound(placed, guide, parameters) if compile else None, like.new_tensor(1 / draws)
     drawn = iterations(model, guide, key, like, batch.y.shape[-1], steps, draws, batch_size)
     for step, (rows, noise) in enumerate(drawn):
         here = batch if rows is None else batch.take(rows, model.row_dims)
-        sampled = bound(placed, guide, parameters, here, noise)
-        ascend(optimizer, sampled, schedule(step))
+        if captured is None:
+            sampled = bound(placed, guide, parameters, here, noise)
+            ascend(optimizer, sampled, schedule(step))
+        else:
+            sampled = captured.backward(here, noise, share)
+            climb(optimizer, schedule(step))
         if step >= steps - max(steps // _TAIL, 1):
             drift.add()
         recent += sampled.detach().mean(1)

@@ -13,15 +13,16 @@ maximising the bound. Everything carries a batch (folds × models × seeds) in f
 the batch do not influence each other, share the noise of an iteration, and are plain networks where ρ = 0. A plain
 network is the same model without noise and without spread of its weights.
 
-*What it shows.* A plain split network keeps the labels from nobody: the gradient that a party is sent for a row has the
-sign of that row's residual, so that gradients of the first steps alone are the labels of most rows. What a party sends
-is a function of its features that others may invert. The noise ρ of the hierarchical model is drawn anew in every step:
-who keeps what was sent, or the gradients, averages it away over the steps, by a factor of the root of their number. It
-is part of a model, not a guarantee; `fedtorch.trust` has those.
+*What it shows.* A split network keeps the labels from nobody: the gradient that a party is sent for a row has the sign
+of that row's residual, so that gradients of one step alone are the labels, of two classes all of them, whatever the
+noise ρ. What a party sends is a function of its features that others may invert. The noise ρ of the hierarchical model
+is drawn anew in every step: who keeps what was sent averages it away over the steps, by a factor of the root of their
+number. It is part of a model, not a guarantee; `fedtorch.trust.attacks.split` has these attacks, and
+`fedtorch.trust.privacy.noised_gradients` labels that are private.
 
 Among nodes it is trained by the halves of `fedtorch.vfl.iteration`. With `torchrun`, every process makes the same
 `SplitNetwork` from its keys (of other nodes' modules only their number matters, and how many numbers a row they send),
-takes its own part of it and its own data, and runs its half:
+takes its own part of it and its own data, and runs its half::
 
     network = SplitNetwork(bottoms, likelihood, keys=keys)
     iterations = [Iteration(step=step) for step in range(1000)]

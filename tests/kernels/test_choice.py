@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.programs import launches
 
-from fedtorch.kernels import choice
+from fedtorch.kernels import choice, moments, order_statistics
+from fedtorch.kernels.glm_steps import CATEGORICAL, GAUSSIAN, glm_steps
 from fedtorch.kernels.moments import solved
 
 ARGS = torch.eye(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
@@ -68,3 +69,41 @@ def test_tiles_cover_rows_of_any_width() -> None:
     assert choice.tile(33, 1024) == (16, 64)
     assert choice.tile(5000, 1024) == (1, 1024)
     assert [choice.power_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
+
+
+def linear_models(features: int, classes: int, dtype: torch.dtype, device: str):
+    """A step of a linear model, or of one per class."""
+    x = torch.ones(1, 2, features, dtype=dtype, device=device)
+    y = torch.zeros(1, 2, dtype=torch.int64 if classes else dtype, device=device)
+    start = x.new_zeros(1, features, *[classes] * bool(classes))
+    return glm_steps(CATEGORICAL if classes else GAUSSIAN, x, y, y.new_full((1,), 2).long(), start, steps=1, lr=0.1)
+
+
+def middle(messages: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A median of equal weights."""
+    value = torch.arange(2.0 * messages, dtype=torch.float64, device=device).reshape(messages, 2)
+    return order_statistics.median(value.to(dtype), torch.full((messages,), 1 / messages, device=device).double())
+
+
+BEYOND = {  # shapes and dtypes that a program does not know
+    "17 dimensions": lambda device: solved(
+        torch.eye(17, device=device).double(), torch.ones(17, device=device).double()
+    ),
+    "moments in float32": lambda device: solved(torch.eye(2, device=device), torch.ones(2, device=device)),
+    "17 dimensions of nodes": lambda device: moments.tilted(
+        torch.ones(1, 20, 17, device=device).double(), torch.full((1, 20), 0.05, device=device).double()
+    ),
+    "129 features": lambda device: linear_models(129, 0, torch.float64, device),
+    "17 classes": lambda device: linear_models(2, 17, torch.float32, device),
+    "classes in float64": lambda device: linear_models(2, 3, torch.float64, device),
+    "bfloat16": lambda device: linear_models(2, 0, torch.bfloat16, device),
+    "1025 messages": lambda device: middle(1025, torch.float32, device),
+    "messages in bfloat16": lambda device: middle(5, torch.bfloat16, device),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_a_program_does_not_know_goes_to_the_reference(name, device, monkeypatch) -> None:
+    with launches(monkeypatch, at_least=0) as seen:
+        BEYOND[name](device)
+    assert seen == []

@@ -32,21 +32,29 @@ def problem(name: str, clients: int, rows: int, features: int) -> tuple[Tensor, 
     return x, y if name == "categorical" else y.double(), count, random.normal(random.key(4), shape, torch.float64)
 
 
-def by_hand(name, x, y, count, start, steps, lr, batches=None, precision=None, shift=None) -> Tensor:
-    """Each client alone, by autograd."""
-    done = []
+def by_hand(name, x, y, count, start, steps, lr, batches=None, precision=None, shift=None, total=None):
+    """Each client alone, by autograd: (parameters, mean losses)."""
+    done, told = [], []
+    x = torch.cat([x, torch.ones_like(x[..., :1])], -1) if start.shape[1] > x.shape[2] else x
     for k in range(len(x)):
-        theta = start[k].clone()
-        for t in range(steps):
+        theta, losses = start[k].clone(), [start.new_zeros(())]
+        for t in range(steps if total is None else int(total[k])):
             rows = torch.arange(int(count[k])) if batches is None else batches[k, t][batches[k, t] >= 0]
             theta.requires_grad_()
             loss = LOSSES[name][1](x[k, rows] @ theta, y[k, rows]) if len(rows) else 0 * theta.sum()
+            losses.append(loss.detach())
             if precision is not None:
                 loss = loss + precision[k] / 2 * theta.square().sum() - (shift[k] * theta).sum()
             (gradient,) = torch.autograd.grad(loss, theta)
             theta = (theta - lr * gradient).detach()
         done.append(theta)
-    return torch.stack(done)
+        told.append(torch.stack(losses).sum() / max(1, len(losses) - 1))
+    return torch.stack(done), torch.stack(told)
+
+
+def assert_close(found, wanted, close) -> None:
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -57,30 +65,61 @@ def test_against_autograd(name, size, device, monkeypatch) -> None:
     batches = torch.stack([random.permutation(random.fold_in(random.key(9), t), size[1])[:3] for t in range(2)])
     batches = batches.expand(len(x), -1, -1).clone()
     batches[batches >= count[:, None, None]] = -1
-    for options in ({}, {"precision": pull[0], "shift": pull[1]}, {"batches": batches}):
+    total = torch.arange(len(x)) % 3
+    for options in ({}, {"precision": pull[0], "shift": pull[1], "total": total}, {"batches": batches}):
         wanted = by_hand(name, x, y, count, start, 2, 0.2, **options)
         moved = {key: value.to(device) for key, value in options.items()}
         args = (LOSSES[name][0], *(part.to(device) for part in (x, y, count, start)))
         with reference():
-            torch.testing.assert_close(glm_steps(*args, steps=2, lr=0.2, **moved).cpu(), wanted, rtol=1e-12, atol=1e-13)
+            assert_close(glm_steps(*args, steps=2, lr=0.2, **moved), wanted, 1e-12)
         single = name == "categorical"
         if single:
             args = (args[0], args[1].float(), *args[2:4], args[4].float())
         with launches(monkeypatch):
-            found = glm_steps(*args, steps=2, lr=0.2, **moved).cpu().double()
+            found = glm_steps(*args, steps=2, lr=0.2, **moved)
         # Sums of a dozen terms of a few units: a hundred units of rounding over the steps.
-        close = 100 * 2.0 ** (-23 if single else -52)
-        torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+        assert_close(found, wanted, 100 * 2.0 ** (-23 if single else -52))
 
 
 @pytest.mark.parametrize("name", ["gaussian", "bernoulli"])
 def test_rows_that_do_not_stay(name, device, monkeypatch) -> None:
-    monkeypatch.setattr(glm, "_RESIDENT", 64)
+    monkeypatch.setattr(glm, "_RESIDENT", 32)
     monkeypatch.setattr(glm, "_TILE", 128)
     x, y, count, start = problem(name, 2, 13, 3)
     wanted = by_hand(name, x, y, count, start, 2, 0.1)
     found = glm_steps(LOSSES[name][0], *(part.to(device) for part in (x, y, count, start)), steps=2, lr=0.1)
-    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-13, atol=1e-13)
+    assert_close(found, wanted, 1e-13)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_intercept_needs_no_column_of_ones(name, device, monkeypatch) -> None:
+    x, y, count, start = problem(name, 2, 7, 3)
+    batches = torch.tensor([[[0, 4, 5, -1]], [[1, -1, -1, -1]]])
+    wider = torch.cat([start, start[:, :1]], 1)
+    args = (y.to(device), count.to(device))
+    kind = torch.float32 if name == "categorical" else torch.float64
+    for options in ({}, {"batches": batches}):
+        wanted = by_hand(name, x, y, count, wider, 1, 0.3, **options)
+        moved = {key: value.to(device) for key, value in options.items()}
+        for form in (reference(), launches(monkeypatch)):
+            with form:
+                found = glm_steps(
+                    LOSSES[name][0], x.to(device, kind), *args, wider.to(device, kind), steps=1, lr=0.3, **moved
+                )
+            assert_close(found, wanted, 100 * torch.finfo(kind).eps)
+
+
+def test_labels_that_cross_entropy_leaves_out(device, monkeypatch) -> None:
+    x, y, count, start = problem("categorical", 2, 5, 3)
+    count[:] = 5
+    x = random.normal(random.key(5), x.shape, torch.float64)
+    y[0, :3], y[1] = -100, -100
+    wanted = by_hand("categorical", x, y, count, start, 2, 0.3)
+    assert wanted[1].isnan().tolist() == [False, True]  # the mean over no rows, whose gradient is zero
+    args = (x.float().to(device), y.to(device), count.to(device), start.float().to(device))
+    for form in (reference(), launches(monkeypatch)):
+        with form:
+            assert_close(glm_steps(glm.CATEGORICAL, *args, steps=2, lr=0.3), wanted, 100 * 2.0**-23)
 
 
 def test_single_precision_and_strides(device) -> None:
@@ -88,13 +127,13 @@ def test_single_precision_and_strides(device) -> None:
     wanted = by_hand("poisson", x, y, count, start, 3, 0.1)
     strided = x.float().mT.contiguous().mT.to(device)
     found = glm_steps(glm.POISSON, strided, y.to(device), count.to(device), start.float().to(device), steps=3, lr=0.1)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=100 * 2.0**-23, atol=100 * 2.0**-23)
+    assert {part.dtype for part in found} == {torch.float32}
+    assert_close(found, wanted, 100 * 2.0**-23)
 
 
 def test_no_clients_and_too_many_features(device, monkeypatch) -> None:
     empty = [part[:0].to(device) for part in problem("gaussian", 2, 3, 2)]
-    assert glm_steps(glm.GAUSSIAN, *empty, steps=2, lr=0.1).shape == (0, 2)
+    assert [part.shape for part in glm_steps(glm.GAUSSIAN, *empty, steps=2, lr=0.1)] == [(0, 2), (0,)]
     wide = [part.to(device) for part in problem("gaussian", 1, 2, 129)]
     with launches(monkeypatch, at_least=0) as seen:
         glm_steps(glm.GAUSSIAN, *wide, steps=1, lr=0.1)
@@ -104,7 +143,7 @@ def test_no_clients_and_too_many_features(device, monkeypatch) -> None:
 def test_gradients_of_the_start_come_from_the_reference(device) -> None:
     x, y, count, start = (part.to(device) for part in problem("bernoulli", 2, 4, 2))
     x = x.nan_to_num()
-    run = lambda start: glm_steps(glm.BERNOULLI, x, y, count, start, steps=2, lr=0.3)
+    run = lambda start: glm_steps(glm.BERNOULLI, x, y, count, start, steps=2, lr=0.3)[0]
     assert torch.autograd.gradcheck(run, start.requires_grad_())
 
 

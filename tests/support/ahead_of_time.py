@@ -60,19 +60,19 @@ def step_cases() -> Iterator[Case]:
 
 
 def glm_cases() -> Iterator[Case]:
-    for kind, most in (("fp32", 256), ("fp64", 128)):
-        tensors = f"*{kind} *{kind} *{kind} *i64 *{kind} *i64 *{kind} *{kind} i32 i32 i32 i32 fp64"
+    for kind, most, part, many in (("fp32", 256, 32, 8), ("fp64", 64, 16, 8)):
+        tensors = f"*{kind} *{kind} *{kind} *{kind} *i64 *i64 *{kind} *i64 *{kind} *{kind} i32 i32 i32 i32 i32 fp64"
         for family, resident, rows, features, warps in (
             (0, True, most // 4, 32, 4),
-            (1, True, most, 32, 8),
-            (2, False, most // 8, 128, 4),
+            (1, True, most, 32, many),
+            (2, False, part, 128, 4),
         ):
             constants = {"FAMILY": family, "INDEXED": not resident, "PULL": True, "RESIDENT": resident}
             yield Case("glm_steps.linear", tensors, {**constants, "ROWS": rows, "FEATURES": features}, warps)
-    tensors = "*fp32 *fp32 *i64 *i64 *fp32 *i64 *fp32 *fp32 i32 i32 i32 i32 i32 fp64"
+    tensors = "*fp32 *fp32 *fp32 *i64 *i64 *i64 *fp32 *i64 *fp32 *fp32 i32 i32 i32 i32 i32 i32 fp64"
     for indexed, features in ((True, 16), (False, 32), (True, 64)):
         tile = {"ROWS": 32, "FEATURES": features, "CLASSES": 16}
-        yield Case("glm_steps.categorical", tensors, {"INDEXED": indexed, "PULL": True, **tile}, 8)
+        yield Case("glm_steps.categorical", tensors, {"IGNORED": -100, "INDEXED": indexed, "PULL": True, **tile}, 8)
 
 
 def neighbour_cases() -> Iterator[Case]:
@@ -99,7 +99,9 @@ def moment_cases() -> Iterator[Case]:
 
 
 def gp_cases() -> Iterator[Case]:
-    yield Case("gp_statistics.statistics", "*fp64 " * 8 + "i32 i32 i32 i32 i32", {"ROWS": 32, "COLUMNS": 32})
+    for points in (32, 16):
+        tile = {"ROWS": 32, "POINTS": points}
+        yield Case("gp_statistics.statistics", "*fp64 " * 9 + "i32 i32 i32 i32 i32 i32", tile, 8)
 
 
 def gibbs_cases() -> Iterator[Case]:

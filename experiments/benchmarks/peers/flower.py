@@ -60,7 +60,7 @@ def client_app(file: str, task: str) -> ClientApp:
 
 
 def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
-    """One round of warm-up, in which the actors import and load, then all rounds."""
+    """One round of warm-up, in which the actors import and load, then all rounds; clients share a GPU as told."""
     mine = work.load(file, task)
     app, done = ServerApp(), []
     begin = work.clock()
@@ -79,14 +79,19 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
         server_app=app,
         client_app=client_app(file, task),
         num_supernodes=len(mine.clients),
-        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": options.gpus}},
     )
     return done[0]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """One run."""
-    work.command("Flower", importlib.metadata.version("flwr"), train, argv)
+    work.command("Flower", importlib.metadata.version("flwr"), train, argv, gpus)
+
+
+def gpus(parser: argparse.ArgumentParser) -> None:
+    """What a client takes of a GPU, with `PEERS_DEVICE=cuda`."""
+    parser.add_argument("--gpus", type=float, default=0.0, help="the share of a GPU that a client takes")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+DEVICE = os.environ.get("PEERS_DEVICE", "cpu")  # where clients are trained by hand
 Rows = tuple[Tensor, Tensor]
 Schedule = Callable[[np.ndarray, "Task", int], tuple[np.ndarray, np.ndarray]]
 
@@ -114,11 +116,12 @@ class Work:
 
     def fit(self, model: nn.Module, batches: Iterable[Rows]) -> None:
         """A client's training as one writes it by hand."""
-        optimizer = self.optimizer(model)
+        optimizer = self.optimizer(model.to(DEVICE))
         for x, y in batches:
             optimizer.zero_grad()
-            self.task.loss(model(x), y).backward()
+            self.task.loss(model(x.to(DEVICE)), y.to(DEVICE)).backward()
             optimizer.step()
+        model.to("cpu")
 
     @torch.no_grad()
     def scores(self, model: nn.Module) -> dict[str, float]:

@@ -92,4 +92,5 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         **solved_by(local, algorithm="feddyn", alpha=alpha, weight=weight),
         told=lambda state: state.controls,
         averages="numbers",
+        counts=("weight", "clients"),
     )

@@ -39,13 +39,24 @@ from fedtorch import expected
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
-from fedtorch.models.linear import LinearHead, least_norm, residual_sum, sufficient_statistics
+from fedtorch.models.linear import (
+    LinearHead,
+    SufficientStatistics,
+    least_norm,
+    residual_sum,
+    sufficient_statistics,
+)
 from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
 from fedtorch.tree import Tree
 
 _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
 _EXACT = 1e-14  # residuals below, relative to y'y, are rounding
+
+
+_HOPELESS = (
+    "Expected a device with more rows than independent features, to estimate the noise from, but got none; pass noise="
+)
 
 
 class Summary(NamedTuple):
@@ -174,7 +185,8 @@ def matrix_normal(
 
     Raises:
         TypeError: the solver's module is not a `LinearHead`.
-        ValueError: `noise`, `start` or `rank` is not positive; or no device has more rows than features, so that the
+        ValueError: `noise`, `start` or `rank` is not positive; a solver with a budget that is not on noised sums; or no
+            device has more rows than features, so that the
             noise cannot be estimated.
 
     Example:
@@ -193,6 +205,11 @@ def matrix_normal(
     head = local.module
     if not isinstance(head, LinearHead):
         raise TypeError(f"Expected a local solver of a LinearHead, but got {type(head).__name__}; see models.linear")
+    if local.budget is not None and local.statistics is None:
+        raise ValueError(
+            "Expected a local solver without a budget, or one on noised sums, because devices also tell residual sums "
+            "of their rows, which its noise does not protect; use privacy.sufficient_statistics"
+        )
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
         if value is not None:
             expected.positive(**{name: value})
@@ -232,14 +249,22 @@ def outbox(server: Server, *, dtype: torch.dtype, chosen: Chosen) -> Outbox:
 
 def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     """Statistics of a block's rows, once."""
-    x, y = data.batch
-    with torch.no_grad():
-        statistics = sufficient_statistics(local.module.design(x), y, data.mask)
+    prepared = local.prepare(data)
+    if local.statistics is None:
+        x, y = data.batch
+        with torch.no_grad():
+            statistics = sufficient_statistics(local.module.design(x), y, data.mask)
+    else:
+        statistics = _of_one_response(local.statistics(prepared))
     fit = least_norm(statistics)
     residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
     freedom = statistics.count - fit.rank
     summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return PreparedRows(local.prepare(data), summary, statistics.count)
+    return PreparedRows(prepared, summary, statistics.count)
+
+
+def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
+    return statistics._replace(cross=statistics.cross[..., 0])
 
 
 def client(inbox: Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
@@ -259,17 +284,21 @@ def server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: Chosen) -> 
     theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
     summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, found.summary)))
     state = Server(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
-    variance = noise_variance(summary, chosen.noise)
-    if not bool(variance.isfinite().all()):
-        _refuse_if_hopeless(state.heard)
+    variance, seen = noise_variance(summary, chosen.noise), summary.spread > 0
+    reach = torch.where(state.heard[:, None], theta, 0.0).square().sum()
+    finite, bounded, units = torch.stack([variance.isfinite().all(), reach.isfinite(), state.heard.sum()]).tolist()
+    if not finite:
+        if units == len(variance):
+            raise ValueError(_HOPELESS)
         return state
     theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], found.step[had_a_prior])
     state = state._replace(parameters=theta)
-    known = torch.where(state.heard[:, None], theta, 0.0)
-    if not bool(known.square().sum().isfinite()):  # steps too long for the objective: Θ tells, Ω stays
+    if not bounded:  # steps too long for the objective: Θ tells, Ω stays
         return state
-    scale = _typical(variance * summary.spread, summary.spread > 0)
-    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, int(state.heard.sum())))
+    known = torch.where(state.heard[:, None], theta, 0.0)
+    typical = torch.where(seen, variance * summary.spread, torch.nan).nanmedian()
+    scale = torch.where(seen.any(), typical, 0.0)
+    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, units))
 
 
 def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
@@ -279,16 +308,3 @@ def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
     freedom = summary.freedom.sum()
     pooled = torch.where(freedom > 0, summary.residual.sum() / freedom.clamp(min=1), torch.inf)
     return (summary.residual + _POOLING * pooled) / (summary.freedom + _POOLING)
-
-
-def _typical(values: Tensor, known: Tensor) -> Tensor:
-    """The median of the known values, () ; zero if there are none."""
-    return values[known].median() if bool(known.any()) else values.new_zeros(())
-
-
-def _refuse_if_hopeless(heard: Tensor) -> None:
-    if bool(heard.all()):
-        raise ValueError(
-            "Expected a device with more rows than independent features, to estimate the noise from, but got none; "
-            "pass noise="
-        )

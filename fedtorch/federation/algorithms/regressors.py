@@ -114,13 +114,15 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
     def client(inbox: Neighbourhood, state: State, data: ClientData, turn: Turn) -> Reply:
         heard: Told = inbox.heard.heard
         seen = inbox.heard.inputs.numpy()
-        predictions, losses = torch.zeros_like(state.told.predictions), torch.zeros_like(state.told.weight)
+        rows, labels = [leaf.cpu().numpy() for leaf in data.batch]
+        said, weight = heard.predictions.cpu().numpy(), heard.weight.tolist()
+        predictions, losses = np.zeros(said.shape), np.zeros(len(said))
         for k, count in enumerate(data.count.tolist()):
-            x, y = (leaf[k, :count].cpu().numpy() for leaf in data.batch)
-            model = _fit(make, x, y, heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
-            predictions[k] = torch.as_tensor(model.predict(seen[k]))
-            losses[k] = float(np.square(y - model.predict(x)).mean())
-        return Reply(None, State(Told(predictions, torch.ones_like(losses))), {"loss": losses})
+            x, y = rows[k, :count], labels[k, :count]
+            model = _fit(make, x, y, said[k], weight[k], alpha, seen[k])
+            predictions[k], losses[k] = model.predict(seen[k]), np.square(y - model.predict(x)).mean()
+        told = Told(torch.as_tensor(predictions).to(state.told.predictions), torch.ones_like(state.told.weight))
+        return Reply(None, State(told), {"loss": torch.as_tensor(losses).to(told.weight)})
 
     return Algorithm(
         init=init,
@@ -131,6 +133,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         exchange=graph(network),
         prepare=lambda data: _checked(data, inputs.shape[-1]),
         told=lambda state: state.told,
+        counts=("weight",),
         settings={
             "algorithm": "gtv_regressors",
             "make": make,
@@ -146,8 +149,9 @@ def fitted(
 ) -> list[Regressor]:
     """A regressor per node, fitted to its rows and to what it has heard; see `gtv_regressors` for the arguments."""
     seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.total
+    said, weight = heard.predictions.cpu().numpy(), heard.weight.tolist()
     return [
-        _fit(make, x.cpu().numpy(), y.cpu().numpy(), heard.predictions[k], float(heard.weight[k]), alpha, seen[k])
+        _fit(make, x.cpu().numpy(), y.cpu().numpy(), said[k], weight[k], alpha, seen[k])
         for k, (x, y) in enumerate(data)
     ]
 
@@ -156,7 +160,7 @@ def _fit(
     make: Callable[[], Regressor],
     x: NDArray[Any],
     y: NDArray[Any],
-    heard: Tensor,
+    heard: NDArray[Any],
     weight: float,
     alpha: float,
     shared: NDArray[Any],
@@ -166,7 +170,7 @@ def _fit(
     if weight * alpha == 0:
         model.fit(x, y, sample_weight=own)
         return model
-    labels = (heard / weight).cpu().numpy()
+    labels = heard / weight
     theirs = np.full(len(shared), alpha * weight / len(shared))
     rows, targets = np.concatenate((x, shared)), np.concatenate((y, labels))
     model.fit(rows, targets, sample_weight=np.concatenate((own, theirs)))

@@ -125,6 +125,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         **solved_by(local, algorithm="scaffold", lr=lr, weight=weight),
         told=lambda state: state.controls,
         averages="numbers",
+        counts=("weight", "clients"),
     )
 
 

@@ -78,6 +78,24 @@ class Batches:
         """The batches of step `step`; a client that is done repeats rows of its own."""
         if self._full:
             return self._all_rows()
+        chosen, size, active = self._chosen(step)
+        rows = tree.map(lambda leaf: leaf[self._client, chosen], self._rows)
+        return Batch(rows, torch.where(active, size, chosen.shape[1]), active)
+
+    def chosen(self) -> Tensor | None:
+        """The rows of all batches, `(K, T, B)`, −1 where a batch has no more; None if every batch has all rows."""
+        if self._full or self._size >= self._width:
+            return None
+        steps = int(self.total.max()) if len(self.total) else 0
+        whole = torch.full((len(self._count), steps, self._size), -1, dtype=torch.int64, device=self._device)
+        for step in range(steps):
+            chosen, size, active = self._chosen(step)
+            there = (torch.arange(chosen.shape[1]) < size[:, None]) & active[:, None]
+            whole[:, step, : chosen.shape[1]] = torch.where(there.to(self._device), chosen, -1)
+        return whole
+
+    def _chosen(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows `(K, B)` of the batches of a step, how many of them count, which clients still train)."""
         epoch = step // self.per_epoch
         active = step < self.total
         self._shuffle(epoch, active)
@@ -87,9 +105,7 @@ class Batches:
         # Padding repeats a row of the batch: the gradient of a loss that is infinite on a row of zeros would be NaN.
         columns = (start + torch.arange(width)).minimum((start[:, 0] + size - 1)[:, None])
         drawn = (epoch - self._first).clamp(0, self._ahead - 1)[:, None] * self._width
-        chosen = self._order.gather(1, (columns + drawn).to(self._device))
-        rows = tree.map(lambda leaf: leaf[self._client, chosen], self._rows)
-        return Batch(rows, torch.where(active, size, width), active)
+        return self._order.gather(1, (columns + drawn).to(self._device)), size, active
 
     def _all_rows(self) -> Batch:
         if self._everything is None:

@@ -15,6 +15,7 @@ from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
 from fedtorch.federation.local_solvers.fused import FusedSteps, by_parameter
+from fedtorch.federation.local_solvers.linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.local_solvers.probe import check_rows, probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
@@ -27,7 +28,13 @@ _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their num
 
 
 class Descent:
-    """The settings of `gradient_descent`, and what has been found out about the module."""
+    """The settings of `gradient_descent`, and what has been found out about the module.
+
+    Attributes:
+        linear: what a program that takes all steps of a round at once has to know; None asks none.
+    """
+
+    linear: LinearSteps | None = None
 
     def __init__(
         self,
@@ -61,7 +68,7 @@ class Descent:
         self.counts = counts(trained, self.averaged)
         self.parameters = {**own, **self.averaged}
         both = [*self.averaged, *self.buffers]
-        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision == "bf16")
+        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision)
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
@@ -110,6 +117,11 @@ class Descent:
             self._configurations[total if by_total else None] = found
         return self._configurations[total if by_total else None]
 
+    def find_linear_steps(self, loss: Loss | None) -> None:
+        """Lets a program take all steps of a round at once where it knows all that they do."""
+        if self.clip is None and self.project is None and self.loss.precision != "bf16":
+            self.linear = linear_steps(self.objective.module, loss, self.trained, self.configured(_SOME_STEPS))
+
     def move(self, device: torch.device) -> None:
         """Takes the module to the device of the data."""
         if next(self.objective.parameters()).device != device:
@@ -122,6 +134,9 @@ class Descent:
         count, key = data.count.to("cpu"), turn.key
         if len(count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
+        if self.linear is not None and self.linear.knows(start, data.batch, quadratic):
+            batches = Batches(data.batch, count, self.batch_size, self.epochs, self.steps, key)
+            return self.linear.solve(start, state, data, batches, quadratic)
         groups = self._groups(state, count, turn.round)
         if len(groups) == 1:
             return Stack(self, start, state, data.batch, count, quadratic, turn).run()

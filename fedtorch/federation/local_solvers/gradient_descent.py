@@ -38,7 +38,7 @@ def gradient_descent(
     batched: bool = True,
     compile: bool = False,
     clip: float | None = None,
-    precision: Literal["32", "bf16"] = "32",
+    precision: Literal["32", "bf16", "tf32"] = "32",
     project: Callable[[Tree], Tree] | None = None,
     ignore_hooks: Sequence[str] = (),
 ) -> LocalSolver:
@@ -73,7 +73,8 @@ def gradient_descent(
         clip: the largest norm of a client's gradient, the quadratic's included, before its optimiser's step, as
             `gradient_clip_val` of a Trainer.
         precision: "bf16" computes the losses' products under `torch.autocast` in bfloat16 while parameters, gradients
-            and optimisers keep their dtype, as `precision="bf16-mixed"` of a Trainer; "32" leaves all in its dtype.
+            and optimisers keep their dtype, as `precision="bf16-mixed"` of a Trainer; "tf32" gives products of float32
+            on a CUDA device 10 bits of their factors, and does nothing elsewhere; "32" leaves all to torch's settings.
         project: applied to the stacked parameters after every step, for constraints.
         ignore_hooks: names of overridden Lightning hooks that training does not depend on.
 
@@ -97,14 +98,17 @@ def gradient_descent(
             raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
     if clip is not None:
         expected.positive(clip=clip)
-    if precision not in ("32", "bf16"):
-        raise ValueError(f"Expected precision='32' or 'bf16', but got {precision!r}; other dtypes are the module's own")
+    if precision not in ("32", "bf16", "tf32"):
+        raise ValueError(
+            f"Expected precision='32', 'bf16' or 'tf32', but got {precision!r}; other dtypes are the module's own"
+        )
     if reset not in ("round", "never"):
         raise ValueError(f"Expected reset='round' or reset='never', but got {reset!r}")
     descent = Descent(
         module, epochs, steps, rounds, batch_size, loss, optimizer, reset, buffers, batched, compile, clip, precision,
         project, ignore_hooks,
     )  # fmt: skip
+    descent.find_linear_steps(loss)
     return LocalSolver(
         solve=descent.solve,
         parameters=descent.parameters,

@@ -23,7 +23,6 @@ the units of the features as given: along a feature that is small beside the oth
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from fedtorch import expected, functional, linalg, tree
 from fedtorch.data import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.local_solvers.linear_form import LinearForm, linear_form
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.federation.local_solvers.state import LocalState
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
@@ -68,7 +68,7 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         {'coefficients': tensor([1.])}
     """
     module = copy.deepcopy(module)
-    form = _form(module)
+    form = linear_form(module)
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     if frozen:
         raise ValueError(f"Expected trainable parameters, but got frozen {', '.join(frozen)}; use ft.gradient_descent")
@@ -90,7 +90,7 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
     )
 
 
-def _prepare(form: _Form, data: Any) -> Spectral:
+def _prepare(form: LinearForm, data: Any) -> Spectral:
     if not (isinstance(data.batch, tuple) and len(data.batch) == 2 and data.batch[0].is_floating_point()):
         raise ValueError(
             f"Expected rows (x, y) of real x, but got {described_rows(data.batch)}; see ft.data.from_tensors"
@@ -106,7 +106,7 @@ def _prepare(form: _Form, data: Any) -> Spectral:
 
 
 def _solve(
-    form: _Form,
+    form: LinearForm,
     steps: int | None,
     lr: float | None,
     start: Tree,
@@ -134,7 +134,7 @@ class _Added(NamedTuple):
     shift: Tensor  # (K, p, o) h
 
 
-def _added(quadratic: Quadratic, parameters: Tree, form: _Form) -> _Added:
+def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> _Added:
     common = quadratic.precision
     precision = common[:, None] if isinstance(common, Tensor) else _precisions(quadratic, parameters, form)
     return _Added(precision.to(torch.float64), form.join(quadratic.shift).to(torch.float64))
@@ -149,11 +149,12 @@ def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) 
         curvature, target = curvature + added.precision, target + data.vectors.mT @ added.shift
     known = curvature > 0
     inside = target / curvature[..., None]
-    if not bool(known.all()):
+    inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
+    some_open, some_inexact = torch.stack([~known.all(), inexact.any()]).tolist()
+    if some_open:
         inside = torch.where(known[..., None], inside, data.vectors.mT @ old)
     new = data.vectors @ inside
-    inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
-    if bool(inexact.any()):
+    if some_inexact:
         own, more, start = tree.map(lambda leaf: leaf[inexact], (data, added, old))
         new[inexact] = _exact_minimiser(own, share, more, start)
     return new
@@ -200,44 +201,7 @@ def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Te
     return rate * total, steps * rate[:, 0]
 
 
-class _Form(NamedTuple):
-    """What differs between the modules."""
-
-    outputs: int  # o
-    design: Callable[[Tensor], Tensor]  # inputs (K, N, ...) -> features (K, N, p)
-    join: Callable[[Tree], Tensor]  # parameters -> θ (K, p, o)
-    split: Callable[[Tensor], dict[str, Tensor]]  # its inverse
-
-
-def _form(module: nn.Module) -> _Form:
-    if isinstance(module, LinearHead):
-        return _Form(
-            1, module.design, lambda tensors: tensors["coefficients"][..., None], lambda θ: {"coefficients": θ[..., 0]}
-        )
-    if not isinstance(module, nn.Linear):
-        raise TypeError(
-            f"Expected an nn.Linear or a LinearHead, but got {type(module).__name__}; use ft.gradient_descent"
-        )
-    features, bias = module.in_features, module.bias is not None
-
-    def design(x: Tensor) -> Tensor:
-        if x.shape[2:] != (features,):
-            raise ValueError(f"Expected inputs of shape ({features},), but got {tuple(x.shape[2:])}")
-        x = x.to(torch.float64)
-        return torch.cat([x, torch.ones_like(x[..., :1])], -1) if bias else x
-
-    def join(tensors: Tree) -> Tensor:
-        weight = tensors["weight"].mT
-        return torch.cat([weight, tensors["bias"][:, None, :]], 1) if bias else weight
-
-    def split(joined: Tensor) -> dict[str, Tensor]:
-        weight = {"weight": joined[:, :features].mT}
-        return {**weight, "bias": joined[:, -1]} if bias else weight
-
-    return _Form(module.out_features, design, join, split)
-
-
-def _precisions(quadratic: Quadratic, parameters: Tree, form: _Form) -> Tensor:
+def _precisions(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> Tensor:
     """λ of every row of θ, `(K, p)`."""
     each = {
         name: tree.along(quadratic.precision_of(name), leaf) * torch.ones_like(leaf)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,10 +30,11 @@ class StackedLoss:
         buffers: names of buffers that are stacked too and may change.
         batched: False evaluates client by client.
         compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
-        half: whether the losses of steps are computed under autocast in bfloat16; what `probe` looks at never is.
+        precision: of the products in the losses of steps, see `gradient_descent`; what `probe` looks at has "32".
 
-    Attributes (found out by `probe`):
-        random: whether the module draws random numbers; they come from the clients' keys.
+    Attributes:
+        random: found out by `probe`, as the others are: whether the module draws random numbers, which come from the
+            clients' keys.
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
@@ -46,9 +47,9 @@ class StackedLoss:
         buffers: Sequence[str],
         batched: bool,
         compile: bool = False,
-        half: bool = False,
+        precision: str = "32",
     ) -> None:
-        self.objective, self.batched, self.compile, self.half = objective, batched, compile, half
+        self.objective, self.batched, self.compile, self.precision = objective, batched, compile, precision
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.probed = False
         self.separable: bool | None = None
@@ -80,13 +81,14 @@ class StackedLoss:
             key: `(K,)` the clients' keys for the module's draws.
         """
         values = [*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers)]
-        if not self.batched:
-            return self._one_by_one(values, batch, index, key)
-        flat = [*values, *batch.leaves]
-        if batch.weights is not None:
-            flat.append(batch.weights)
-        step = partial(self.step, batch.rows, key if self.random else None)
-        return step(index, *flat) if self.eager else self._captured(step, *flat)
+        with short_products() if self.precision == "tf32" else nullcontext():
+            if not self.batched:
+                return self._one_by_one(values, batch, index, key)
+            flat = [*values, *batch.leaves]
+            if batch.weights is not None:
+                flat.append(batch.weights)
+            step = partial(self.step, batch.rows, key if self.random else None)
+            return step(index, *flat) if self.eager else self._captured(step, *flat)
 
     def step(self, rows: Tree, key: Tensor | None, index: int, *flat: Tensor) -> Gradients:
         """`gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
@@ -132,7 +134,7 @@ class StackedLoss:
         return loss, logs, new
 
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
-        return torch.autocast(device.type, torch.bfloat16) if self.half else nullcontext()
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
@@ -151,6 +153,20 @@ class StackedLoss:
         losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
         gradients = [_spread(each, active, len(keys)) for each in zip(*found)]
         return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
+
+
+@contextmanager
+def short_products() -> Iterator[None]:
+    """Products and convolutions of float32 on a CUDA device have 10 bits of their factors (TF32) inside."""
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "tf32"
+        yield
+    finally:
+        for place, value in zip(places, before):
+            place.fp32_precision = value
 
 
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:

@@ -10,15 +10,18 @@ GAUSSIAN, BERNOULLI, POISSON = (tl.constexpr(family) for family in range(3))
 
 @triton.jit
 def misfit(predictor, response, FAMILY: tl.constexpr):
-    """The derivative of a row's loss in its linear predictor."""
+    """(a row's loss, its derivative in the linear predictor)."""
     if FAMILY == GAUSSIAN:
-        found = 2.0 * (predictor - response)
+        gap = predictor - response
+        loss, slope = gap * gap, 2.0 * gap
     elif FAMILY == BERNOULLI:
         small = tl.exp(-tl.abs(predictor))
-        found = tl.where(predictor >= 0, 1.0 / (1.0 + small), small / (1.0 + small)) - response
+        loss = tl.maximum(predictor, 0.0) - predictor * response + tl.log(1.0 + small)
+        slope = tl.where(predictor >= 0, 1.0 / (1.0 + small), small / (1.0 + small)) - response
     else:
-        found = tl.exp(predictor) - response
-    return found
+        rate = tl.exp(predictor)
+        loss, slope = rate - response * predictor, rate - response
+    return loss, slope
 
 
 @triton.jit
@@ -32,16 +35,28 @@ def rows_of(index, at, many, INDEXED: tl.constexpr):
 
 
 @triton.jit
+def design_of(own, row, here, column, width, known):
+    """Rows of features, and the constant 1 in the column after them if that is known; zeros where nothing is."""
+    inside = here[:, None] & known[None, :]
+    wanted = inside & (column < width)[None, :]
+    loaded = tl.load(own + row[:, None] * width + column[None, :], mask=wanted, other=0.0)
+    return tl.where(inside & (column == width)[None, :], 1.0, loaded)
+
+
+@triton.jit
 def linear(
     out,
+    told,
     x,
     y,
     count,
+    total,
     start,
     index,
     precision,
     shift,
     longest,
+    width,
     features,
     steps,
     batch,
@@ -53,7 +68,7 @@ def linear(
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """`steps` steps of one linear predictor."""
+    """A client's steps of one linear predictor."""
     client = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, FEATURES)
     known = column < features
@@ -65,60 +80,68 @@ def linear(
         strength += tl.load(precision + client)
         pull += tl.load(shift + client * features + column, mask=known, other=0.0)
     many = batch if INDEXED else tl.load(count + client)
-    own = x + client * longest * features
+    taken = tl.load(total + client)
+    own = x + client * longest * width
+    lost = tl.sum(theta * 0, 0)
     if RESIDENT:
         row = tl.arange(0, ROWS)
         here = row < many
-        design = tl.load(
-            own + row[:, None] * features + column[None, :], mask=here[:, None] & known[None, :], other=0.0
-        )
+        design = design_of(own, row, here, column, width, known)
         response = tl.load(y + client * longest + row, mask=here, other=0.0)
         share = 1.0 / tl.maximum(many, 1).to(kind)
-        for _ in range(steps):
-            gap = misfit(tl.sum(design * theta[None, :], 1), response, FAMILY)
+        for _ in range(taken):
+            loss, gap = misfit(tl.sum(design * theta[None, :], 1), response, FAMILY)
             gap = tl.where(here, gap, 0.0)
+            lost += tl.sum(tl.where(here, loss, 0.0), 0) * share
             theta -= rate * (tl.sum(design * gap[:, None], 0) * share + (strength * theta - pull))
     else:
-        for t in range(steps):
+        for t in range(taken):
             gradient = theta * 0
-            seen = tl.sum(theta * 0, 0)
+            seen, losses = tl.sum(theta * 0, 0), tl.sum(theta * 0, 0)
             for first in range(0, many, ROWS):
                 part = index + (client * steps + t) * batch
                 row, here = rows_of(part, first + tl.arange(0, ROWS), many, INDEXED)
-                place = row[:, None] * features + column[None, :]
-                design = tl.load(own + place, mask=here[:, None] & known[None, :], other=0.0)
+                design = design_of(own, row, here, column, width, known)
                 response = tl.load(y + client * longest + row, mask=here, other=0.0)
-                gap = misfit(tl.sum(design * theta[None, :], 1), response, FAMILY)
+                loss, gap = misfit(tl.sum(design * theta[None, :], 1), response, FAMILY)
                 gap = tl.where(here, gap, 0.0)
+                losses += tl.sum(tl.where(here, loss, 0.0), 0)
                 gradient += tl.sum(design * gap[:, None], 0)
                 seen += tl.sum(here.to(kind), 0)
-            theta -= rate * (gradient / tl.maximum(seen, 1.0) + (strength * theta - pull))
+            seen = tl.maximum(seen, 1.0)
+            lost += losses / seen
+            theta -= rate * (gradient / seen + (strength * theta - pull))
     tl.store(out + client * features + column, theta, mask=known)
+    tl.store(told + client, lost / tl.maximum(taken, 1).to(kind))
 
 
 @triton.jit
 def categorical(
     out,
+    told,
     x,
     y,
     count,
+    total,
     start,
     index,
     precision,
     shift,
     longest,
+    width,
     features,
     classes,
     steps,
     batch,
     lr: tl.float64,
+    IGNORED: tl.constexpr,
     INDEXED: tl.constexpr,
     PULL: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     CLASSES: tl.constexpr,
 ):
-    """`steps` steps of a linear predictor per class, `(features, classes)`, float32."""
+    """A client's steps of a linear predictor per class, `(features, classes)`, float32."""
     client = tl.program_id(0).to(tl.int64)
     column, level = tl.arange(0, FEATURES), tl.arange(0, CLASSES)
     known, real = column < features, level < classes
@@ -131,23 +154,34 @@ def categorical(
         strength += tl.load(precision + client)
         pull += tl.load(shift + place, mask=inside, other=0.0)
     many = batch if INDEXED else tl.load(count + client)
-    own = x + client * longest * features
-    for t in range(steps):
+    taken = tl.load(total + client)
+    own = x + client * longest * width
+    nothing = tl.sum(tl.sum(theta * 0, 1), 0)
+    lost = nothing
+    for t in range(taken):
         gradient = theta * 0
-        seen = tl.sum(tl.sum(theta * 0, 1), 0)
+        rows, seen, losses = nothing, nothing, nothing
         for first in range(0, many, ROWS):
             part = index + (client * steps + t) * batch
             row, here = rows_of(part, first + tl.arange(0, ROWS), many, INDEXED)
-            design = tl.load(
-                own + row[:, None] * features + column[None, :], mask=here[:, None] & known[None, :], other=0.0
-            )
+            design = design_of(own, row, here, column, width, known)
             label = tl.load(y + client * longest + row, mask=here, other=0)
+            rows += tl.sum(here.to(tl.float32), 0)
+            here = here & (label != IGNORED)
             predictor = tl.dot(design, theta, input_precision="tf32x3")
             predictor = tl.where(real[None, :], predictor, -float("inf"))
-            weight = tl.exp(predictor - tl.max(predictor, 1)[:, None])
-            gap = weight / tl.sum(weight, 1)[:, None] - (label[:, None] == level[None, :]).to(tl.float32)
+            highest = tl.max(predictor, 1)
+            weight = tl.exp(predictor - highest[:, None])
+            mine = (label[:, None] == level[None, :]).to(tl.float32)
+            gap = weight / tl.sum(weight, 1)[:, None] - mine
             gap = tl.where(here[:, None] & real[None, :], gap, 0.0)
+            answer = tl.sum(tl.where(mine > 0, predictor, 0.0), 1)
+            losses += tl.sum(tl.where(here, highest + tl.log(tl.sum(weight, 1)) - answer, 0.0), 0)
             gradient += tl.dot(tl.trans(design), gap, input_precision="tf32x3")
             seen += tl.sum(here.to(tl.float32), 0)
-        theta -= rate * (gradient / tl.maximum(seen, 1.0) + (strength * theta - pull))
+        nobody = (rows > 0) & (seen == 0)  # the mean over rows that are all left out is NaN, as in torch
+        seen = tl.maximum(seen, 1.0)
+        lost += tl.where(nobody, float("nan"), losses / seen)
+        theta -= rate * (gradient / seen + (strength * theta - pull))
     tl.store(out + place, theta, mask=inside)
+    tl.store(told + client, lost / tl.maximum(taken, 1).to(tl.float32))

@@ -7,19 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel_rows(x, inducing, width, height, row, there, column, inputs, points, dims, latents, unit):
-    """A tile of V: cov(f(x), g_i(w_j)) of rows x and of columns i J + j."""
-    real = column < latents * points
-    latent, point = column // points, column % points
-    distance = tl.zeros((row.shape[0], column.shape[0]), tl.float64)
+def white_rows(x, inducing, width, height, whiten, row, there, point, latent, points, dims):
+    """Rows of B of one latent process: cov(f(x), g(w)) of rows x, times its W'; all of one unit."""
+    real = point < points
+    distance = tl.zeros((row.shape[0], point.shape[0]), tl.float64)
     for c in range(dims):
-        here = tl.load(x + (unit * inputs + row) * dims + c, mask=there, other=0.0)
+        here = tl.load(x + row * dims + c, mask=there, other=0.0)
         at = tl.load(inducing + point * dims + c, mask=real, other=0.0)
-        square = tl.load(width + (unit * latents + latent) * dims + c, mask=real, other=1.0)
         gap = here[:, None] - at[None, :]
-        distance += gap * gap / square[None, :]
-    size = tl.load(height + unit * latents + latent, mask=real, other=0.0)
-    return tl.where(there[:, None] & real[None, :], size[None, :] * tl.exp(-0.5 * distance), 0.0)
+        distance += gap * gap / tl.load(width + latent * dims + c)
+    size = tl.load(height + latent)
+    found = tl.where(there[:, None] & real[None, :], size * tl.exp(-0.5 * distance), 0.0)
+    place = (latent * points + point[None, :]) * points + point[:, None]
+    turned = tl.load(whiten + place, mask=real[:, None] & real[None, :], other=0.0)
+    return tl.dot(found, turned, out_dtype=tl.float64)
 
 
 @triton.jit
@@ -32,44 +33,50 @@ def statistics(
     inducing,
     width,
     height,
+    whiten,
     inputs,
     points,
     dims,
     latents,
-    across,
+    inducing_step,
+    whiten_step,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    POINTS: tl.constexpr,
 ):
-    """A tile of V'WV, and its mirror image, of one unit; tiles of the first column sum V'Wy too."""
-    tile = tl.program_id(0) % (across * across)
-    unit = (tl.program_id(0) // (across * across)).to(tl.int64)
-    left, right = tile // across, tile % across
+    """What two latent processes have to do with each other in B'WB of one unit, and its mirror image; and B'Wy."""
+    pair = tl.program_id(0) % (latents * latents)
+    unit = (tl.program_id(0) // (latents * latents)).to(tl.int64)
+    left, right = pair // latents, pair % latents
     if right <= left:
-        first = left * COLUMNS + tl.arange(0, COLUMNS)
-        second = right * COLUMNS + tl.arange(0, COLUMNS)
-        total = tl.zeros((COLUMNS, COLUMNS), tl.float64)
-        told = tl.zeros((COLUMNS,), tl.float64)
+        point = tl.arange(0, POINTS)
+        total = tl.zeros((POINTS, POINTS), tl.float64)
+        told = tl.zeros((POINTS,), tl.float64)
+        own, points_of, turn_of = x + unit * inputs * dims, inducing + unit * inducing_step, whiten + unit * whiten_step
+        widths, heights = width + unit * latents * dims, height + unit * latents
         for start in range(0, inputs, ROWS):
             row = start + tl.arange(0, ROWS)
-            there = row < inputs
-            share = tl.load(weight + unit * inputs + row, mask=there, other=0.0)
-            there = there & (share != 0)
-            one = kernel_rows(x, inducing, width, height, row, there, first, inputs, points, dims, latents, unit)
-            other = kernel_rows(x, inducing, width, height, row, there, second, inputs, points, dims, latents, unit)
-            one = one * share[:, None]
+            share = tl.load(weight + unit * inputs + row, mask=row < inputs, other=0.0)
+            there = (row < inputs) & (share != 0)
+            other = white_rows(own, points_of, widths, heights, turn_of, row, there, point, right, points, dims)
+            if right == left:
+                one = other * share[:, None]
+            else:
+                one = white_rows(own, points_of, widths, heights, turn_of, row, there, point, left, points, dims)
+                one = one * share[:, None]
             total += tl.dot(tl.trans(one), other, out_dtype=tl.float64)
             response = tl.load(y + unit * inputs + row, mask=there, other=0.0)
             told += tl.sum(one * response[:, None], 0)
         size = latents * points
+        known = point < points
+        first, second = left * points + point, right * points + point
+        inside = known[:, None] & known[None, :]
         base = unit * size
-        a, b = first < size, second < size
-        inside = a[:, None] & b[None, :]
-        tl.store(gram + (base + first[:, None]) * size + second[None, :], total, mask=inside)
-        if right < left:
-            tl.store(gram + (base + second[None, :]) * size + first[:, None], total, mask=inside)
+        if right == left:  # the lower half, twice, so that both are summed in one order
+            lower = inside & (point[:, None] >= point[None, :])
+            tl.store(gram + (base + first[:, None]) * size + second[None, :], total, mask=lower)
+            tl.store(gram + (base + second[None, :]) * size + first[:, None], total, mask=lower)
         else:
-            # On the diagonal the two halves are summed in one order.
-            whole = (base + second[None, :]) * size + first[:, None]
-            tl.store(gram + whole, total, mask=inside & (first[:, None] > second[None, :]))
+            tl.store(gram + (base + first[:, None]) * size + second[None, :], total, mask=inside)
+            tl.store(gram + (base + second[None, :]) * size + first[:, None], total, mask=inside)
         if right == 0:
-            tl.store(cross + base + first, told, mask=a)
+            tl.store(cross + base + first, told, mask=known)

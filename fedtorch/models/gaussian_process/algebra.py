@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from torch import Tensor
 from fedtorch.linalg import symmetric
 
 _ATTEMPTS = 7  # jitters that are tried, each ten times the last
+_HOPED: ContextVar[list[Tensor] | None] = ContextVar("factors that are taken for positive definite", default=None)
+Found = TypeVar("Found")
 
 
 class Site(NamedTuple):
@@ -23,6 +27,11 @@ class Site(NamedTuple):
         """The sum over all batch dimensions."""
         size = self.shift.shape[-1]
         return Site(self.precision.sum_to_size(size, size), self.shift.sum_to_size(size), self.constant.sum())
+
+    def turned(self, change: Tensor) -> Site:
+        """What is known of u where t = `change` u, `(*b, P, P)`."""
+        shift = (change.mT @ self.shift[..., None])[..., 0]
+        return Site(change.mT @ self.precision @ change, shift, self.constant)
 
 
 def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,6 +82,10 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
     for _ in range(_ATTEMPTS):
         factor, wrong = torch.linalg.cholesky_ex(matrix + (amount * scale)[..., None, None] * eye)
         failed = (wrong > 0) | ~factor.diagonal(dim1=-2, dim2=-1).isfinite().all(-1)
+        hoped = _HOPED.get()
+        if hoped is not None:
+            hoped.append(failed.any())
+            return factor
         if not bool(failed.any()):
             return factor
         tried, amount = amount, torch.where(failed, (10 * amount).clamp(min=1e-8), amount)
@@ -81,6 +94,27 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
         f"Expected a positive definite covariance, but got one{place} that is not with a jitter of "
         f"{float(tried.max()):.0e}; look for outputs or hyperparameters that are not finite or enormous"
     )
+
+
+def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
+    """`function(*args)`, which is asked once whether all its `stable_cholesky` factors have been found, and not each.
+
+    Where they have not, it is called again and asked after each. So a device is waited for once.
+
+    Args:
+        function: gives the same whenever it is called, and changes nothing.
+        args: its arguments.
+    """
+    hoped: list[Tensor] = []
+    token = _HOPED.set(hoped)
+    try:
+        found = function(*args)
+        failed = bool(torch.stack(hoped).any()) if hoped else False
+    except (ValueError, RuntimeError):  # of numbers from a factor that is none; if not, they come again
+        failed = True
+    finally:
+        _HOPED.reset(token)
+    return function(*args) if failed else found
 
 
 def block_diagonal(blocks: Tensor) -> Tensor:
@@ -96,3 +130,8 @@ def block_diagonal(blocks: Tensor) -> Tensor:
 def log_determinant(factor: Tensor) -> Tensor:
     """log |factor factor'| of triangular factors."""
     return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def solve(factor: Tensor, right: Tensor) -> Tensor:
+    """factor⁻¹ right, of lower triangular factors."""
+    return torch.linalg.solve_triangular(factor, right, upper=False)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedtorch.models.gaussian_process.algebra import block_diagonal, stable_cholesky
+from fedtorch.kernels import gp_statistics
+from fedtorch.models.gaussian_process.algebra import block_diagonal, solve, stable_cholesky
 from fedtorch.models.gaussian_process.units import UnitModel
 
 
@@ -17,6 +18,15 @@ class Features(NamedTuple):
 
     basis: Tensor  # (*b, N, P) V_m L, L the Cholesky factor of C_gg
     residual: Tensor  # (*b, N) diagonal of Ω_m, and of the covariance of the unit's own process
+    change: Tensor  # (*b, P, P) L⁻¹ basis of t
+
+
+class Sums(NamedTuple):
+    """What units' rows sum up to, with weights w_n."""
+
+    gram: Tensor  # (*b, P, P) Σ w_n b_n b_n', b_n the rows of V_m L
+    cross: Tensor  # (*b, P) Σ w_n y_n b_n
+    residual: Tensor  # (*b,) Σ w_n of the diagonal of Ω_m
     change: Tensor  # (*b, P, P) L⁻¹ basis of t
 
 
@@ -76,9 +86,7 @@ class Geometry(UnitModel):
     def see(self, x: Tensor, mask: Tensor | None = None) -> Features:
         """Inputs x `(*b, N, d)` as the latent processes at the inducing inputs see them; zeros where masked out."""
         root = self.root()
-        eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        inverse = torch.linalg.solve_triangular(root, eye.expand_as(root), upper=False)
-        inputs = self.embed(x)
+        inverse, inputs = _inverse(root), self.embed(x)
         cross = self.kernel.cross(inputs, self.embed(self.inducing))
         basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
         residual = self.kernel.variance(inputs) - basis.square().sum(-1)
@@ -87,6 +95,22 @@ class Geometry(UnitModel):
         if mask is not None:
             basis, residual = basis * mask[..., None], residual * mask
         return Features(basis, residual, self.change(root))
+
+    def sums(self, x: Tensor, y: Tensor, weight: Tensor) -> Sums | None:
+        """The sums over rows x `(K, N, d)`, y `(K, N)` of weights `(K, N)`, where a program makes them; else None.
+
+        Of units without processes of their own.
+        """
+        smoothed = self.kernel.smoothed()
+        if smoothed is None or x.ndim != 3:
+            return None
+        inputs, root = self.embed(x), self.root()
+        tensors = (inputs, y, weight, self.embed(self.inducing), *smoothed, _inverse(root))
+        if not gp_statistics.runs(tensors):
+            return None
+        gram, cross = gp_statistics.gp_statistics(*tensors)
+        whole = (weight * self.kernel.variance(inputs)).sum(-1)
+        return Sums(gram, cross, whole - gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.change(root))
 
     def covariance(self, x: Tensor, z: Tensor) -> Tensor:
         """cov(f(x), f(z)) under the prior, the unit's own process included, `(*b, N, Z)`."""
@@ -99,3 +123,9 @@ class Geometry(UnitModel):
     def _own_size(self) -> Tensor:
         """By what the own kernel is multiplied, `(*b, 1)`."""
         return self.kernel.scale.square()[..., None]
+
+
+def _inverse(root: Tensor) -> Tensor:
+    """Of lower triangular roots."""
+    eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
+    return solve(root, eye.expand_as(root))

@@ -48,6 +48,10 @@ class OutputKernel(Protocol):
         """cov(f(x), f(z)), `(*b, N, Z)`."""
         ...
 
+    def smoothed(self) -> tuple[Tensor, Tensor] | None:
+        """(s `(*b, I, d)`, v `(*b, I)`) if cov(f(x), g_i(w)) = v_i exp(−½ Σ_c (x_c − w_c)² / s_ic), None otherwise."""
+        ...
+
     def spread(self, extent: Tensor) -> None:
         """Sets lengthscales that suit inputs of an extent `(d,)`, a different one for each latent process."""
         ...
@@ -159,9 +163,14 @@ class ConvolutionProcess(_Mixture):
 
     def cross(self, x: Tensor, w: Tensor) -> Tensor:
         """See `OutputKernel.cross`."""
+        both, height = self.smoothed()
+        return height[..., None, None] * _gaussian(x, w, both)
+
+    def smoothed(self) -> tuple[Tensor, Tensor]:
+        """See `OutputKernel.smoothed`."""
         latent = self.lengthscale.square()
         both = latent + self.smoothing.square()
-        return self._height(latent, both)[..., None, None] * _gaussian(x, w, both)
+        return both, self._height(latent, both)
 
     def variance(self, x: Tensor) -> Tensor:
         """See `OutputKernel.variance`."""
@@ -227,6 +236,10 @@ class Coregionalisation(_Mixture):
     def cross(self, x: Tensor, w: Tensor) -> Tensor:
         """See `OutputKernel.cross`."""
         return self.amplitude[..., None, None] * self._evaluate(x, w)
+
+    def smoothed(self) -> None:
+        """See `OutputKernel.smoothed`."""
+        return None
 
     def variance(self, x: Tensor) -> Tensor:
         """See `OutputKernel.variance`."""

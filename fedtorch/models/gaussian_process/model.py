@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedtorch.kernels.choice import possible
 from fedtorch.linalg import symmetric
-from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, stable_cholesky
+from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_parts
 from fedtorch.models.gaussian_process.geometry import Features, Geometry
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel, extent_of, positive
@@ -146,7 +147,7 @@ class ConvolvedGP(Geometry):
         mean, root = self.whitened_posterior(seen.change)
         if self.keeps_whole(exact_units):
             factor = self._unit_factor(x, seen, mask)
-            white, gap = _solve(factor, seen.basis), _solve(factor, self._centred(y, mask)[..., None])
+            white, gap = solve(factor, seen.basis), solve(factor, self._centred(y, mask)[..., None])
             gap = gap - white @ mean[..., None]
             square = gap.square().sum((-1, -2)) + (white @ root).square().sum((-1, -2))
             return -0.5 * (mask.sum(-1) * math.log(2 * math.pi) + log_determinant(factor) + square)
@@ -164,6 +165,9 @@ class ConvolvedGP(Geometry):
         """
         mask = full(y, mask)
         with torch.no_grad():
+            summed = self._summed(x, y, mask, exact_units)
+            if summed is not None:
+                return summed[0].turned(summed[1])
             seen = self.see(x, mask)
             moved = seen.basis @ seen.change
             if self.keeps_whole(exact_units) or isinstance(self.likelihood, GaussianLikelihood):
@@ -196,7 +200,7 @@ class ConvolvedGP(Geometry):
         y = self._centred(y, mask)
         if self.keeps_whole(exact_units):
             factor = self._unit_factor(x, seen, mask)
-            white, gap = _solve(factor, basis), _solve(factor, y[..., None])
+            white, gap = solve(factor, basis), solve(factor, y[..., None])
             square = mask.sum(-1) * math.log(2 * math.pi) + log_determinant(factor) + gap.square().sum((-1, -2))
             return Site(white.mT @ white, (white.mT @ gap)[..., 0], -0.5 * square)
         check_gaussian(self.likelihood, "a bound in closed form", "train with fedtorch.fedmgp")
@@ -204,6 +208,19 @@ class ConvolvedGP(Geometry):
         weighted = basis / noise[..., None]
         constant = mask * (math.log(2 * math.pi) + noise.log()) + (y.square() + seen.residual) / noise
         return Site(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
+
+    def _summed(self, x: Tensor, y: Tensor, mask: Tensor, exact_units: bool) -> tuple[Site, Tensor] | None:
+        """(`gaussian_site` of the basis V_m L, L⁻¹ basis of t) for Gaussian noise where a program sums rows up."""
+        gaussian = isinstance(self.likelihood, GaussianLikelihood)
+        if not (possible(x.device) and gaussian) or self.keeps_whole(exact_units):
+            return None
+        noise = self.likelihood.noise
+        y, weight = self._centred(y, mask), mask / noise
+        sums = self.sums(x, y, weight)
+        if sums is None:
+            return None
+        constant = (mask * (math.log(2 * math.pi) + noise.log()) + weight * y.square()).sum(-1) + sums.residual
+        return Site(sums.gram, sums.cross, -0.5 * constant), sums.change
 
     def _unit_factor(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
         """The Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
@@ -235,6 +252,9 @@ class ConvolvedGP(Geometry):
         Arguments as those of `expected_log_likelihood`.
         """
         mask = full(y, mask)
+        summed = self._summed(x, y, mask, exact_units)
+        if summed is not None:
+            return evidence(summed[0].total())
         seen = self.see(x, mask)
         return evidence(self.gaussian_site(x, y, mask, seen, seen.basis, exact_units).total())
 
@@ -284,9 +304,9 @@ class ConvolvedGP(Geometry):
         known = self.see(own, mask)
         factor = self._unit_factor(own, known, mask)
         both = self.covariance(own, x) * mask[..., None] - known.basis @ seen.basis.mT
-        gain = _solve(factor, both)
-        gap = _solve(factor, self._centred(y, mask)[..., None])
-        return (gain.mT @ gap)[..., 0] + level, seen.basis - gain.mT @ _solve(factor, known.basis), gain
+        gain = solve(factor, both)
+        gap = solve(factor, self._centred(y, mask)[..., None])
+        return (gain.mT @ gap)[..., 0] + level, seen.basis - gain.mT @ solve(factor, known.basis), gain
 
     def marginals(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Means and variances of f at x `(*b, N, d)`, `(*b, N)` each."""
@@ -324,8 +344,3 @@ class ConvolvedGP(Geometry):
         half = torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=mean.dtype, device=mean.device))
         half = half * (variance + self.likelihood.noise).sqrt()
         return mean - half, mean + half
-
-
-def _solve(factor: Tensor, right: Tensor) -> Tensor:
-    """factor⁻¹ right, of lower triangular factors."""
-    return torch.linalg.solve_triangular(factor, right, upper=False)

@@ -87,7 +87,8 @@ def move(sums: dict[str, Tensor], theta: Tensor, centre: Tensor, prior: Tensor, 
         prior: P, the prior precisions of θ, `(C, p)` or a number.
         keys: `(C,)`.
     """
-    score, information = exact.value(sums["score"]), gaussian.unpack(exact.value(sums["information"]))
+    score, packed = exact.values(sums["score"], sums["information"])
+    information = gaussian.unpack(packed)
     z = random.normal(keys, centre.shape[-1:], torch.float64)
     parts = (information, score, theta, centre, prior.to(centre.device).expand_as(centre), z)
     # One chain after another: a chain's bits do not depend on how many there are.
@@ -96,6 +97,5 @@ def move(sums: dict[str, Tensor], theta: Tensor, centre: Tensor, prior: Tensor, 
 
 def _draw(information: Tensor, score: Tensor, theta: Tensor, centre: Tensor, prior: Tensor, z: Tensor) -> Tensor:
     factor, failed = torch.linalg.cholesky_ex(information + prior.diag())
-    if failed:
-        return theta
-    return linalg.normal_draw(factor, score + information @ centre, z)
+    factor = torch.where(failed > 0, torch.eye(len(theta), dtype=factor.dtype, device=factor.device), factor)
+    return torch.where(failed > 0, theta, linalg.normal_draw(factor, score + information @ centre, z))

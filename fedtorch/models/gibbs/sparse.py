@@ -20,6 +20,7 @@ missing from the text and Algorithm 3 lacks the factors ½ of the conditionals o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,7 +42,12 @@ from fedtorch.models.gibbs.gaussian_conditional import (
 )
 from fedtorch.models.gibbs.global_priors import GlobalPrior, spike_and_slab
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums, check_start
-from fedtorch.models.linear import SufficientStatistics, sufficient_statistics
+from fedtorch.models.linear import (
+    SufficientStatistics,
+    least_norm as summed_least_norm,
+    residual_sum,
+    sufficient_statistics,
+)
 from fedtorch.models.rows import client_by_client, regression_rows
 from fedtorch.tree import Tree
 
@@ -86,6 +92,7 @@ def regression(
     noise_shape: float = 1.0,
     intercept: bool = False,
     interweave: int = INTERWEAVE,
+    statistics: Callable[[Any], SufficientStatistics] | None = None,
 ) -> LocalKernel:
     """The clients' half: linear regression with coefficients that deviate from the global ones.
 
@@ -98,13 +105,18 @@ def regression(
         intercept: whether every site has an intercept of its own under a flat prior, which is integrated out.
         interweave: up to how many coefficients p the sites tell p (p + 3) / 2 numbers more, so that the server can move
             θ with all θ_k; chains then mix many times faster. 0: never.
+        statistics: a block's rows -> all that is ever asked of them, for sums that are not those of the rows as they
+            are; then without an intercept.
 
     Raises:
-        ValueError: `noise_shape` is not positive; rows of another form, or NaN in them (when a population is bound); a
-            start with another number of coefficients than the rows (in the first round).
+        ValueError: `noise_shape` is not positive, or `statistics` with an intercept; rows of another form, or NaN in
+            them (when a population is bound); a start with another number of coefficients than the rows (in the first
+            round).
     """
     if not noise_shape > 0:
         raise ValueError(f"Expected a positive noise_shape, but got {noise_shape}")
+    if intercept and statistics is not None:
+        raise ValueError("Expected no intercept with statistics=, which know no mean; add a column of ones to x")
     known, deviation = deviation is None, horseshoe() if deviation is None else deviation
 
     def init(start: Tensor) -> RegressionSite:
@@ -140,7 +152,10 @@ def regression(
         likelihood = interweaving.linear(data, place, noise) if delta.shape[-1] <= interweave else {}
         return RegressionSite(theta, place, w.clamp_max(MOST_PRECISE), u, noise, likelihood)
 
-    return LocalKernel(init, lambda data: design(data, intercept), sweep, report)
+    def prepare(data: Any) -> Design:
+        return design(data, intercept) if statistics is None else designed(statistics(data))
+
+    return LocalKernel(init, prepare, sweep, report)
 
 
 def _by_program(
@@ -202,7 +217,7 @@ def hierarchy(
     def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
         p = state.theta.shape[-1]
         for_scale, for_auxiliary, for_prior, for_noise, for_move = random.split(keys, 5)
-        clients = exact.value(sums["clients"])
+        clients, told = exact.values(sums["clients"], sums["clients" if noise_prior is None else "noise"])
         before = state.theta
         if "score" in sums:
             before = interweaving.move(sums, before, state.centre, prior.precision(state.prior), for_move)
@@ -218,7 +233,7 @@ def hierarchy(
         if noise_prior is not None:
             shape, rate = noise_prior
             gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
-            noise = gamma / (rate + exact.value(sums["noise"]))
+            noise = gamma / (rate + told)
         return Global(theta, centre, precision, auxiliary, noise, variables)
 
     def send(state: Global) -> Heard:
@@ -271,6 +286,13 @@ def design(data: Any, intercept: bool = False) -> Design:
         x = (x - x.sum(1, keepdim=True) / data.count[:, None, None]) * mask
         y = (y - y.sum(1, keepdim=True) / data.count[:, None]) * mask[..., 0]
     return Design(statistics, estimate, rss, degrees, x, y)
+
+
+def designed(statistics: SufficientStatistics) -> Design:
+    """What a regression needs, of sums alone."""
+    fit = summed_least_norm(statistics)
+    residual = residual_sum(statistics, fit.solution)
+    return Design(statistics, fit.solution, residual, statistics.count, None, None)
 
 
 def _one_design(x: Tensor, y: Tensor, intercept: bool) -> tuple[SufficientStatistics, Tensor, Tensor]:

@@ -45,6 +45,7 @@ def linear(
     *,
     noise: Hyperprior | float | Callable[[SufficientStatistics], Tensor] | None = None,
     rule: Rule | None = None,
+    statistics: Callable[[Any, int], SufficientStatistics] = block_statistics,
 ) -> Model:
     """Linear regression: y_k ~ N(X_k θ_k, σ² I).
 
@@ -53,6 +54,7 @@ def linear(
         noise: a hyperprior of log σ², shared by all devices and learnt; the known variance; or a function of the
             sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5).
         rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
+        statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are.
 
     Raises:
         ValueError: a noise variance that is not positive; or, when a population is bound, rows of another form, or a
@@ -67,7 +69,7 @@ def linear(
         return _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
 
     def prepare(data: Any) -> _Data:
-        found = block_statistics(data, hierarchy.mean.shape[0])
+        found = statistics(data, hierarchy.mean.shape[0])
         if isinstance(noise, Hyperprior):
             known = torch.ones_like(found.power)
         else:

@@ -36,7 +36,7 @@ def pyro_factor(model: Callable[..., Any], *, rule: Rule | None = None) -> LogFa
     Clients are taken one after the other, each with exactly its rows; nodes of φ are taken at once by `torch.vmap`.
 
     Args:
-        model: (φ `(p,)`, *rows) -> anything; the rows are the leaves of the data in order, `(n_k, ...)`.
+        model: (φ `(p,)`, rows …) -> anything; the rows are the leaves of the data in order, `(n_k, ...)`.
         rule: nodes over the latent variables; default: `quadrature.default_rule`.
 
     Raises:

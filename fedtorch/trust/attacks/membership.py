@@ -25,7 +25,7 @@ from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.federation.algorithms.separate import separate
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.run import run
-from fedtorch.trust.privacy.auditing import roc
+from fedtorch.trust.privacy.auditing import area, roc
 
 
 class Membership(NamedTuple):
@@ -40,8 +40,7 @@ class Membership(NamedTuple):
 
     def area(self) -> float:
         """The area under the ROC: ½ is guessing."""
-        alarms, detections = self.roc()
-        return float(torch.trapezoid(detections, alarms))
+        return area(self.scores[self.member], self.scores[~self.member])
 
     def detections(self, false_alarms: float) -> float:
         """The part of the members that is found while at most this part of the others is taken for members."""

@@ -14,6 +14,7 @@ from fedtorch.trust.privacy.analytic import (
 )
 from fedtorch.trust.privacy.auditing import (
     Audit as Audit,
+    area as area,
     audit as audit,
     audit_outputs as audit_outputs,
     gaussian_detections as gaussian_detections,
@@ -23,13 +24,17 @@ from fedtorch.trust.privacy.auditing import (
 )
 from fedtorch.trust.privacy.clients import client_level as client_level
 from fedtorch.trust.privacy.clipping import AdaptiveClip as AdaptiveClip
+from fedtorch.trust.privacy.discriminant import (
+    Discriminant as Discriminant,
+    private_discriminant as private_discriminant,
+)
 from fedtorch.trust.privacy.entropy import (
     Entropy as Entropy,
     Purpose as Purpose,
     from_seed as from_seed,
     from_system as from_system,
 )
-from fedtorch.trust.privacy.examples import example_level as example_level
+from fedtorch.trust.privacy.examples import Cut as Cut, example_level as example_level
 from fedtorch.trust.privacy.features import (
     Funnel as Funnel,
     privacy_funnel as privacy_funnel,
@@ -38,12 +43,21 @@ from fedtorch.trust.privacy.features import (
 )
 from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
+from fedtorch.trust.privacy.nodes import node_level as node_level
 from fedtorch.trust.privacy.preprocessing import (
     RandomisedCrossEntropy as RandomisedCrossEntropy,
     label_frequencies as label_frequencies,
     noised_features as noised_features,
+    normal_rows as normal_rows,
     randomised_response as randomised_response,
+    replaced_rows as replaced_rows,
     subsampling_delta as subsampling_delta,
 )
+from fedtorch.trust.privacy.processes import private_process as private_process
 from fedtorch.trust.privacy.renyi import renyi_epsilon as renyi_epsilon
-from fedtorch.trust.privacy.sums import sufficient_statistics as sufficient_statistics
+from fedtorch.trust.privacy.split_labels import noised_gradients as noised_gradients
+from fedtorch.trust.privacy.sums import NoisedSums as NoisedSums, sufficient_statistics as sufficient_statistics
+from fedtorch.trust.privacy.variational_funnel import (
+    LearntFunnel as LearntFunnel,
+    variational_funnel as variational_funnel,
+)

@@ -7,6 +7,10 @@ Neighbours differ in one unit (a client, an example) that takes part or leaves t
 halve the noise. A `rate` below one says that every round draws each unit independently, in secret: against somebody who
 can compute the draws, the rate is one.
 
+Where a batch with more units than fit is cut, the release is that of the whole batch but for a probability τ. All of
+them together, with η = Σ τ, then are (ε, δ + (1 + e^ε) η)-private where whole ones are (ε, δ)-private (Chua et al.
+2024, "Scalable DP-SGD: shuffling vs. Poisson subsampling", section 3); ε is found so that this is the δ asked for.
+
 >>> from fedtorch.trust import privacy
 >>> round(privacy.epsilon(noise=1.0, rate=0.01, rounds=1000, delta=1e-5), 3)
 1.828
@@ -17,8 +21,9 @@ can compute the draws, the rate is one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from fedtorch.trust.privacy.analytic import check_delta, check_noise, check_rounds, composed_noise, gaussian_epsilon
@@ -28,6 +33,7 @@ from fedtorch.trust.privacy.renyi import check_rate
 _INTERVAL = 1e-4  # of the grid of privacy losses, coarser where the losses of little noise are large
 FINE, COARSE = 1_000_000, 20_000  # cells of the grid
 _LARGEST = 1e6  # losses, beyond which an account is not worth keeping
+_CLOSE = 1e-6  # by which ε is rounded up where batches may be cut
 _PRECISION = 1e-3  # to which `noise_for` finds the least noise, from above
 
 
@@ -37,6 +43,7 @@ class Release(NamedTuple):
     noise: float  # in units of the sensitivity
     rate: float = 1.0  # with which each unit took part
     mechanism: Mechanism = gaussian
+    excess: float = 0.0  # τ, at most the probability that not all units that were drawn took part
 
 
 def epsilon(
@@ -72,25 +79,47 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> f
     for release in releases:
         check_noise(release.noise)
         check_rate(release.rate)
+    whole: Counter[Release] = Counter()
+    for release, count in releases.items():
+        whole[release._replace(excess=0.0)] += count
+    curve, excess = _curve(whole, cells), sum(count * release.excess for release, count in releases.items())
+    if not excess:
+        return curve(delta)
+    bound, found = -1.0, 0.0
+    while found > bound:  # from below, so that it ends at the least that will do
+        bound = found * (1 + _CLOSE) + _CLOSE
+        left = delta - (1 + math.exp(min(bound, 700.0))) * excess
+        found = curve(left) if left > 0 else math.inf
+        if found == math.inf:
+            return found
+    return bound
+
+
+def _curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], float]:
+    """δ -> ε of releases whose batches are whole."""
     if not releases:
-        return 0.0
+        return lambda delta: 0.0
     if all(release.rate == 1 and release.mechanism is gaussian for release in releases):
         one = composed_noise((release.noise, count) for release, count in releases.items())
-        return gaussian_epsilon(one, delta)
-    return pld_epsilon(releases, delta, cells)
+        return partial(gaussian_epsilon, one)
+    return _pld_curve(releases, cells)
 
 
 def pld_epsilon(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
     """`spent` by privacy-loss distributions, also where there is a closed form; infinite for noise below 1e-3."""
+    return _pld_curve(releases, cells)(delta)
+
+
+def _pld_curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], float]:
     largest = max(_largest(release.noise) for release in releases)
     if largest > _LARGEST:
-        return math.inf
+        return lambda delta: math.inf
     interval = max(_INTERVAL, largest / cells)
     parts = [_loss(release, interval).self_compose(count) for release, count in releases.items()]
     whole = parts[0]
     for part in parts[1:]:
         whole = whole.compose(part)
-    return float(whole.get_epsilon_for_delta(delta))
+    return lambda delta: float(whole.get_epsilon_for_delta(delta))
 
 
 def noise_for(

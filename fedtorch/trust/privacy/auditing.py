@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch.data import from_tensors
-from fedtorch.federation.algorithm import LocalSolver
+from fedtorch.federation.algorithm import LocalSolver, identity
 from fedtorch.federation.algorithms.separate import separate
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.run import run as go
@@ -160,13 +160,24 @@ def audit_outputs(
     )
 
 
-def learnt_attack(inside: Tensor, outside: Tensor, ridge: float = 1e-6) -> Score:
-    """A score that is learnt from runs of known neighbours: Fisher's linear discriminant of what was released."""
+def learnt_attack(
+    inside: Tensor, outside: Tensor, ridge: float = 1e-6, features: Callable[[Tensor], Tensor] = identity
+) -> Score:
+    """A score that is learnt from runs of known neighbours: Fisher's linear discriminant of what was released.
+
+    Args:
+        inside: `(R, D)` released with the canary.
+        outside: `(R, D)` without.
+        ridge: of the covariance, relative to its diagonal.
+        features: of what was released `(R, D)`, `(R, F)`; with squares and products, a canary that only changes how far
+            numbers spread is found, too.
+    """
+    inside, outside = features(inside), features(outside)
     spread = torch.cat([inside - inside.mean(0), outside - outside.mean(0)]).to(torch.float64)
     covariance = spread.T @ spread / len(spread)
     covariance += ridge * covariance.diagonal().mean().clamp(min=1e-300) * torch.eye(len(covariance)).to(covariance)
     direction = torch.linalg.solve(covariance, (inside.mean(0) - outside.mean(0)).to(torch.float64))
-    return lambda released: released.to(torch.float64) @ direction
+    return lambda released: features(released).to(torch.float64) @ direction
 
 
 def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,6 +187,12 @@ def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     rates = [1 - number / len(each) for number, each in zip(below, (outside, inside))]
     zero = torch.zeros(1, dtype=torch.float64)
     return torch.cat([zero, rates[0]]), torch.cat([zero, rates[1]])
+
+
+def area(inside: Tensor, outside: Tensor) -> float:
+    """The area under the ROC of scores `(R,)` each: ½ is guessing."""
+    alarms, detections = roc(inside, outside)
+    return float(torch.trapezoid(detections, alarms))
 
 
 def most_detections(false_alarms: Tensor, epsilon: float, delta: float) -> Tensor:

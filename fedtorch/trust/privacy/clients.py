@@ -11,6 +11,9 @@ is made of them. Not from the server itself, which sees messages; not what a cli
 nor the history's lists of who answered. With a `rate`, not from somebody who can compute the cohort: it is drawn from
 the operating system's entropy, whatever the seed.
 
+Of an algorithm whose clients tell something for good besides (`ft.scaffold`, `ft.feddyn`), every round also releases
+the running total; see `fedtorch.trust.privacy.totals`.
+
 Sources: McMahan, Ramage, Talwar and Zhang (2018), "Learning differentially private recurrent language models",
 Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling".
 """
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Exchange, Mean, Sum
+from fedtorch.federation.exchange import Exchange, Mean, Sent, Sum
 from fedtorch.tree import Rows, Tree
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.analytic import check_noise
@@ -39,9 +42,14 @@ from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
 from fedtorch.trust.privacy.renyi import check_rate
 from fedtorch.trust.privacy.spending import Spending, on_grid, one_process
+from fedtorch.trust.privacy.totals import check_total, noised_totals
 
 ADJACENCY = "zero-out: one client sends zeros instead of its messages, in all rounds"
 ADVERSARY = "everybody who sees the server's states and models; not the server itself, which sees every message"
+LISTENERS = (
+    "everybody who hears what the server sends out or sees models; not the server itself, which sees every message and "
+    "keeps their total"
+)
 SAMPLED = f"{ADVERSARY}, and nobody who knows which clients were asked"
 
 
@@ -74,6 +82,7 @@ class Settings(NamedTuple):
     mechanism: Mechanism
     rate: float
     size: int | None
+    share: float  # how many times the noise of a release of messages alone
 
 
 def client_level(
@@ -84,6 +93,7 @@ def client_level(
     delta: float,
     rate: float = 1.0,
     size: int | None = None,
+    clip_told: float | None = None,
     mechanism: Mechanism = gaussian,
     budget: float | None = None,
     ledger: Path | str | None = None,
@@ -104,6 +114,8 @@ def client_level(
         rate: every round draws each client with this probability, in secret; 1 asks everybody.
         size: instead of a rate, a fixed number of clients in each round, uniformly; its rounds count as if everybody
             had been asked.
+        clip_told: the bound on the norm of what a client tells for good, where the algorithm has such; then the sum of
+            messages and the total both get √2 times the noise (`laplace`: twice).
         mechanism: `gaussian` or `laplace`.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; shared by all runs on these clients, it adds up what they spend. None keeps it
@@ -115,18 +127,22 @@ def client_level(
         An algorithm whose runs take no `cohort=`: the accountant has to know how clients are drawn.
 
     Raises:
-        ValueError: clip, noise, δ, rate, size or budget out of range; an algorithm that tells something for good; an
+        ValueError: clip, noise, δ, rate, size or budget out of range; an algorithm whose totals bear no noise; an
             exchange that does not add up.
     """
-    settings = Settings(clip, noise, mechanism, rate, size)
-    _check(algorithm, settings)
+    parts = 1 if algorithm.told is None else 2
+    settings = Settings(clip, noise, mechanism, rate, size, mechanism.join(parts))
+    _check(algorithm, settings, clip_told)
     entropy = from_system() if entropy is None else entropy
-    adversary = SAMPLED if rate < 1 else ADVERSARY
+    adversary = LISTENERS if clip_told is not None else SAMPLED if rate < 1 else ADVERSARY
     claim = Claim("client", ADJACENCY, adversary, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     release, own = Release(float(noise), float(rate), mechanism), Ledger(ledger, claim, delta, budget)
     spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size)
     adaptive = isinstance(clip, AdaptiveClip)
     told = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "rate": rate, "size": size, "delta": delta}
+    if clip_told is not None:
+        told["clip_told"] = clip_told
+        algorithm = noised_totals(algorithm, clip_told, noise * settings.share, spending)
     return dataclasses.replace(
         algorithm,
         init=partial(_init, algorithm, settings),
@@ -141,7 +157,7 @@ def client_level(
     )
 
 
-def _check(algorithm: Algorithm, settings: Settings) -> None:
+def _check(algorithm: Algorithm, settings: Settings, clip_told: float | None) -> None:
     check_clip(settings.clip)
     check_noise(settings.noise)
     check_rate(settings.rate)
@@ -150,11 +166,19 @@ def _check(algorithm: Algorithm, settings: Settings) -> None:
     if isinstance(settings.clip, AdaptiveClip) and settings.mechanism is not gaussian:
         raise ValueError("Expected gaussian noise for an adaptive clip, whose share is one of Gaussian releases")
     if algorithm.told is not None:
+        check_total(algorithm)
+    if (algorithm.told is None) != (clip_told is None):
         raise ValueError(
-            "Expected an algorithm of fresh messages, but got one whose clients tell something for good: a client that "
-            "is silent stays in every total, so that sampling amplifies nothing, and noise on each difference would "
-            "add up to a random walk; use one such as ft.fedavg"
+            f"Expected clip_told= where clients tell something for good, and only there, but got {clip_told}: their "
+            "running total is released in every round; ft.fedavg and its kin tell nothing for good"
         )
+    if clip_told is not None:
+        check_clip(clip_told)
+        if settings.rate < 1 or isinstance(settings.clip, AdaptiveClip):
+            raise ValueError(
+                "Expected neither a rate nor an adaptive clip with a total, but got one: a client that is silent stays "
+                "in every total, so that sampling amplifies nothing; ask some by size="
+            )
     if not algorithm.exchange.additive:
         raise ValueError(
             "Expected an exchange that adds messages up, such as ft.star(), but got one that keeps them apart (a "
@@ -232,13 +256,20 @@ def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
 
 def _noised(exchange: Exchange, settings: Settings, spending: Spending) -> Exchange:
     """The exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
-    clip, noise = settings.clip, settings.noise
+    clip, noise = settings.clip, settings.noise * settings.share
 
     def gather(messages: Tree, ids: Rows) -> Tree:
         return exchange.gather(tree.to(messages, torch.float64), ids)
 
     def finish(partial: Tree) -> Tree:
         aggregate = exchange.finish(partial)
+        if isinstance(aggregate, Sum):  # of what all clients tell for good, which nobody but the server sees
+            return aggregate
+        if isinstance(aggregate, Sent):
+            return aggregate._replace(fresh=noised(aggregate.fresh))
+        return noised(aggregate)
+
+    def noised(aggregate: Tree) -> Tree:
         if isinstance(clip, AdaptiveClip):
             message = _released(aggregate.message, noise / math.sqrt(1 - clip.share), "values", spending)
             return Told(message, _released(aggregate.within, 0.5 * noise / math.sqrt(clip.share), "bits", spending))

@@ -32,6 +32,7 @@ from torch import Tensor
 
 _SALT = b"fedtorch privacy 1"
 _MASK = 2**53 - 1
+_ZEROS = bytes(2**16)
 
 
 class Purpose(NamedTuple):
@@ -87,8 +88,12 @@ class Entropy:
 def expanded(key: bytes, count: int) -> Tensor:
     """`(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once."""
     stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
-    words = bytearray(stream.update(bytes(8 * count)))
-    return torch.frombuffer(words, dtype=torch.int64) if count else torch.zeros(0, dtype=torch.int64)
+    words = torch.empty(count + 2, dtype=torch.int64)  # with room for a block beyond
+    view, size = words.view(torch.uint8).numpy().data, 8 * count
+    for start in range(0, size, len(_ZEROS)):  # in pieces that stay in the cache
+        part = min(len(_ZEROS), size - start)
+        stream.update_into(_ZEROS[:part], view[start : start + part + 15])
+    return words[:count]
 
 
 def derived(secret: bytes, purpose: Purpose) -> bytes:

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import torch
+from scipy.special import bdtrc
 from torch import nn
 
 from fedtorch import tree
@@ -41,6 +43,21 @@ ADVERSARY = "everybody who sees what clients send, the server included, and not 
 _LOOKED_AT = 8  # rows, to find out whether a loss mixes them
 
 
+class Cut(NamedTuple):
+    """Batches of at most so many rows, so that a step never takes more memory than was planned.
+
+    A batch that would be larger keeps a random part of its rows. That is accounted for in δ: with n rows a batch is
+    cut with the probability τ = P(Binomial(n, q) > batch), see `fedtorch.trust.privacy.accountant`.
+    """
+
+    batch: int  # rows of a client in a step
+    rows: int  # the most that any client has, n
+
+    def excess(self, rate: float) -> float:
+        """τ, with which a step's batch is cut."""
+        return 0.0 if self.rows <= self.batch else float(bdtrc(self.batch, self.rows, rate))
+
+
 def example_level(
     module: nn.Module,
     *,
@@ -56,6 +73,7 @@ def example_level(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
     ghost: bool = True,
+    cut: Cut | None = None,
     rounds: int | None = None,
     project: Callable[[Tree], Tree] | None = None,
     ignore_hooks: Sequence[str] = (),
@@ -79,7 +97,8 @@ def example_level(
         ledger: a file that only grows; None keeps it in memory.
         entropy: of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation reproducible
             in blocks of the same clients, and guarantees nothing, as its ledger says.
-        ghost: whether modules of linear layers may be trained without making examples' gradients.
+        ghost: whether modules of linear layers and convolutions may be trained without making examples' gradients.
+        cut: the largest batch of a client; None takes whatever is drawn, and adds nothing to δ.
         rounds: how many are planned, for schedules that ask.
         project: applied to the stacked parameters after every step.
         ignore_hooks: overridden Lightning hooks that training does not depend on.
@@ -106,30 +125,33 @@ def example_level(
     check_noise(noise)
     check_rate(rate)
     check_rounds(steps)
+    if cut is not None and not (cut.batch >= 1 and cut.rows >= 1):
+        raise ValueError(f"Expected a cut at a batch of at least 1, of at least 1 rows, but got {cut}")
+    excess = 0.0 if cut is None else cut.excess(rate)
     entropy = from_system() if entropy is None else entropy
     claim = Claim("example", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     own = Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, Release(float(noise), float(rate)), steps, entropy, one_process)
+    spending = Spending(own, Release(float(noise), float(rate), excess=excess), steps, entropy, one_process)
     descent = Descent(
         module, None, steps, rounds, None, loss, optimizer, reset, "refuse", True, False, None, "32", project,
         ignore_hooks,
     )  # fmt: skip
-    descent.loss = PrivateLoss(descent.objective, descent.trained, clip, rate, spending, ghost)
-    told = {"clip": clip, "noise": noise, "rate": rate, "steps": steps, "delta": delta, "reset": reset}
+    descent.loss = PrivateLoss(descent.objective, descent.trained, clip, rate, spending, ghost, cut and cut.batch)
+    told = {"clip": clip, "noise": noise, "rate": rate, "steps": steps, "delta": delta, "reset": reset, "cut": cut}
     return LocalSolver(
         solve=descent.solve,
         parameters=descent.parameters,
         init=descent.init,
         predict=predictor(descent.module),
         tensors=descent.tensors,
-        prepare=partial(_prepare, descent, descent.loss, delta),
+        prepare=partial(_prepare, descent, descent.loss, delta, cut),
         module=descent.module,
         settings={"solver": "example_level", "module": type(module), "loss": loss, "optimizer": optimizer, **told},
         budget=spending,
     )
 
 
-def _prepare(descent: Descent, loss: PrivateLoss, delta: float, data: Any) -> Any:
+def _prepare(descent: Descent, loss: PrivateLoss, delta: float, cut: Cut | None, data: Any) -> Any:
     """The data, if single rows of them can be protected."""
     refuse_batch_norm(descent.objective.module)
     descent.prepare(data)
@@ -140,6 +162,9 @@ def _prepare(descent: Descent, loss: PrivateLoss, delta: float, data: Any) -> An
             f"expected delta below one over its {int(data.count[small[0]])} rows, but got {delta}: publishing one of "
             "them whole would count as private",
         )
+    large = (data.count > (torch.inf if cut is None else cut.rows)).nonzero()[:, 0].cpu()
+    if len(large):
+        raise BadClients(large, f"expected at most the rows of {cut}, but got {int(data.count[large[0]])}")
     if len(data.count):
         most = int(data.count.argmax())
         width = min(_LOOKED_AT, int(data.count[most]))

@@ -108,6 +108,7 @@ class Ledger:
             self._catch_up()
             self._take(round, release, count)
             kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": release.rate}
+            kind |= {"excess": release.excess} if release.excess else {}
             row = {"entry": self.entries, "round": round, **kind, "releases": count, "epsilon": self.epsilon}
             self._write(row)
 
@@ -191,7 +192,7 @@ class Ledger:
             if self._read == 0:
                 self._begin(row)
             else:
-                release = Release(row["noise"], row["rate"], MECHANISMS[row["mechanism"]])
+                release = Release(row["noise"], row["rate"], MECHANISMS[row["mechanism"]], row.get("excess", 0.0))
                 self.entries += 1
                 self.releases[release] += row["releases"]
         except (KeyError, TypeError, ValueError) as error:

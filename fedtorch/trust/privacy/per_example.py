@@ -6,9 +6,9 @@ size and may be empty. Each example's gradient g_i is cut to a norm of at most C
 .. math:: \frac{1}{q n} \Bigl(\sum_i g_i \min(1, C / \|g_i\|) + z\, C\, \xi\Bigr),
 
 with the client's number of rows n, whoever was drawn. Gradients are taken by `vmap` over clients and examples; where
-all that is trained are weights and biases of `nn.Linear`, no example's gradient is ever made: a layer with inputs a and
-gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its positions, and the clipped sum is one
-matrix product ("ghost norms"). Sums are in the module's dtype, whose rounding is not accounted for.
+all that is trained are weights and biases of `nn.Linear`, `nn.Conv1d` and `nn.Conv2d`, no example's gradient is kept: a
+layer with inputs a and gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its positions, and the
+clipped sum is one matrix product ("ghost norms"). Sums are in the module's dtype, whose rounding is not accounted for.
 
 Sources: Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1; Goodfellow (2015), "Efficient
 per-example gradient computations"; Bu, Wang, Zha and Karypis (2023), "Differentially private optimization on large
@@ -33,7 +33,7 @@ from fedtorch.federation.local_solvers.stacked_loss import Gradients, StackedLos
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
-from fedtorch.trust.privacy.layers import ghost_squares, linear_layers, positions, recorded
+from fedtorch.trust.privacy.layers import ghost_squares, linear_layers, recorded
 from fedtorch.trust.privacy.spending import Spending, on_grid
 
 
@@ -47,13 +47,21 @@ class PrivateLoss(StackedLoss):
         rate: q, with which every row is drawn.
         spending: where noise comes from, whose release has the noise z.
         ghost: whether layers may be worth it: False makes every example's gradient.
+        most: rows of a client's batch, beyond which it is cut; None never cuts.
     """
 
     def __init__(
-        self, objective: Objective, tensors: Sequence[str], clip: float, rate: float, spending: Spending, ghost: bool
+        self,
+        objective: Objective,
+        tensors: Sequence[str],
+        clip: float,
+        rate: float,
+        spending: Spending,
+        ghost: bool,
+        most: int | None = None,
     ) -> None:
         super().__init__(objective, tensors, [], batched=True)
-        self.clip, self.rate, self.spending = clip, rate, spending
+        self.clip, self.rate, self.spending, self.most = clip, rate, spending, most
         self.layers = linear_layers(objective.module, tensors) if ghost else None
         self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
         self._shapes: list[tuple[int, ...]] = []  # of the layers' outputs for one example
@@ -119,7 +127,8 @@ class PrivateLoss(StackedLoss):
             losses, inputs = vmap(one, randomness=randomness)(tuple(values), tuple(moves), rows)
             backs = torch.autograd.grad(losses.sum(), moves)
         count = taken.shape[1]
-        pairs = [(positions(a), positions(g) * count) for a, g in zip(inputs, backs)]  # the loss is a mean of B
+        parts = zip(self.layers, inputs, backs)
+        pairs = [(layer.inputs(a), layer.outputs(g) * count) for layer, a, g in parts]  # the loss is a mean of B
         squares = [ghost_squares(a, g, layer.bias is not None) for (a, g), layer in zip(pairs, self.layers)]
         total = torch.stack(squares).sum(0)
         share = self._share(total, taken)
@@ -129,7 +138,7 @@ class PrivateLoss(StackedLoss):
             if not finite:  # nought times infinity would be NaN
                 a, g = (torch.where(tree.along(share > 0, x), x, 0.0) for x in (a, g))
             flat = (g * tree.along(share.to(g.dtype), g)).flatten(1, 2)
-            found[layer.weight] = flat.mT @ a.flatten(1, 2)
+            found[layer.weight] = (flat.mT @ a.flatten(1, 2)).reshape(len(a), *layer.shape)
             if layer.bias is not None:
                 found[layer.bias] = flat.sum(1)
         return [found[name] for name in self.tensors], self._without_padding(
@@ -170,8 +179,12 @@ class PrivateLoss(StackedLoss):
         """Which rows take part, `(K, N)` bool on the CPU."""
         clients, width = batch.leaves[0].shape[:2]
         purpose = self.spending.open(f"rows of step {index}", roster)
-        coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width) < self.rate
-        return coins & (torch.arange(width) < batch.size[:, None])
+        coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width)
+        drawn = (coins < self.rate) & (torch.arange(width) < batch.size[:, None])
+        if self.most is None or width <= self.most:
+            return drawn
+        last = torch.where(drawn, coins, 1.0).kthvalue(self.most, 1, keepdim=True).values
+        return drawn & (coins <= last)
 
     def _noised(self, sums: Sequence[Tensor], counts: Tensor, index: int, roster: bytes) -> list[Tensor]:
         """Sums with noise, divided by the expected numbers of rows, each in its dtype."""
@@ -188,7 +201,7 @@ class PrivateLoss(StackedLoss):
 def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
     """(rows `(K, B, ...)` that were drawn, in front, and which they are, `(K, B)` bool); B is what the largest needs.
 
-    The others repeat a client's first row. Batches are never cut: nothing has to be added to δ.
+    The others repeat a client's first row.
     """
     client, row = drawn.nonzero().T
     width = max(int(drawn.sum(1).max()) if len(drawn) else 0, 1)

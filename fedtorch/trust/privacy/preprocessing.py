@@ -8,17 +8,27 @@ response keeps a label with probability p and else tells one of the other K − 
 for labels only: the features beside them stay as they are. Because E[1{ỹ = c}] = q + (p − q) 1{y = c}, frequencies and
 losses have unbiased estimators, (f̃ − q)/(p − q) and (ℓ(ỹ) − q Σ_c ℓ(c))/(p − q).
 
+That is so as long as the features themselves do not tell the label. Where they do, a row is kept whole with probability
+p and else replaced by one whose label is drawn at random and whose features are made up for that label
+(`replaced_rows`): with features drawn from f(x | y) and made up from g(x | y), a label is ε-private with
+
+.. math:: p = \frac{e^\varepsilon - 1}{e^\varepsilon - 1 + K r}, \qquad r = \sup_{x, y} \frac{f(x | y)}{g(x | y)},
+
+so that features that are made up well (r = 1) cost no more than none, and bad ones leave hardly a row as it is.
+
 Publishing a random part of the rows, as they are, is no protection: it is (0, q)-private, where q is the probability of
 a row to be published, and nothing better (`subsampling_delta`).
 
 Sources: Jung, "Federated learning: from theory to practice", section 9.3, pre-processing; Warner (1965), "Randomized
-response"; Natarajan et al. (2013), "Learning with noisy labels", Lemma 1.
+response"; Busa-Fekete et al. (2023), "Label differential privacy and private training data release", mechanisms 1
+and 2, whose guarantee is derived here anew; Natarajan et al. (2013), "Learning with noisy labels", Lemma 1.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,10 +37,11 @@ from torch import Tensor, nn
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
-from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
+from fedtorch.trust.privacy.mechanisms import Mechanism, Uniforms, gaussian
 from fedtorch.trust.privacy.renyi import check_rate
 from fedtorch.trust.privacy.spending import on_grid
 
+MadeUp = Callable[[Tensor, Uniforms], Tensor]  # (labels (m,), source of uniform numbers) -> features (m, d)
 _CALLS = itertools.count()  # a seed repeats within a call only if the caller makes the entropy anew
 
 
@@ -61,11 +72,83 @@ def randomised_response(labels: Tensor, classes: int, epsilon: float, entropy: E
         ValueError: labels or settings out of range.
     """
     keep, _ = keeping(epsilon, classes)
-    if labels.is_floating_point() or (labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
-        raise ValueError(f"Expected whole labels from 0 to {classes - 1}, but got {labels.dtype} beyond")
+    _check_labels(labels, classes)
     uniforms = _uniforms("labels", 2 * labels.numel(), entropy).reshape(2, *labels.shape).to(labels.device)
     step = (uniforms[1] * (classes - 1)).long() + 1
     return torch.where(uniforms[0] < keep, labels, (labels + step).remainder(classes))
+
+
+def replaced_rows(
+    features: Tensor,
+    labels: Tensor,
+    classes: int,
+    epsilon: float,
+    made_up: MadeUp,
+    *,
+    ratio: float = 1.0,
+    entropy: Entropy | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rows of which some are replaced whole, so that features and label together tell little of a label.
+
+    A row's label is ε-private against any other label in its place with features that belong to that label; only if
+    `ratio` is right, and if `made_up` was not learnt from these rows.
+
+    Args:
+        features: `(n, d)`.
+        labels: `(n,)` integers from 0 to `classes` − 1.
+        classes: K.
+        epsilon: of each label.
+        made_up: (labels `(m,)`, source of uniform numbers) -> features `(m, d)` for them; see `normal_rows`.
+        ratio: r, by which true features are at most more likely than made-up ones.
+        entropy: of the draws; default: the operating system's. A seeded one repeats itself in every call.
+
+    Returns:
+        (features, labels), in the rows' order.
+
+    Raises:
+        ValueError: labels or settings out of range, or made-up features of another shape.
+    """
+    keeping(epsilon, classes)
+    _check_labels(labels, classes)
+    if not 1 <= ratio < math.inf:
+        raise ValueError(f"Expected a ratio of at least 1, but got {ratio}")
+    entropy = from_system() if entropy is None else entropy
+    draws = entropy.uniforms(_purpose("rows", entropy), 2 * len(labels)).reshape(2, -1).to(labels.device)
+    kept = draws[0] < -math.expm1(-epsilon) / (-math.expm1(-epsilon) + classes * ratio * math.exp(-epsilon))
+    told = torch.where(kept, labels, (draws[1] * classes).long())
+    instead = made_up(told, partial(entropy.uniforms, _purpose("made up", entropy)))
+    if instead.shape != features.shape:
+        raise ValueError(f"Expected made-up features {tuple(features.shape)}, but got {tuple(instead.shape)}")
+    return torch.where(kept[:, None], features, instead.to(features)), told
+
+
+def normal_rows(features: Tensor, labels: Tensor, classes: int, widen: float = 1.0) -> MadeUp:
+    """Features made up of normal distributions, one a class, with the means and covariances of public rows.
+
+    Args:
+        features: `(n, d)` of rows that are public; those that are to be protected must not be among them.
+        labels: `(n,)` theirs, every class more often than d times.
+        classes: K.
+        widen: factor on the standard deviations, above 1 for a bounded ratio to true normal features.
+
+    Raises:
+        ValueError: too few rows of a class, or features that depend on each other in it.
+    """
+    means, roots = [], []
+    for label in range(classes):
+        rows = features[labels == label].to(torch.float64)
+        root, bad = torch.linalg.cholesky_ex(torch.cov(rows.T, correction=0).reshape(rows.shape[1], -1))
+        if len(rows) <= rows.shape[1] or int(bad):
+            raise ValueError(f"Expected more rows than features in class {label}, and independent ones, but got others")
+        means.append(rows.mean(0))
+        roots.append(widen * root)
+    return partial(_normal, torch.stack(means), torch.stack(roots))
+
+
+def _normal(means: Tensor, roots: Tensor, labels: Tensor, uniforms: Uniforms) -> Tensor:
+    own = labels.to(means.device)
+    noise = gaussian.draw(uniforms, len(labels) * means.shape[1]).reshape(len(labels), -1)
+    return means[own] + (roots[own] @ noise[..., None])[..., 0]
 
 
 def label_frequencies(told: Tensor, classes: int, epsilon: float) -> Tensor:
@@ -128,6 +211,11 @@ def subsampling_delta(rate: float) -> float:
     """The δ at which publishing each row with probability `rate`, as it is, is (0, δ)-private: the rate itself."""
     check_rate(rate)
     return rate
+
+
+def _check_labels(labels: Tensor, classes: int) -> None:
+    if labels.is_floating_point() or (labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
+        raise ValueError(f"Expected whole labels from 0 to {classes - 1}, but got {labels.dtype} beyond")
 
 
 def _uniforms(phase: str, count: int, entropy: Entropy | None) -> Tensor:

@@ -1,13 +1,27 @@
 """Sums under masks: whoever adds them up learns the sum and nothing of its parts."""
 
-from fedtorch.trust.secure.grid import Grid as Grid
+from fedtorch.trust.secure.graphs import secure_graph as secure_graph
+from fedtorch.trust.secure.grid import ExactSums as ExactSums, Grid as Grid
+from fedtorch.trust.secure.messages import (
+    Aborted as Aborted,
+    Session as Session,
+    most_down as most_down,
+    most_up as most_up,
+    session_of as session_of,
+)
 from fedtorch.trust.secure.neighbours import (
     Neighbourhoods as Neighbourhoods,
     neighbourhoods as neighbourhoods,
 )
-from fedtorch.trust.secure.parties import Aborted as Aborted, Client as Client, Server as Server, Session as Session
+from fedtorch.trust.secure.parties import Client as Client
+from fedtorch.trust.secure.server import Server as Server
 from fedtorch.trust.secure.simulation import (
     SecureSum as SecureSum,
     secure_star as secure_star,
     secure_sum as secure_sum,
+)
+from fedtorch.trust.secure.vertical import (
+    masked_party as masked_party,
+    masked_server as masked_server,
+    vertical_session as vertical_session,
 )

@@ -1,4 +1,4 @@
-"""The fixed-point grid on which masked sums are exact: one word of ℤ/2⁶⁴ a number."""
+"""The fixed-point grids on which masked sums are exact: one word of ℤ/2⁶⁴ a number, or five that carry."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fedtorch.exact import LIMBS
+
+_HALF, _MASK = 32, 2**32 - 1
+_PLACES = 160  # bits behind the point in the limbs of `fedtorch.exact`
+_ROOM = 20  # bits of a 320-bit number that are left for sums
 
 
 class Grid(NamedTuple):
@@ -17,6 +23,11 @@ class Grid(NamedTuple):
 
     bits: int = 24
     bound: float = 2.0**20
+
+    @property
+    def width(self) -> int:
+        """Words of a number in the ring."""
+        return 1
 
     def check(self, clients: int) -> None:
         """Raises ValueError unless sums of so many clients fit a word."""
@@ -46,3 +57,60 @@ class Grid(NamedTuple):
     def decode(self, words: Tensor) -> Tensor:
         """Numbers of words, float64."""
         return words.to(torch.float64) * 2.0**-self.bits
+
+
+class ExactSums(NamedTuple):
+    """The exact sums of `fedtorch.exact`, as `ft.gibbs` makes them, each number in one ring of 320 bits that carries.
+
+    Limbs that were summed side by side would say more than their sum: how often they carry. Here a number is one whole
+    number of 2⁻¹⁶⁰, and nothing but the sum's 320 bits comes out.
+
+    *What the low bits tell.* A float64 has 53 bits below its first, wherever that is. Bits of the sum below the last
+    bit of all but one client's number are that client's own, to be read off: if the others' are of the order of one,
+    and its number is below 2⁻⁵³ of theirs, all of it. So masks hide which client it was, and that it was this small a
+    number, no more than the sum does. With fewer `bits` all numbers are cut to multiples of 2^−bits first, so that
+    these are of all alike; sums are then exactly those of the cut numbers, and no longer the plain ones to the bit.
+    """
+
+    bits: int = _PLACES  # behind the point, that are kept
+
+    @property
+    def width(self) -> int:
+        """Words of a number in the ring."""
+        return LIMBS // 2
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError unless sums of so many clients fit."""
+        if not 0 <= self.bits <= _PLACES:
+            raise ValueError(f"Expected bits from 0 to {_PLACES}, but got {self.bits}")
+        if clients >= 2 ** (_ROOM - 1):
+            raise ValueError(f"Expected fewer than {2 ** (_ROOM - 1)} clients of an exact sum, but got {clients}")
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Words `(..., 5 n)` of n numbers in limbs `(..., 10 n)`, int64.
+
+        Raises:
+            ValueError: what is not in limbs, or a number of 2¹⁴⁰ or more.
+        """
+        whole = values.shape[-1] % LIMBS == 0 and bool(((values.round() == values) & (values.abs() <= 2.0**53)).all())
+        if not whole:
+            raise ValueError("Expected numbers in the limbs of fedtorch.exact, but got others; take a secure.Grid")
+        limbs = values.to(torch.int64).unflatten(-1, (-1, LIMBS))
+        digits, carry = torch.empty_like(limbs), torch.zeros_like(limbs[..., 0])
+        for place in range(LIMBS):
+            carry = carry + limbs[..., place]
+            digits[..., place] = carry & _MASK
+            kept = (_PLACES - self.bits) - _HALF * place  # bits of this limb that are cut off
+            if kept > 0:
+                digits[..., place] &= ~((1 << min(kept, _HALF)) - 1)
+            top, carry = carry, carry >> _HALF
+        if not bool((top.abs() < 2 ** (_HALF - _ROOM)).all()):
+            raise ValueError("Expected numbers below 2**140 in magnitude for exact sums, but got larger; rescale them")
+        return (digits[..., ::2] | (digits[..., 1::2] << _HALF)).flatten(-2)
+
+    def decode(self, words: Tensor) -> Tensor:
+        """Limbs `(10 n,)` of words `(5 n,)`, float64; all but the last of a number are not negative."""
+        limbs = torch.stack([words & _MASK, (words >> _HALF) & _MASK], -1).flatten().unflatten(0, (-1, LIMBS))
+        top = limbs[:, -1]
+        limbs[:, -1] = torch.where(top >= 2 ** (_HALF - 1), top - 2**_HALF, top)
+        return limbs.flatten().to(torch.float64)

@@ -1,10 +1,10 @@
-r"""The two sides of a secure sum: what a client says in five phases, and how the server comes to the sum.
+r"""A client's side of a secure sum: what it says in five phases, so that the server (`server.py`) comes to the sum.
 
 1. *Advert*: two X25519 keys, for masks and for letters, and a commitment to a mask of its own.
 2. *Shares*: neighbours on a circle that depends on all adverts get Shamir shares of the client's mask key and of its
    own mask, each in a letter of AES-256-GCM.
 3. *Masked*: the words plus the own mask, plus a mask with every neighbour of higher number, minus those of lower.
-4. *Confirm*: every client signs who has sent masked words, so that nobody can be told two versions.
+4. *Confirm*: every client signs who has begun and who has sent masked words, so that nobody is told two versions.
 5. *Reveal*: of each neighbour that has, the share of its own mask; of each that has not, of its mask key; never both.
 
 The server recovers the own masks of those that stayed and the pairs of those that did not, checks them against adverts
@@ -14,6 +14,9 @@ It sees sums only: no rule that looks at single messages (medians, norms, NaN) c
 the client before masking: clipping, and the range check of the grid. That clients do so, nobody can see either: a
 client that masks other words than it should moves the sum by whatever it likes.
 
+Secrecy holds against a server that works with as many clients as the neighbourhoods were made for, and with fewer than
+the minimum less one: who may leave whole clients out could otherwise surround one with its own.
+
 Sources: Bonawitz et al. (2017), "Practical secure aggregation for privacy-preserving machine learning", Figure 4; Bell
 et al. (2020), Algorithm 3.
 """
@@ -21,7 +24,6 @@ et al. (2020), Algorithm 3.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -32,38 +34,52 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, derived, expanded
-from fedtorch.trust.secure import shamir
+from fedtorch.trust.secure import ring, shamir
 from fedtorch.trust.secure.messages import (
     ADVERT,
     CONFIRM,
+    KEYS,
+    LETTER,
     MASKED,
+    NUMBER,
     REVEAL,
+    SHARE,
     SHARES,
-    Aborted as Aborted,
-    Session as Session,
+    Aborted,
+    Session,
+    most_down,
     records,
     sign,
+    unbundle,
     verified,
 )
 from fedtorch.trust.secure.neighbours import circle
 
-_KEYS = struct.Struct(">32s32s32s")  # mask key, letter key, commitment
-_LETTER = struct.Struct(f">Q{2 * shamir.WIDTH + 16}s")  # to whom, sealed shares
-_SHARE = struct.Struct(f">QB{shamir.WIDTH}s")  # whose, of the own mask (1) or of the mask key (0), the share
 _NONCE = bytes(12)  # every letter has a key of its own
 
 
 class Client:
-    """One client's side; each of its methods can be called once, in their order.
+    """One client's side; each phase can be called once, in their order.
 
     Args:
         session: what was agreed.
         number: of the client.
         signing: its Ed25519 key.
         entropy: where its secrets come from.
+        words: what it adds, `(size,)` int64; may be given later, before phase 3.
+        earlier: the survivors of earlier sums that it took part in, to which those of this one are compared.
     """
 
-    def __init__(self, session: Session, number: int, signing: Ed25519PrivateKey, entropy: Entropy) -> None:
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        signing: Ed25519PrivateKey,
+        entropy: Entropy,
+        words: Tensor | None = None,
+        earlier: Sequence[frozenset[int]] = (),
+    ) -> None:
+        self.words, self._earlier = words, earlier
         self.session, self.number, self._signing, self._entropy = session, number, signing, entropy
         self._digest, self._done = session.digest(), 0
         self._mask_key = X25519PrivateKey.from_private_bytes(self._secret("mask key"))
@@ -74,11 +90,39 @@ class Client:
         self._held: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: shares of own mask and of mask key
         self._survivors: frozenset[int] = frozenset()
 
+    def answer(self, phase: int, payload: bytes) -> bytes:
+        """The message of a phase, from what the server has passed on before it: `Server.request`.
+
+        Raises:
+            Aborted: this client goes no further.
+            ValueError: the payload is not what belongs here.
+        """
+        most = most_down(self.session, phase)
+        if len(payload) > most:
+            raise ValueError(f"Expected at most {most} bytes before phase {phase}, but got {len(payload)}")
+        if phase == ADVERT:
+            return self.advertise()
+        if phase == CONFIRM:
+            return self.confirm([int(client) for (client,) in records(payload, NUMBER)])
+        messages = unbundle(payload)
+        if phase == SHARES:
+            return self.share(messages)
+        if phase == REVEAL:
+            return self.reveal(messages)
+        if self.words is None:
+            raise ValueError(f"Expected client {self.number} to have words for phase {phase}, but it has none yet")
+        return self.mask(self.words, messages)
+
+    @property
+    def survivors(self) -> frozenset[int]:
+        """Whose sum this one is, as far as this client has confirmed; to be kept for later ones as `earlier`."""
+        return self._survivors
+
     def advertise(self) -> bytes:
         """Phase 1."""
         self._enter(ADVERT)
         public = [key.public_key().public_bytes_raw() for key in (self._mask_key, self._letter_key)]
-        return self._sign(ADVERT, _KEYS.pack(*public, commitment(self._own)))
+        return self._sign(ADVERT, KEYS.pack(*public, commitment(self._own)))
 
     def share(self, adverts: Sequence[bytes]) -> bytes:
         """Phase 2, from everybody's adverts.
@@ -100,7 +144,7 @@ class Client:
             parts.append(shamir.split(secret, threshold, self._neighbours, words.numpy().tobytes()))
         for other in self._neighbours:
             both = b"".join(part[other].to_bytes(shamir.WIDTH, "big") for part in parts)
-            body += _LETTER.pack(other, AESGCM(self._letter(self.number, other)).encrypt(_NONCE, both, self._digest))
+            body += LETTER.pack(other, AESGCM(self._letter(self.number, other)).encrypt(_NONCE, both, self._digest))
         return self._sign(SHARES, body)
 
     def mask(self, words: Tensor, shares: Sequence[bytes]) -> bytes:
@@ -120,9 +164,9 @@ class Client:
             self._held[sender] = self._open(sender, body)
         if len(self._held) < self.session.graph.threshold:
             raise Aborted(f"Client {self.number} has {len(self._held)} neighbours left, too few to recover anything")
-        masked = words + expanded(self._own, self.session.size)
+        masked = ring.add(expanded(self._own, self.session.size), words, self.session.width)
         for other in self._held:
-            masked += self._pair(other)
+            ring.add(masked, self._pair(other), self.session.width)
         return self._sign(MASKED, masked.numpy().tobytes())
 
     def confirm(self, survivors: Sequence[int]) -> bytes:
@@ -137,7 +181,13 @@ class Client:
             raise Aborted(f"Expected client {self.number} among the survivors, and only clients that have begun")
         if len(self._survivors) < self.session.minimum:
             raise Aborted(f"A sum of {len(self._survivors)} clients is smaller than the minimum {self.session.minimum}")
-        return self._sign(CONFIRM, agreed(survivors))
+        for before in self._earlier:
+            if 0 < len(before ^ self._survivors) < self.session.apart:
+                raise Aborted(
+                    f"The difference from an earlier sum is of {len(before ^ self._survivors)} clients, fewer than "
+                    f"{self.session.apart}: subtracted, the sums would say too much of each"
+                )
+        return self._sign(CONFIRM, agreed(survivors, self._adverts))
 
     def reveal(self, confirmations: Sequence[bytes]) -> bytes:
         """Phase 5: one share of each neighbour, once enough of them have confirmed the same survivors.
@@ -149,7 +199,7 @@ class Client:
         same = set()
         for message in confirmations:
             sender, body = verified(self.session, CONFIRM, message)
-            if body != agreed(sorted(self._survivors)):
+            if body != agreed(sorted(self._survivors), self._adverts):
                 raise Aborted(f"Client {sender} was told of other survivors than client {self.number}")
             same.add(sender)
         if len(same & set(self._neighbours) & self._survivors) < self.session.graph.threshold:
@@ -157,11 +207,11 @@ class Client:
         body = b""
         for other, (own, key) in self._held.items():
             stayed = other in self._survivors
-            body += _SHARE.pack(other, stayed, own if stayed else key)
+            body += SHARE.pack(other, stayed, own if stayed else key)
         return self._sign(REVEAL, body)
 
     def _open(self, sender: int, body: bytes) -> tuple[bytes, bytes]:
-        letters = [sealed for to, sealed in records(body, _LETTER) if to == self.number]
+        letters = [sealed for to, sealed in records(body, LETTER) if to == self.number]
         try:
             (sealed,) = letters
             both = AESGCM(self._letter(sender, self.number)).decrypt(_NONCE, bytes(sealed), self._digest)
@@ -193,94 +243,6 @@ class Client:
         self._done = phase
 
 
-class Server:
-    """The server's side: takes every message in, refuses what is wrong, and ends with the sum.
-
-    Args:
-        session: what was agreed.
-
-    Attributes:
-        refused: how many messages were refused.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self.session, self._digest, self.refused = session, session.digest(), 0
-        self.messages: dict[int, dict[int, bytes]] = {phase: {} for phase in range(ADVERT, REVEAL + 1)}
-
-    def take(self, phase: int, message: bytes) -> bool:
-        """Takes a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
-        try:
-            sender, body = verified(self.session, phase, message)
-            earlier = self.messages.get(phase - 1, self.session.keys)
-            if sender in self.messages[phase] or sender not in earlier:
-                raise ValueError(f"client {sender} has been heard, or has dropped out before")
-            if phase == MASKED and len(body) != 8 * self.session.size:
-                raise ValueError(f"expected {self.session.size} words")
-            if phase == ADVERT and len(body) != _KEYS.size:
-                raise ValueError("expected two keys and a commitment")
-        except ValueError:
-            self.refused += 1
-            return False
-        self.messages[phase][sender] = message
-        return True
-
-    @property
-    def survivors(self) -> list[int]:
-        """Who has sent masked words."""
-        return sorted(self.messages[MASKED])
-
-    def shares_for(self, client: int) -> list[bytes]:
-        """The shares that a client's neighbours have sent."""
-        adverts = opened_adverts(self.session, list(self.messages[ADVERT].values()))
-        sent = self.messages[SHARES]
-        return [sent[other] for other in graph(self.session, adverts)[client] if other in sent]
-
-    def total(self) -> Tensor:
-        """The sum of the survivors' words, `(size,)`.
-
-        Raises:
-            Aborted: it cannot be recovered, or would be of too few.
-        """
-        survivors, adverts = self.survivors, opened_adverts(self.session, list(self.messages[ADVERT].values()))
-        if len(survivors) < self.session.minimum:
-            raise Aborted(f"A sum of {len(survivors)} clients is smaller than the minimum {self.session.minimum}")
-        total = torch.zeros(self.session.size, dtype=torch.int64)
-        for message in self.messages[MASKED].values():
-            total += torch.frombuffer(bytearray(verified(self.session, MASKED, message)[1]), dtype=torch.int64)
-        revealed = self._revealed()
-        neighbours = graph(self.session, adverts)
-        for client in survivors:
-            own = self._recovered(client, True, revealed)
-            if commitment(own) != adverts[client][2]:
-                raise Aborted(f"The shares of client {client}'s own mask are not of what it has committed to")
-            total -= expanded(own, self.session.size)
-        for client in sorted(self.messages[SHARES].keys() - set(survivors)):
-            key = X25519PrivateKey.from_private_bytes(self._recovered(client, False, revealed))
-            if key.public_key().public_bytes_raw() != adverts[client][0]:
-                raise Aborted(f"The shares of client {client}'s mask key are not of the key in its advert")
-            for other in set(neighbours[client]) & set(survivors):
-                shared = key.exchange(X25519PublicKey.from_public_bytes(adverts[other][0]))
-                total += pair_mask(self.session, self._digest, shared, client, other)
-        return total
-
-    def _revealed(self) -> dict[tuple[int, bool], dict[int, int]]:
-        """Shares by (whose, of the own mask) and holder."""
-        found: dict[tuple[int, bool], dict[int, int]] = {}
-        for holder, message in self.messages[REVEAL].items():
-            for owner, own, share in records(verified(self.session, REVEAL, message)[1], _SHARE):
-                found.setdefault((int(owner), bool(own)), {})[holder] = int.from_bytes(bytes(share), "big")
-        return found
-
-    def _recovered(self, client: int, own: bool, revealed: dict[tuple[int, bool], dict[int, int]]) -> bytes:
-        shares, threshold = revealed.get((client, own), {}), self.session.graph.threshold
-        if len(shares) < threshold:
-            raise Aborted(f"Expected {threshold} shares of client {client}'s secret, but got {len(shares)}")
-        try:
-            return shamir.combine(dict(sorted(shares.items())[:threshold]))
-        except ValueError as error:
-            raise Aborted(f"The shares of client {client}'s secret do not belong together") from error
-
-
 def opened_adverts(session: Session, adverts: Sequence[bytes]) -> dict[int, tuple[bytes, bytes, bytes]]:
     """(mask key, letter key, commitment) of every client that has advertised.
 
@@ -293,7 +255,7 @@ def opened_adverts(session: Session, adverts: Sequence[bytes]) -> dict[int, tupl
         sender, body = verified(session, ADVERT, message)
         if sender in found:
             raise Aborted(f"Expected one advert of client {sender}, but got two")
-        found[sender] = _KEYS.unpack(body)
+        found[sender] = KEYS.unpack(body)
     if len(found) < session.minimum:
         raise Aborted(f"Expected at least {session.minimum} clients to begin, but got {len(found)}")
     return found
@@ -310,7 +272,7 @@ def pair_mask(session: Session, digest: bytes, shared: bytes, client: int, other
     low, high = sorted((client, other))
     purpose = Purpose(session.run, session.round, session.attempt, f"mask of {low} and {high}", digest)
     mask = expanded(derived(shared, purpose), session.size)
-    return mask if client == low else mask.neg_()
+    return mask if client == low else ring.negate(mask, session.width)
 
 
 def commitment(secret: bytes) -> bytes:
@@ -318,6 +280,7 @@ def commitment(secret: bytes) -> bytes:
     return hashlib.sha256(b"commitment " + secret).digest()
 
 
-def agreed(survivors: Sequence[int]) -> bytes:
-    """What survivors sign."""
-    return hashlib.sha256(b"".join(struct.pack(">Q", client) for client in sorted(survivors))).digest()
+def agreed(survivors: Sequence[int], adverts: dict[int, tuple[bytes, bytes, bytes]]) -> bytes:
+    """What survivors sign: who has stayed, and of whom and with which keys they know that they began."""
+    begun = [NUMBER.pack(client) + b"".join(adverts[client]) for client in sorted(adverts)]
+    return hashlib.sha256(b"".join([*(NUMBER.pack(k) for k in sorted(survivors)), b"of", *begun])).digest()

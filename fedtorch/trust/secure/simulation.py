@@ -6,9 +6,10 @@ sum, with dropouts in any phase, and `secure_star` an exchange whose rounds are 
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -16,15 +17,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchange import Exchange, Mean, Sum, star
+from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, star
 from fedtorch.tree import Tree
+from fedtorch.trust.messages import in_order, kept, like, rows
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
-from fedtorch.trust.secure.grid import Grid
-from fedtorch.trust.secure.messages import ADVERT, CONFIRM, MASKED, REVEAL, SHARES, Aborted, Session
+from fedtorch.trust.secure.grid import ExactSums, Grid
+from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session, body_of
 from fedtorch.trust.secure.neighbours import Neighbourhoods, neighbourhoods
-from fedtorch.trust.secure.parties import Client, Server
+from fedtorch.trust.secure.parties import Client
+from fedtorch.trust.secure.server import Server
 
-Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client, message) -> what arrives, None if nothing does
+Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number from 1, message) -> what arrives, or None
 
 
 class SecureSum(NamedTuple):
@@ -39,7 +42,7 @@ class SecureSum(NamedTuple):
 
 def secure_sum(
     values: Tensor,
-    grid: Grid = Grid(),  # noqa: B008
+    grid: Grid | ExactSums = Grid(),  # noqa: B008
     *,
     minimum: int = 3,
     gone: Mapping[int, int] | None = None,
@@ -48,12 +51,15 @@ def secure_sum(
     run: bytes = b"simulation",
     round: int = 0,
     attempt: int = 0,
+    apart: int = 1,
+    clients: Sequence[int] | None = None,
+    earlier: Sequence[Sequence[int]] = (),
     entropy: Entropy | None = None,
 ) -> SecureSum:
     """The sum of rows `(K, D)` by the whole protocol.
 
     Args:
-        values: a client a row.
+        values: a client a row; with `ExactSums` numbers in the limbs of `fedtorch.exact` side by side.
         grid: that all clients agree on.
         minimum: clients of a sum.
         gone: row -> the phase (1 to 5) before which a client drops out.
@@ -62,39 +68,44 @@ def secure_sum(
         run: a name of the run.
         round: of the run.
         attempt: of the round; another one has other masks.
+        apart: clients by which the survivors differ at least from those of each earlier sum, unless they are the same.
+        clients: numbers of the rows' clients, from 0 on; default: the rows' own.
+        earlier: clients that survived in earlier sums.
         entropy: of all secrets; default: the operating system's.
 
     Raises:
-        Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients.
+        Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or differ from an earlier
+            one by fewer than `apart`.
         ValueError: numbers off the grid's range, or too few clients.
     """
-    clients, size = values.shape
-    grid.check(clients)
-    if clients < minimum:
-        raise Aborted(f"Expected at least {minimum} clients for a sum, but got {clients}")
+    numbers = [client + 1 for client in (range(len(values)) if clients is None else clients)]
+    grid.check(len(numbers))
+    if len(numbers) < minimum:
+        raise Aborted(f"Expected at least {minimum} clients for a sum, but got {len(numbers)}")
     words = grid.encode(values)
     entropy = from_system() if entropy is None else entropy
-    keys = [
-        Ed25519PrivateKey.from_private_bytes(entropy.key(Purpose(run, round, attempt, f"signature of {k}", b"")))
-        for k in range(clients)
-    ]
-    public = {k + 1: key.public_key().public_bytes_raw() for k, key in enumerate(keys)}
-    graph = neighbourhoods(clients) if graph is None else graph
-    session = Session(run, round, attempt, public, size, graph, minimum)
-    wire = _Wire(Server(session), {} if gone is None else gone, tamper)
-    parties = {k + 1: Client(session, k + 1, key, entropy) for k, key in enumerate(keys)}
-    server = wire.server
-    wire.phase(ADVERT, list(parties), lambda k: parties[k].advertise())
-    adverts = list(server.messages[ADVERT].values())
-    wire.phase(SHARES, list(server.messages[ADVERT]), lambda k: parties[k].share(adverts))
-    wire.phase(MASKED, list(server.messages[SHARES]), lambda k: parties[k].mask(words[k - 1], server.shares_for(k)))
-    survivors = server.survivors
-    wire.phase(CONFIRM, survivors, lambda k: parties[k].confirm(survivors))
-    confirmations = list(server.messages[CONFIRM].values())
-    wire.phase(REVEAL, list(server.messages[CONFIRM]), lambda k: parties[k].reveal(confirmations))
-    total = grid.decode(server.total())
-    seen = [torch.frombuffer(bytearray(server.messages[MASKED][k][9:-64]), dtype=torch.int64) for k in survivors]
-    return SecureSum(total, [k - 1 for k in survivors], torch.stack(seen), wire.sent, wire.seconds)
+    keys = {
+        k: Ed25519PrivateKey.from_private_bytes(entropy.key(Purpose(run, round, attempt, f"signature of {k}", b"")))
+        for k in numbers
+    }
+    public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
+    graph = neighbourhoods(len(numbers)) if graph is None else graph
+    session = Session(run, round, attempt, public, words.shape[1], graph, minimum, grid.width, apart)
+    before = [frozenset(client + 1 for client in each) for each in earlier]
+    parties = {
+        k: Client(session, k, keys[k], entropy, own, [each for each in before if k in each])
+        for k, own in zip(numbers, words)
+    }
+    row = {k: place for place, k in enumerate(numbers)}
+    gone = {} if gone is None else {numbers[place]: phase for place, phase in gone.items()}
+    server = Server(session)
+    wire, there = _Wire(server, gone, tamper), numbers
+    for phase in PHASES:
+        wire.phase(phase, there, parties)
+        there = list(server.messages[phase])
+    total, survivors = grid.decode(server.total()), server.survivors
+    seen = [torch.frombuffer(bytearray(body_of(server.messages[MASKED][k])), dtype=torch.int64) for k in survivors]
+    return SecureSum(total, [row[k] for k in survivors], torch.stack(seen), wire.sent, wire.seconds)
 
 
 class _Wire:
@@ -104,13 +115,14 @@ class _Wire:
         self.server, self._gone, self._tamper = server, gone, tamper
         self.sent, self.seconds = 0, 0.0
 
-    def phase(self, phase: int, clients: Sequence[int], say: Callable[[int], bytes]) -> None:
+    def phase(self, phase: int, clients: Sequence[int], parties: Mapping[int, Client]) -> None:
         """Lets clients say what they have to, but for those that drop out before it."""
         for client in clients:
-            if phase >= self._gone.get(client - 1, phase + 1):
+            if phase >= self._gone.get(client, phase + 1):
                 continue
+            payload = self.server.request(phase, client)
             began = time.perf_counter()
-            message: bytes | None = say(client)
+            message: bytes | None = parties[client].answer(phase, payload)
             self.seconds += time.perf_counter() - began
             self.sent += len(message or b"")
             if self._tamper is not None and message is not None:
@@ -119,11 +131,27 @@ class _Wire:
                 self.server.take(phase, message)
 
 
-def secure_star(grid: Grid = Grid(), minimum: int = 3, entropy: Entropy | None = None) -> Exchange:  # noqa: B008
+def secure_star(
+    grid: Grid | ExactSums = Grid(),  # noqa: B008
+    minimum: int = 3,
+    entropy: Entropy | None = None,
+    apart: int = 1,
+) -> Exchange:
     """A star whose server sees a round's sums only, each number of them on the grid.
 
     `Mean`s travel as weight times value, beside the weights. The cohort that answered is summed as a whole, by the
-    protocol, so that blocks and their order change no bit; with `minimum` clients or more, or not at all.
+    protocol, so that blocks and their order change no bit; with `minimum` clients or more, or not at all. That holds
+    for totals too, of which the changes of a round's cohort are summed. No message can be looked at: medians, bounds on
+    norms and checks for NaN cannot act, and what a client adds it has to clip itself.
+
+    Args:
+        grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
+        minimum: clients of a sum.
+        entropy: of all secrets; default: the operating system's.
+        apart: clients by which the survivors of a round differ at least from those of each earlier one, unless they are
+            the same. Where clients tell nearly the same in every round, one sum less another is that of the clients
+            by which they differ: `apart=minimum` rules that out for pairs of rounds, and ends a run in which a single
+            client drops out.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -135,22 +163,32 @@ def secure_star(grid: Grid = Grid(), minimum: int = 3, entropy: Entropy | None =
         >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
         True
     """
-    attempts = iter(range(2**62))
     entropy = from_system() if entropy is None else entropy
-
-    def finish(partial: Tree) -> Tree:
-        summed = tree.map(_as_sums, partial, is_leaf=(Mean, Sum))
-        leaves = tree.leaves(summed)
-        rows = torch.cat([leaf.reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in leaves], 1).cpu()
-        total = secure_sum(rows, grid, minimum=minimum, attempt=next(attempts), entropy=entropy).total
-        parts = total.split([leaf[0].numel() for leaf in leaves])
-        totals = [part.reshape(leaf.shape[1:]).to(leaf.device) for part, leaf in zip(parts, leaves)]
-        return tree.map(_as_aggregate, tree.refill(summed, totals), is_leaf=(Mean, Sum))
-
-    return star()._replace(gather=lambda messages, ids: messages, merge=tree.concatenate, finish=finish, additive=False)
+    return kept(star(), partial(_finish, grid, minimum, entropy, apart, [], count()))
 
 
-def _as_sums(node: Mean | Sum) -> Mean | Sum:
+def _finish(
+    grid: Grid | ExactSums,
+    minimum: int,
+    entropy: Entropy,
+    apart: int,
+    earlier: list[list[int]],
+    attempts: Iterator[int],
+    found: RowsOf,
+) -> Tree:
+    """The aggregate of a round, whose survivors are added to those of earlier ones."""
+    ids, messages = in_order(found)
+    summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
+    made = secure_sum(
+        rows(summed).cpu(), grid, minimum=minimum, attempt=next(attempts), clients=ids.tolist(), apart=apart,
+        earlier=earlier, entropy=entropy,
+    )  # fmt: skip
+    earlier.append(ids.tolist())
+    total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), tree.take(summed, slice(0, 1)))
+    return tree.map(_as_aggregate, total, is_leaf=(Mean, Sum))
+
+
+def as_sums(node: Mean | Sum) -> Mean | Sum:
     """What of a message is added up, float64."""
     wide: Tree = tree.to(node.value, torch.float64)
     if isinstance(node, Sum):

@@ -341,7 +341,8 @@ def test_the_prior_goes_where_the_devices_rows_are() -> None:
     told = ft.ep(model._replace(start=projections.Start(summary, model.start.estimate)))
     server, state = told.init(model.prior.normal._asdict(), 3)
     rows = tree.to(tree.expand(state, 3), "meta")
-    inbox = tree.to(tree.expand(told.outbox(server), 3), "meta")._replace(version=torch.zeros(3))
+    inbox = tree.to(tree.expand(told.outbox(server), 3), "meta")
+    inbox = inbox._replace(version=torch.zeros(3), back=torch.zeros(3, dtype=torch.bool))
     told.client(inbox, rows, {}, ft.Turn(random.key(0).expand(3), 0))
     assert places[-1].type == "meta"
 

@@ -21,6 +21,7 @@ def number(*values: float) -> Tensor:
 
 def round_of(pace: Pace, change: float = 1e-3, improper: float = 0.0, **arguments: Any) -> tuple[Pace, Moved]:
     settings = {"version": 6, "proper": True, "everybody": True, "most": 1.0, **arguments}
+    settings.update({name: torch.tensor(settings[name]) for name in ("proper", "everybody")})
     return damping.update(pace, number(change, change / 2), improper=number(improper), **settings)
 
 

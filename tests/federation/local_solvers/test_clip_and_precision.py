@@ -74,5 +74,62 @@ def test_wrong_settings_are_refused() -> None:
     for clip in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"Expected a positive clip, but got {clip}"):
             ft.gradient_descent(Net(), epochs=1, clip=clip)
-    with pytest.raises(ValueError, match="Expected precision='32' or 'bf16', but got '16'"):
+    with pytest.raises(ValueError, match="Expected precision='32', 'bf16' or 'tf32', but got '16'"):
         ft.gradient_descent(Net(), epochs=1, precision="16")  # type: ignore[arg-type]
+
+
+class Watched(nn.Linear):
+    """Notes how products are made on a CUDA device."""
+
+    seen: list[tuple[str, str]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_short_products_last_for_the_losses_of_steps(batched: bool) -> None:
+    now = lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+    Watched.seen, before = [], now()
+    data, module = clients(torch.float32), Watched(2, 1)
+    made = lambda precision: ft.gradient_descent(
+        module, steps=2, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        precision=precision, batched=batched,
+    )  # fmt: skip
+    short, long = (solve(made(precision), data=data.stack(range(len(data)))) for precision in ("tf32", "32"))
+    assert ("tf32", "tf32") in Watched.seen
+    assert Watched.seen[-1] == before == now()
+    if not torch.cuda.is_available():
+        assert_same(short.parameters, long.parameters)
+
+
+def rounding_of(precision: str, device: str) -> float:
+    """How far a round's change is from that of float64, relative, its products rounded so."""
+    x = ft.random.normal(ft.random.key(1), (6, 40, 20), torch.float64)
+    y = ft.random.randint(ft.random.key(2), 4, (6, 40))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 4))
+
+    def change(dtype: torch.dtype, precision: str) -> Tensor:
+        data = ft.data.from_tensors([(rows.to(device, dtype), labels.to(device)) for rows, labels in zip(x, y)])
+        local = ft.gradient_descent(
+            module.to(dtype), steps=20, loss=nn.functional.cross_entropy, precision=precision,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        )  # fmt: skip
+        run = ft.run(ft.fedavg(local), ft.InProcess(data, device=device), rounds=1)
+        return torch.cat([(run.server[n].cpu().double() - p.double()).flatten() for n, p in local.parameters.items()])
+
+    wanted = change(torch.float64, "32")
+    return float((change(torch.float32, precision) - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16", "tf32"])
+def test_what_short_numbers_cost(precision: str) -> None:
+    """A round of 20 steps is off by up to 20 roundings of the factors: 2⁻²⁴, 2⁻⁹ or, on a device, 2⁻¹¹."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    unit = {"32": 2.0**-24, "bf16": 2.0**-9, "tf32": 2.0**-11 if device == "cuda" else 2.0**-24}[precision]
+    found = rounding_of(precision, device)
+    print(f"relative error of a round with {precision} on {device}: {found:.1e}")  # noqa: T201 (a measurement)
+    assert unit / 10 < found < 20 * unit

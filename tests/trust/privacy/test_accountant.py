@@ -146,3 +146,19 @@ def test_a_library_without_distributions_is_named(monkeypatch: pytest.MonkeyPatc
     accountant._loss.cache_clear()
     with pytest.raises(ImportError, match=r"fedtorch\[privacy\]"):
         privacy.epsilon(noise=1.0, rate=0.5, delta=DELTA)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.05])
+def test_cut_batches_have_the_least_epsilon_whose_delta_is_the_one_asked_for(rate: float) -> None:
+    """δ(ε) + (1 + e^ε) η = δ, with δ(ε) of whole batches."""
+    whole, cut = Release(8.0, rate), Release(8.0, rate, excess=1e-10)
+    found = privacy.spent({cut: 40}, 1e-5)
+    eta = 40 * 1e-10
+    assert found > privacy.spent({whole: 40}, 1e-5)
+    assert found == pytest.approx(privacy.spent({whole: 40}, 1e-5 - (1 + math.exp(found)) * eta), rel=1e-4)
+    assert privacy.spent({cut: 20, whole: 20}, 1e-5) < found
+    assert privacy.spent({whole._replace(excess=1e-4): 40}, 1e-5) == math.inf
+    assert privacy.spent({whole._replace(excess=1e-300): 40}, 1e-5) == pytest.approx(
+        privacy.spent({whole: 40}, 1e-5),
+        rel=1e-5,  # ε is rounded up by 1e-6, twice
+    )

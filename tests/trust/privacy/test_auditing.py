@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy import clients
+from fedtorch.trust.privacy import clients, nodes, totals
 from fedtorch.trust.privacy.auditing import clopper_pearson
 from fedtorch.trust.privacy.per_example import PrivateLoss
 
@@ -71,6 +71,20 @@ def test_a_learnt_attack_needs_no_knowledge_of_the_mechanism() -> None:
     assert float(direction[0] / direction.norm()) > 0.99
 
 
+def test_an_attack_on_squares_finds_what_only_changes_the_spread() -> None:
+    """Noise of 1 or 1.5, about zero with and without the canary: unbounded losses, which no linear score sees."""
+    generator = torch.Generator().manual_seed(4)
+    inside, outside = (sd * torch.randn(40_000, 2, generator=generator, dtype=torch.float64) for sd in (1.5, 1.0))
+    squares = lambda rows: torch.cat([rows, rows.square()], 1)
+    learnt = privacy.learnt_attack(inside[:10_000], outside[:10_000], features=squares)
+    linear, better = (
+        privacy.audit_outputs(inside, outside, delta=DELTA, choosing=10_000, score=score).epsilon
+        for score in (None, learnt)
+    )
+    assert better > 2.0
+    assert better > linear
+
+
 def released(noise: float, with_canary: bool, runs: int, seed: int) -> Tensor:
     """A coordinate of the server's parameters after one round, over and over from the same state."""
     data = linear_clients([4] * 5)
@@ -95,6 +109,67 @@ def test_whole_rounds_of_client_level_privacy_are_audited(broken: str, monkeypat
         monkeypatch.setattr(clients, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
     used = noise / 8 if broken == "noise" else noise
     inside, outside = released(used, True, 300, 1), released(used, False, 300, 2)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=100)
+    assert (found.epsilon > 2.0) == (broken != "")
+
+
+def told_by_nodes(noise: float, seed: int, pairs: int = 45_000) -> tuple[Tensor, Tensor]:
+    """What nodes tell their only neighbour in the second round: a half with a canary, a half with nothing to tell."""
+    one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    data = ft.data.from_tensors([(one, zero + 1e6), (one, zero)] * pairs)
+    network = ft.Network(torch.arange(2 * pairs).reshape(-1, 2))
+    module = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(module.weight)
+    algorithm = privacy.node_level(ft.gtv(ft.least_squares(module), network, 1e-9), 1.0, noise, delta=DELTA,
+                                   entropy=privacy.from_seed(seed))  # fmt: skip
+    run = ft.Run(algorithm, ft.InProcess(data))
+    both = []
+    for _ in range(2):
+        run.step()
+        told = algorithm.told(run.clients.table.read(slice(0, 2 * pairs)))["weight"]
+        both.append(told.reshape(pairs, 2).clone())
+    inside, outside = torch.stack(both, 2).unbind(1)
+    return inside, outside
+
+
+@pytest.mark.parametrize("broken", ["", "noise", pytest.param("clip", marks=pytest.mark.slow)])
+def test_what_nodes_tell_in_two_rounds_is_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ε = 1 of both rounds together."""
+    noise = privacy.gaussian_noise(1.0, DELTA, rounds=2)
+    if broken == "clip":
+        monkeypatch.setattr(nodes, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
+    inside, outside = told_by_nodes(noise / 2 if broken == "noise" else noise, seed=6)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=10_000)
+    assert (found.epsilon > 1.0) == (broken != "")
+    assert found.epsilon > 0.3
+
+
+def released_totals(noise: float, with_canary: bool, runs: int, seed: int) -> Tensor:
+    """A message's and a total's first number of one round, over and over from the same state."""
+    data = [(x, y * (1e6 if with_canary and k == 0 else 0.0)) for k, (x, y) in enumerate(linear_clients([4] * 5))]
+    module = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(module.weight)
+    ones = lambda data: torch.ones_like(data.count, dtype=torch.float64)
+    algorithm = privacy.client_level(ft.scaffold(sgd(1e-3, module), weight=ones), 1.0, noise, clip_told=1.0,
+                                     delta=DELTA, entropy=privacy.from_seed(seed))  # fmt: skip
+    run = ft.Run(algorithm, ft.InProcess(ft.data.from_tensors(data)))
+    start, found, nobody = run.server, [], run.clients.state_dict()
+    for _ in range(runs):
+        run.server = start
+        run.clients.load_state_dict(nobody)
+        inner = run.step().server.inner
+        found.append(torch.cat([inner.parameters["weight"][0], inner.total.weighted["weight"][0]]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("broken", ["noise", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "clip"))])
+def test_totals_are_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ε = 2 of a round's sum and total together."""
+    noise = privacy.gaussian_noise(2.0, DELTA)
+    if broken == "clip":
+        monkeypatch.setattr(totals, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
+    used = noise / 8 if broken == "noise" else noise
+    inside, outside = released_totals(used, True, 300, 7), released_totals(used, False, 300, 8)
     found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=100)
     assert (found.epsilon > 2.0) == (broken != "")
 

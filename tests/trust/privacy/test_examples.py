@@ -10,13 +10,13 @@ import torch
 from support.closed_forms import distance, linear, linear_clients
 from support.small_federations import Classifier, classes
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 
 import fedtorch as ft
-from fedtorch import tree
+from fedtorch import random, tree
 from fedtorch.tree import Tree
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy.layers import linear_layers
+from fedtorch.trust.privacy.layers import ghost_squares, linear_layers
 from fedtorch.trust.privacy.per_example import PrivateLoss, poisson_batch
 
 SIZES = [7, 3, 12, 5]
@@ -45,7 +45,7 @@ class Sequences(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A convolution and a norm of each example: no layers to take ghost norms of."""
+    """A convolution and a norm of each example, of which there are no ghost norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,6 +54,22 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.convolution(x[:, None, :]).flatten(1)))
+
+
+class Images(nn.Module):
+    """Convolutions in one and in two dimensions, with all settings that ghost norms know, on what is made of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.line = nn.Conv1d(1, 4, 3, stride=2, padding=1, dilation=2, bias=False)
+        self.plane = nn.Conv2d(1, 3, (2, 3), stride=(1, 2), padding=(0, 1))
+        self.head = nn.Linear(4 * 3 + 3 * 2 * 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        long = torch.cat([x, x.square(), x.sin()], 1)  # (n, 9)
+        line = torch.tanh(self.line(long[:, None])[:, :, :3]).flatten(1)
+        return self.head(torch.cat([line, torch.tanh(self.plane(long.reshape(-1, 1, 3, 3))).flatten(1)], 1))
 
 
 class Twice(nn.Module):
@@ -72,6 +88,7 @@ MODULES = {
     "mlp": mlp,
     "mlp without bias": lambda: mlp(False),
     "sequences": lambda: Sequences().double(),
+    "images": lambda: Images().double(),
     "convolution": lambda: Convolution().double(),
     "twice": lambda: Twice().double(),
 }
@@ -152,7 +169,7 @@ def test_it_is_the_loop_over_examples(name: str, optimizer: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e6])
-@pytest.mark.parametrize("name", ["mlp", "mlp without bias", "sequences"])
+@pytest.mark.parametrize("name", ["mlp", "mlp without bias", "sequences", "images"])
 def test_ghost_norms_clip_as_the_examples_own_gradients_do(name: str, clip: float) -> None:
     ghost, apart = (trained(private(MODULES[name](), clip=clip, noise=NOTHING / clip, ghost=g)) for g in (True, False))
     assert all(distance(one, other) < 1e-7 for one, other in zip(ghost, apart))
@@ -207,6 +224,32 @@ def test_batches_are_poisson() -> None:
     rows, taken = poisson_batch({"x": torch.arange(9).reshape(3, 3)}, mask)
     assert taken.tolist() == [[True, True], [False, False], [True, True]]
     assert rows["x"].tolist() == [[1, 2], [3, 3], [6, 7]]
+
+
+def test_batches_that_are_cut_keep_some_of_their_rows_and_cost_delta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row that was drawn stays as likely as any other: of the 12 rows of the third client here 2 at most."""
+    local = private(rate=0.5, steps=400, noise=3.0, cut=privacy.Cut(batch=2, rows=12))
+    drawn = watch(local, monkeypatch)
+    trained(local)
+    counts = torch.stack(drawn).sum(2)
+    assert int(counts.max()) == 2
+    each = torch.stack(drawn)[:, 2].double().mean(0)
+    chance = float(counts[:, 2].double().mean()) / 12
+    assert float((each - chance).abs().max()) < 5 * math.sqrt(chance * (1 - chance) / 400)
+    assert local.budget.release.excess == pytest.approx(1 - sum(math.comb(12, i) for i in range(3)) / 2**12)
+    for batch, same in ((12, True), (11, False)):
+        cuts = (None, privacy.Cut(batch, 12))
+        solvers = [private(rate=0.5, steps=3, noise=3.0, cut=each) for each in cuts]
+        one, two = (ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=1) for local in solvers)
+        assert distance(one.server, two.server) == 0  # nobody drew so many
+        assert (one.history["epsilon"].iloc[0] == two.history["epsilon"].iloc[0]) == same
+
+
+def test_cuts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="batch of at least 1"):
+        private(cut=privacy.Cut(0, 10))
+    with pytest.raises(ValueError, match=r"'client 2'.* at most the rows of Cut"):
+        ft.Run(ft.fedavg(private(cut=privacy.Cut(4, 11))), ft.InProcess(DATA))
 
 
 def test_the_history_has_the_epsilon_of_all_steps(tmp_path: Path) -> None:
@@ -323,6 +366,26 @@ def test_layers_are_found_where_all_that_is_trained_is_in_them() -> None:
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     assert linear_layers(tied, [n for n, _ in tied.named_parameters()]) is None
+
+
+@pytest.mark.parametrize("positions", [1, 3, 40])
+@pytest.mark.parametrize("bias", [True, False])
+def test_squared_norms_are_those_of_gradients_made_by_vmap(positions: int, bias: bool) -> None:
+    """With few positions by their products, with many by the gradient itself: 2 T² against 4 · 5."""
+    a, g = (random.normal(random.key(k), (2, 3, positions, d), torch.float64) for k, d in ((0, 5), (1, 4)))
+    weight, offset = torch.zeros(4, 5).double(), torch.zeros(4).double()
+    loss = lambda w, b, x, y: ((x @ w.mT + b) * y).sum()
+    each = vmap(vmap(grad(loss, argnums=(0, 1)), in_dims=(None, None, 0, 0)), in_dims=(None, None, 0, 0))
+    by_weight, by_bias = each(weight, offset, a, g)
+    expected = by_weight.square().sum((2, 3)) + bias * by_bias.square().sum(2)
+    assert float((ghost_squares(a, g, bias) / expected - 1).abs().max()) < 1e-12
+
+
+def test_convolutions_of_other_kinds_take_the_examples_own_gradients() -> None:
+    for other in (nn.Conv1d(4, 4, 3, groups=2), nn.Conv1d(4, 4, 3, padding="same"),
+                  nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"), nn.Conv3d(4, 4, 1)):  # fmt: skip
+        assert linear_layers(other, ["weight", "bias"]) is None
+    assert linear_layers(nn.Conv1d(4, 4, 3), ["weight", "bias"]) is not None
 
 
 def test_a_step_of_private_gradients_leaves_scalars_and_integers_alone() -> None:

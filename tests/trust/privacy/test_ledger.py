@@ -41,6 +41,15 @@ def test_every_round_is_a_line_with_its_epsilon(tmp_path: Path) -> None:
     assert "not the server" in head["adversary"]
 
 
+def test_a_ledger_knows_how_likely_batches_were_cut(tmp_path: Path) -> None:
+    claim = privacy.Claim("example", "one row", "all", "of the system")
+    release = privacy.Release(2.0, 0.1, excess=1e-9)
+    privacy.Ledger(tmp_path / "ledger", claim, 1e-5).spend(0, release, 7)
+    again = privacy.Ledger(tmp_path / "ledger", claim, 1e-5)
+    assert again.releases == {release: 7}
+    assert again.epsilon > privacy.spent({release._replace(excess=0.0): 7}, 1e-5, 20_000)
+
+
 def test_a_seed_guarantees_nothing_and_the_ledger_says_so(tmp_path: Path) -> None:
     ft.run(private(tmp_path / "seeded", entropy=privacy.from_seed(0)), ft.InProcess(DATA), rounds=1)
     assert lines(tmp_path / "seeded")[0]["entropy"].startswith("no guarantee")

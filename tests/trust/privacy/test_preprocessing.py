@@ -70,6 +70,56 @@ def test_a_model_learns_from_randomised_labels() -> None:
     assert abs(chances[2] - chances[0]) > 0.1
 
 
+def test_replaced_rows_tell_a_label_and_its_features_by_no_more_than_epsilon() -> None:
+    """Features of five kinds; made up well (r = 1), and alike for all labels (r = 5 · 0.4), 400 000 rows of each label.
+
+    Logarithms of counts are known to 4 standard errors of both.
+    """
+    epsilon, rows = 1.0, 400_000
+    shares = torch.tensor([[0.4, 0.3, 0.1, 0.1, 0.1], [0.1, 0.1, 0.1, 0.3, 0.4]], dtype=torch.float64)
+    drawn = lambda labels, uniforms, given: (
+        (uniforms(len(labels))[:, None] > given[labels].cumsum(1)[:, :-1]).sum(1, True).double()
+    )
+    well = lambda labels, uniforms: drawn(labels, uniforms, shares)
+    alike = lambda labels, uniforms: drawn(labels, uniforms, torch.full((2, 5), 0.2, dtype=torch.float64))
+    for made_up, ratio in ((well, 1.0), (alike, 2.0)):
+        counts = []
+        for label in (0, 1):
+            labels = torch.full((rows,), label)
+            uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(label), dtype=torch.float64)
+            features = drawn(labels, lambda count, given=uniforms: given, shares)
+            told, kind = privacy.replaced_rows(
+                features, labels, 2, epsilon, made_up, ratio=ratio, entropy=privacy.from_seed(label)
+            )
+            counts.append(torch.bincount(5 * kind + told[:, 0].long(), minlength=10).double())
+        losses = (counts[0] / counts[1]).log().abs()
+        error = 4 * (1 / counts[0] + 1 / counts[1]).sqrt()
+        assert bool((losses <= epsilon + error).all())
+        assert float(losses.max()) == pytest.approx(epsilon, abs=float(error.max()))  # and no less than could be
+    assert math.log(float(shares[0, 0] / shares[1, 0])) > epsilon  # which features beside randomised labels would tell
+
+
+def test_made_up_rows_have_the_moments_of_public_ones() -> None:
+    generator = torch.Generator().manual_seed(2)
+    public = (
+        torch.randn(4000, 2, generator=generator, dtype=torch.float64) @ torch.tensor([[2.0, 1.0], [0.0, 0.5]]).double()
+    )
+    labels = torch.arange(4000) % 2
+    public[labels == 1] += 7
+    features, told = privacy.replaced_rows(
+        torch.zeros(40_000, 2), torch.zeros(40_000, dtype=torch.int64), 2, 1e-6,
+        privacy.normal_rows(public, labels, 2, widen=1.5), entropy=privacy.from_seed(4),
+    )  # fmt: skip
+    for label in (0, 1):
+        own, true = features[told == label].double(), public[labels == label]
+        assert abs(len(own) - 20_000) < 4 * math.sqrt(10_000)
+        error = 4 * 1.5 * true.std(0) / math.sqrt(len(own))
+        assert bool(((own.mean(0) - true.mean(0)).abs() < error).all())
+        assert torch.allclose(torch.cov(own.T), 2.25 * torch.cov(true.T), rtol=4 * math.sqrt(2 / len(own)) + 0.02)
+    with pytest.raises(ValueError, match="more rows than features"):
+        privacy.normal_rows(public[:2], labels[:2], 2)
+
+
 def test_noised_rows_are_private_against_any_other_row() -> None:
     rows = torch.randn(40_000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 5
     for mechanism, order, spread in ((privacy.gaussian, 2, 1.0), (privacy.laplace, 1, math.sqrt(2))):
@@ -108,6 +158,17 @@ def test_rows_published_by_chance_are_hardly_protected() -> None:
         (lambda: privacy.randomised_response(torch.tensor([0.5]), 3, 1.0), "whole labels"),
         (lambda: privacy.randomised_response(torch.tensor([0]), 1, 1.0), "at least two classes"),
         (lambda: privacy.randomised_response(torch.tensor([0]), 2, 0.0), "positive finite epsilon"),
+        (lambda: privacy.replaced_rows(torch.zeros(1, 2), torch.tensor([2]), 2, 1.0, torch.zeros), "whole labels"),
+        (
+            lambda: privacy.replaced_rows(torch.zeros(1, 2), torch.tensor([0]), 2, 1.0, torch.zeros, ratio=0.5),
+            "ratio of at least 1",
+        ),
+        (
+            lambda: privacy.replaced_rows(
+                torch.zeros(1, 2), torch.tensor([0]), 2, 1.0, lambda labels, uniforms: torch.zeros(1)
+            ),
+            "made-up features",
+        ),
         (lambda: privacy.noised_features(torch.zeros(2, 2), 0.0, 1.0), "positive finite clip"),
         (lambda: privacy.noised_features(torch.zeros(2, 2), 1.0, 0.0), "positive finite noise"),
     ],

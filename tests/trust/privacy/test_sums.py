@@ -11,6 +11,9 @@ from support.closed_forms import distance, linear, linear_clients
 from torch import Tensor, nn
 
 import fedtorch as ft
+from fedtorch.federation.algorithms.ep import posterior
+from fedtorch.models import hierarchical
+from fedtorch.models.gibbs import sparse
 from fedtorch.models.linear import polynomial
 from fedtorch.trust import privacy
 from fedtorch.trust.privacy.sums import sensitivity
@@ -146,3 +149,103 @@ def test_what_does_not_fit_is_refused_when_a_run_is_made() -> None:
         ft.Run(ft.fedavg(private(delta=1 / 50)), ft.InProcess(DATA))
     with pytest.raises(ValueError, match=r"targets of shape \(1,\)"):
         ft.Run(ft.fedavg(private(linear(3, 1))), ft.InProcess(DATA))
+
+
+# -- other models of the sums ------------------------------------------------------------------------------------------
+
+WIDE = linear_clients([80, 60, 90, 70, 75])
+BOUNDS = {"clip_features": 1.5, "clip_targets": 2.0}
+WIDE_CUT = ft.data.from_tensors([(cut(x, 1.5), y.clamp(-2, 2)) for x, y in WIDE])
+
+
+def sums(noise: float = 1e-9, seed: int | None = 0, **settings) -> privacy.NoisedSums:
+    entropy = None if seed is None else privacy.from_seed(seed)
+    return privacy.NoisedSums(
+        noise=noise, entropy=entropy, **{**BOUNDS, "delta": DELTA, "ridge": 0.0, **settings}
+    )  # fmt: skip
+
+
+def hm1(local: ft.LocalSolver) -> ft.Algorithm:
+    return ft.matrix_normal(local)
+
+
+def head() -> ft.LinearHead:
+    return ft.LinearHead(3, intercept=False, dtype=torch.float64)
+
+
+def test_hm1_is_that_of_clipped_rows_at_the_price_of_one_release() -> None:
+    plain = ft.run(hm1(ft.least_squares(head())), ft.InProcess(WIDE_CUT), rounds=15)
+    noised = ft.run(hm1(private(head())), ft.InProcess(WIDE), rounds=15)
+    assert distance(plain.server.parameters, noised.server.parameters) < 1e-5
+    assert distance(plain.server.summary, noised.server.summary) < 1e-5
+    run = ft.run(hm1(private(head(), noise=2.0, ridge=1.0)), ft.InProcess(WIDE), rounds=15)
+    assert run.history["epsilon"].tolist() == pytest.approx([privacy.epsilon(noise=2.0, delta=DELTA)] * 15)
+
+
+def test_hm1_hears_nothing_but_what_was_released() -> None:
+    """Rows that differ and have the same noised sums to the bit cannot be told apart: here, those beyond the clip."""
+    rows = [(x.clone(), y.clone()) for x, y in WIDE]
+    rows[1][0][4] *= 5 / rows[1][0][4].norm()
+    other = [(x.clone(), y.clone()) for x, y in rows]
+    other[1][0][4] *= 4.0
+    one, two = (
+        ft.run(hm1(private(head(), noise=1.0, ridge=1.0)), ft.InProcess(ft.data.from_tensors(each)), rounds=3)
+        for each in (rows, other)
+    )
+    assert distance(one.server.summary, two.server.summary) < 1e-9
+    assert distance(one.server.parameters, two.server.parameters) < 1e-9
+
+
+def test_hm1_refuses_solvers_that_protect_less_than_it_tells() -> None:
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    local = privacy.example_level(
+        head(), clip=1.0, noise=1.0, rate=0.5, steps=1, delta=DELTA, loss=nn.functional.mse_loss, optimizer=sgd
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="residual sums of their rows"):
+        hm1(local)
+
+
+def test_ep_is_that_of_clipped_rows_at_the_price_of_one_release() -> None:
+    model = lambda **more: hierarchical.linear(hierarchical.normal(3), noise=0.1, **more)
+    plain = ft.run(ft.ep(model()), ft.InProcess(WIDE_CUT), rounds=8)
+    made = sums()
+    noised = ft.run(made.protect(ft.ep(model(statistics=made))), ft.InProcess(WIDE), rounds=8)
+    one, two = posterior(plain), posterior(noised)
+    assert distance(one.mean, two.mean) < 1e-5
+    assert distance(one.covariance_matrix, two.covariance_matrix) < 1e-5
+    made = sums(noise=2.0, ridge=1.0)
+    run = ft.run(made.protect(ft.ep(model(statistics=made))), ft.InProcess(WIDE), rounds=8)
+    assert bool(posterior(run).mean.isfinite().all())
+    assert run.history["epsilon"].tolist() == pytest.approx([privacy.epsilon(noise=2.0, delta=DELTA)] * 8)
+
+
+@pytest.mark.parametrize("interweave", [0, 32])
+def test_gibbs_is_that_of_clipped_rows_at_the_price_of_one_release(interweave: int) -> None:
+    """The same draws of the same conditionals, whose sums differ by 1e-9: after few sweeps by little more."""
+    sampler = lambda **more: ft.gibbs(
+        sparse.regression(interweave=interweave, **more), sparse.hierarchy(), sweeps=3, chains=2
+    )  # fmt: skip
+    plain = ft.run(sampler(), ft.InProcess(WIDE_CUT), torch.zeros(3), rounds=2)
+    made = sums()
+    noised = ft.run(made.protect(sampler(statistics=made)), ft.InProcess(WIDE), torch.zeros(3), rounds=2)
+    assert distance(plain.server.variables.theta, noised.server.variables.theta) < 1e-4
+    made = sums(noise=2.0, ridge=1.0)
+    run = ft.run(made.protect(sampler(statistics=made)), ft.InProcess(WIDE, chunk=2), torch.zeros(3), rounds=4)
+    assert bool(run.server.variables.theta.isfinite().all())
+    assert run.history["epsilon"].tolist() == pytest.approx([privacy.epsilon(noise=2.0, delta=DELTA)] * 4)
+
+
+def test_sums_are_drawn_in_runs_that_pay_for_them_and_paid_for_where_they_are_drawn() -> None:
+    made = sums()
+    sampler = lambda **more: ft.gibbs(sparse.regression(**more), sparse.hierarchy(), sweeps=2, chains=1)
+    with pytest.raises(RuntimeError, match="outside a run"):
+        ft.Run(sampler(statistics=made), ft.InProcess(WIDE), torch.zeros(3))
+    with pytest.raises(RuntimeError, match="nobody has asked for them"):
+        ft.run(made.protect(sampler()), ft.InProcess(WIDE), torch.zeros(3), rounds=1)
+    with pytest.raises(ValueError, match="one level of privacy"):
+        made.protect(made.protect(sampler()))
+    with pytest.raises(ValueError, match="no intercept"):
+        sparse.regression(statistics=made, intercept=True)
+    tight = sums(delta=1 / 90)
+    with pytest.raises(ValueError, match=r"'client 2'.* 90 rows"):
+        ft.Run(tight.protect(sampler(statistics=tight)), ft.InProcess(WIDE), torch.zeros(3))

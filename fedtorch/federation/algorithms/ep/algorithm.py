@@ -96,42 +96,43 @@ def outbox(server: Server) -> Outbox:
 def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, model: Completed) -> Reply:
     """Tells a summary, goes back, or takes a step, whatever the round is for."""
     none = torch.zeros_like(state.told.waiting)
-    if bool((inbox.version == 0).all()) and len(none):
+    first, back = torch.stack([(inbox.version == 0).all(), inbox.back.any()]).tolist()
+    if first and len(none):
         prior = model.prior.replaced(tree.to(model.prior.normal, none.device))
         told = state.told._replace(summary=model.start.summary(data, prior), waiting=none + 1)
         return _reply(state, state._replace(told=told), none, none)
     site = _site(inbox, state)
     good = pacing.last_good(site, state.before, state.good, state.stepped, inbox.good)
-    if bool(inbox.back.any()):
-        back = tree.where(state.stepped >= 0, pacing.halfway(site, good), state.told.site)
-        return _reply(state, state._replace(told=state.told._replace(site=back)), none, none)
+    if back:
+        before = tree.where(state.stepped >= 0, pacing.halfway(site, good), state.told.site)
+        return _reply(state, state._replace(told=state.told._replace(site=before)), none, none)
     return _stepped(inbox, state, site, good, _target(inbox, site, model.project, data, turn.key))
 
 
 def server(state: Server, aggregate: Message, key: Tensor, *, model: Completed, damping: float) -> Server:
     """q from the prior and the sum of the sites, and how the next round goes; the first round makes the shares."""
-    first, total = int(state.version) == 0, state.total
+    version, total = int(state.version), state.total
     prior, share = model.prior.replaced(state.prior), state.share
-    if first:
+    if version == 0:
         share = tree.scale(model.start.estimate(total.summary, total.waiting, prior), 1 / total.waiting)
     base = tree.add(state.prior, tree.add_scaled(total.site, share, total.waiting))
     prior_sites = renewed(base, state.prior_sites, prior.factors)
     posterior = _product(base, prior_sites, prior)
-    free = first or int(state.population) == 1
+    near = (state.population == 1) | (state.version == 0) | pacing.is_near(state.trusted, posterior)
     pace, moved = pacing.update(
         state.pace,
         pacing.changes(state.posterior, posterior),
-        version=int(state.version),
-        proper=bool(gaussian.is_proper(posterior)) and (free or pacing.is_near(state.trusted, posterior)),
+        version=version,
+        proper=gaussian.is_proper(posterior) & near,
         improper=aggregate.improper.value,
-        everybody=float(aggregate.improper.weight) == float(state.population),
+        everybody=aggregate.improper.weight == state.population,
         most=damping,
     )
     return state._replace(
         prior_sites=prior_sites,
         share=share,
         posterior=posterior,
-        trusted=state.trusted if bool(pace.back) else posterior,
+        trusted=tree.where(pace.back, state.trusted, posterior),
         version=state.version + 1,
         pace=pace,
         moved=moved,

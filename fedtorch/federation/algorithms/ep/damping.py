@@ -65,7 +65,7 @@ def begun(damping: float) -> tuple[Pace, Moved]:
 
 
 def update(
-    pace: Pace, change: Tensor, *, version: int, proper: bool, improper: Tensor, everybody: bool, most: float
+    pace: Pace, change: Tensor, *, version: int, proper: Tensor, improper: Tensor, everybody: Tensor, most: float
 ) -> tuple[Pace, Moved]:
     """After a round.
 
@@ -73,20 +73,21 @@ def update(
         pace: of the round.
         change: of the means and sds of q `(2,)`, see `changes`.
         version: rounds before it; the first one makes the start.
-        proper: whether q is a density again, near the last trusted one.
+        proper: () whether q is a density again, near the last trusted one.
         improper: () the share of clients whose cavity was no density; their round started from the q before.
-        everybody: whether all clients have answered.
+        everybody: () whether all clients have answered.
         most: the damping of undisturbed rounds.
     """
-    was_back, cavities = bool(pace.back), float(improper) == 0
-    for_a_cavity = not cavities and not was_back and int(pace.retreats) < _RETREATS
-    back = not proper or for_a_cavity
     speed = change.amax() / pace.damping
-    worse = everybody and version >= _SETTLED and not bool(speed < pace.speed)
+    looked = (pace.back, improper == 0, pace.retreats < _RETREATS, proper, everybody, speed < pace.speed)
+    was_back, cavities, patient, is_proper, complete, slower = torch.stack(looked).tolist()
+    for_a_cavity = not cavities and not was_back and patient
+    back = not is_proper or for_a_cavity
+    worse = complete and version >= _SETTLED and not slower
     factor = 1.0 if was_back else 0.5 if back or worse else _RECOVERY
     good = torch.full_like(pace.good, version) if version and not was_back and cavities else pace.good
     remaining = torch.full_like(speed, torch.inf)
-    if version > 1 and not back and bool(speed < pace.speed):
+    if version > 1 and not back and slower:
         remaining = speed * speed / (pace.speed - speed)
     after = Pace(
         damping=(pace.damping * factor).clamp(min=min(_LEAST, most), max=most),
@@ -105,15 +106,15 @@ def changes(before: Natural, after: Natural) -> Tensor:
     return torch.stack([((new.mean - old.mean).abs() / sd).amax(), ((sd - old_sd).abs() / sd).amax()])
 
 
-def is_near(trusted: Natural, posterior: Natural) -> bool:
-    """Whether no mean of q has moved far, in the larger of the sds that it had and has; true where it had none.
+def is_near(trusted: Natural, posterior: Natural) -> Tensor:
+    """() whether no mean of q has moved far, in the larger of the sds that it had and has; true where it had none.
 
     In the sd that it had alone, a first estimate that is too narrow could never be left.
     """
     old, new = gaussian.moments(trusted), gaussian.moments(posterior)
     sd = torch.maximum(old.covariance.diagonal(), new.covariance.diagonal()).sqrt()
     jump = ((new.mean - old.mean).abs() / sd).amax().nan_to_num(0.0)
-    return float(jump) <= _FARTHEST
+    return jump <= _FARTHEST
 
 
 def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, version: Tensor) -> Natural:

@@ -92,7 +92,9 @@ def solve(
 ) -> Local:  # fmt: skip
     """Adam steps on the units' risks, some units at a time."""
     part = partial(_part, gp=gp, work=work, units=units)
-    return in_parts(part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic)
+    return gp.at_first_go(
+        in_parts, part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic
+    )
 
 
 def _part(

@@ -162,18 +162,23 @@ def outbox(server: Server, *, gp: StackedGP) -> Outbox:
 def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """The units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp, work=work)
-    return in_parts(part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
+    return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
 def server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
     """q(t) from the sum of the sites, and a step of the shared hyperparameters at the q that the units have heard."""
+    return gp.at_first_go(partial(_server, gp=gp, lr=lr), state, aggregate)
+
+
+def _server(state: Server, aggregate: Message, *, gp: StackedGP, lr: float) -> Server:
     mean, root, bound = gp.combine(state.total)
     shared, moments = state.shared, state.moments
-    if float(state.units) > 0 and lr > 0 and shared:
-        gradient = tree.scale(aggregate.gradient.value, float(state.units))
+    if lr > 0 and shared:
+        told = state.units > 0
+        gradient = tree.scale(aggregate.gradient.value, state.units)
         gradient = tree.add(gradient, gp.shared_gradient(shared, state.mean, unpack(state.root).tril()))
-        shared, moments = adam(shared, gradient, moments, lr, torch.tensor(True))
-        mean, root = gp.carry(mean, root, state.shared, shared)
+        shared, moments = adam(shared, gradient, moments, lr, told)
+        mean, root = tree.where(told, gp.carry(mean, root, state.shared, shared), (mean, root))
     new = state._replace(mean=mean, root=pack(root), bound=bound, units=state.total.units)
     return new._replace(shared=shared, told_at=state.shared, moments=moments)
 

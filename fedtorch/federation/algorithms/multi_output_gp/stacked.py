@@ -35,6 +35,7 @@ class StackedGP:
 
     def __init__(self, module: ConvolvedGP, exact_units: bool) -> None:
         from fedtorch.models.gaussian_process import ConvolvedGP
+        from fedtorch.models.gaussian_process.algebra import at_first_go
         from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
         if not isinstance(module, ConvolvedGP):
@@ -46,6 +47,7 @@ class StackedGP:
         self.module = copy.deepcopy(module)
         self.module.rebase()
         self.module.observed = None
+        self.at_first_go = at_first_go
         self.exact_units = module.keeps_whole(exact_units)
         self.gaussian = isinstance(module.likelihood, gpytorch.likelihoods.GaussianLikelihood)
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, random, tree
+from fedtorch.federation.memory import block_bytes
 from fedtorch.tree import Tree
 
-_MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together
+_MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together, on a processor
+_COPIES = 32  # of such numbers in float64 that a step's gradient keeps, at most
 _BETAS = 0.9, 0.99
 
 
@@ -52,14 +54,16 @@ class AdamMoments(NamedTuple):
 
 
 def in_parts(function: Callable[..., Any], numbers: int, *stacked: Tree) -> Any:
-    """`function(*stacked)` on as many units at a time as stay in the processor's cache, results side by side.
+    """`function(*stacked)` on as many units at a time as stay in the cache or fit a device, results side by side.
 
     Args:
         function: of stacked trees `(K, ...)`.
         numbers: that a unit takes, rows times inducing values.
         stacked: its arguments.
     """
-    units, some = len(tree.leaves(stacked)[0]), max(1, _MOST_NUMBERS // max(1, numbers))
+    first = tree.leaves(stacked)[0]
+    most = _MOST_NUMBERS if first.device.type == "cpu" else block_bytes(first.device) // (8 * _COPIES)
+    units, some = len(first), max(1, most // max(1, numbers))
     if units <= some:
         return function(*stacked)
     parts = [function(*tree.take(stacked, slice(i, min(i + some, units)))) for i in range(0, units, some)]

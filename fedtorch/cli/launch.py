@@ -1,4 +1,4 @@
-"""The command `fedtorch launch`: a script on several ranks that begin anew when one of them dies.
+"""`fedtorch launch`: a script on several ranks that begin anew when one of them dies.
 
     fedtorch launch --processes 4 --restarts 3 train.py …                                 one machine
     fedtorch launch --processes 8 --machines 2 --at node-1:29400 train.py …               on each of two
@@ -25,10 +25,10 @@ from typing import Any
 STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def add_command(commands: Any) -> None:
-    """Adds the command to the subparsers of `fedtorch`."""
+def add(commands: Any) -> None:
+    """Adds the command to a parser's."""
     parser = commands.add_parser("launch", help="run a script on several ranks, anew when one dies; `torchrun` inside")
-    parser.set_defaults(action=None, do=launch)
+    parser.set_defaults(run=launch)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="ranks on this machine")
     parser.add_argument("--machines", default="1", metavar="N or MIN:MAX", help="that take part")
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="so many at most")

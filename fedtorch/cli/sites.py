@@ -1,4 +1,4 @@
-"""The commands of `fedtorch` for sites on other machines, and for the server that they join.
+"""Sites on other machines, and the server that they join.
 
 fedtorch authority DIR                            server: make an authority and the server's identity, once
 fedtorch invite NAME --authority DIR --at H:P     server: print a token for a site
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -21,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 
-def add_commands(commands: Any) -> None:
-    """Adds the commands to the subparsers of `fedtorch`."""
+def add(commands: Any) -> None:
+    """Adds the commands to a parser's."""
     authority = _command(commands, "authority", _make_authority, "server: make an authority and the server's identity")
     authority.add_argument("folder", metavar="DIR", type=Path)
     invite = _command(commands, "invite", _invite, "server: print a token for a site")
@@ -51,21 +50,9 @@ def add_commands(commands: Any) -> None:
         command.add_argument("--identity", default=Path("identity"), metavar="DIR", type=Path)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Does what one of these commands says; returns the exit code."""
-    try:
-        options.do(options)
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        print(f"fedtorch: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
 def _command(commands: Any, name: str, do: Any, what: str) -> Any:
     parser = commands.add_parser(name, help=what)
-    parser.set_defaults(action=None, do=do)
+    parser.set_defaults(run=do)
     return parser
 
 

@@ -13,7 +13,8 @@ from support.closed_forms import ROUNDING, distance
 from support.launched_script import DATA, scaffold
 
 import fedtorch as ft
-from fedtorch import cli, launch
+from fedtorch import cli
+from fedtorch.cli import launch
 
 TESTS = Path(__file__).parent
 

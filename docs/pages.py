@@ -1,0 +1,195 @@
+"""Pages that are made of what stands elsewhere: the reference of the docstrings, results of what scripts have measured.
+
+A Sphinx extension. It writes the pages before Sphinx reads them and says at the end which public names no page has.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sphinx.util import logging
+
+import fedtorch
+
+HERE = Path(__file__).parent
+LOGGER = logging.getLogger(__name__)
+
+# page: (title, what it is about, modules and packages whose modules are on it, in this order)
+AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "runs": (
+        "Runs and populations",
+        "Begin, step, stop, save, evaluate; where clients run; who is asked, and what goes wrong.",
+        (
+            "fedtorch.federation.algorithm",
+            "fedtorch.federation.run",
+            "fedtorch.federation.population",
+            "fedtorch.federation.distributed",
+            "fedtorch.federation.remote",
+            "fedtorch.federation.lightning",
+            "fedtorch.federation.exchange",
+            "fedtorch.federation.sampling",
+            "fedtorch.federation.faults",
+        ),
+    ),
+    "federation": ("Around a run", "History, evaluation, tuning, checkpoints, progress.", ("fedtorch.federation",)),
+    "algorithms": (
+        "Algorithms",
+        "What clients and server compute. Each module's text has the formula and the source.",
+        ("fedtorch.federation.algorithms", "fedtorch.federation.recipes"),
+    ),
+    "local_solvers": (
+        "Local solvers",
+        "How a client solves its own problem.",
+        ("fedtorch.federation.local_solvers", "fedtorch.optimisers"),
+    ),
+    "models": ("Models", "Modules and samplers that know nothing of federation.", ("fedtorch.models",)),
+    "networks": ("Networks", "Graphs of clients, their learning and their solvers.", ("fedtorch.networks",)),
+    "vertical": ("Vertical federation", "Different features of the same rows.", ("fedtorch.vfl",)),
+    "trust": ("Trust", "Privacy, secure sums, robustness, attacks, fairness, records.", ("fedtorch.trust",)),
+    "data": ("Data", "Federated data, partitioners, real data sets.", ("fedtorch.data",)),
+    "plots": ("Metrics, plots and the command line", "", ("fedtorch.metrics", "fedtorch.plots", "fedtorch.cli")),
+    "foundations": (
+        "Foundations",
+        "Trees, randomness, the wire, kernels: what everything else stands on.",
+        ("fedtorch",),
+    ),
+}
+
+
+def modules() -> list[str]:
+    """All modules of the package by name, but for private ones and those that need Triton to be imported."""
+    found = [module.name for module in pkgutil.walk_packages(fedtorch.__path__, "fedtorch.")]
+    hidden = ("._", ".__main__", "fedtorch.kernels.programs")
+    return sorted(name for name in found if not any(part in name for part in hidden))
+
+
+def assigned() -> dict[str, list[str]]:
+    """The modules of every page: each on the first page that names it or, else, the longest part of its name."""
+    left, pages = modules(), {page: [] for page in AREAS}
+    for page, (_, _, names) in AREAS.items():
+        pages[page] += [name for name in names if name in left and not _is_package(name)]
+        left = [name for name in left if name not in pages[page]]
+    parts = sorted(((name, page) for page, (_, _, names) in AREAS.items() for name in names), key=lambda p: -len(p[0]))
+    for module in left:
+        page = next(page for name, page in parts if f"{module}.".startswith(f"{name}."))
+        pages[page].append(module)
+    return pages
+
+
+def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    """Names and objects that a module defines and that have no underscore."""
+    for name, value in vars(module).items():
+        own = getattr(value, "__module__", None) == module.__name__
+        if own and not name.startswith("_") and (inspect.isclass(value) or inspect.isroutine(value)):
+            yield name, value
+
+
+def contents() -> list[tuple[str, str]]:
+    """(name in `fedtorch`, where it is defined) as `fedtorch/__init__.pyi` has them."""
+    found = []
+    for node in ast.parse(Path(fedtorch.__file__).with_suffix(".pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                home = ".".join(part for part in ("fedtorch", node.module) if part)
+                found.append((alias.asname or alias.name, f"{home}.{alias.name}"))
+    return sorted(found)
+
+
+def write(_: Any = None) -> None:
+    """Writes the pages, those that have not changed left as they are."""
+    folder = HERE / "reference"
+    folder.mkdir(exist_ok=True)
+    index = ["# Reference", "", "Every public name, from its docstring.", "", "```{toctree}", ":maxdepth: 1", ""]
+    for page, names in assigned().items():
+        title, about, _ = AREAS[page]
+        index.append(page)
+        lines = [f"# {title}", "", about, ""]
+        for name in names:
+            members = "   :members:\n   :show-inheritance:\n" if any(public(importlib.import_module(name))) else ""
+            lines += [f"## {name.removeprefix('fedtorch.')}", "", "```{eval-rst}", f".. automodule:: {name}", members]
+            lines += ["```", ""]
+        _write(folder / f"{page}.md", lines)
+    index += ["```", "", "## `import fedtorch as ft`", "", "| | |", "| --- | --- |"]
+    for name, home in contents():
+        value = getattr(fedtorch, name)
+        role = "mod" if isinstance(value, ModuleType) else "class" if inspect.isclass(value) else "func"
+        first = (inspect.getdoc(value) or "").partition("\n")[0].replace("|", "\\|")
+        index.append(f"| {{py:{role}}}`ft.{name} <{home}>` | {first} |")
+    _write(folder / "index.md", index)
+
+
+def write_results(_: Any = None) -> None:
+    """Makes pages of the results that experiments and benchmarks have written."""
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    index = ["# Results", "", "What long runs found, as the scripts wrote it, with machine and command.", ""]
+    for title, place in (("Experiments", "results"), ("Benchmarks", "benchmarks/results")):
+        index += ["```{toctree}", f":caption: {title}", ":maxdepth: 1", ""]
+        for path in sorted((HERE.parent / "experiments" / place).glob("*.md")):
+            page = f"{title.lower()}_{path.stem}"
+            index.append(page)
+            _write(folder / f"{page}.md", path.read_text().splitlines())
+        index += ["```", ""]
+    _write(folder / "index.md", index)
+
+
+def _write(path: Path, lines: list[str]) -> None:
+    text = "\n".join(lines).rstrip() + "\n"
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+def _is_package(name: str) -> bool:
+    return hasattr(importlib.import_module(name), "__path__")
+
+
+def missing(documented: set[str]) -> list[str]:
+    """Public names of the package that are not among the documented ones."""
+    names = [f"{module}.{name}" for module in modules() for name, _ in public(importlib.import_module(module))]
+    return [name for name in names if name not in documented]
+
+
+def check(app: Any, _: Any) -> None:
+    """Warns of every public name that no page has; under `-W` that is an error."""
+    objects = app.env.domaindata["py"]["objects"]
+    for name in missing(set(objects)):
+        LOGGER.warning("no page has the public name %s", name)
+
+
+def as_restructured_text(_: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are written to be read; here `Mean`s and |w| become what reStructuredText takes for the same."""
+    in_math = None  # the indentation of a formula's directive
+    for i, line in enumerate(lines):
+        indent = len(line) - len(line.lstrip())
+        if in_math is not None and line.strip() and indent <= in_math:
+            in_math = None
+        if line.lstrip().startswith(".. math::"):
+            in_math = indent
+        if in_math is None and not line.lstrip().startswith((">>>", "...")):
+            parts = re.split(r"(:math:`[^`]*`|``[^`]*``)", line)
+            apart = [re.sub(r"(`[^`]+`)(\w?)", _apart, part) for part in parts[::2]]
+            parts[::2] = [part.replace("|", "\\|") for part in apart]
+            lines[i] = "".join(parts)
+
+
+def _apart(match: re.Match[str]) -> str:
+    """A quoted name and the letter after it, if there is one, which reStructuredText wants apart."""
+    return match[1] + (f"\\ {match[2]}" if match[2] else "")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """What Sphinx calls."""
+    app.setup_extension("sphinx.ext.autodoc")
+    app.connect("builder-inited", write)
+    app.connect("builder-inited", write_results)
+    app.connect("autodoc-process-docstring", as_restructured_text)
+    app.connect("env-updated", check)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

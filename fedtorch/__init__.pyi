@@ -1,0 +1,91 @@
+from . import (
+    data as data,
+    functional as functional,
+    metrics as metrics,
+    networks as networks,
+    plots as plots,
+    random as random,
+    tree as tree,
+    vfl as vfl,
+    wire as wire,
+)
+from .data import BadClients as BadClients
+from .federation import recipes as recipes
+from .federation.algorithm import (
+    Algorithm as Algorithm,
+    Local as Local,
+    LocalSolver as LocalSolver,
+    Quadratic as Quadratic,
+    Reply as Reply,
+    Turn as Turn,
+)
+from .federation.algorithms.consensus import without_server as without_server
+from .federation.algorithms.ditto import ditto as ditto
+from .federation.algorithms.ep import ep as ep
+from .federation.algorithms.fedavg import fedavg as fedavg, fedprox as fedprox
+from .federation.algorithms.fedbn import fedbn as fedbn
+from .federation.algorithms.feddyn import feddyn as feddyn
+from .federation.algorithms.fedopt import (
+    fedadagrad as fedadagrad,
+    fedadam as fedadam,
+    fedopt as fedopt,
+    fedyogi as fedyogi,
+)
+from .federation.algorithms.fedsgd import fedsgd as fedsgd
+from .federation.algorithms.gibbs import gibbs as gibbs
+from .federation.algorithms.gtv import gtv as gtv
+from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
+from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
+from .federation.algorithms.personal import personal_layers as personal_layers
+from .federation.algorithms.pooled import pooled as pooled
+from .federation.algorithms.pooled_covariance import pooled_covariance as pooled_covariance
+from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
+from .federation.algorithms.scaffold import scaffold as scaffold
+from .federation.algorithms.separate import separate as separate
+from .federation.client_sharding import ClientSharding as ClientSharding
+from .federation.comparison import compare as compare, constant as constant
+from .federation.distributed import Distributed as Distributed
+from .federation.evaluation import Score as Score
+from .federation.exchange import (
+    Exchange as Exchange,
+    Mean as Mean,
+    Sum as Sum,
+    graph as graph,
+    private_rows as private_rows,
+    star as star,
+)
+from .federation.faults import (
+    Faults as Faults,
+    dropouts as dropouts,
+    exponential_noise as exponential_noise,
+    lognormal_noise as lognormal_noise,
+    lost_messages as lost_messages,
+    stragglers as stragglers,
+)
+from .federation.growing import Growing as Growing
+from .federation.history import History as History, Round as Round
+from .federation.lightning import Federation as Federation
+from .federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
+from .federation.local_solvers.least_squares import least_squares as least_squares
+from .federation.local_solvers.lightning_fit import lightning_fit as lightning_fit
+from .federation.local_solvers.reading import reading as reading
+from .federation.local_solvers.unlabelled import unlabelled as unlabelled
+from .federation.population import InProcess as InProcess
+from .federation.redelivery import Redelivered as Redelivered
+from .federation.remote import Remote as Remote
+from .federation.round_progress_bar import RoundProgressBar as RoundProgressBar
+from .federation.run import Run as Run, run as run
+from .federation.sampler import Sampler as Sampler
+from .federation.sampling import (
+    fixed_cohort as fixed_cohort,
+    poisson_cohort as poisson_cohort,
+    uniform_cohort as uniform_cohort,
+    weighted_cohort as weighted_cohort,
+)
+from .federation.tuning import Grid as Grid, grid as grid
+from .federation.unreliable_edges import unreliable_edges as unreliable_edges
+from .models.linear import LinearHead as LinearHead
+from .module_randomness import Drawn as Drawn
+from .networks import Network as Network
+
+__version__: str

@@ -1,0 +1,83 @@
+"""`fedtorch data`: which data sets there are, and getting their files.
+
+fedtorch data list
+fedtorch data get NAME …
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedtorch.data.catalogue import DataSet
+
+
+def add(commands: Any) -> None:
+    """Adds the command to a parser's."""
+    data = commands.add_parser("data", help="the data sets that loaders exist for")
+    actions = data.add_subparsers(required=True, metavar="ACTION")
+    actions.add_parser("list", help="what there is, and what is at hand").set_defaults(run=_list)
+    get = actions.add_parser("get", help="find or download the files, verify them, say where they come from")
+    get.add_argument("names", nargs="+", metavar="NAME", help="as `fedtorch data list` names it")
+    get.set_defaults(run=_get_all)
+
+
+def _list(_: argparse.Namespace) -> int:
+    from fedtorch.data.catalogue import data_sets
+
+    rows = [("NAME", "FILES", "CLIENTS", "LICENCE", "WHAT")]
+    rows += [(d.name, _files(d), d.clients, d.licence, d.what) for d in data_sets()]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    return 0
+
+
+def _files(data_set: DataSet) -> str:
+    from fedtorch.data.cache import present
+
+    if not data_set.files:
+        return "in scikit-learn"
+    here = [present(data_set, file) for file in data_set.files]
+    if all(here):
+        return "at hand"
+    return "download" if all(file.url or at_hand for file, at_hand in zip(data_set.files, here)) else "by hand"
+
+
+def _get_all(options: argparse.Namespace) -> int:
+    from fedtorch.data.catalogue import describe
+
+    try:
+        chosen = [describe(name) for name in options.names]
+    except ValueError as error:
+        print(f"fedtorch: {error}", file=sys.stderr)
+        return 2
+    return max([_get(data_set) for data_set in chosen])
+
+
+def _get(data_set: DataSet) -> int:
+    from fedtorch.data.cache import path
+    from fedtorch.data.download import digest
+
+    print(f"{data_set.name}: {data_set.what}")
+    for label, value in (
+        ("clients", data_set.clients),
+        ("licence", data_set.licence),
+        ("origin", data_set.page),
+        ("citation", data_set.citation),
+    ):
+        print(f"  {label:9} {value}")
+    if not data_set.files:
+        print("  files     none: it ships inside scikit-learn")
+    code = 0
+    for file in data_set.files:
+        try:
+            found = path(data_set, file)
+        except (OSError, ValueError) as error:
+            print(f"fedtorch: {error}", file=sys.stderr)
+            code = 1
+        else:
+            print(f"  {file.name}\n    path    {found}\n    sha256  {digest(found)} (verified)")
+    return code

@@ -1,0 +1,226 @@
+r"""Gradient and model inversion: rows that would have made what was told.
+
+*Gradient inversion.* A linear layer with bias tells a row x of its own: the gradients of neuron i are δ_i x and δ_i, so
+that their ratio is x, and so is that of the changes after any number of steps on that one row (`linear_inputs`). For
+other layers and more rows, `gradient_inversion` searches for rows whose training makes the change that was sent: it
+follows the client's steps.
+
+*Model inversion.* What a model predicts, and is known of a person besides, makes some values of a private attribute
+more likely than others (`model_inversion`); and what a model takes for typical of a class is what it has seen of it
+(`representative`).
+
+Sources: Geiping et al. (2020), "Inverting gradients", Proposition 3.1; Zhu, Liu and Han (2019), "Deep leakage from
+gradients"; Fredrikson et al. (2014), "Privacy in pharmacogenetics", and Fredrikson, Jha and Ristenpart (2015), "Model
+inversion attacks that exploit confidence information"; Jung, "Federated learning: from theory to practice", section
+9.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedtorch import random
+from fedtorch.federation.local_solvers.objective import Loss
+
+_NOTHING = 1e-12  # of a squared distance, relative
+Predict = Callable[[Tensor], Tensor]  # rows (n, ...) -> outputs (n, ...)
+
+
+class Inversion(NamedTuple):
+    """What a search has found."""
+
+    inputs: Tensor  # (n, ...) rows, in an order of their own
+    targets: Tensor | None  # (n, ...) labels, as given or as logits that were found; None where there are none
+    distance: float  # squared, between what these rows tell and what was told, relative to the latter
+
+
+def linear_inputs(weight: Tensor, bias: Tensor) -> Tensor:
+    """What each neuron of a linear layer with bias saw, of gradients or changes of its parameters.
+
+    Args:
+        weight: `(..., o, d)`.
+        bias: `(..., o)`.
+
+    Returns:
+        `(..., o, d)`: the mean of the rows, weighted by how each moved the neuron, and the row itself where only one
+        did; NaN for a neuron that did not move.
+    """
+    if weight.shape[:-1] != bias.shape:
+        raise ValueError(f"Expected weight (..., o, d) and bias (..., o), but got {weight.shape} and {bias.shape}")
+    moved = torch.where(bias == 0, torch.nan, bias.to(torch.float64))
+    return weight.to(torch.float64) / moved[..., None]
+
+
+def gradient_inversion(
+    module: nn.Module,
+    change: Mapping[str, Tensor],
+    loss: Loss,
+    *,
+    shape: tuple[int, ...],
+    targets: Tensor | None = None,
+    classes: int | None = None,
+    lr: float = 1.0,
+    steps: int = 1,
+    restarts: int = 4,
+    iterations: int = 200,
+    seed: int = 0,
+) -> Inversion:
+    """Rows whose training changes a module as a client's message says.
+
+    Args:
+        module: with the parameters that the client started from.
+        change: of the parameters by name, as federated averaging sends it.
+        loss: `(output, target) -> mean loss` of the client.
+        shape: of its rows, `(n, ...)`.
+        targets: `(n, ...)` of the rows, where they are known; otherwise probabilities of `classes` are looked for.
+        classes: how many.
+        lr: of the client's gradient steps, on all of its rows each.
+        steps: how many it took.
+        restarts: of the search, from other normal draws.
+        iterations: of each search at most.
+        seed: of these draws.
+
+    Raises:
+        ValueError: neither targets nor a number of classes, or both.
+    """
+    if (targets is None) == (classes is None):
+        raise ValueError("Expected targets, or the number of classes of unknown ones, but got neither or both")
+    start = {name: parameter.detach() for name, parameter in module.named_parameters() if name in change}
+    rows, width = shape[0], 1
+    for size in shape[1:]:
+        width *= size
+    dtype = next(iter(change.values())).dtype
+
+    def parted(found: Tensor) -> tuple[Tensor, Tensor]:
+        logits = found[:, width:]
+        return found[:, :width].reshape(shape), logits.softmax(1) if targets is None else targets
+
+    def apart(found: Tensor) -> Tensor:
+        inputs, labels = parted(found)
+        made = trained(module, start, inputs, labels, loss, lr, steps)
+        wrong = torch.stack([(made[name] - start[name] - change[name]).square().sum() for name in start])
+        return wrong.sum() / torch.stack([value.square().sum() for value in change.values()]).sum()
+
+    found = best(apart, (rows, width + (classes or 0)), dtype, restarts, iterations, seed)
+    inputs, labels = parted(found.inputs)
+    return Inversion(inputs, labels, found.distance)
+
+
+def trained(
+    module: nn.Module,
+    start: Mapping[str, Tensor],
+    inputs: Tensor,
+    targets: Tensor,
+    loss: Loss,
+    lr: float,
+    steps: int,
+) -> dict[str, Tensor]:
+    """Parameters after gradient steps on all rows, with a graph back to the rows."""
+    weights = {name: value.detach().requires_grad_() for name, value in start.items()}
+    for _ in range(steps):
+        value = loss(functional_call(module, weights, (inputs,)), targets)
+        slopes = torch.autograd.grad(value, list(weights.values()), create_graph=True)
+        weights = {name: weight - lr * slope for (name, weight), slope in zip(weights.items(), slopes)}
+    return weights
+
+
+def best(
+    objective: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    restarts: int,
+    iterations: int,
+    seed: int,
+) -> Inversion:
+    """The least of several searches by L-BFGS from normal draws, the first that leaves nothing if one does."""
+    least = Inversion(torch.zeros(shape, dtype=dtype), None, torch.inf)
+    for restart in range(restarts):
+        start = random.normal(random.fold_in(random.key(seed), restart), shape, torch.float64).to(dtype)
+        found = searched(objective, start, iterations)
+        least = min(least, found, key=lambda each: each.distance)
+        if least.distance < _NOTHING:
+            break
+    return least
+
+
+def searched(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Inversion:
+    """Where L-BFGS from `start` has brought an objective at its least."""
+    point = start.clone().requires_grad_()
+    optimizer = torch.optim.LBFGS([point], max_iter=iterations, line_search_fn="strong_wolfe",
+                                  tolerance_grad=1e-14, tolerance_change=1e-16, history_size=50)  # fmt: skip
+    lowest = Inversion(start, None, torch.inf)
+
+    def evaluate() -> Tensor:
+        nonlocal lowest
+        optimizer.zero_grad()
+        value = objective(point)
+        value.backward()
+        if float(value.detach()) < lowest.distance:
+            lowest = Inversion(point.detach().clone(), None, float(value.detach()))
+        return value
+
+    optimizer.step(evaluate)
+    return lowest
+
+
+def model_inversion(
+    predict: Predict,
+    known: Tensor,
+    outputs: Tensor,
+    candidates: Tensor,
+    columns: list[int],
+    log_likelihood: Callable[[Tensor, Tensor], Tensor],
+    prior: Tensor | None = None,
+) -> Tensor:
+    """How likely each value of a private attribute is, given what a model predicts for it.
+
+    Args:
+        predict: the model, of rows `(m, d)`.
+        known: `(n, d)` rows of which all but `columns` are known.
+        outputs: `(n, ...)` what is known of each row's response.
+        candidates: `(S, a)` values that the private columns may have.
+        columns: their places.
+        log_likelihood: (what the model says `(n, ...)`, `outputs`) -> `(n,)`.
+        prior: `(S,)` probabilities; equal by default.
+
+    Returns:
+        `(n, S)` posterior probabilities, float64.
+    """
+    if candidates.ndim != 2 or candidates.shape[1] != len(columns) or known.ndim != 2:
+        raise ValueError(
+            f"Expected rows (n, d) and candidates (S, {len(columns)}), but got {tuple(known.shape)} and "
+            f"{tuple(candidates.shape)}"
+        )
+    scores = []
+    with torch.no_grad():
+        for value in candidates:
+            rows = known.clone()
+            rows[:, columns] = value.to(rows)
+            scores.append(log_likelihood(predict(rows), outputs).to(torch.float64))
+    logs = torch.stack(scores, 1)
+    return (logs if prior is None else logs + prior.to(torch.float64).log()).softmax(1)
+
+
+def representative(
+    module: nn.Module, label: int, start: Tensor, *, ridge: float = 1e-3, iterations: int = 100
+) -> Tensor:
+    """The row that a classifier takes most surely for a class, with a penalty on its squared distance from `start`.
+
+    Args:
+        module: rows `(n, ...)` to logits `(n, C)`.
+        label: the class.
+        start: a row `(...)`, such as the mean of what is known to come.
+        ridge: of the penalty.
+        iterations: at most.
+    """
+    return searched(partial(_doubt, module, label, start, ridge), start, iterations).inputs
+
+
+def _doubt(module: nn.Module, label: int, start: Tensor, ridge: float, row: Tensor) -> Tensor:
+    return -module(row[None]).log_softmax(1)[0, label] + ridge * (row - start).square().sum()

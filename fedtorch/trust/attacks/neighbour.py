@@ -1,0 +1,89 @@
+r"""What a neighbour in a network learns: GTV minimisation tells it models, and differences of models are gradients.
+
+A node with local loss L(w) = wᵀQw − 2qᵀw + const that takes the steps of Algorithm 5.1 or 8.1,
+
+.. math:: w_{t+1} = w_t - \eta \bigl(2 (Q w_t - q) + 2 \alpha \textstyle\sum_j A_j (w_t - w_j)\bigr),
+
+tells its only neighbour, who knows the rest, the gradient at every w_t: after d + 1 steps from points in general
+position Q and q are known (`local_problem`), and with them whatever of the node's rows is a function of these sums.
+What of a node's private attributes can be told from its model alone is a question of learning (`learnt_attribute`).
+
+Source: Jung, "Federated learning: from theory to practice", sections 5.2, 8.2 and problem 9.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Quadratics(NamedTuple):
+    """Local losses wᵀQw − 2qᵀw, up to a constant."""
+
+    q: Tensor  # (..., d, d) Q, such as X'X/m
+    linear: Tensor  # (..., d) q, such as X'y/m
+
+
+def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Quadratics:
+    """A node's local problem, of the models that it and its only neighbour told each other.
+
+    Args:
+        told: `(T + 1, d)` the node's models w_0 … w_T.
+        heard: `(T, d)` what the neighbour had told before each step.
+        lr: η.
+        coupling: αA of the edge.
+
+    Returns:
+        Q (symmetric) and q: exact for T > d models in general position, and otherwise the least-squares fit of least
+        norm.
+    """
+    if told.ndim != 2 or heard.shape != (len(told) - 1, told.shape[1]) or not lr > 0:
+        raise ValueError(
+            f"Expected models (T + 1, d), the neighbour's (T, d) and a positive lr, but got {tuple(told.shape)}, "
+            f"{tuple(heard.shape)} and {lr}"
+        )
+    w, other = told.to(torch.float64), heard.to(torch.float64)
+    half = -w.diff(dim=0) / (2 * lr) - coupling * (w[:-1] - other)  # Q w_t − q
+    centre = w[:-1].mean(0)
+    design = torch.cat([w[:-1] - centre, torch.ones(len(heard), 1, dtype=torch.float64)], 1)
+    found = torch.linalg.lstsq(design, half, driver="gelsd").solution
+    matrix = (found[:-1] + found[:-1].T) / 2
+    return Quadratics(matrix, matrix @ centre - found[-1])
+
+
+def nearest_problem(found: Quadratics, known: Quadratics) -> Tensor:
+    """The known problems `(n, d, d)` from the nearest on, by relative distances of Q and q: indices `(n,)`."""
+    apart = [
+        (theirs - own).flatten(1).square().sum(1) / theirs.flatten(1).square().mean(0).sum()
+        for own, theirs in zip(found, known)
+    ]
+    return (apart[0] + apart[1]).argsort()
+
+
+def learnt_attribute(models: Tensor, attributes: Tensor, ridge: float = 1e-3) -> Callable[[Tensor], Tensor]:
+    """A linear hypothesis from what nodes tell to their private attribute, learnt from nodes whose attribute is known.
+
+    Args:
+        models: `(m, D)` what they tell, for example their models side by side over some rounds.
+        attributes: `(m,)`.
+        ridge: of the coefficients of standardised columns.
+
+    Returns:
+        A function of `(n, D)` to `(n,)`.
+    """
+    if models.ndim != 2 or attributes.shape != (len(models),) or not ridge > 0:
+        raise ValueError(
+            f"Expected models (m, D), attributes (m,) and a positive ridge, but got {tuple(models.shape)}, "
+            f"{tuple(attributes.shape)} and {ridge}"
+        )
+    x, s = models.to(torch.float64), attributes.to(torch.float64)
+    centre, level = x.mean(0), s.mean()
+    scale = x.std(0, correction=0)
+    scale = torch.where(scale > 1e-12 * x.abs().amax(0), scale, torch.inf)
+    standard = (x - centre) / scale
+    gram = standard.T @ standard / len(x) + ridge * torch.eye(x.shape[1], dtype=torch.float64)
+    coefficients = torch.linalg.solve(gram, standard.T @ (s - level) / len(x))
+    return lambda told: level + (told.to(torch.float64) - centre) / scale @ coefficients

@@ -1,0 +1,143 @@
+r"""What vertical training shows: labels to a party that reads its gradients, features to a server that keeps values.
+
+*Labels.* A party is sent the gradient of row i's likelihood with respect to what it sent: y − p of a Bernoulli
+likelihood, whose sign is the label whatever the noise ρ on z is, and 1_y − p of a categorical one, whose largest entry
+is the class. `label_scores` is that attack.
+
+*Features.* What a party sends in T steps is g + ρε with fresh ε, so that its mean keeps ρ²/T of the noise
+(`values_error`). Where rows go through a linear network that learns by plain gradient steps, the changes of z say even
+more: z_{t+1} − z_t = η X Xᵀ g_t, and the server knows g_t, so that some steps give all of X Xᵀ, the features up to a
+rotation (`gram_matrix`). Networks of any kind with known starting weights, as where all nodes make them from one key,
+are inverted by following their training (`split_inversion`).
+
+`tapped` is how nodes' messages are overheard: halves of a protocol are generators, and it passes them on.
+
+Sources: Li et al. (2022), "Label leakage and protection in two-party split learning"; Erdoğan, Küpçü and Çiçek (2022),
+"UnSplit".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedtorch import functional
+from fedtorch.tree import Tree
+from fedtorch.trust.attacks.inversion import Inversion, best
+from fedtorch.vfl.protocol import Half, Name, Send
+
+
+def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
+    """A node's half that does what it did, and shows every message to `heard`.
+
+    Args:
+        half: from `fedtorch.vfl.iteration.server_half` or `party_half`.
+        heard: (the other node, message, whether it was sent by this node) -> anything.
+    """
+    answer: Tree = None
+    while True:
+        try:
+            step = half.send(answer)
+        except StopIteration as done:
+            return done.value
+        answer = yield step
+        if isinstance(step, Send):
+            heard(step.to, step.message, True)
+        else:
+            heard(step.sender, answer, False)
+
+
+def label_scores(gradients: Tensor) -> Tensor:
+    """What gradients say of the labels: large where a row's label is 1, or for each class.
+
+    Args:
+        gradients: `(T, ..., C, n)` that a party was sent, of a log likelihood that is to be raised; their mean over the
+            steps is taken.
+
+    Returns:
+        `(..., n)` of one output, whose sign is the guess; `(..., C, n)` of several, whose largest entry is.
+    """
+    mean = gradients.to(torch.float64).mean(0)
+    return mean[..., 0, :] if gradients.shape[-2] == 1 else mean
+
+
+def guessed_labels(gradients: Tensor) -> Tensor:
+    """The labels `(..., n)` that `label_scores` speaks for, int64."""
+    scores = label_scores(gradients)
+    return (scores > 0).long() if gradients.shape[-2] == 1 else scores.argmax(-2)
+
+
+def values_error(rho: float, steps: int) -> float:
+    """ρ/√T: how far off the mean of T values, each with noise of its own, is from what the noise hides."""
+    if not 0 <= rho < math.inf or steps < 1:
+        raise ValueError(f"Expected rho of at least 0 and at least one step, but got {rho} and {steps}")
+    return rho / math.sqrt(steps)
+
+
+def gram_matrix(values: Tensor, gradients: Tensor, lr: float) -> Tensor:
+    """X Xᵀ of the rows `(n, d)` of a party whose linear network learns by gradient steps of size `lr`.
+
+    Args:
+        values: `(T + 1, n)` that it sent, without noise.
+        gradients: `(T, n)` that it was sent between them, to go up along.
+        lr: η.
+
+    Returns:
+        `(n, n)`, symmetric; exact once the gradients span all rows, and until then on what they span.
+    """
+    if values.ndim != 2 or gradients.shape != (len(values) - 1, values.shape[1]) or not lr > 0:
+        raise ValueError(
+            f"Expected values (T + 1, n), gradients (T, n) and a positive lr, but got {tuple(values.shape)}, "
+            f"{tuple(gradients.shape)} and {lr}"
+        )
+    given, moved = gradients.to(torch.float64), values.to(torch.float64).diff(dim=0) / lr
+    found = torch.linalg.lstsq(given, moved, driver="gelsd").solution
+    return (found + found.T) / 2
+
+
+def split_inversion(
+    bottom: nn.Module,
+    values: Tensor,
+    gradients: Tensor,
+    *,
+    shape: tuple[int, ...],
+    lr: float,
+    restarts: int = 4,
+    iterations: int = 200,
+    seed: int = 0,
+) -> Inversion:
+    """The rows of a party whose bottom network starts from known weights and learns by gradient steps.
+
+    Args:
+        bottom: the network with the weights that it started from, rows `(n, ...)` to `(n, C)`.
+        values: `(T + 1, C, n)` that it sent.
+        gradients: `(T, C, n)` that it was sent between them, to go up along.
+        shape: of its rows, `(n, ...)`.
+        lr: its learning rate.
+        restarts: of the search, from other normal draws.
+        iterations: of each search at most.
+        seed: of these draws.
+    """
+    follow = partial(_off, bottom, functional.parameters(bottom), values, gradients, lr)
+    return best(follow, shape, values.dtype, restarts, iterations, seed)
+
+
+def _off(
+    bottom: nn.Module, start: dict[str, Tensor], values: Tensor, gradients: Tensor, lr: float, rows: Tensor
+) -> Tensor:
+    """How far off rows are from having been sent as `values`, squared and relative."""
+    weights = {name: weight.requires_grad_() for name, weight in start.items()}
+    apart = values.new_zeros(())
+    for step, value in enumerate(values):
+        said = functional_call(bottom, weights, (rows,)).mT
+        apart = apart + (said - value).square().sum()
+        if step < len(gradients):
+            slopes = torch.autograd.grad((said * gradients[step]).sum(), list(weights.values()), create_graph=True)
+            weights = {name: weight + lr * slope for (name, weight), slope in zip(weights.items(), slopes)}
+    return apart / values.square().sum()
