@@ -50,7 +50,7 @@ def test_a_rank_that_dies_costs_no_committed_round(tmp_path: Path) -> None:
 
 def options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    launch.add_command(parser.add_subparsers(required=True))
+    launch.add(parser.add_subparsers(required=True))
     return parser.parse_args(["launch", *given])
 
 
