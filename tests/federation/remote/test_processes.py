@@ -116,6 +116,7 @@ def test_the_benchmark_of_sites(tmp_path: Path) -> None:
     found = {(row["setting"], row["metric"]): row["ours"] for row in rows}
     assert found["2 sites in processes of their own and 4 in one", "largest difference from one process"] < ROUNDING
     assert found["FedAvg, three sites, 40 rounds", "bytes down a round"] > 0
+    assert found["messages of a vertical iteration, three parties, 1000 rows each way", "bytes up"] > 3 * 8000
 
 
 @pytest.mark.slow
