@@ -311,3 +311,8 @@ def test_a_directed_network_has_an_arrow_for_each_effect() -> None:
     assert widths == pytest.approx([0.6 + 1.8 * 0.9, 0.6 + 1.8 * 0.7, 0.6 + 1.8 * 0.4], rel=1e-6)
     assert drawn(figure)
     assert drawn(ft.plots.directed_network(inclusion, ["a", "b", "c"]))
+
+
+def test_notebooks_show_figures() -> None:
+    data = ft.data.from_tensors([(torch.ones(3, 2), torch.ones(3))])
+    assert ft.plots.client_distribution(data)._repr_png_().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`fedtorch launch`: a script on several ranks that begin anew when one of them dies.
+"""`fedtorch launch`: a script on several ranks that begin anew when one of them dies::
 
     fedtorch launch --processes 4 --restarts 3 train.py …                                 one machine
     fedtorch launch --processes 8 --machines 2 --at node-1:29400 train.py …               on each of two
@@ -6,7 +6,7 @@
 It is `torchrun` with a rendezvous that survives: after a death all ranks are started again, and meet at a store of
 their own. (With gloo and the store that torchrun shares by default, the new ranks may read there where the dead ones
 listened, and connect to nobody.) The script goes on from the last round that it has saved, where all machines can read
-it, with as many ranks as there are:
+it, with as many ranks as there are::
 
     run = ft.Run(algorithm, ft.Distributed(data))
     if file.exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,10 +20,24 @@ MOST_COLOURS = 10  # labels that colours tell apart
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of no window, in inches."""
+    """A figure of no window, in inches, which notebooks show as it is."""
+    return _shown_figure()(figsize=(width, height), layout="constrained")
+
+
+@functools.cache
+def _shown_figure() -> type[Figure]:
+    """The class of figures that notebooks show, also where nobody has imported pyplot."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    class ShownFigure(Figure):
+        """A figure that tells IPython its image."""
+
+        def _repr_png_(self) -> bytes:
+            buffer = io.BytesIO()
+            self.savefig(buffer, format="png")
+            return buffer.getvalue()
+
+    return ShownFigure
 
 
 def finish(axes: Axes, x: str, y: str) -> None:
