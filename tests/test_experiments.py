@@ -272,6 +272,7 @@ def test_fedlin_cmapss(tmp_path):
     assert all(0 < value < 5 for value in found.values())
 
 
+@pytest.mark.slow
 def test_fedlin_school(tmp_path):
     needs("school")
     fedlin_school.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
@@ -352,6 +353,7 @@ def test_fedmgp_faults(tmp_path):
     assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_fedmgp_battery(tmp_path):
     try:
         fedmgp_battery.cells()
@@ -410,6 +412,7 @@ def test_vfl_logistic(tmp_path):
     assert (tmp_path / "vfl_logistic_2_parties.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_vfl_poisson(tmp_path):
     vfl_poisson.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     assert len({setting for setting, _ in rows(tmp_path / "rows.json")}) == 9

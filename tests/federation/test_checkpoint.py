@@ -123,6 +123,7 @@ def uninterrupted() -> dict[str, Tensor]:
     return everything(model)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert same_bits(dies_and_resumes(tmp_path, 3, "within"), uninterrupted())
 

@@ -56,7 +56,7 @@ def test_averaged_buffers_start_at_what_the_server_sends():
     torch.testing.assert_close(result.parameters["1.running_mean"][1], after["1.running_mean"], **CLOSE)
 
 
-@pytest.mark.parametrize("module", ["plain", "odd"])
+@pytest.mark.parametrize("module", ["plain", pytest.param("odd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMISERS if name != "tensor_rate"])
 def test_optimisers_over_rounds_of_partial_participation(optimizer, module):
     over_rounds({"plain": net, "odd": lambda: seeded(Odd)}[module](), OPTIMISERS[optimizer], F.cross_entropy)

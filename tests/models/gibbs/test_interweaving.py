@@ -111,7 +111,7 @@ def test_silent_sites_leave_the_posterior_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("make", "logits", "rounds"),
     [
-        (sparse.regression, False, 200),
+        pytest.param(sparse.regression, False, 200, marks=pytest.mark.slow),
         pytest.param(logistic.logistic_regression, True, 60, marks=pytest.mark.slow),
     ],
 )
