@@ -2,8 +2,11 @@
 
 A SuperLink and two SuperNodes on this machine's loopback, without telemetry, each in processes of their own, start the
 app in `flower_app`: FedAvg of a linear model, and SCAFFOLD, whose clients' states lie in the sites' folders between
-messages. Rounds over gRPC are measured before and after. Flower's Python is that of `FEDTORCH_FLOWER`, or of an
-environment that is made.
+messages. Rounds over gRPC are measured before and after.
+
+Flower has a virtual environment of its own, `.venv-peers/flower-sites`, or the Python that `FEDTORCH_FLOWER` names
+(where both are missing nothing is measured): `pip install torch flwr==1.41.0 numpy safetensors filelock lazy_loader
+lightning torchmetrics`.
 """
 
 from __future__ import annotations
@@ -37,13 +40,10 @@ data, algorithms = clients(["{name}"]), ALGORITHMS
 """
 
 
-def interpreter() -> str:
-    """A Python that has flwr and what fedtorch needs of other packages."""
-    if given := os.environ.get("FEDTORCH_FLOWER"):
-        return given
-    from experiments.benchmarks.peers.__main__ import python
-
-    return python("flower-sites")
+def interpreter() -> Path | None:
+    """A Python that has flwr and what fedtorch needs of other packages, if there is one."""
+    found = Path(os.environ.get("FEDTORCH_FLOWER", ROOT / ".venv-peers" / "flower-sites" / "bin" / "python"))
+    return found if found.exists() else None
 
 
 def free_ports(count: int) -> list[int]:
@@ -57,9 +57,10 @@ def free_ports(count: int) -> list[int]:
 
 def environment(folder: Path) -> dict[str, str]:
     """Of all of Flower's processes: no telemetry, its files in `folder`, its programs first on the path."""
-    programs = str(Path(interpreter()).parent)
+    python = interpreter()
+    assert python is not None
     own = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_HOME": str(folder / "flwr"), "OMP_NUM_THREADS": "1"}
-    path = {"PATH": os.pathsep.join([programs, os.environ["PATH"]]), "PYTHONPATH": str(ROOT)}
+    path = {"PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]), "PYTHONPATH": str(ROOT)}
     return {**os.environ, **own, **path}
 
 
@@ -168,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures; --smoke does few rounds."""
     options = common.arguments(__doc__).parse_args(argv)
     with common.quiet():
-        found = rows(3 if options.smoke else 12)
+        found = [] if interpreter() is None else rows(3 if options.smoke else 12)
     common.show_rows(f"remote_flower ({common.machine()})", found, ".4g")
     common.finish("benchmarks.remote_flower", found, options)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def test_what_a_supernode_has_to_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("FEDTORCH_FLOWER" not in os.environ, reason="FEDTORCH_FLOWER: a Python that has flwr")
+@pytest.mark.skipif(remote_flower.interpreter() is None, reason="FEDTORCH_FLOWER is to name a Python that has flwr")
 @pytest.mark.timeout(900)
 def test_flowers_own_engine(tmp_path: Path) -> None:
     """A SuperLink and two SuperNodes; SCAFFOLD's states lie in the sites' folders between messages."""
