@@ -1,14 +1,13 @@
 """A cost model of rounds: constants measured here, checked here, and what they say of machines that are not here.
 
 The formulas and all that is assumed are in `cost_formulas`. Constants come from one process, from two ranks, and from
-one and six sites over gRPC; the model is then compared with rounds that it has not seen. `--write` puts the tables into
-`results/cost_model.md`.
+one and six sites over gRPC; the model is then compared with rounds that it has not seen. Rounds are the quickest of
+many, for the machine may have other work. `--write` puts the tables into `results/cost_model.md`.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -98,7 +97,7 @@ def server_work(parameters: int, sites: int, rounds: int = 7) -> float:
         host.spent, began = 0.0, time.perf_counter()
         run.step()
         found.append((time.perf_counter() - began - host.spent) / sites)
-    return statistics.median(found[2:])
+    return min(found)
 
 
 def over_sites(processes: Sequence[Sequence[str]], rounds: int) -> Sites:
@@ -110,7 +109,7 @@ def over_sites(processes: Sequence[Sequence[str]], rounds: int) -> Sites:
         seconds = measure.round_seconds(run, rounds)
         after = [remote.processor_seconds(each) for each in ([os.getpid()], numbers)]
         server, sites = ((b - a) / rounds for a, b in zip(before, after))
-    return Sites(statistics.median(seconds), server, sites)
+    return Sites(min(seconds), server, sites)
 
 
 def alone(count: int) -> list[list[str]]:
@@ -122,12 +121,12 @@ def line(rounds: int) -> float:
     """Seconds of a short frame to a site and back."""
     with remote.serving(alone(1)) as (host, names, _):
         remote.population(host, names, "averaged")
-        return statistics.median(common.seconds(lambda: remote.echo(host, names[0])) for _ in range(rounds))
+        return min(common.seconds(lambda: remote.echo(host, names[0])) for _ in range(rounds))
 
 
 def constants(small: bool) -> tuple[Here, dict[int, dict[str, float]]]:
     """(what the formulas need, rounds over one and two ranks)."""
-    ranks = scaling_ranks.medians(1 if small else 5, sorted({*FIT, *SEEN}))
+    ranks = scaling_ranks.least(1 if small else 5, sorted({*FIT, *SEEN}))
     low, high = (ranks[1][f"{count} clients"] for count in FIT)
     client = (high - low) / (FIT[1] - FIT[0])
     short, long = (ranks[2][f"sum of {numbers}"] for numbers in scaling_ranks.SUMS)
@@ -160,7 +159,7 @@ def checks(here: Here, ranks: dict[int, dict[str, float]], small: bool) -> list[
     cores = len(os.sched_getaffinity(0))
     for sites, each in ((3, 1), (20, 1), (180, 180)) if not small else ((3, 1), (6, 6)):
         names = alone(sites) if each == 1 else [[str(k) for k in range(sites)]]
-        seconds = over_sites(names, 600 if sites == 3 and not small else 20).round
+        seconds = over_sites(names, 600 if sites == 3 and not small else 30).round
         where = "each in a process" if each == 1 else "all in one process"
         lines.append(_line(f"{sites} sites, {where}", formulas.over_sites(here, sites, each, cores), seconds))
     return lines

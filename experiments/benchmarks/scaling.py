@@ -1,7 +1,8 @@
 """The cost of a round against the number of clients and of processes: a linear model, 40 rows and 5 full-batch steps.
 
 `clients` stacks them in one process. `processes` has one and two of them, started by torchrun with one thread each,
-which take turns: with the same clients in all ("strong") and with the same clients each ("weak").
+which take turns: with the same clients in all ("strong") and with the same clients each ("weak"). Seconds are those of
+the quickest round, for the machine may have other work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def clients(counts: Sequence[int]) -> list[common.Row]:
     for name, compile in WAYS.items():
         for count in counts:
             run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), compile)
-            seconds = scaling_ranks.median_round(run, 20 if count < 10_000 else 5)
+            seconds = scaling_ranks.least_round(run, 100 if count < 10_000 else 10)
             rows.append(common.Row(f"{count} clients, {name}", "s a round", seconds))
             rows.append(common.Row(f"{count} clients, {name}", "µs a round and client", seconds / count * 1e6))
     return rows
@@ -32,7 +33,7 @@ def clients(counts: Sequence[int]) -> list[common.Row]:
 
 def processes(counts: Sequence[int], repeat: int) -> list[common.Row]:
     """A round over one and two processes."""
-    found, rows = scaling_ranks.medians(repeat, [*counts, 2 * counts[-1]]), []
+    found, rows = scaling_ranks.least(repeat, [*counts, 2 * counts[-1]]), []
     for count in counts:
         one, two = (found[ranks][f"{count} clients"] for ranks in (1, 2))
         setting = f"{count} clients in one and in two processes"
