@@ -5,7 +5,8 @@ frame is nobody's business here; `fedtorch.wire` says it. A host has a stream to
 a site's end. Waits are bounded, and so are frames and what is held of them: a peer that does not read, or sends more
 than is taken, is made to wait by the flow control of the stream, and holds up nobody else.
 
-`serve` and `connect` go over gRPC with TLS on both sides; `memory.link` is for sites in the same process.
+`serve` and `connect` go over gRPC with TLS on both sides; `flower.serve` over Flower's deployment engine, where that is
+there already; `memory.link` is for sites in the same process.
 """
 
 from fedtorch.transport.grpc_streams import connect as connect, serve as serve
