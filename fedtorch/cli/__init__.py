@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fedtorch.cli import data, launch, record, sites
+from fedtorch.cli import data, fit, launch, record, sites
 
-COMMANDS = (data, record, sites, launch)
+COMMANDS = (fit, data, record, sites, launch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
