@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import jsonargparse
+import jsonargparse.typing
 import lightning as L
 import torchmetrics
 import yaml
@@ -22,7 +23,10 @@ from fedtorch import files
 from fedtorch.cli.building import built, check
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithms.ep import Factors
+from fedtorch.federation.algorithms.matrix_normal import Shrinkage
 from fedtorch.federation.distributed import Distributed
+from fedtorch.federation.exchange import Exchange
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import Recorder
 from fedtorch.federation.lightning import Federation
@@ -30,6 +34,10 @@ from fedtorch.federation.population import InProcess
 from fedtorch.federation.round_progress_bar import RoundProgressBar
 from fedtorch.federation.sampling import Cohort
 from fedtorch.metrics import StackedMetric
+from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.penalties import ShrinkagePrior
+from fedtorch.models.matrix_normal import CovarianceUpdate
+from fedtorch.trust.robust import Rule
 
 _USAGE = {
     "fit": "fedtorch fit --config FILE [--KEY VALUE …] [--ckpt_path FILE]",
@@ -90,6 +98,21 @@ def federation(
     )
 
 
+def check_file(file: Path) -> None:
+    """Refuses keys that are none, and what the names in a configuration file do not stand for.
+
+    Raises:
+        ValueError: the message says what there is.
+    """
+    content = yaml.safe_load(file.read_text())
+    keys = [*inspect.signature(federation).parameters, "trainer", "seed_everything", "ckpt_path", "verbose"]
+    keys.remove("seed")
+    unknown = [key for key in content if key.split(".")[0] not in keys] if isinstance(content, dict) else [content]
+    if unknown:
+        raise ValueError(f"Expected keys among {keys} in {file}, but got {unknown[0]!r}")
+    check(content)
+
+
 class FederationCLI(LightningCLI):
     """Lightning's command line for a `federation`, whose arguments are keys at the top of the file.
 
@@ -127,13 +150,7 @@ class FederationCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses, after a look at the names in the files."""
         for file in _files(args):
-            content = yaml.safe_load(file.read_text())
-            keys = [*inspect.signature(federation).parameters, "trainer", "seed_everything", "ckpt_path", "verbose"]
-            keys.remove("seed")
-            unknown = [k for k in content if k.split(".")[0] not in keys] if isinstance(content, dict) else [content]
-            if unknown:
-                raise ValueError(f"Expected keys among {keys} in {file}, but got {unknown[0]!r}")
-            check(content)
+            check_file(file)
         self.config = parser.parse_args(args)
 
     def instantiate_classes(self) -> None:
@@ -180,13 +197,22 @@ class _Saved(SaveConfigCallback):
 
 @functools.cache
 def _allow_functions() -> None:
-    """Lets a path name a function that makes a dataclass, and reads files of this machine only."""
+    """Lets a path name a function that makes a dataclass or a tuple of functions, and reads files of this machine only.
+
+    A named tuple would otherwise be read field by field.
+    """
     jsonargparse.set_parsing_settings(
         subclasses_enabled=["is_pure_dataclass"],
         validate_subclass_spec_in_any=True,
         config_read_mode_fsspec_enabled=False,
         import_path_denylist=["shutil"],  # besides those of jsonargparse itself, such as os and subprocess
     )
+    for kind in (CovarianceUpdate, Exchange, Factors, Model, Rule, Shrinkage, ShrinkagePrior):
+        jsonargparse.typing.register_type(kind, dict, _refused, type_check=lambda value, _: "class_path" in value)
+
+
+def _refused(value: Any) -> NoReturn:
+    raise ValueError(f"Expected class_path: and init_args: of a function, but got {value!r}")
 
 
 def _files(arguments: Sequence[str]) -> list[Path]:
