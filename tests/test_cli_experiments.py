@@ -17,6 +17,7 @@ from fedtorch.cli import configuration, experiments, main
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "experiments" / "configs").glob("*.yaml"))
+DEPENDENT = "ignore:Expected columns of rank:UserWarning"  # of a school or a station alone; others and priors decide
 QUIET = [f"--trainer.{name}=false" for name in ("logger", "enable_progress_bar", "enable_checkpointing")]
 
 FOLDERS = {
@@ -101,6 +102,7 @@ def test_a_main_setting_is_the_experiment_itself(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(DEPENDENT)
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_every_main_setting_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_files(file)
@@ -110,6 +112,7 @@ def test_every_main_setting_runs(file: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(DEPENDENT)
 def test_the_published_errors_of_the_weather_come_out_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     file = ROOT / "experiments" / "configs" / "gtv_fmi.yaml"
     needs_files(file)
