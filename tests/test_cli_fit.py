@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -248,3 +250,21 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 def test_functions_without_a_signature_and_methods_of_classes() -> None:
     assert building.built([call("torch.zeros", size=[2])])[0].tolist() == [0.0, 0.0]
     assert building.built(call("fedtorch.networks.network.Network.ring", nodes=3)).nodes == 3
+
+
+@pytest.mark.slow
+def test_ranks_give_the_numbers_of_one_process(write) -> None:
+    content = given()
+    content["population"] = call("fedtorch.Distributed")
+    content["trainer"] |= {"strategy": call("fedtorch.ClientSharding"), "devices": 2}
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "fedtorch.cli"]
+    command = [sys.executable, *launch, "fit", "--config", write(content)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    sharded = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert sharded.returncode == 0, sharded.stderr
+    values = dict(line.split() for line in sharded.stdout.splitlines()[1:])
+    model = run("fit", "--config", write(given()))
+    last = model.history.iloc[-1]
+    for name in ("val_accuracy", "val_error", "train_loss"):  # six digits are printed, sums of float32 in another order
+        assert float(values[name]) == pytest.approx(float(last[name]), rel=1e-5)
+    assert float(values["bytes_up"]) == model.run.bytes_up
