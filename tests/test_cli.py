@@ -106,22 +106,34 @@ def test_wrong_calls(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_of_every_command_comes_without_torch() -> None:
-    """In one process, for it takes long to begin; `fit` and `validate` have their own test."""
-    commands = [[], ["data"], ["data", "get"], ["data", "licences"], ["record", "verify"], ["experiments", "run"]]
+    """In one process, for it takes long to begin."""
+    commands = [
+        [],
+        ["fit"],
+        ["validate"],
+        ["data"],
+        ["data", "get"],
+        ["data", "licences"],
+        ["record", "verify"],
+        ["experiments", "run"],
+    ]
     commands += [["launch"], *([name] for name in ("authority", "invite", "admit", "revoke", "enrol", "join"))]
     script = f"""
 import sys
 from fedtorch.cli import main
 for command in {commands}:
     try:
-        main([*command, "--help"])
+        code = main([*command, "--help"])
     except SystemExit as done:
-        assert done.code == 0
+        code = done.code
+    assert code == 0
 assert not {{"torch", "lightning", "pandas", "jsonargparse"}} & sys.modules.keys()
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: fedtorch") == len(commands)
+    for key in ("algorithm", "cohort", "on_bad_message", "trainer", "seed_everything", "--print_config"):
+        assert done.stdout.count(f"\n    {key}: ") == 2, key
 
 
 def test_it_runs_as_a_module() -> None:

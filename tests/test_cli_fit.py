@@ -237,16 +237,6 @@ def test_files_of_other_machines_are_not_read(capsys: pytest.CaptureFixture[str]
     assert "No such file" in capsys.readouterr().err
 
 
-def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("fit", "validate"):
-        with pytest.raises(SystemExit) as caught:
-            main([name, "--help"])
-        assert caught.value.code == 0
-        shown = capsys.readouterr().out
-        assert shown.startswith(f"usage: fedtorch {name} --config FILE")
-        assert all(f"--{key} " in shown for key in ("algorithm", "cohort", "faults", "trainer.max_epochs", "ckpt_path"))
-
-
 def test_functions_without_a_signature_and_methods_of_classes() -> None:
     assert building.built([call("torch.zeros", size=[2])])[0].tolist() == [0.0, 0.0]
     assert building.built(call("fedtorch.networks.network.Network.ring", nodes=3)).nodes == 3

@@ -39,11 +39,6 @@ from fedtorch.models.hierarchical.penalties import ShrinkagePrior
 from fedtorch.models.matrix_normal import CovarianceUpdate
 from fedtorch.trust.robust import Rule
 
-_USAGE = {
-    "fit": "fedtorch fit --config FILE [--KEY VALUE …] [--ckpt_path FILE]",
-    "validate": "fedtorch validate --config FILE [--KEY VALUE …] --ckpt_path FILE",
-}
-
 
 def federation(
     algorithm: Algorithm,
@@ -60,7 +55,7 @@ def federation(
     *,
     seed: int,
 ) -> Federation:
-    """The federation of a configuration file, whose keys these are.
+    """The federation of a configuration file, whose keys these are; `fedtorch fit --help` shows them from here.
 
     Args:
         algorithm: what clients and server compute, with its local solver and its module.
@@ -119,17 +114,15 @@ class FederationCLI(LightningCLI):
     Args:
         command: `fit` or `validate`.
         arguments: what follows it.
-        description: of the command, for its help.
     """
 
-    def __init__(self, command: str, arguments: Sequence[str], description: str = "") -> None:
+    def __init__(self, command: str, arguments: Sequence[str]) -> None:
         _allow_functions()
         self.command = command
         super().__init__(
             save_config_callback=_Saved,
             seed_everything_default=0,
             trainer_defaults={"enable_model_summary": False},
-            parser_kwargs={command: {"usage": _USAGE[command], "description": description}},
             parser_class=_Parser,
             args=[command, *arguments],
             auto_configure_optimizers=False,
@@ -171,7 +164,8 @@ class FederationCLI(LightningCLI):
 
     def after_fit(self) -> None:
         """Says how it ended, and where the logs are."""
-        values = [f"  {name:24} {float(value):g}\n" for name, value in self.trainer.logged_metrics.items()]
+        metrics = {name: float(value) for name, value in self.trainer.logged_metrics.items()}
+        values = [f"  {name:24} {x:{'.0f' if x.is_integer() else 'g'}}\n" for name, x in metrics.items()]
         logs = [f"  logs {self.trainer.log_dir}\n"] if self.trainer.loggers else []
         if self.trainer.is_global_zero:
             sys.stdout.write("".join([f"{self.model.round} rounds\n", *values, *logs]))
