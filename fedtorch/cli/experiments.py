@@ -49,7 +49,7 @@ def checkout() -> Path:
             return folder
     raise FileNotFoundError(
         f"Expected the folder experiments/ of a checkout in {Path.cwd()}, but there is none, and an installed package "
-        "does not have it; get the project's sources (git clone, or the sdist) and call this from their folder"
+        "does not have it; get the sources of the project and call this from their folder"
     )
 
 
