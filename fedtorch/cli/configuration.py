@@ -26,6 +26,7 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep import Factors
 from fedtorch.federation.algorithms.matrix_normal import Shrinkage
 from fedtorch.federation.distributed import Distributed
+from fedtorch.federation.evaluation import Split, inputs_and_targets
 from fedtorch.federation.exchange import Exchange
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import Recorder
@@ -46,6 +47,7 @@ def federation(
     holdout: float = 0.0,
     validation: FederatedData | None = None,
     metrics: dict[str, StackedMetric | torchmetrics.Metric | Callable[[Tensor, Tensor], Tensor]] | None = None,
+    split: Split = inputs_and_targets,
     population: Callable[[FederatedData], InProcess | Distributed] = InProcess,
     parameters: Any = None,
     cohort: int | Cohort | None = None,
@@ -63,6 +65,7 @@ def federation(
         holdout: the part of every client's rows that is kept aside for validation; drawn by the seed.
         validation: rows of the same clients for validation, where they are not held out.
         metrics: by name, for validation; default: what the module's own `validation_step` logs.
+        split: the path of a function rows -> (inputs, targets), for metrics of rows that are not (x, y).
         population: where the clients run.
         parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round, or a function such as `fedtorch.poisson_cohort`.
@@ -86,6 +89,7 @@ def federation(
         cohort=cohort,
         validation=validation,
         metrics=metrics,
+        split=split,
         seed=seed,
         faults=joined,
         record=record or (),
