@@ -38,7 +38,7 @@ LAYERS = (
     {"data", "models", "networks"},
     {"federation", "vfl"},
     {"trust"},
-    {"plots", "cli"},
+    {"plots", "report", "cli"},
 )
 
 

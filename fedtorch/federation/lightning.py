@@ -63,6 +63,7 @@ class Federation(L.LightningModule):
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
+        scores: those of the last validation, by name.
 
     Raises:
         ValueError: a cohort larger than the population, clients that cannot take part, data that do not fit.
@@ -121,6 +122,7 @@ class Federation(L.LightningModule):
         )
         self._split, self._validation = split, validation
         self._metrics = stacked_metrics(metrics) if metrics else {}
+        self.scores: dict[str, Score] = {}
         self._warned = False
         if validation is None:
             # Lightning then sees that there is nothing to validate.
@@ -185,6 +187,7 @@ class Federation(L.LightningModule):
             scores = self._own(self.run, self._validation)
         else:
             scores = {f"val_{name}": score for name, score in self.evaluate(self._validation).items()}
+        self.scores = scores
         values: dict[str, float] = {}
         for name, score in scores.items():
             values[name] = score.overall

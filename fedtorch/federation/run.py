@@ -114,7 +114,7 @@ class Run:
         self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
-        self.clients.introduce(lambda: {**self._fingerprint(), "start": describe(parameters)})
+        self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
 
     # -- round by round --------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class Run:
         for i, recorder in enumerate(self.recorders):
             flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
         flat.update({name: torch.tensor(getattr(self, name)) for name in _COUNTS})
-        flat["fingerprint"] = torch.tensor(list(json.dumps(self._fingerprint()).encode()), dtype=torch.uint8)
+        flat["fingerprint"] = torch.tensor(list(json.dumps(self.fingerprint()).encode()), dtype=torch.uint8)
         return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
@@ -293,7 +293,7 @@ class Run:
         """
         checkpoint.check_structure(flat, self.state_dict())
         if not anyway:
-            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self._fingerprint())
+            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self.fingerprint())
         for i, recorder in enumerate(self.recorders):
             recorder.load_state_dict(below(f"recorders.{i}.", flat))
         self.clients.load_state_dict(below("clients.", flat))
@@ -302,9 +302,9 @@ class Run:
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
         self.last = None
-        self.clients.introduce(lambda: {**self._fingerprint(), "round": str(self.number)})
+        self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
 
-    def _fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
         return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
