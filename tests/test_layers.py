@@ -20,6 +20,7 @@ LAYERS = (
         "tree",
         "optimisers",
         "philox",
+        "progress",
         "random",
         "exact",
         "files",

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,10 +36,10 @@ from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
-from fedtorch.federation.history import History, Recorder, Round
+from fedtorch.federation.history import History, Recorder, Round, means
 from fedtorch.federation.population import Population, check_population, refuse_bad_messages
-from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
+from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -333,18 +334,26 @@ def run(
     faults: Faults | None = None,
     seed: int = 0,
     record: Recorder | Sequence[Recorder] = (),
-    progress: bool = False,
+    progress: bool = True,
 ) -> Run:
     """A `Run` that has done its rounds; the arguments are those of `Run`, `Run.rounds`, and:
 
     Args:
-        progress: whether a bar shows the rounds.
+        progress: whether it is shown how far a run is that takes longer than two seconds; see `fedtorch.progress`.
 
     Raises:
         ValueError: neither `rounds` nor `until` is given, or as for `Run`.
     """
     made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
-    with rounds_bar("Rounds", rounds, shown=progress) as bar:
-        for _ in made.rounds(rounds, until):
-            bar.update()
+    title = str(algorithm.settings.get("algorithm", "Rounds"))
+    with Progress(title, rounds, shown=progress and population.leads) as shown:
+        for round in made.rounds(rounds, until):
+            shown.update(tell=partial(_told, round))
     return made
+
+
+def _told(round: Round) -> dict[str, str]:
+    """What progress shows of a round: the loss and ε, or, without them, the first numbers that it reports."""
+    values = {**means(round.info), **round.report}
+    names = [name for name in ("train_loss", "epsilon") if name in values] or list(values)[:2]
+    return {name: f"{float(values[name]):.3g}" for name in names}
