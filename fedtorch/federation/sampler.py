@@ -41,8 +41,9 @@ class RunningMoments(NamedTuple):
 
 
 def global_variables(round: Round) -> Draws:
-    """The server's variables by name, `(C, ...)` each."""
-    return tree.flatten(round.server.variables)
+    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model."""
+    variables = round.server.variables
+    return tree.flatten(variables.quantities() if hasattr(variables, "quantities") else variables)
 
 
 class Sampler:
@@ -51,7 +52,7 @@ class Sampler:
     Args:
         burn_in: rounds that are not watched.
         thin: of the rounds after that, every so many are.
-        watch: a round -> what to watch by name, `(C, ...)` each; default: all global variables. It may read clients'
+        watch: a round -> what to watch by name, `(C, ...)` each; default: `global_variables`. It may read clients'
             own variables from `round.clients` in research; in a federation they stay where they are.
         keep: whether draws are kept, not only their moments.
         folder: where draws are kept as files of `block` draws each, instead of in memory.
