@@ -18,6 +18,7 @@ from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.visit import Visit, run_of
 from fedtorch.transport.hub import Link
+from fedtorch.transport.identity import Identity
 from fedtorch.wire import PayloadError
 
 PATIENCE = 600.0  # seconds without a word from the server
@@ -26,7 +27,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def join(
-    dial: Callable[[], Link], offer: Offer, folder: Path | str | None = None, *, patience: float = PATIENCE
+    dial: Callable[[], Link],
+    offer: Offer,
+    folder: Path | str | None = None,
+    *,
+    identity: Identity | None = None,
+    patience: float = PATIENCE,
 ) -> Visit:
     """Takes part in what a server asks, until it says that a run is over; returns the site's part in it.
 
@@ -34,6 +40,8 @@ def join(
         dial: connects to the server, such as `lambda: transport.connect("server.example:443", identity)`.
         offer: what the site brings.
         folder: where the site keeps its clients' states; without one it cannot go on after it was killed.
+        identity: of the site, with which it signs the keys of sums under masks and of sealed letters; without one it
+            refuses them.
         patience: the longest time without a word from the server, in seconds.
 
     Raises:
@@ -42,11 +50,11 @@ def join(
         FileExistsError: another process works in the folder.
     """
     if folder is None:
-        return _join(dial, Site(offer), patience)
+        return _join(dial, Site(offer, None, identity), patience)
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(Path(folder) / "lock", timeout=0):
-            return _join(dial, Site(offer, Path(folder)), patience)
+            return _join(dial, Site(offer, Path(folder), identity), patience)
     except Timeout as error:
         raise FileExistsError(
             f"Expected a folder in which no other process takes part, but one does in {folder}; end it, or choose "
@@ -95,13 +103,14 @@ class Site:
     Args:
         offer: what the site brings.
         folder: where its states are kept, None for nowhere.
+        identity: of the site, None where it signs nothing.
 
     Attributes:
         ended: the site's part in the run that is over, None before.
     """
 
-    def __init__(self, offer: Offer, folder: Path | None = None) -> None:
-        self.offer, self.folder, self._watch = offer, folder, Watch(offer.terms, folder)
+    def __init__(self, offer: Offer, folder: Path | None = None, identity: Identity | None = None) -> None:
+        self.offer, self.folder, self._watch, self._identity = offer, folder, Watch(offer.terms, folder), identity
         self.ended: Visit | None = None
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
@@ -137,7 +146,7 @@ class Site:
         if self._visit is None or self._visit.run != run_of(frame):
             self._visit, self._why = None, "the site could not begin"
             try:
-                self._visit = Visit(self.offer, self._watch, frame, self.folder)
+                self._visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
@@ -150,10 +159,14 @@ class Site:
             return None  # the server has not heard this process's hello yet, and will ask again
         if self._visit is None or self._visit.run != run_of(frame):
             raise Refusal(self._why if self._visit is None and self._why else "the site has begun another run")
-        answers = {"round": self._visit.round, "total": self._visit.total, "evaluate": self._visit.evaluate}
+        visit = self._visit
+        within = {"keys": visit.keys, "phase": visit.phase}  # a round, of which the server does not know yet
+        if frame.kind in within:
+            return within[frame.kind](frame)
+        answers = {"round": visit.round, "total": visit.total, "evaluate": visit.evaluate, "letters": visit.letters}
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)
-        self._visit.settle(frame)
+        visit.settle(frame)
         return answers[frame.kind](frame)
 
     def _end(self, frame: Frame) -> None:

@@ -1,0 +1,77 @@
+"""The server's part in what it may not read: keys that it passes on, sums under masks, and sealed letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fedtorch.federation.exchange import Exchange
+from fedtorch.federation.remote.keyring import BOOK, Ask, Keyring
+from fedtorch.federation.remote.masked import SumOfSites, parties_of
+from fedtorch.federation.remote.sealed import Letters
+from fedtorch.tree import Tree
+
+
+class Hidden:
+    """What sites send each other in a run.
+
+    Args:
+        exchange: with masks, or sealed.
+        keyring: of the run.
+        names: of all sites.
+        rotate: so many rounds keys are used.
+        ask: how sites are asked.
+        next_sequence: a number for requests.
+        letters: (site, number of the request) -> a request for letters.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        keyring: Keyring,
+        names: Sequence[str],
+        rotate: int,
+        ask: Ask,
+        next_sequence: Callable[[], int],
+        letters: Callable[[str, int], bytes],
+    ) -> None:
+        self._exchange, self._keyring, self._names, self._rotate = exchange, keyring, names, rotate
+        self._ask, self._next, self._rounds = ask, next_sequence, 0
+        self._letters = None if exchange.sealed is None else Letters(letters, ask, next_sequence)
+        self._parties: list[str] = []  # the sites of the book, in its order
+        self._book = b""
+
+    def begin(self, sites: Sequence[str], run: str) -> None:
+        """Sees to keys, and to letters, before sites are asked for something; those that are silent keep theirs."""
+        epoch = self._rounds // self._rotate
+        missing = self._keyring.gather(sites, run, self._keyring.epoch)
+        if not missing and epoch > self._keyring.epoch:
+            missing = self._keyring.gather(sites, run, epoch)
+        self._rounds += 1
+        there = [site for site in sites if site not in missing]
+        self._parties = [name for name in self._names if name in there]
+        self._book = self._keyring.book(self._names if self._letters is not None else self._parties)
+        if self._letters is not None:
+            self._letters.begin(there, self._book)
+
+    def to(self, site: str) -> dict[str, bytes]:
+        """The book, and letters for a site, by name."""
+        return {BOOK: self._book, **({} if self._letters is None else self._letters.to(site))}
+
+    def keep(self, letters: Mapping[str, dict[str, bytes]]) -> None:
+        """Takes letters that go with a round that is kept."""
+        if self._letters is not None:
+            self._letters.keep(letters)
+
+    def forget(self) -> None:
+        """Goes back to another round, of which sites have to write letters anew."""
+        if self._letters is not None:
+            self._letters.forget()
+
+    def add_up(
+        self, first: Mapping[str, bytes], run: str, number: int, about: bytes, message: Tree
+    ) -> tuple[Tree, list[str]]:
+        """(the aggregate of what sites have under masks, the sites in it); see `SumOfSites.finish`."""
+        assert self._exchange.masks is not None
+        parties = parties_of(run, number, about, self._keyring.signing(self._parties))
+        made = SumOfSites(self._exchange.masks, parties, self._parties, message, self._ask, self._next)
+        return made.finish(first, run)
