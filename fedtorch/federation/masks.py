@@ -61,6 +61,11 @@ class Masks(Protocol):
         """Parties of a sum, at least."""
         ...
 
+    @property
+    def step(self) -> float:
+        """The distance between numbers that are not the same under masks."""
+        ...
+
     def __str__(self) -> str:
         """What all parties have to agree on."""
         ...

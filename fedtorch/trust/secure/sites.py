@@ -37,6 +37,11 @@ class SiteMasks(NamedTuple):
     apart: int
     phases: tuple[int, ...] = tuple(PHASES)
 
+    @property
+    def step(self) -> float:
+        """The grid's."""
+        return 2.0**-self.grid.bits
+
     def __str__(self) -> str:
         return f"sums under masks on {self.grid}, of at least {self.minimum} sites"
 
@@ -93,6 +98,7 @@ class HereOnly(NamedTuple):
     why: str
     phases: tuple[int, ...] = ()
     minimum: int = 0
+    step: float = 0.0
 
     def __str__(self) -> str:
         return self.why
