@@ -43,6 +43,11 @@ class MaskedSum(Protocol):
 class MaskedPart(Protocol):
     """A party's part of a sum."""
 
+    @property
+    def survivors(self) -> frozenset[int]:
+        """Whose sum it is, as far as it has confirmed that."""
+        ...
+
     def answer(self, phase: int, payload: bytes) -> bytes:
         """Its message of a phase; raises RuntimeError or ValueError where it goes no further."""
         ...
@@ -78,6 +83,11 @@ class Masks(Protocol):
         """A sum of messages that look like `message` `(0, ...)`."""
         ...
 
-    def party(self, parties: Parties, number: int, signing: bytes, found: Tree) -> MaskedPart:
-        """The part of a party with its private Ed25519 key and the messages of its clients, a `RowsOf`."""
+    def party(
+        self, parties: Parties, number: int, signing: bytes, found: Tree, earlier: Sequence[frozenset[int]]
+    ) -> MaskedPart:
+        """The part of a party with its private Ed25519 key and the messages of its clients, a `RowsOf`.
+
+        `earlier` are the survivors of sums of the very same messages, which others less those would be sums of too few.
+        """
         ...

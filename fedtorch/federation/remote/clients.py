@@ -246,7 +246,13 @@ class RemoteClients:
             )
         keyring = Keyring(plan.roster, self._ask, plan.sites.next_sequence)
         return Hidden(
-            exchange, keyring, plan.sites.names, plan.rotate, self._ask, plan.sites.next_sequence, self._letters
+            exchange,
+            keyring,
+            dict(zip(plan.sites.names, plan.firsts)),
+            plan.rotate,
+            self._ask,
+            plan.sites.next_sequence,
+            self._letters,
         )
 
     def _letters(self, site: str, number: int) -> bytes:

@@ -17,7 +17,7 @@ class Hidden:
     Args:
         exchange: with masks, or sealed.
         keyring: of the run.
-        names: of all sites.
+        firsts: the number of each site's first client, by name, in their order.
         rotate: so many rounds keys are used.
         ask: how sites are asked.
         next_sequence: a number for requests.
@@ -28,13 +28,13 @@ class Hidden:
         self,
         exchange: Exchange,
         keyring: Keyring,
-        names: Sequence[str],
+        firsts: Mapping[str, int],
         rotate: int,
         ask: Ask,
         next_sequence: Callable[[], int],
         letters: Callable[[str, int], bytes],
     ) -> None:
-        self._exchange, self._keyring, self._names, self._rotate = exchange, keyring, names, rotate
+        self._exchange, self._keyring, self._firsts, self._rotate = exchange, keyring, firsts, rotate
         self._ask, self._next, self._rounds = ask, next_sequence, 0
         self._letters = None if exchange.sealed is None else Letters(letters, ask, next_sequence)
         self._parties: list[str] = []  # the sites of the book, in its order
@@ -48,8 +48,8 @@ class Hidden:
             missing = self._keyring.gather(sites, run, epoch)
         self._rounds += 1
         there = [site for site in sites if site not in missing]
-        self._parties = [name for name in self._names if name in there]
-        self._book = self._keyring.book(self._names if self._letters is not None else self._parties)
+        self._parties = [name for name in self._firsts if name in there]
+        self._book = self._keyring.book(list(self._firsts) if self._letters is not None else self._parties)
         if self._letters is not None:
             self._letters.begin(there, self._book)
 
@@ -72,6 +72,7 @@ class Hidden:
     ) -> tuple[Tree, list[str]]:
         """(the aggregate of what sites have under masks, the sites in it); see `SumOfSites.finish`."""
         assert self._exchange.masks is not None
-        parties = parties_of(run, number, about, self._keyring.signing(self._parties))
-        made = SumOfSites(self._exchange.masks, parties, self._parties, message, self._ask, self._next)
+        firsts = {name: self._firsts[name] for name in self._parties}
+        parties = parties_of(run, number, about, dict(zip(firsts.values(), self._keyring.signing(self._parties))))
+        made = SumOfSites(self._exchange.masks, parties, firsts, message, self._ask, self._next)
         return made.finish(first, run)

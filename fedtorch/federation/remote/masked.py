@@ -33,7 +33,7 @@ class SumOfSites:
     Args:
         masks: of the exchange.
         parties: who adds up.
-        names: of the sites, in the order of their numbers.
+        firsts: the number of each site's first client, by name.
         message: what clients send, `(0, ...)`.
         ask: how sites are asked.
         next_sequence: a number for requests.
@@ -43,12 +43,12 @@ class SumOfSites:
         self,
         masks: Masks,
         parties: Parties,
-        names: Sequence[str],
+        firsts: Mapping[str, int],
         message: Tree,
         ask: Ask,
         next_sequence: Callable[[], int],
     ) -> None:
-        self._masks, self._names, self._ask, self._next = masks, names, ask, next_sequence
+        self._masks, self._firsts, self._ask, self._next = masks, firsts, ask, next_sequence
         self._number = parties.attempt
         self._sum: MaskedSum = masks.server(parties, message)
 
@@ -64,14 +64,15 @@ class SumOfSites:
                 number = self._next()
                 requests = {
                     site: frames.encode_blobs(
-                        "phase", {"payload": self._sum.request(phase, self._names.index(site) + 1)},
+                        "phase", {"payload": self._sum.request(phase, self._firsts[site] + 1)},
                         run=run, sequence=number, sum=self._number, phase=phase,
                     )
                     for site in said
                 }  # fmt: skip
                 said = self._ask(requests, number, lambda site, frame: frame.blob("said")).answers
             said = {site: message for site, message in said.items() if self._sum.take(phase, message)}
-        return self._sum.aggregate(), [self._names[party - 1] for party in self._sum.survivors]
+        survivors = self._sum.survivors
+        return self._sum.aggregate(), [name for name, first in self._firsts.items() if first + 1 in survivors]
 
 
 class PartOfSite:
@@ -84,9 +85,11 @@ class PartOfSite:
         number: of the request that it answers.
         about: a digest of what its clients were sent.
         found: their messages.
+        earlier: the survivors of sums of the same messages.
 
     Attributes:
         begun: the answer to that request.
+        about: the digest.
 
     Raises:
         Refusal: the book is not to be believed.
@@ -94,13 +97,28 @@ class PartOfSite:
 
     begun = b""
 
-    def __init__(self, masks: Masks, keys: SiteKeys, data: bytes, number: int, about: bytes, found: RowsOf) -> None:
+    def __init__(
+        self,
+        masks: Masks,
+        keys: SiteKeys,
+        data: bytes,
+        number: int,
+        about: bytes,
+        found: RowsOf,
+        earlier: Sequence[frozenset[int]],
+    ) -> None:
         speakers, place = keys.read(data)
         if len(speakers) < masks.minimum:
             raise Refusal(f"the site adds up under masks with {masks.minimum} sites at least, not {len(speakers)}")
-        parties = parties_of(keys.run, number, about, [speaker.signing for speaker in speakers])
-        self.number, self._phases, self._said = number, masks.phases, dict[int, bytes]()
-        self._part: MaskedPart = masks.party(parties, place + 1, keys.signing, found)
+        parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})
+        self.number, self.about, self._phases, self._said = number, about, masks.phases, dict[int, bytes]()
+        me = speakers[place].first + 1
+        self._part: MaskedPart = masks.party(parties, me, keys.signing, found, earlier)
+
+    @property
+    def survivors(self) -> frozenset[int]:
+        """Whose sum it is, once it has confirmed that, in the phase before the last; else nobody."""
+        return self._part.survivors if self._phases[-2] in self._said else frozenset()
 
     def first(self) -> bytes:
         """What it says in the first phase."""
@@ -127,9 +145,9 @@ class PartOfSite:
         return self._said[phase]
 
 
-def parties_of(run: str, number: int, about: bytes, signing: Sequence[bytes]) -> Parties:
-    """Who adds up."""
-    return Parties(bytes.fromhex(run) + about, number, {place + 1: key for place, key in enumerate(signing)})
+def parties_of(run: str, number: int, about: bytes, signing: Mapping[int, bytes]) -> Parties:
+    """Who adds up: sites with the numbers of their first clients, and one more, which they have in every sum."""
+    return Parties(bytes.fromhex(run) + about, number, {first + 1: key for first, key in signing.items()})
 
 
 def one_of(inbox: Tree) -> Tree:

@@ -69,6 +69,7 @@ class Visit:
         state = begin.tree({"state": like}, finite=False)["state"]
         self._keys = self._hide(identity, total)
         self._part: PartOfSite | None = None
+        self._sums: dict[bytes, list[frozenset[int]]] = {}  # whose sums were told, by what clients had been sent
         self._letters = self._correspond(server, like)
         here = replace(self.algorithm, exchange=inbox.at_site(self.algorithm.exchange))
         names = ("",) * self.first + offer.data.names + ("",) * (total - self.first - len(offer.data))
@@ -194,9 +195,13 @@ class Visit:
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree) -> PartOfSite:
+        """The site's part of a sum; what becomes of the last one is remembered."""
         assert self.algorithm.exchange.masks is not None
         assert self._keys is not None
-        return PartOfSite(self.algorithm.exchange.masks, self._keys, blobs.get(BOOK, b""), number, about, found)
+        if self._part is not None and self._part.survivors:
+            self._sums.setdefault(self._part.about, []).append(self._part.survivors)
+        earlier, masks = self._sums.get(about, []), self.algorithm.exchange.masks
+        return PartOfSite(masks, self._keys, blobs.get(BOOK, b""), number, about, found, earlier)
 
     def _told(self) -> Tree:
         """What all the site's clients tell for good, `(K, ...)`."""

@@ -4,10 +4,15 @@ A site knows its clients' rows, so that nothing has to be hidden from it: it put
 adds up the words, and takes part in the protocol of `parties` as one client. The total is that of `secure_sum` over
 all clients, to the bit. What is hidden from the server is a site's part, among those of `minimum` sites; of single
 clients it learns that they have answered.
+
+A round that has to be done again sums the same messages. Its sites are then the same as before, or others by `minimum`
+at least, so that no difference of two sums is one of fewer. Between rounds nothing is compared: where messages hardly
+change, two rounds' sums with and without a site say nearly what it said.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -59,17 +64,19 @@ class SiteMasks(NamedTuple):
         summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
         return SiteSums(self._session(parties, self.grid.encode(rows(summed))), self.grid, summed)
 
-    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
+    def party(
+        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
+    ) -> Client:
         """A site's part, whose secrets are of the operating system and of this sum alone."""
         words = self.grid.encode(rows(tree.map(as_sums, found.message, is_leaf=(Mean, Sum))).cpu())
         total = reduce(lambda one, other: ring.add(one, other, self.grid.width), words, torch.zeros_like(words[0]))
         key = Ed25519PrivateKey.from_private_bytes(signing)
-        return Client(self._session(parties, words), number, key, from_system(), total)
+        return Client(self._session(parties, words), number, key, from_system(), total, earlier)
 
     def _session(self, parties: Parties, words: Tensor) -> Session:
         return Session(
             parties.run, 0, parties.attempt, parties.keys, words.shape[1], around(len(parties.keys)), self.minimum,
-            self.grid.width,
+            self.grid.width, apart=self.minimum,
         )  # fmt: skip
 
 
@@ -111,7 +118,9 @@ class HereOnly(NamedTuple):
         """There is none."""
         raise Aborted(self.why)
 
-    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
+    def party(
+        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
+    ) -> Client:
         """There is none."""
         raise Aborted(self.why)
 

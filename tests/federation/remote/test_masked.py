@@ -220,8 +220,8 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
     told: list[bytes] = []
     honest = secure.SiteMasks.party
 
-    def party(self: Any, parties: Any, number: int, signing: bytes, found: Any) -> Any:
-        made = honest(self, parties, number, signing, found)
+    def party(self: Any, parties: Any, number: int, signing: bytes, found: Any, earlier: Any) -> Any:
+        made = honest(self, parties, number, signing, found, earlier)
         told.append(made.words.numpy().tobytes())
         for leaf in tree.leaves(found.message):
             told.extend(part.numpy().tobytes() for part in (leaf, leaf.sum(0), *leaf) if part.numel() > 1)
@@ -263,6 +263,21 @@ def test_a_server_that_sends_sites_different_models_gets_no_sum() -> None:
     run.clients.algorithm = dataclasses.replace(run.clients.algorithm, exchange=exchange)
     with pytest.raises((Aborted, RuntimeError), match="Expected at least"):
         run.step()
+
+
+def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
+    """A server that asks for a round twice: of all sites, and of all but one, whose message would be the difference."""
+    made = Federation(masked(fedavg), sites=6, quorum=0.5)
+    one, other = made.run(), made.run()
+    one.step()
+    other.clients.run = one.clients.run
+    other._draw = lambda key: torch.arange(5)
+    with pytest.raises(RuntimeError, match=r"of 1 clients, fewer than 3|Expected \d shares"):
+        other.step()
+    other._draw = None
+    other.step()
+    assert same_bits(other.server, one.server)
+    one.step()
 
 
 # -- whom sites believe ------------------------------------------------------------------------------------------------
