@@ -124,7 +124,8 @@ def _take_part(options: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
     states = options.states or options.identity / "states"
-    visit = join(partial(transport.connect, options.address, me), offer, states, patience=options.patience)
+    dial = partial(transport.connect, options.address, me)
+    visit = join(dial, offer, states, identity=me, patience=options.patience)
     print(f"run {visit.run} is over")
     if options.save is not None:
         tensors = tree.flatten(visit.tensors())
