@@ -90,16 +90,16 @@ def write(roster: bytes, announcements: Sequence[bytes]) -> bytes:
     return json.dumps([part.decode() for part in (roster, *announcements)]).encode()
 
 
-def announced(word: bytes) -> bytes:
-    """The Ed25519 key of an announcement, believed of nobody.
+def speaker(word: bytes, roster: bytes, run: str) -> Speaker:
+    """Who has announced itself, by a roster that is one's own and need not be believed.
 
     Raises:
-        ValueError: it is none.
+        ValueError: nobody of the roster, or not for this run.
     """
     try:
-        return bytes.fromhex(json.loads(json.loads(word)["said"])["signing"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"Expected an announcement, but got another: {error}") from None
+        return _speaker(word, json.loads(json.loads(roster)["said"])["sites"], run)
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"Expected keys that a site of the roster has signed, but got others: {error}") from None
 
 
 def read(book: bytes, authority: bytes, run: str) -> Book:

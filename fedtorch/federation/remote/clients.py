@@ -70,21 +70,23 @@ class RemoteClients:
             self._read.message = self._local.reply(self._local.empty_block(), outbox, turn).message
         self._up = self._down = 0
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
-        self._prepare(asked)
+        missing = self._prepare(asked)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         requests: dict[str, bytes] = {}
         for index, site in asked:
             ids, silent = self._own(index, cohort), self._own(index, _NOBODY if lost is None else lost)
             more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
-            requests[site] = self._request("round", index, ids, outbox, number, more, **about)
+            if site not in missing:
+                requests[site] = self._request("round", index, ids, outbox, number, more, **about)
         heard = self._ask(requests, number, self._read.round)
-        self._check_quorum(heard.answers, heard.missing, len(requests))
+        missing = {**missing, **heard.missing}
+        self._check_quorum(heard.answers, missing, len(asked))
         aggregate, answers = self._meet(heard.answers, number, outbox, turn)
         fell = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in heard.answers}
-        self._check_quorum(answers, {**fell, **heard.missing}, len(requests))
+        self._check_quorum(answers, {**fell, **missing}, len(asked))
         found = [answer for answer in answers.values() if answer.partial is not None]
         ids, info = joined([(answer.ids, answer.info) for answer in found])
-        late = [site for site, why in heard.missing.items() if why == LATE]
+        late = [site for site, why in missing.items() if why == LATE]
         away = [site for site in self.plan.sites.names if site not in answers and site not in late]
         return Pending(
             aggregate,
@@ -103,7 +105,8 @@ class RemoteClients:
         exchange, members = self.algorithm.exchange, self._members()
         if exchange.sealed is not None:
             return None  # nodes have it, a row each
-        self._prepare(members)
+        if self._prepare(members):
+            return None
         number = self.plan.sites.next_sequence()
         requests = {site: self._request("total", index, None, None, number) for index, site in members}
         heard = self._ask(requests, number, self._read.total)
@@ -244,25 +247,19 @@ class RemoteClients:
                 f"other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
-        keyring = Keyring(plan.roster, self._ask, plan.sites.next_sequence)
-        return Hidden(
-            exchange,
-            keyring,
-            dict(zip(plan.sites.names, plan.firsts)),
-            plan.rotate,
-            self._ask,
-            plan.sites.next_sequence,
-            self._letters,
-        )
+        own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
+        ask, number = self._ask, plan.sites.next_sequence
+        return Hidden(exchange, Keyring(plan.roster, ask, number), own, plan.rotate, ask, number, self._letters)
 
     def _letters(self, site: str, number: int) -> bytes:
         return self._request("letters", self.plan.sites.names.index(site), None, None, number)
 
-    def _prepare(self, asked: list[tuple[int, str]]) -> None:
-        """Sees to keys and letters; neighbours' letters are wanted of all."""
-        if self._hidden is not None:
-            members = asked if self.algorithm.exchange.sealed is None else self._members()
-            self._hidden.begin([site for _, site in members], self.run)
+    def _prepare(self, asked: list[tuple[int, str]]) -> dict[str, str]:
+        """Sees to keys and letters, neighbours' letters of all; returns why sites have no keys."""
+        if self._hidden is None:
+            return {}
+        members = asked if self.algorithm.exchange.sealed is None else self._members()
+        return self._hidden.begin([site for _, site in members], self.run)
 
     def _meet(
         self, answers: dict[str, Answer], number: int, outbox: Tree, turn: Turn

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import Frame
@@ -11,6 +12,7 @@ from fedtorch.federation.remote.terms import Refusal
 from fedtorch.transport import book
 from fedtorch.transport.book import Book, Speaker
 from fedtorch.transport.identity import Identity
+from fedtorch.wire import PayloadError
 
 BOOK = "book"  # its name beside other bytes of a frame
 Ask = Callable[[Mapping[str, bytes], int, Callable[[str, Frame], object]], Heard]
@@ -30,23 +32,39 @@ class Keyring:
 
     def __init__(self, roster: bytes, ask: Ask, next_sequence: Callable[[], int]) -> None:
         self._roster, self._ask, self._next, self.epoch = roster, ask, next_sequence, 0
-        self._said: dict[str, bytes] = {}
+        self._said: dict[str, tuple[bytes, Speaker]] = {}
 
-    def gather(self, sites: Sequence[str], run: str, epoch: int) -> dict[str, str]:
-        """Asks sites for their keys of an epoch; returns why some have not answered."""
+    def gather(self, sites: Mapping[str, range], run: str, epoch: int) -> dict[str, str]:
+        """Asks sites, with the numbers of their clients, for keys of an epoch; returns why some have none."""
         number, self.epoch = self._next(), epoch
         request = frames.encode("keys", run=run, sequence=number, epoch=epoch)
-        heard = self._ask(dict.fromkeys(sites, request), number, lambda site, frame: frame.blob("keys"))
+        read = partial(self._read, sites, run)
+        heard = self._ask(dict.fromkeys(sites, request), number, read)
         self._said.update(heard.answers)
         return heard.missing
 
-    def book(self, sites: Sequence[str]) -> bytes:
-        """The book of sites in the order of their clients, as far as they have announced keys."""
-        return book.write(self._roster, [self._said[name] for name in sites if name in self._said])
+    def _read(self, sites: Mapping[str, range], run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
+        """An announcement that others will believe, so that one site does not spoil the book for all."""
+        word = frame.blob("keys")
+        try:
+            said = book.speaker(word, self._roster, run)
+        except ValueError as error:
+            raise PayloadError(str(error)) from None
+        if said.name != site or range(said.first, said.first + said.clients) != sites[site]:
+            raise frame.refused(f"keys of {site!r} with its clients", said[:3])
+        return word, said
 
-    def signing(self, sites: Sequence[str]) -> list[bytes]:
+    def forget(self) -> None:
+        """Sites are asked again, for the keys of another run."""
+        self._said.clear()
+
+    def book(self, sites: Iterable[str]) -> bytes:
+        """The book of sites in the order of their clients, as far as they have announced keys."""
+        return book.write(self._roster, [self._said[name][0] for name in sites if name in self._said])
+
+    def signing(self, sites: Iterable[str]) -> list[bytes]:
         """With which keys sites sign."""
-        return [book.announced(self._said[name]) for name in sites]
+        return [self._said[name][1].signing for name in sites]
 
 
 class SiteKeys:

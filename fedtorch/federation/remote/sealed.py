@@ -71,7 +71,7 @@ class Letters:
     def begin(self, sites: Sequence[str], book: bytes) -> None:
         """Asks those sites for letters whose last ones are not for the keys of this book."""
         if book != self._book:
-            self.forget()
+            self._fresh.clear()
             self._book = book
         number, wanted = self._next(), [site for site in sites if site not in self._fresh]
         if wanted:
@@ -81,8 +81,9 @@ class Letters:
             self._fresh.update(answers)
 
     def forget(self) -> None:
-        """Sites are asked for their letters again."""
+        """Sites are asked for their letters again, as they stand in another round."""
         self._fresh.clear()
+        self._held.clear()
 
     def keep(self, letters: Mapping[str, dict[str, bytes]]) -> None:
         """Takes letters, by sender and receiver, in place of those that the senders sent before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation import run as running
 from fedtorch.federation.remote import Remote, Terms, frames, sites as meeting
+from fedtorch.transport import Roster, book, identity
 from fedtorch.trust import secure
 from fedtorch.trust.secure import Aborted, ExactSums, Grid
 from fedtorch.trust.secure.messages import ADVERT, MASKED, PHASES, SHARES
@@ -283,11 +285,61 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
 # -- whom sites believe ------------------------------------------------------------------------------------------------
 
 
-def test_a_site_that_was_revoked_or_is_not_in_the_roster_is_not_believed() -> None:
-    few = certified("abd")
-    made = Federation(masked(fedavg), roster=few.roster)
-    with pytest.raises(RuntimeError, match=r"the authority has not signed it"):
-        made.run().step()
+def test_a_roster_that_another_authority_has_signed_is_not_believed() -> None:
+    """Sites' own keys are those of the roster, so that the server notices nothing."""
+    run = Federation(masked(fedavg)).run()
+    keyring, folder = run.clients._hidden._keyring, certified("abd").folder
+    sites = {name: identity.fingerprint(certified().identities[name].certificate) for name in "abc"}
+    other = Roster(folder / "other.json")
+    [other.add(name, key) for name, key in sites.items()]
+    keyring._roster = book.sign_roster(folder, other)
+    with pytest.raises(RuntimeError, match="the authority has not signed it"):
+        run.step()
+
+
+def test_an_older_roster_is_not_believed() -> None:
+    """In which there may be a site that has been revoked since."""
+    made = Federation(masked(fedavg))
+    run, folder = made.run(), certified().folder
+    run.step()
+    run.clients._hidden._keyring._roster = book.sign_roster(folder, Roster(folder / "roster.json"), now=lambda: 0.0)
+    with pytest.raises(RuntimeError, match="older than one that the site has seen"):
+        run.step()
+
+
+def keys_of(name: str, word: bytes, first: int = 2) -> bytes:
+    """An announcement for the run of another one."""
+    return book.Keys(certified().identities[name], json.loads(json.loads(word)["said"])["run"], first, 2).announcement(
+        0
+    )
+
+
+@pytest.mark.parametrize(
+    ("lie", "expected"),
+    [
+        (lambda word: b"keys", "Expected keys that a site of the roster has signed"),
+        (lambda word: word.replace(b"first", b"fjrst"), "'b' has not signed it"),
+        (lambda word: keys_of("c", word), "expected keys of 'b' with its clients"),
+        (lambda word: keys_of("b", word, first=0), "expected keys of 'b' with its clients"),
+        (lambda word: book.Keys(certified().identities["b"], "0" * 32, 2, 2).announcement(0), "for another run"),
+    ],
+    ids=["none", "changed", "of another", "of other clients", "of another run"],
+)
+def test_a_site_with_keys_that_others_would_not_believe_is_left_out(lie: Any, expected: str) -> None:
+    """By the server, which it could otherwise keep from all sums."""
+    made = Federation(masked(fedavg), sites=3)
+
+    def after(name: str, reply: bytes) -> bytes:
+        frame = frames.read(reply, name)
+        if name != "b" or "keys" not in frame.about.get("sizes", {}):
+            return reply
+        return frames.encode_blobs("answer", {"keys": lie(frame.blob("keys"))}, sequence=frame.about["sequence"])
+
+    made.host.after = after
+    run = made.run()
+    with pytest.raises(RuntimeError, match="Expected answers of at least 3 of 3 sites") as error:
+        run.step()
+    assert expected in str(error.value)
 
 
 @pytest.mark.parametrize(
