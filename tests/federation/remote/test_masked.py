@@ -45,7 +45,7 @@ def fedavg() -> ft.Algorithm:
 
 
 def scaffold() -> ft.Algorithm:
-    return ft.scaffold(sgd(0.05, epochs=1, batch_size=4))
+    return ft.scaffold(sgd(0.05))
 
 
 def phase_of(frame: bytes) -> int:
@@ -99,9 +99,10 @@ class Federation:
 
 EXACT = {"gibbs"}
 SUMS = ["fedavg", "scaffold", "personal_layers", "feddyn", "fedadam", "ep", "fedmgp", "pooled_covariance", "gibbs"]
+FAST = {"gibbs", "pooled_covariance"}
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in SUMS])
 def test_sites_add_up_what_one_process_does(name: str) -> None:
     """Clients one by one are the same operations, so that sums on the grid are the same to the bit."""
     here, make = population(name), masked(ALGORITHMS[name], ExactSums() if name in EXACT else FINE)
@@ -135,7 +136,7 @@ def test_the_same_operations_under_masks_give_the_same_bits(make: Any, monkeypat
 # -- who drops out -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", [pytest.param(p, marks=() if p == MASKED else pytest.mark.slow) for p in PHASES])
 def test_a_site_that_drops_out(phase: int, tmp_path: Path) -> None:
     """Before it has sent masked words it is left out and goes back; later it is in the sum, and goes on."""
     made = Federation(masked(scaffold), sites=6, folder=tmp_path, quorum=0.5)
@@ -194,6 +195,7 @@ def test_a_line_that_breaks_between_phases_changes_nothing() -> None:
     assert distance(run.server, ft.run(made.make(), ft.InProcess(DATA), rounds=1, seed=3).server) < 1e-7
 
 
+@pytest.mark.slow
 def test_a_site_that_was_killed_has_other_secrets(tmp_path: Path) -> None:
     made = Federation(masked(scaffold), folder=tmp_path, quorum=1.0, seconds=0.05)
     run = made.run()
