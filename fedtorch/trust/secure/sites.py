@@ -33,6 +33,8 @@ from fedtorch.trust.secure.neighbours import around
 from fedtorch.trust.secure.parties import Client
 from fedtorch.trust.secure.server import Server
 
+_FEW = 64  # neighbours that a site can mask with without a thought
+
 
 class SiteMasks(NamedTuple):
     """What a secure exchange brings to sites; see `fedtorch.federation.exchange.Masks`."""
@@ -74,9 +76,13 @@ class SiteMasks(NamedTuple):
         return Client(self._session(parties, words), number, key, from_system(), total, earlier)
 
     def _session(self, parties: Parties, words: Tensor) -> Session:
+        """Few sites mask with all others; fewer than `minimum` − 1 that work with the server learn nothing more."""
+        others, near = len(parties.keys) - 1, around(len(parties.keys))
+        near = near._replace(neighbours=others) if others <= _FEW else near
+        near = near._replace(threshold=min(max(near.threshold, self.minimum - 1), near.neighbours))
         return Session(
-            parties.run, 0, parties.attempt, parties.keys, words.shape[1], around(len(parties.keys)), self.minimum,
-            self.grid.width, apart=self.minimum,
+            parties.run, 0, parties.attempt, parties.keys, words.shape[1], near, self.minimum, self.grid.width,
+            apart=self.minimum,
         )  # fmt: skip
 
 

@@ -19,6 +19,8 @@ from test_conformance import ALGORITHMS, STARTS, population, start
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation import run as running
+from fedtorch.federation.exchange import Sum
+from fedtorch.federation.masks import Parties
 from fedtorch.federation.remote import Remote, Terms, frames, sites as meeting
 from fedtorch.transport import Roster, book, identity
 from fedtorch.trust import secure
@@ -282,6 +284,16 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
     other.step()
     assert same_bits(other.server, one.server)
     one.step()
+
+
+@pytest.mark.parametrize(("sites", "minimum", "graph"), [(6, 3, (5, 2)), (6, 5, (5, 4)), (3, 3, (2, 2)), (80, 3, None)])
+def test_a_minimum_less_one_of_sites_have_to_work_together(sites: int, minimum: int, graph: Any) -> None:
+    """Shares of fewer recover no secret; few sites mask with all others."""
+    exchange = secure.secure_star(GRID, minimum)
+    parties = Parties(b"run", 1, {k + 1: bytes([k]) * 32 for k in range(sites)})
+    session = exchange.masks.server(parties, Sum(torch.zeros(0, 2))).session
+    assert session.graph == (secure.neighbourhoods(80) if graph is None else graph)
+    assert session.graph.threshold >= minimum - 1
 
 
 # -- whom sites believe ------------------------------------------------------------------------------------------------
