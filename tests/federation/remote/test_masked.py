@@ -377,6 +377,11 @@ def test_exchanges_that_have_no_protocol_between_sites() -> None:
         Federation(masked(fedavg, apart=3)).run()
 
 
+def test_what_needs_every_client_s_message_has_no_sums() -> None:
+    with pytest.raises(TypeError, match="leave HM1 its exchange, private_rows"):
+        Federation(masked(ALGORITHMS["matrix_normal"])).run().step()
+
+
 def test_sites_that_mask_take_part_in_nothing_else() -> None:
     made = Federation(masked(fedavg))
     plain = ft.Run(fedavg(), Remote(made.host, list(made.host.brought), "it", seconds=0.05))
