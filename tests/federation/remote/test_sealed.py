@@ -98,6 +98,21 @@ def test_two_sites_and_one_for_each_node() -> None:
     assert distance(apart.tensors(), wanted) > 1e-3
 
 
+def test_scores_of_models_that_the_server_does_not_know() -> None:
+    training, validation = DATA.split(0.7, seed=0)
+    metrics = {"mse": lambda prediction, target: (prediction[..., 0] - target) ** 2}
+    made = Federation(data=training)
+    for i, name in enumerate(made.host.brought):
+        own = validation.select([2 * i, 2 * i + 1])
+        made.host.brought[name] = dataclasses.replace(made.host.brought[name], validation=own, metrics=metrics)
+        made.host.start(name)
+    run, wanted = (ft.Run(gtv(), clients, seed=3) for clients in (made.sites(), ft.InProcess(training)))
+    for _ in range(2):
+        run.step(), wanted.step()
+    found = run.evaluate(run.population.validation, metrics)["mse"]
+    assert distance(found.clients, wanted.evaluate(validation, metrics)["mse"].clients) < ROUNDING
+
+
 def test_the_server_sees_no_model_and_no_message() -> None:
     """Nor do other sites: what stands in frames without seals is not what nodes have told or predict with."""
     told: list[bytes] = []
