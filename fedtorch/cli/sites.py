@@ -124,8 +124,7 @@ def _run_half(options: argparse.Namespace) -> None:
 
 
 def _take_part(options: argparse.Namespace) -> None:
-    from fedtorch import transport, tree
-    from fedtorch.federation import checkpoint
+    from fedtorch import transport
     from fedtorch.federation.remote import join, read_offer
     from fedtorch.transport import identity
 
@@ -135,6 +134,4 @@ def _take_part(options: argparse.Namespace) -> None:
     visit = join(partial(transport.connect, options.address, me), offer, states, patience=options.patience)
     print(f"run {visit.run} is over")
     if options.save is not None:
-        tensors = tree.flatten(visit.tensors())
-        flat = {f"{c}.{name}": leaf[k] for k, c in enumerate(visit.names) for name, leaf in tensors.items()}
-        checkpoint.write(options.save, flat)
+        visit.save(options.save)

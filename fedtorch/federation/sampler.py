@@ -145,18 +145,18 @@ class Sampler:
 
     def inference_data(self) -> Any:
         """The draws as ArviZ's `InferenceData`, group `posterior`, variables named as they are watched."""
-        return _arviz().from_dict(posterior={name: leaf.numpy() for name, leaf in self.draws().items()})
+        return load_arviz().from_dict(posterior={name: leaf.numpy() for name, leaf in self.draws().items()})
 
     def summary(self) -> pd.DataFrame:
         """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component."""
-        az = _arviz()
+        az = load_arviz()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what never moves, such as γ = 1, has no R-hat
             return az.summary(self.inference_data(), hdi_prob=0.95, round_to="none")
 
     def trace(self, *names: str) -> Figure:
         """Trace plots and densities of the named quantities, of all if none is named."""
-        az = _arviz()
+        az = load_arviz()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             axes = az.plot_trace(self.inference_data(), var_names=list(names) or None, compact=True)
@@ -218,7 +218,7 @@ def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
     return RunningMoments(count, mean, moments.squares + change * (draw - mean))
 
 
-def _arviz() -> Any:
+def load_arviz() -> Any:
     """ArviZ, whose import takes a second and announces its next version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -22,6 +22,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +35,10 @@ from fedtorch.federation.distributed import Distributed
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, is_largest_best
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.population import InProcess, Population
-from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort, check_cohort
 from fedtorch.metrics import as_stacked
+from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def grid(
         seed: of all randomness.
         faults: what goes wrong; as in `ft.run`.
         split: rows -> (inputs, targets).
-        progress: whether a bar shows the rounds.
+        progress: whether it is shown how far a search is that takes longer than two seconds.
 
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
@@ -156,17 +157,17 @@ def grid(
     algorithms = [_built(build, setting, seed) for setting in tried]
     scores: list[Score | None] = []
     title = f"{len(tried)} setting{'s' * (len(tried) > 1)}"
-    with rounds_bar(title, len(tried) * rounds, shown=progress) as bar:
+    with Progress(title, len(tried) * rounds, shown=progress and population.leads) as shown:
         for i, algorithm in enumerate(algorithms, 1):
             made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults, on_bad_message="drop")
             finite = True
             while finite and made.number < rounds:
                 done = made.step()
                 finite = _is_finite(done.server) and not len(done.refused)
-                bar.update()
+                shown.update()
             scores.append(_score(made, validation, metric, split) if finite else None)
-            bar.set_postfix({"diverged": scores.count(None)} if None in scores else {}, refresh=False)
-            bar.update(i * rounds - bar.n)
+            failed = scores.count(None)
+            shown.update(i * rounds - shown.done, partial(dict, diverged=failed) if failed else None)
     nothing = Score(math.nan, torch.full((len(validation),), math.nan, dtype=torch.float64))
     return Grid(
         settings=tuple(tried),
