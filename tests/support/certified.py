@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +24,7 @@ class Certified(NamedTuple):
 def certified(names: str = "abcdef") -> Certified:
     """Sites of one letter each."""
     folder = Path(tempfile.mkdtemp(prefix="fedtorch-authority-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     identity.make_server(folder)
     roster, made = Roster(folder / "roster.json"), {}
     for name in names:
