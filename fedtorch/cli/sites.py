@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     join.add_argument("address", metavar="HOST:PORT")
     own = join.add_mutually_exclusive_group(required=True)
     own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
-    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see fedtorch.vfl.remote")
+    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see fedtorch.vfl.journal")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument("--patience", type=float, default=600.0, help="seconds without a word from the server")
@@ -104,15 +104,18 @@ def _join(options: argparse.Namespace) -> None:
 def _run_half(options: argparse.Namespace) -> None:
     from fedtorch import transport
     from fedtorch.transport import identity
-    from fedtorch.vfl.remote import over_link, read_half
+    from fedtorch.vfl.remote import read_half
+    from fedtorch.vfl.resuming import resuming_over_link
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    half, link = read_half(options.half), transport.connect(options.address, identity.read(options.identity))
-    try:
-        traffic = over_link(half, link, seconds=options.patience)[1]
-    finally:
-        link.close()
+    dial = partial(transport.connect, options.address, identity.read(options.identity))
+    waits = {"seconds": options.patience, "patience": options.patience}
+    traffic = resuming_over_link(read_half(options.half), dial, _states(options), **waits)[1]
     print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
+
+
+def _states(options: argparse.Namespace) -> Path:
+    return options.states or options.identity / "states"
 
 
 def _take_part(options: argparse.Namespace) -> None:
@@ -123,8 +126,7 @@ def _take_part(options: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
-    states = options.states or options.identity / "states"
-    visit = join(partial(transport.connect, options.address, me), offer, states, patience=options.patience)
+    visit = join(partial(transport.connect, options.address, me), offer, _states(options), patience=options.patience)
     print(f"run {visit.run} is over")
     if options.save is not None:
         tensors = tree.flatten(visit.tensors())
