@@ -8,8 +8,9 @@ import torch
 
 from fedtorch import random, vfl
 from fedtorch.vfl import likelihoods
+from fedtorch.vfl.ahead import ahead_half
 from fedtorch.vfl.alignment import Holder, following, leading
-from fedtorch.vfl.iteration import party_half, server_half
+from fedtorch.vfl.iteration import server_half
 from fedtorch.vfl.journal import Journal
 from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
 from fedtorch.vfl.protocol import Half
@@ -20,7 +21,7 @@ IDENTIFIERS = {"leader": list("hgfedcba"), "clinic": list("abcdef"), "laboratory
 WIDTHS = {"clinic": 3, "laboratory": 2}
 _ONE = threading.Lock()
 ITERATIONS = [Iteration(step=step) for step in range(int(os.environ.get("ITERATIONS", "5")))]
-EVERY = 2  # iterations between two points
+EVERY, DELAY = 2, 0  # iterations between two points, and by which gradients are late
 
 
 def sgd(parameters):
@@ -56,5 +57,5 @@ def half(journal: Journal, name: str = os.environ.get("SITE", "clinic")) -> Half
     rows = yield from journal.once(following(Holder(IDENTIFIERS[name], name), "leader"))
     part, unknown = network().parties[PARTIES.index(name)], torch.full((len(rows),), torch.nan, dtype=torch.float64)
     node = PartyNode(part, vfl.VerticalData((features(name)[rows],), unknown), optimizer=sgd, per_row=True)
-    yield from journal.through(partial(party_half, node), node, ITERATIONS, EVERY)
+    yield from journal.through(partial(ahead_half, node, delay=DELAY), node, ITERATIONS, EVERY)
     return rows, {key: value.detach() for key, value in part.named_parameters()}

@@ -154,6 +154,14 @@ def test_a_stream_that_is_cut_now_and_then(undisturbed: dict[str, Any]) -> None:
     assert all(fate.struck == len(fate.at) for fate in fates.values())
 
 
+@pytest.mark.usefixtures("at_once")
+def test_parties_that_run_ahead_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(my_half, "EVERY", 4)
+    monkeypatch.setattr(my_half, "DELAY", 2)
+    with longer(10, monkeypatch) as wanted:
+        check(federation(tmp_path, clinic=Fate({11, 26}, Killed), leader=Fate({25, 40}, Killed)), wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("at_once")
 def test_a_stream_that_is_cut_at_any_frame(undisturbed: dict[str, Any]) -> None:
