@@ -130,25 +130,26 @@ def resuming_over_link(
     """
     expected.positive(seconds=seconds, patience=patience)
     with alone_in(folder):
-        party, waits, moved = (
-            _Party(begin, Journal(None if folder is None else Path(folder))),
-            Patience(patience),
-            [0, 0],
-        )
+        party, waits = _Party(begin, Journal(None if folder is None else Path(folder))), Patience(patience)
+        moved = [0, 0]
         while not party.done:
             try:
                 link = dial()
-                try:
-                    more = over_link(party.half(), link, seconds=seconds)[1]
-                    moved = [moved[0] + more.up, moved[1] + more.down]
-                finally:
-                    link.close()
-            except (Lost, TimeoutError) as error:
+            except (ConnectionError, TimeoutError) as error:
+                waits.again(error)
+                continue
+            party.entered = False
+            try:
+                more = over_link(party.half(), link, seconds=seconds)[1]
+                moved = [moved[0] + more.up, moved[1] + more.down]
+            except Lost as error:
                 if party.entered:
                     waits.heard()
                 if not party.done:
                     _LOG.warning("connecting again: %s", error)
                     waits.again(error)
+            finally:
+                link.close()
     return party.result, Traffic(*moved)
 
 

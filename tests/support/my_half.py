@@ -26,7 +26,7 @@ EVERY, DELAY = 2, 0  # iterations between two points, and by which gradients are
 
 def sgd(parameters):
     """The optimiser of every node."""
-    return torch.optim.SGD(parameters, lr=0.1)
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def features(name: str) -> torch.Tensor:
