@@ -7,6 +7,7 @@ fedtorch revoke NAME --authority DIR --why TEXT   server: let a site in no longe
 fedtorch enrol TOKEN --identity DIR               site: make a key, and have it certified
 fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
+fedtorch states DIR [--clean DAYS]                site: what is kept of each run; delete runs that ended so long ago
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def add(commands: Any) -> None:
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument("--patience", type=float, default=600.0, help="seconds without a word from the server")
+    states = _command(commands, "states", _show_states, "site: what is kept of each run, and delete those that ended")
+    states.add_argument("folder", metavar="DIR", type=Path, help="the folder of states")
+    states.add_argument(
+        "--clean", type=float, metavar="DAYS", help="delete runs that ended so many days ago or earlier"
+    )
+    states.add_argument("--abandon", nargs="+", default=[], metavar="RUN", help="delete these though they are pending")
     for command in (enrol, join):
         command.add_argument("--identity", default=Path("identity"), metavar="DIR", type=Path)
 
@@ -132,3 +139,15 @@ def _take_part(options: argparse.Namespace) -> None:
         tensors = tree.flatten(visit.tensors())
         flat = {f"{c}.{name}": leaf[k] for k, c in enumerate(visit.names) for name, leaf in tensors.items()}
         checkpoint.write(options.save, flat)
+
+
+def _show_states(options: argparse.Namespace) -> None:
+    import math
+
+    from fedtorch.federation.remote.versions import clean, runs
+
+    if options.clean is not None or options.abandon:
+        for each in clean(options.folder, math.inf if options.clean is None else options.clean, options.abandon):
+            print(f"deleted {each.run}")
+    for each in runs(options.folder):
+        print(f"{each.run}  {'over' if each.over else 'pending'}  {each.days:.1f} days ago  {each.bytes} bytes")

@@ -21,7 +21,7 @@ IDENTIFIERS = {"leader": list("hgfedcba"), "clinic": list("abcdef"), "laboratory
 WIDTHS = {"clinic": 3, "laboratory": 2}
 _ONE = threading.Lock()
 ITERATIONS = [Iteration(step=step) for step in range(int(os.environ.get("ITERATIONS", "5")))]
-EVERY, DELAY = 2, 0  # iterations between two points, and by which gradients are late
+EVERY, DELAY = int(os.environ.get("EVERY", "2")), 0  # iterations between two points, and by which gradients are late
 
 
 def sgd(parameters):

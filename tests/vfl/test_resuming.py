@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 from support import my_half
-from support.proxy import Proxy
 from support.verticals import GUIDES, nodes, noises, some_model, some_parameters
 
+from experiments.benchmarks.proxy import Proxy
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import versions
 from fedtorch.transport import Hub, Limits, Link, Roster, connect, identity, memory, serve
@@ -413,7 +413,9 @@ def test_a_line_that_is_silent_for_ten_seconds(tmp_path: Path, monkeypatch: pyte
 def test_a_party_s_process_that_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the command that parties use."""
     pytest.importorskip("grpc")
-    monkeypatch.setenv("ITERATIONS", "3000")
+    monkeypatch.setenv("ITERATIONS", "2000")
+    monkeypatch.setenv("EVERY", "50")
+    monkeypatch.setattr(my_half, "EVERY", 50)
     own, roster = identity.make_server(tmp_path / "server"), Roster(tmp_path / "server" / "roster.json")
     hub, started = serve("127.0.0.1:0", own, roster), {}
     for name in my_half.PARTIES:
@@ -422,7 +424,7 @@ def test_a_party_s_process_that_is_killed_and_started_again(tmp_path: Path, monk
         roster.add(name, identity.fingerprint(made.certificate))
         started[name] = party_process(tmp_path / name, hub.port)
     try:
-        with longer(3000, monkeypatch) as wanted, ThreadPoolExecutor(1) as pool:
+        with longer(2000, monkeypatch) as wanted, ThreadPoolExecutor(1) as pool:
             future = pool.submit(resuming_over_hub, my_half.leader, hub, my_half.PARTIES, tmp_path / "leader", **SLOW)
             for _ in range(4):
                 before = newest(tmp_path / "leader")

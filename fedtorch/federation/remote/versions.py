@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +101,10 @@ def runs(folder: Path | str) -> list[Kept]:
     found = []
     for each in Path(folder).iterdir() if Path(folder).is_dir() else ():
         if _RUN.fullmatch(each.name) and each.is_dir():
-            stats = [path.stat() for path in (each, *each.iterdir())]
+            stats = [each.stat()]
+            for path in each.iterdir():
+                with suppress(FileNotFoundError):  # the node is at work
+                    stats.append(path.stat())
             days = (time.time() - max(stat.st_mtime for stat in stats)) / 86_400
             found.append(Kept(each.name, (each / _OVER).exists(), days, sum(stat.st_size for stat in stats[1:])))
     return sorted(found, key=lambda kept: -kept.days)
