@@ -139,7 +139,7 @@ def runs_ahead(folder: Path, address: str, names: Sequence[str], iterations: int
     for ahead in AHEAD:
         own = ft.vfl.VerticalData((x,), torch.full((len(x),), torch.nan))
         node = PartyNode(network().parties[index - 1], own, optimizer=split_adam, per_row=True)
-        over_link(ahead_half(node, [Iteration(step=step) for step in range(iterations)], ahead), link)
+        over_link(ahead_half(node, [Iteration(step=step) for step in range(WARM + iterations)], ahead), link)
     link.close()
 
 
@@ -266,7 +266,7 @@ def latency(iterations: int) -> list[common.Row]:
         for _ in AHEAD:
             made = network()
             node = ServerNode(made.server, ft.vfl.VerticalData((), y), optimizer=split_adam, per_row=True)
-            half = clocked(server_half(node, [Iteration(step=step) for step in range(iterations)]))
+            half = clocked(node, [Iteration(step=step) for step in range(WARM + iterations)])
             seconds.append(over_hub(half, host, names, patience=600.0)[0])
     setting = f"a split network's iteration, three parties, {1000 * FAR:.0f} ms a message, {iterations} iterations"
     each = [common.Row(setting, f"ms, {ahead} ahead", 1000 * s / iterations) for ahead, s in zip(AHEAD, seconds)]
@@ -274,10 +274,11 @@ def latency(iterations: int) -> list[common.Row]:
     return [*each, *times]
 
 
-def clocked(half: Half) -> Half:
-    """A half that returns the seconds from its first to its last message."""
+def clocked(node: ServerNode, iterations: Sequence[Iteration]) -> Half:
+    """The server's half; returns the seconds of the iterations after the first few."""
+    yield from server_half(node, iterations[:WARM])
     began = time.perf_counter()
-    yield from half
+    yield from server_half(node, iterations[WARM:])
     return time.perf_counter() - began
 
 
