@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from fedtorch.transport.patience import Patience
 from fedtorch.vfl.journal import Journal
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic
 from fedtorch.vfl.remote import SECONDS, Lost, Peer, check_names, drive_with, give_up, meet, over_link
+from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
 FAREWELL = 10.0  # seconds in which a party that may have missed the last word can come back
@@ -195,13 +196,14 @@ class _Server:
 
     Attributes:
         sure: the parties that have said that they know that all are done.
+        peers: of this attempt, once all have come.
         traffic: bytes so far.
     """
 
     def __init__(self, begin: Begin, hub: Hub, journal: Journal, seconds: float) -> None:
         self.begin, self.hub, self.journal, self.seconds = begin, hub, journal, seconds
         self.sure: set[str] = set()
-        self.all_came = False
+        self.peers: dict[str, Peer] = {}
         self.traffic = Traffic(0, 0)
 
     def until_done(self, parties: Sequence[str], patience: float) -> Any:
@@ -213,33 +215,32 @@ class _Server:
             except Lost as error:
                 now = max(self.journal.versions.numbers)
                 tries, newest = 1 if now > newest else tries + 1, now
-                if tries >= _TRIES or not self.all_came:
+                if tries >= _TRIES or not self.peers:
                     give_up(self.hub, parties, error)
                     raise
                 _LOG.warning("waiting for all parties, to go on from a point: %s", error)
-            except BaseException as error:
+            except ConnectionError as error:
                 give_up(self.hub, parties, error)
                 raise
+            except OSError:
+                raise  # such as a full disk: the parties wait until the server is started again
+            except Exception as error:
+                give_up(self.hub, parties, error)
+                raise
+            finally:
+                self._hang_up()
         return self.attempt([], patience)
 
     def attempt(self, parties: Sequence[str], patience: float) -> Any:
         """Goes through the protocol with these parties once; raises `Lost` where that ends too early."""
-        self.all_came = False
-        peers = meet(self.hub, parties, self.seconds, patience)
-        self.all_came = True
-        try:
-            result = drive_with(self.half(parties), peers)
-            for name, peer in peers.items():
-                with suppress(Lost):
-                    peer.hear_end()
-                    self.sure.add(name)
-                    peer.say_end()
-        except Lost:
-            for peer in peers.values():
-                peer.link.close()
-            raise
-        finally:
-            self._count(peers.values())
+        self.peers = meet(self.hub, parties, self.seconds, patience)
+        result = drive_with(self.half(parties), self.peers)
+        for name, peer in self.peers.items():
+            with suppress(Lost):
+                peer.hear_end()
+                self.sure.add(name)
+                peer.say_end()
+        self._count()
         return result
 
     def half(self, parties: Sequence[str]) -> Half:
@@ -267,12 +268,22 @@ class _Server:
         ends = time.monotonic() + seconds
         while (unsure := [name for name in parties if name not in self.sure]) and time.monotonic() < ends:
             for name in unsure:
-                with suppress(Lost):
+                try:
                     self.attempt([name], min(seconds, 0.25))
+                except (ConnectionError, PayloadError):
+                    self._hang_up()
 
-    def _count(self, peers: Iterable[Peer]) -> None:
-        for peer in peers:
+    def _count(self) -> None:
+        """Adds up the bytes of this attempt, which is over; its streams are left to whoever uses them next."""
+        for peer in self.peers.values():
             self.traffic = Traffic(self.traffic.up + peer.received, self.traffic.down + peer.sent)
+        self.peers = {}
+
+    def _hang_up(self) -> None:
+        """Ends the streams of an attempt that came to nothing, so that the parties connect again."""
+        for peer in self.peers.values():
+            peer.link.close()
+        self._count()
 
 
 def _run_in(folder: Path | str | None) -> str:

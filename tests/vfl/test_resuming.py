@@ -22,6 +22,7 @@ from support import my_half
 from support.verticals import GUIDES, nodes, noises, some_model, some_parameters
 
 from experiments.benchmarks.proxy import Proxy
+from fedtorch import wire
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import versions
 from fedtorch.transport import Hub, Limits, Link, Roster, connect, identity, memory, serve
@@ -73,7 +74,7 @@ class Watched:
 
 
 class WatchedHub(Hub):
-    """A server whose frames have a fate; when it is killed, nobody hears a last word."""
+    """A server whose frames have a fate."""
 
     def __init__(self, fate: Fate) -> None:
         super().__init__()
@@ -81,12 +82,6 @@ class WatchedHub(Hub):
 
     def meet(self, peer: str, seconds: float) -> Any:
         return Watched(super().meet(peer, seconds), self.fate)
-
-    def drop(self, peer: str, reason: str) -> None:
-        if "Killed" not in reason:
-            super().drop(peer, reason)
-        elif peer in self.connected:
-            self.leave(peer, self._lines[peer], ConnectionResetError("the server is gone"))
 
 
 def until_done(attempt: Callable[[], Any]) -> Any:
@@ -158,8 +153,8 @@ def test_a_stream_that_is_cut_now_and_then(undisturbed: dict[str, Any]) -> None:
 def test_parties_that_run_ahead_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(my_half, "EVERY", 4)
     monkeypatch.setattr(my_half, "DELAY", 2)
-    with longer(10, monkeypatch) as wanted:
-        check(federation(tmp_path, clinic=Fate({11, 26}, Killed), leader=Fate({25, 40}, Killed)), wanted)
+    with longer(8, monkeypatch) as wanted:
+        check(federation(tmp_path, clinic=Fate({11, 24}, Killed), leader=Fate({25, 60}, Killed)), wanted)
 
 
 @pytest.mark.slow
@@ -175,7 +170,7 @@ def test_a_stream_that_is_cut_at_any_frame(undisturbed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("victim", "frames"), [
-    ("leader", {0, 11}), ("leader", {17, 18, 30, 52}), ("laboratory", {0, 9}), ("laboratory", {12, 13, 24}),
+    ("leader", {0, 18, 30, 52}), ("laboratory", {0, 9, 13}),
 ])  # fmt: skip
 @pytest.mark.usefixtures("at_once")
 def test_a_node_that_is_killed_goes_on_from_its_files(
@@ -212,7 +207,6 @@ def killed_at_random(folder: Path, undisturbed: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(("name", "guide", "shared"), [
     ("augmented", "amortised", True), ("power", "sums", False), ("augmented", "sums, joint", False),
-    ("augmented", "sums, low rank, joint", False),
 ])  # fmt: skip
 def test_a_node_s_state_is_all_that_changes(name: str, guide: str, shared: bool, tmp_path: Path) -> None:
     """New nodes go on from files bit by bit, the parties idle at once, in any model."""
@@ -292,14 +286,13 @@ def test_lines_that_break_wherever_all_begin_end_the_protocol_one_day(monkeypatc
     assert fate.struck >= 5
 
 
-def test_a_full_disk_at_a_party_is_its_own_error_and_the_others_wait(
-    tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def full_once(monkeypatch: pytest.MonkeyPatch, node: str) -> None:
+    """A node's disk is full once; whoever runs it makes room, and starts it again."""
     write, full = checkpoint.write, [True]
 
     def writes(path: Path, flat: Any) -> None:
-        if full[0] and "clinic" in str(path) and path.stem == "3":
-            full[0] = False  # whoever runs the party makes room, and starts it again
+        if full[0] and node in str(path) and path.stem == "3":
+            full[0] = False
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, flat)
 
@@ -312,8 +305,42 @@ def test_a_full_disk_at_a_party_is_its_own_error_and_the_others_wait(
 
     monkeypatch.setattr(checkpoint, "write", writes)
     monkeypatch.setitem(globals(), "until_done", begun_again)
+
+
+def test_a_full_disk_at_a_party_is_its_own_error_and_the_others_wait(
+    tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_once(monkeypatch, "clinic")
     check(federation(tmp_path), undisturbed)
-    assert not full[0]
+
+
+def test_a_full_disk_at_the_server_is_its_own_error_and_the_parties_wait(
+    tmp_path: Path, undisturbed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_once(monkeypatch, "leader")
+    check(federation(tmp_path), undisturbed)
+
+
+def test_a_message_that_is_refused_ends_it_at_all_nodes() -> None:
+    hub = Hub()
+
+    def says(journal: Journal) -> Half:
+        yield Send(0, torch.full((1,), torch.nan))
+
+    def server(journal: Journal) -> Half:
+        return (yield Receive(1, torch.zeros(1)))
+
+    def listens(journal: Journal) -> Half:
+        yield Receive(0, torch.zeros(1))
+
+    with ThreadPoolExecutor(2) as pool:
+        good = pool.submit(resuming_over_link, listens, partial(memory.link, hub, "good"), **WAITS)
+        pool.submit(resuming_over_link, says, partial(memory.link, hub, "bad"), **WAITS)
+        with pytest.raises(wire.PayloadError, match=r"'bad'.*NaN"):
+            resuming_over_hub(server, hub, ["bad", "good"], **WAITS)
+        heard = good.exception(20)
+    assert isinstance(heard, ConnectionError)
+    assert "the server failed with PayloadError" in str(heard)
 
 
 def test_what_a_journal_refuses(tmp_path: Path) -> None:
