@@ -20,7 +20,7 @@ Mathematik 18, 1971, sections 4 and 5).
 from __future__ import annotations
 
 import math
-import struct
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,25 +30,30 @@ LARGEST = 2.0**148  # what a number must stay below
 _BITS, _MASK = 32, 2**32 - 1
 _SCALE = 160  # a unit of the last limb is 2^−160
 _SPLIT = 2.0**27 + 1
+_NOT_FINITE = -(2**62)  # in place of limbs that are not finite; no sum of limbs comes here
+
+
+class Whole(NamedTuple):
+    """Sums as whole numbers of 2⁻¹⁶⁰, which the host knows."""
+
+    numbers: list[int]  # in flat order
+    like: Tensor  # (..., LIMBS) what they were read from
 
 
 def limbs(value: Tensor) -> Tensor:
     """A number as limbs; what lies below 2⁻¹⁶⁰ is cut off towards zero.
 
+    Nothing is asked of a device: the limbs of a number that has none are NaN, which populations refuse in messages.
+
     Args:
         value: `(...)`, float64.
 
     Returns:
-        `(..., LIMBS)`, float64, integers of magnitude below 2³³ that have the sign of the number.
-
-    Raises:
-        ValueError: a number is not finite, or not smaller than 2¹⁴⁸ in magnitude.
+        `(..., LIMBS)`, float64, integers of magnitude below 2³³ that have the sign of the number; NaN where it is not
+        finite or not smaller than 2¹⁴⁸ in magnitude.
     """
-    if not bool((value.abs() < LARGEST).all()):
-        raise ValueError(
-            f"Expected numbers below 2**148 in magnitude, but got {float(value.abs().max())}; rescale them"
-        )
-    fraction, exponent = torch.frexp(value)
+    has_limbs = value.abs() < LARGEST
+    fraction, exponent = torch.frexp(torch.where(has_limbs, value, 0.0))
     whole = (fraction.abs() * 2.0**53).to(torch.int64)
     position = exponent.to(torch.int64) + (_SCALE - 53)
     whole = whole >> (-position).clamp(0, 54)
@@ -58,18 +63,32 @@ def limbs(value: Tensor) -> Tensor:
     parts = torch.stack((low & _MASK, (low >> _BITS) + (high & _MASK), high >> _BITS), -1)
     index = place.unsqueeze(-1) + torch.arange(3, device=value.device)
     result = parts.new_zeros((*value.shape, LIMBS)).scatter_(-1, index, parts)
-    return result.to(torch.float64) * torch.sign(value).unsqueeze(-1)
+    sign = torch.where(has_limbs, torch.sign(value), torch.nan)
+    return result.to(torch.float64) * sign.unsqueeze(-1)
 
 
-def value(total: Tensor) -> Tensor:
-    """The float64 number nearest to the sum that `total` `(..., LIMBS)` stands for, `(...)`."""
-    return values(total)[0]
+def read(*totals: Tensor) -> list[Whole]:
+    """The sums that `totals`, `(..., LIMBS)` each, stand for, by one look at all: a device is waited for once.
+
+    Raises:
+        ValueError: limbs are NaN or infinite.
+    """
+    flat = [total.reshape(-1, LIMBS) for total in totals]
+    joined = torch.cat(flat)
+    whole = torch.where(joined.isfinite(), joined, _NOT_FINITE).to(torch.int64)
+    rows = iter(whole.tolist())
+    return [Whole([_integer(next(rows)) for _ in part], total) for part, total in zip(flat, totals)]
+
+
+def value(total: Tensor | Whole) -> Tensor:
+    """The float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
+    numbers, like = read(total)[0] if isinstance(total, Tensor) else total
+    return _tensor([_divide(number, 1 << _SCALE) for number in numbers], like)
 
 
 def values(*totals: Tensor) -> list[Tensor]:
-    """`value` of each, by one look at all of them: numbers on a device are waited for once."""
-    numbers = _integers(*totals)
-    return [_tensor([_divide(number, 1 << _SCALE) for number in own], total) for own, total in zip(numbers, totals)]
+    """`value` of each, by one look at all of them."""
+    return [value(whole) for whole in read(*totals)]
 
 
 def products(weight: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -78,28 +97,26 @@ def products(weight: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], tuple[T
     return first, (*_product(first[0], value), *_product(first[1], value))
 
 
-def about(zeroth: Tensor, first: Tensor, second: Tensor, centre: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Tensor, Tensor, Tensor]:
     """Σ w, Σ w (x − c) and Σ w (x − c)², each rounded once.
 
     Args:
-        zeroth: Σ w in limbs, `(..., LIMBS)`.
-        first: Σ w x in limbs.
-        second: Σ w x² in limbs.
-        centre: c, `(...)`.
+        zeroth: Σ w, as `read`.
+        first: Σ w x.
+        second: Σ w x².
+        centre: c.
 
     Returns:
         three tensors `(...)`, float64; the third is not negative when all weights are, but for products below 2⁻¹⁶⁰,
         which `limbs` cuts off.
     """
     sums: tuple[list[float], list[float], list[float]] = [], [], []
-    bits = centre.to(torch.float64).flatten().view(torch.int64)[:, None]  # travels with the sums
-    *totals, centres = _integers(zeroth, first, second, torch.nn.functional.pad(bits, (0, LIMBS - 1)))
-    for w, wx, wxx, c in zip(*totals, struct.unpack(f"{len(centres)}d", struct.pack(f"{len(centres)}q", *centres))):
-        n, d = c.as_integer_ratio()
-        sums[0].append(_divide(w, 1 << _SCALE))
-        sums[1].append(_divide(d * wx - n * w, d << _SCALE))
-        sums[2].append(_divide(d * d * wxx - n * (2 * d * wx - n * w), d * d << _SCALE))
-    return _tensor(sums[0], zeroth), _tensor(sums[1], zeroth), _tensor(sums[2], zeroth)
+    d = 1 << _SCALE
+    for w, wx, wxx, n in zip(zeroth.numbers, first.numbers, second.numbers, centre.numbers):
+        sums[0].append(_divide(w, d))
+        sums[1].append(_divide(d * wx - n * w, d * d))
+        sums[2].append(_divide(d * d * wxx - n * (2 * d * wx - n * w), d**3))
+    return tuple(_tensor(numbers, zeroth.like) for numbers in sums)  # type: ignore[return-value]
 
 
 def _product(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,11 +136,11 @@ def _split(value: Tensor) -> tuple[Tensor, Tensor]:
     return high, value - high
 
 
-def _integers(*totals: Tensor) -> list[list[int]]:
-    """The sums as whole numbers of 2^−160, in flat order, of each; read at once."""
-    flat = [total.reshape(-1, LIMBS).to(torch.int64) for total in totals]
-    rows = iter(torch.cat(flat).tolist())
-    return [[sum(limb << _BITS * i for i, limb in enumerate(next(rows))) for _ in part] for part in flat]
+def _integer(parts: list[int]) -> int:
+    """What one number's limbs add up to."""
+    if _NOT_FINITE in parts:
+        raise ValueError("Expected sums of finite numbers below 2**148 in magnitude, but got others; rescale them")
+    return sum(limb << _BITS * i for i, limb in enumerate(parts))
 
 
 def _divide(numerator: int, denominator: int) -> float:
@@ -131,6 +148,6 @@ def _divide(numerator: int, denominator: int) -> float:
     return numerator / denominator if numerator else 0.0
 
 
-def _tensor(values: list[float], total: Tensor) -> Tensor:
-    assert len(values) == math.prod(total.shape[:-1])
-    return torch.tensor(values, dtype=torch.float64, device=total.device).reshape(total.shape[:-1])
+def _tensor(values: list[float], like: Tensor) -> Tensor:
+    assert len(values) == math.prod(like.shape[:-1])
+    return torch.tensor(values, dtype=torch.float64, device=like.device).reshape(like.shape[:-1])

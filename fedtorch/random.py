@@ -145,23 +145,25 @@ def gamma(
 
     Returns:
         `(*key.shape, *shape)`, finite and greater than zero: what is below the dtype's smallest normal number, which
-        happens for a < 0.1 only, is raised to it.
+        happens for a < 0.1 only, is raised to it. NaN where a tensor is not finite and positive.
 
     Raises:
-        ValueError: a concentration that is not finite and positive.
+        ValueError: a number that is not finite and positive; tensors are not asked, which might be on a device.
     """
     check_key(key)
     _check_real(dtype)
     full = (*key.shape, *shape)
-    a = torch.as_tensor(concentration, dtype=torch.float64)  # a number is looked at here, not on a device
-    if not bool(((a > 0) & a.isfinite()).all()):
+    a = torch.as_tensor(concentration, dtype=torch.float64)
+    known = (a > 0) & a.isfinite()
+    if not isinstance(concentration, Tensor) and not known:
         raise ValueError(f"Expected finite concentrations above 0, but got {concentration}")
+    a = torch.where(known, a, 1.0)
     try:
         a = a.to(key.device).expand(full)
     except RuntimeError:
         raise ValueError(f"Expected a concentration that broadcasts to {full}, but got {tuple(a.shape)}") from None
     numbers = philox.gamma(key.reshape(-1), a.reshape(key.numel(), math.prod(shape)), dtype)
-    return numbers.reshape(full)
+    return numbers.reshape(full).masked_fill_(~known.to(key.device), torch.nan)
 
 
 def inverse_gamma(

@@ -9,7 +9,9 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import linecache
 import pkgutil
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
@@ -52,10 +54,9 @@ READS = {  # numbers read from what a device would hold in a round, where they a
     "ep": 7,  # clients: whether to start or to go back; nodes: twice whether they have settled; server: version, pace
     "fedmgp": 3,  # whether factors of units were found, and that of the server, which may be elsewhere
     "feddyn": 3,  # which least squares are open or inexact, as an exact local solver must know; the total weight
-    "gibbs": 8,  # three sums of whole numbers of any length, which the host adds up; shape parameters; the sums' range
     "gtv_regressors": 5,  # scikit-learn's arguments: rows x and y, what neighbours say, and their weights
     "matrix_normal": 4,  # the rank and the steps of a bisection, both sizes; whether the noise is known
-    "without_server": 35,  # what the server of "gibbs" reads, of six nodes; whether messages fit the grid
+    "without_server": 8,  # the sums at six nodes; whether they are whole numbers, and messages finite
 }
 REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶
 
@@ -334,6 +335,26 @@ def test_a_round_seldom_waits_for_a_device(name: str) -> None:
     # A device runs the programs in place of their references.
     read = {line: count for line, count in waiting.read.items() if not line.startswith("kernels/")}
     assert sum(read.values()) == READS.get(name, min(2, sum(read.values()))), read
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_algorithm
+def test_a_device_is_seldom_waited_for(name: str) -> None:
+    """What CUDA itself says of a round's waits, but for numbers that go to the device."""
+    algorithm, clients = ALGORITHMS[name](), ft.InProcess(population(name).data, device="cuda")
+    run = ft.Run(algorithm, clients, start(name, algorithm), seed=2)
+    run.step(), run.step()
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            run.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lines = [linecache.getline(one.filename, one.lineno).strip() for one in said if "synchroniz" in str(one.message)]
+    waits = [line for line in lines if not any(going in line for going in (".to(", "tensor(", "copy_("))]
+    assert len(waits) <= READS.get(name, 2), waits
 
 
 @every_algorithm

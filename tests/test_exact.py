@@ -48,7 +48,7 @@ def test_moments_about_a_centre_do_not_cancel() -> None:
     centre = torch.tensor([0.7], dtype=torch.float64)
     first, second = exact.products(weight, x)
     total = [sum(exact.limbs(term).sum(0) for term in terms) for terms in ((weight,), first, second)]
-    found = exact.about(*(t[None] for t in total), centre)
+    found = exact.about(*exact.read(*(t[None] for t in total), exact.limbs(centre)))
     c = Fraction(0.7)
     pairs = [(Fraction(w), Fraction(v)) for w, v in zip(weight.tolist(), x.tolist())]
     for power, sums in enumerate(found):
@@ -69,5 +69,7 @@ def test_no_numbers_and_bad_numbers() -> None:
     assert exact.limbs(torch.zeros(0, 3, dtype=torch.float64)).shape == (0, 3, exact.LIMBS)
     assert exact.value(torch.zeros(0, exact.LIMBS, dtype=torch.float64)).shape == (0,)
     for bad in (2.0**148, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match=r"Expected numbers below 2\*\*148"):
-            exact.limbs(torch.tensor([bad], dtype=torch.float64))
+        with_bad = exact.limbs(torch.tensor([1.0, bad], dtype=torch.float64))
+        assert with_bad.isnan().any(1).tolist() == [False, True]
+        with pytest.raises(ValueError, match=r"Expected sums of finite numbers below 2\*\*148"):
+            exact.value(with_bad)

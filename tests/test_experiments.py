@@ -127,6 +127,7 @@ def test_demo_sites(tmp_path):
         assert abs(found[name, "accuracy over sites"] - found[name, "accuracy in one process"]) < 0.01
 
 
+@pytest.mark.slow
 def test_gtv_trust(tmp_path):
     needs("fmi_weather")
     gtv_trust.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
@@ -185,6 +186,7 @@ def test_robust_peers(tmp_path, monkeypatch):
     assert rows(tmp_path / "rows.json") == {}
 
 
+@pytest.mark.slow
 def test_privacy_accuracy(tmp_path):
     privacy_accuracy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -327,6 +329,7 @@ def test_fedlin_student(tmp_path):
     assert (tmp_path / "fedlin_student.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_fedmgp_extrapolation(tmp_path):
     fedmgp_extrapolation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -347,6 +350,7 @@ def test_fedmgp_benchmark(tmp_path):
     assert (tmp_path / "fedmgp_benchmark.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_fedmgp_faults(tmp_path):
     fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     assert len(rows(tmp_path / "rows.json")) == 15  # where units drop out there is no robust total
@@ -403,6 +407,7 @@ def test_vfl_split_benchmark(tmp_path):
     assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
 
+@pytest.mark.slow
 def test_vfl_logistic(tmp_path):
     vfl_logistic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")

@@ -45,7 +45,7 @@ def test_what_takes_long_is_loaded_when_somebody_asks_for_it() -> None:
 
 
 def test_names_that_come_later_are_names_like_any_other() -> None:
-    names = ("HierarchicalBayes", "SplitNetwork", "StackedEarlyStopping", "VerticalLoader")
+    names = ("SplitNetwork", "StackedEarlyStopping", "VerticalLoader")
     assert set(names) <= set(dir(ft.vfl))
     for name in names:
         assert getattr(ft.vfl, name).__name__ == name

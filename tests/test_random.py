@@ -337,9 +337,12 @@ def test_gamma_of_extreme_words_stays_finite(monkeypatch, word):
 
 def test_errors():
     key = random.key(0)
-    for bad in (0.0, -1.0, math.nan, math.inf, torch.tensor([1.0, 0.0])):
+    for bad in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="Expected finite concentrations above 0"):
             random.gamma(key, bad, (2,))
+    some = random.gamma(key, torch.tensor([1.0, 0.0, math.nan, -1.0, math.inf]), (5,))
+    assert some.isnan().tolist() == [False, True, True, True, True]
+    assert float(some[0]) == float(random.gamma(key, 1.0, (5,))[0])
     with pytest.raises(ValueError, match=r"broadcasts to \(2,\), but got \(3,\)"):
         random.gamma(key, torch.ones(3), (2,))
     with pytest.raises(ValueError, match="Expected a seed"):

@@ -35,6 +35,7 @@ from experiments import common
 from experiments.benchmarks import measure
 from experiments.benchmarks.forked import fork
 from experiments.benchmarks.proxy import Proxy
+from experiments.benchmarks.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.federation.remote import Offer, Remote, frames, join
 from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
 from fedtorch.vfl import likelihoods, split_nn
@@ -44,45 +45,13 @@ from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 from fedtorch.vfl.remote import over_hub, over_link
 
-FEATURES, ROWS = 10, 50
 LIMITS = Limits(seconds=300.0)
 BLOCK = 20  # rounds that take turns
 VALUE = torch.ones(1000, dtype=torch.float64)  # of each row, in a vertical iteration
 WARM, ITERATIONS = 20, 500
 FAR = 0.05  # seconds that a message takes on a slow line
 AHEAD = (0, 1, 4)  # iterations
-
-
-def clients(names: Sequence[str], each: int = 2) -> ft.data.FederatedData:
-    """So many clients of every site, the same in any process."""
-    rows = []
-    for name in names:
-        for k in range(each):
-            key = ft.random.fold_in(ft.random.key(int(name)), k)
-            x = ft.random.normal(key, (ROWS, FEATURES), torch.float64)
-            rows.append((x, x.sum(1)))
-    return ft.data.from_tensors(rows, [f"{name}/{k}" for name in names for k in range(each)])
-
-
-def averaged() -> ft.Algorithm:
-    """FedAvg of a linear model: five steps of gradient descent a round."""
-    return ft.fedavg(linear())
-
-
-def controlled() -> ft.Algorithm:
-    """SCAFFOLD of the same, whose clients have states that sites keep on the disk."""
-    return ft.scaffold(linear())
-
-
-def linear() -> ft.LocalSolver:
-    """The clients' problem, from zero."""
-    module = torch.nn.Linear(FEATURES, 1).double()
-    for parameter in module.parameters():
-        torch.nn.init.zeros_(parameter)
-    return ft.least_squares(module, steps=5)
-
-
-ALGORITHMS = {"averaged": averaged, "controlled": controlled}
+WIDTH = 10  # features of a party
 
 
 def sites(folder: Path, address: str, names: Sequence[str]) -> None:
@@ -128,14 +97,14 @@ def answers(parties: int) -> Half:
 
 def network() -> ft.vfl.SplitNetwork:
     """A plain split network of three parties, the same in any process."""
-    bottoms = [split_nn.mlp(FEATURES, [16], 1) for _ in range(3)]
+    bottoms = [split_nn.mlp(WIDTH, [16], 1) for _ in range(3)]
     return ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
 
 
 def runs_ahead(folder: Path, address: str, names: Sequence[str], iterations: int) -> None:
     """Takes part as one party of `latency`."""
     link, index = connect(address, identity.read(folder / names[0]), LIMITS), int(names[0])
-    x = ft.random.normal(ft.random.key(index), (len(VALUE), FEATURES))
+    x = ft.random.normal(ft.random.key(index), (len(VALUE), WIDTH))
     for ahead in AHEAD:
         own = ft.vfl.VerticalData((x,), torch.full((len(x),), torch.nan))
         node = PartyNode(network().parties[index - 1], own, optimizer=split_adam, per_row=True)

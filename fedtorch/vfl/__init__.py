@@ -31,6 +31,7 @@ from fedtorch.vfl.gaussians import (
     low_rank as low_rank,
 )
 from fedtorch.vfl.guide import Guide as Guide, Parameters as Parameters, count_parameters as count_parameters
+from fedtorch.vfl.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
 from fedtorch.vfl.leakage import LabelLeakageWarning as LabelLeakageWarning
 from fedtorch.vfl.model import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
 from fedtorch.vfl.noise import Noise as Noise
@@ -64,12 +65,12 @@ from fedtorch.vfl.soul import Soul as Soul, soul as soul
 
 if TYPE_CHECKING:
     from fedtorch.vfl.lightning import StackedEarlyStopping as StackedEarlyStopping, VerticalLoader as VerticalLoader
-    from fedtorch.vfl.split import HierarchicalBayes as HierarchicalBayes, SplitNetwork as SplitNetwork
+    from fedtorch.vfl.split import SplitNetwork as SplitNetwork
 else:  # what needs Lightning, which takes seconds to import
     __getattr__, __dir__, _ = lazy_loader.attach(
         __name__,
         submod_attrs={
             "lightning": ["StackedEarlyStopping", "VerticalLoader"],
-            "split": ["HierarchicalBayes", "SplitNetwork"],
+            "split": ["SplitNetwork"],
         },
     )

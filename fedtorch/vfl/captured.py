@@ -24,6 +24,19 @@ class _Asked(Exception):
     """A network asks for the key of its draws."""
 
 
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known with it; `apply(loss, gradients, *leaves)`."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> Any:
+        return None, None, *(None if g is None else factors[0] * g for g in ctx.gradients)
+
+
 class CapturedBound:
     """The bound of a model's iterations with its gradients.
 
@@ -60,6 +73,19 @@ class CapturedBound:
             noise: of the iteration.
             share: () or `(B, 1)`.
         """
+        value, gradients = self._found(data, noise, share)
+        for leaf, gradient in zip(self.leaves, gradients):
+            leaf.grad = gradient
+        return value
+
+    def losses(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, Tensor]:
+        """(minus the bound times `share`, `(B, M)`, its sum, which can be differentiated); see `backward`."""
+        value, gradients = self._found(data, noise, share)
+        losses = -value * share
+        return losses, _Known.apply(losses.sum(), gradients, *self.leaves)
+
+    def _found(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """(the bound, the gradients of minus its sum, weighted by `share`)."""
         given = [share, *tree.leaves(data), *noise.theta, *noise.z]
         if self.eager is None:
             asked = noise._replace(keys=tuple(_refused for _ in noise.keys))
@@ -72,10 +98,8 @@ class CapturedBound:
         if not self._begun:
             self._begun, self.eager = True, None
         value, gradients = found
-        for leaf, gradient in zip(self.leaves, gradients):
-            # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
-            leaf.grad = None if gradient is None else gradient.contiguous()
-        return value
+        # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
+        return value, tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
 
     def _step(self, data: VerticalData, noise: Noise, index: int, *flat: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         """(bound, gradients) of leaves, share, rows and numbers in one flat list; `data` and `noise` say what is what.

@@ -108,6 +108,22 @@ def drive(half: Half, send: Callable[[Send], None], receive: Callable[[Receive],
     return result
 
 
+def wrapped(half: Half, around: Callable[[Send | Receive], Half]) -> Half:
+    """A half that does what another wants done in a way of its own.
+
+    Args:
+        half: the other.
+        around: from a step that it wants to a generator that takes it, by steps of its own, and returns the answer.
+    """
+    answer: Tree = None
+    while True:
+        try:
+            step = half.send(answer)
+        except StopIteration as done:
+            return done.value
+        answer = yield from around(step)
+
+
 def together(halves: Mapping[Any, Half]) -> tuple[dict[Any, Any], Traffic]:
     """Runs all halves in this process, each until it waits for a message that is still to come.
 

@@ -42,7 +42,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import lightning as L
@@ -52,17 +51,19 @@ from torch import Tensor, nn
 
 from fedtorch import random
 from fedtorch.federation.checkpoint_io import keep_plain
-from fedtorch.vfl.auxiliary import Auxiliary, amortised, noiseless, sums
+from fedtorch.vfl.auxiliary import noiseless
 from fedtorch.vfl.bound import bound
+from fedtorch.vfl.captured import CapturedBound
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.encoder import perceptron
-from fedtorch.vfl.gaussians import GaussianFamily, diagonal, point
+from fedtorch.vfl.gaussians import point
 from fedtorch.vfl.guide import Guide, Parameters, initial
+from fedtorch.vfl.hierarchical_bayes import HierarchicalBayes
 from fedtorch.vfl.likelihoods import ResponseLikelihood
 from fedtorch.vfl.model import VerticalModel, check_features, check_response, summed
 from fedtorch.vfl.nodes import Optimizers, PartyNode, ServerNode
+from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import Part, draw_noises, parts
-from fedtorch.vfl.predictors import NetworkPredictor, Prior, flat_prior, normal_prior
+from fedtorch.vfl.predictors import NetworkPredictor, flat_prior
 from fedtorch.vfl.split_nn import Stacked
 
 _WEIGHTS = 100  # purpose of an element's key
@@ -71,54 +72,6 @@ _WEIGHTS = 100  # purpose of an element's key
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Adam at 1e-3, as in the source."""
     return torch.optim.Adam(parameters, lr=1e-3, fused=True)
-
-
-@dataclass(frozen=True)
-class HierarchicalBayes:
-    """The noise and priors of a hierarchical Bayes split network.
-
-    Attributes:
-        rho: standard deviation of z_j given its mean; one for all, or `(B,)`. An element with 0 is a plain network.
-        random: shell patterns of the bottom networks' weights that have a prior and a posterior.
-        prior: of these, from θ `(B, M, d)` to `(B, M)`; N(0, 1) by default.
-        theta: the family q(w_j).
-        auxiliary: the family q(z | w); by default one encoder at the server for a sum at the cut layer, and one per
-            party otherwise.
-        weight_sd: standard deviation of a normal prior on all other weights, whose mode is found; one for all, or
-            `(B,)`; None for none.
-        sticking: stop the gradient at the parameters of log q (equation 4).
-        sd: standard deviation of q(w_j) at the start.
-    """
-
-    rho: float | Tensor
-    random: str | Sequence[str] = "last.*"
-    prior: Prior = dataclasses.field(default_factory=normal_prior)
-    theta: GaussianFamily = dataclasses.field(default_factory=diagonal)
-    auxiliary: Auxiliary | None = None
-    weight_sd: float | Tensor | None = None
-    sticking: bool = True
-    sd: float = 0.1
-
-    def __post_init__(self) -> None:
-        rho = torch.as_tensor(self.rho, dtype=torch.float64)
-        if rho.ndim > 1 or not bool(((rho >= 0) & rho.isfinite()).all()):
-            raise ValueError(f"Expected rho ≥ 0, one for all or one an element, but got {rho.tolist()}")
-        scales = torch.as_tensor(1.0 if self.weight_sd is None else self.weight_sd)
-        if not self.sd > 0 or scales.ndim > 1 or not bool((scales > 0).all()):
-            raise ValueError(f"Expected positive sd and weight_sd, but got {self.sd} and {self.weight_sd}")
-
-    def guide(self, at_sum: bool) -> Guide:
-        """The approximation, for a sum at the cut layer or another one.
-
-        Raises:
-            ValueError: noise drawn at the sum where there is none.
-        """
-        auxiliary = self.auxiliary or (sums(perceptron(4), skewed=False) if at_sum else amortised(perceptron(8)))
-        if auxiliary.server is not None and not at_sum:
-            raise ValueError(
-                "Expected a sum at the cut layer and no top network for `sums`, but got others; use `amortised`"
-            )
-        return Guide(auxiliary, self.theta, sticking=self.sticking, sd=self.sd, shared=point())
 
 
 class SplitNetwork(L.LightningModule):
@@ -140,6 +93,7 @@ class SplitNetwork(L.LightningModule):
         optimizer: from parameters to an elementwise optimiser, or to anything else that `configure_optimizers` may
             return, such as one with a schedule; Adam at 1e-3 by default.
         validation_draws: Monte Carlo draws of a validation loss.
+        compile: True captures a training step once per shape and replays it, see `fedtorch.vfl.captured`.
 
     Attributes:
         parties: a `Part` each, which saves and loads by itself.
@@ -174,6 +128,7 @@ class SplitNetwork(L.LightningModule):
         row_dims: Sequence[int] | None = None,
         optimizer: Callable[[Iterable[nn.Parameter]], OptimizerLRScheduler] = adam,
         validation_draws: int = 16,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         count = len(bottoms)
@@ -206,7 +161,8 @@ class SplitNetwork(L.LightningModule):
         server, *holders = parts(model, guide, begin, names=names, key=key)
         self.server, self.parties = server, cast("Sequence[Part]", nn.ModuleList(holders))
         self.size, self.bayesian = len(keys), bayes is not None and bool((rho > 0).any())
-        self.optimizer, self.validation_draws = optimizer, validation_draws
+        self.optimizer, self.validation_draws, self.compiles = optimizer, validation_draws, compile
+        self._captured: CapturedBound | None = None
         self.validation_losses = torch.full((len(keys),), math.nan)
 
     @property
@@ -223,22 +179,39 @@ class SplitNetwork(L.LightningModule):
 
     def losses(self, data: VerticalData, step: int) -> Tensor:
         """The negative bound per row of each element, `(B,)`, with the noise of this step."""
-        here = data.to_dtype(self.server.rho.dtype)
-        noise = draw_noises([self.server, *self.parties], step, data.response.shape[-1])
+        here, noise = self._drawn(data, step)
         value = bound(self.model, self.server.guide, self.variational, here, noise).squeeze(1)
         return -value / here.total.to(value)
+
+    def _drawn(self, data: VerticalData, step: int) -> tuple[VerticalData, Noise]:
+        """Data in the networks' dtype, and the noise of this step."""
+        noise = draw_noises([self.server, *self.parties], step, data.response.shape[-1])
+        return data.to_dtype(self.server.rho.dtype), noise
 
     def setup(self, stage: str) -> None:
         """Has the Trainer keep checkpoints that appear whole, and read none that could run code."""
         keep_plain(self.trainer.strategy)
+        self._captured = None  # of tensors that may have been moved since
 
     def training_step(self, data: VerticalData, index: int) -> Tensor:
         """The sum of the elements' losses."""
         if self.global_step == 0:
             self.check(data)
-        losses = self.losses(data, self.global_step)
+        losses, total = (self._replayed if self.compiles else self._evaluated)(data, self.global_step)
         self.log("train_loss", losses.detach().mean(), on_step=False, on_epoch=True, batch_size=1)
-        return losses.sum()
+        return total
+
+    def _evaluated(self, data: VerticalData, step: int) -> tuple[Tensor, Tensor]:
+        """(the losses, `(B,)`, their sum)."""
+        losses = self.losses(data, step)
+        return losses, losses.sum()
+
+    def _replayed(self, data: VerticalData, step: int) -> tuple[Tensor, Tensor]:
+        """The same by a captured step."""
+        here, noise = self._drawn(data, step)
+        if self._captured is None:
+            self._captured = CapturedBound(self.model, self.server.guide, self.variational)
+        return self._captured.losses(here, noise, 1 / here.total.to(self.server.rho).reshape(-1, 1))
 
     def validation_step(self, data: VerticalData, index: int) -> None:
         """Logs the mean over elements of the negative log score."""

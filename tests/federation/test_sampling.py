@@ -74,7 +74,7 @@ def exact_inclusions(weights: list[float], size: int) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_weighted_cohorts_draw_one_after_another(size: int) -> None:
     count = 4000
     cohorts = draws(ft.weighted_cohort(WEIGHTS, size), count)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import lightning as L
 import pytest
 import torch
+from support import splits
 from support.verticals import GUIDES, KEY, MODELS, SD, gaussian_data, logistic_data, predictors
 from torch import nn
 
@@ -65,6 +69,27 @@ def test_split_networks(dropout) -> None:
     assert captured.eager == reason
     if not torch.cuda.is_available():
         assert captured.one_by_one == (reason or "the tensors are on cpu")
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+@pytest.mark.parametrize("batch_size", [None, 7])
+@pytest.mark.parametrize("name", ["amortised", "dropout"])
+def test_a_trainer_of_captured_steps(name: str, batch_size: int | None, tmp_path: Path) -> None:
+    """The numbers of plain steps, with gradients that the Trainer clips; so has dropout, which is not captured."""
+    rows, trained = splits.data(), []
+    for compiles in (False, True):
+        split = splits.CASES[name]()
+        split.compiles = compiles
+        trainer = L.Trainer(
+            max_epochs=3, gradient_clip_val=0.1, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(split, vfl.VerticalLoader(rows, batch_size=batch_size, row_dims=split.model.row_dims))
+        trained.append((trainer.callback_metrics["train_loss"], dict(split.named_parameters())))
+        assert (split._captured is not None) == compiles
+    torch.testing.assert_close(trained[1][0], trained[0][0], **ROUNDING)
+    for key, weight in trained[0][1].items():
+        torch.testing.assert_close(trained[1][1][key], weight, **ROUNDING)
 
 
 def test_a_replay_runs_no_python(monkeypatch) -> None:

@@ -75,6 +75,7 @@ def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
             assert float(fit.bounds[-1, b]) == pytest.approx(evidence, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_factorised_family_has_the_floor_of_theory() -> None:
     """q(z_j | θ_j) loses ½[J log(1 + ρ²/σ²) − log(1 + Jρ²/σ²)] nats a row, however it is parametrised."""
     data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3

@@ -208,15 +208,16 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
 
 def _whole(told: Tensor, total: Tensor) -> Tensor:
     """The whole numbers nearest to sums of whole numbers."""
-    if not bool(((told == told.round()) & (told.abs() <= _LARGEST)).all()):
+    rounded = total.round()
+    error = (total - rounded).abs().amax() if total.numel() else total.new_zeros(())
+    are_whole, known = torch.stack([((told == told.round()) & (told.abs() <= _LARGEST)).all(), error < 0.25]).tolist()
+    if not are_whole:
         raise ValueError(
             f"Expected messages of whole numbers up to {_LARGEST:.0f}, but got others; pass a tolerance of their means"
         )
-    rounded = total.round()
-    error = float((total - rounded).abs().max()) if total.numel() else 0.0
-    if not error < 0.25:
+    if not known:
         raise ArithmeticError(
-            f"Expected sums of whole numbers to within 0.25, but got an error of {error:.2g}; the network has too many "
-            "nodes, or too few edges, for numbers of 53 bits"
+            f"Expected sums of whole numbers to within 0.25, but got an error of {float(error):.2g}; the network has "
+            "too many nodes, or too few edges, for numbers of 53 bits"
         )
     return rounded

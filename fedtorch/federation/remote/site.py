@@ -6,9 +6,10 @@ A site whose connection breaks connects again; one that is killed and started an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fedtorch import files
 from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import PROTOCOL, Frame
 from fedtorch.federation.remote.offer import Offer
@@ -41,6 +42,40 @@ def join(
     """
     with alone_in(folder):
         return _join(dial, Site(offer, None if folder is None else Path(folder)), Patience(patience))
+
+
+def deliver(
+    offer: Offer, folder: Path | str, opens: bool, payloads: Sequence[bytes]
+) -> tuple[list[bytes], Visit | None]:
+    """What a site says whose process ends after every delivery of frames: all that it is lies in its folder.
+
+    Args:
+        offer: what the site brings.
+        folder: where the site keeps its clients' states, and the frame that began the run.
+        opens: whether these are the first frames of a stream.
+        payloads: frames of the server, in their order.
+
+    Returns:
+        (frames for the server, the site's part in the run if it is over now).
+
+    Raises:
+        FileExistsError: another process works in the folder.
+    """
+    with alone_in(folder):
+        site, began = Site(offer, Path(folder)), Path(folder) / "began"
+        said = [site.hello()] if opens else []
+        if began.exists():
+            site.answer(began.read_bytes())
+        for payload in payloads:
+            before = site.begun
+            answer = site.answer(payload)
+            if answer is not None:
+                said.append(answer)
+            if site.begun is not None and site.begun != before:
+                files.replace(began, site.begun)
+        if site.ended is not None:
+            began.unlink(missing_ok=True)
+        return said, site.ended
 
 
 def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
@@ -80,11 +115,13 @@ class Site:
 
     Attributes:
         ended: the site's part in the run that is over, None before.
+        begun: the frame that began the run in which it takes part, or would not.
     """
 
     def __init__(self, offer: Offer, folder: Path | None = None) -> None:
         self.offer, self.folder, self._watch = offer, folder, Watch(offer.terms, folder)
         self.ended: Visit | None = None
+        self.begun: bytes | None = None
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
 
@@ -117,7 +154,7 @@ class Site:
 
     def _begin(self, frame: Frame) -> None:
         if self._visit is None or self._visit.run != run_of(frame):
-            self._visit, self._why = None, "the site could not begin"
+            self._visit, self._why, self.begun = None, "the site could not begin", frame.payload
             try:
                 self._visit = Visit(self.offer, self._watch, frame, self.folder)
             except (Refusal, PayloadError) as error:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch import exact, linalg, random
+from fedtorch import linalg, random
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.gibbs.gaussian_conditional import Design, Fold, columns, from_columns
@@ -74,20 +74,20 @@ def report(likelihood: Natural) -> dict[str, tuple[Tensor, ...]]:
     return {"score": (likelihood.shift,), "information": (likelihood.precision,)}
 
 
-def move(sums: dict[str, Tensor], theta: Tensor, centre: Tensor, prior: Tensor, keys: Tensor) -> Tensor:
+def move(score: Tensor, packed: Tensor, theta: Tensor, centre: Tensor, prior: Tensor, keys: Tensor) -> Tensor:
     """θ given the deviations, `(C, p)`.
 
     θ stays where Q is not positive definite to rounding, as under a flat prior of collinear columns. Q does not depend
     on where θ is, so that this leaves the posterior invariant too.
 
     Args:
-        sums: of `report` over the sites, in limbs.
+        score: of `report`, summed over the sites, `(C, p)`.
+        packed: the information of `report`, summed over the sites, `(C, p (p + 1) / 2)`.
         theta: θ, `(C, p)`.
         centre: θ less all moves so far, `(C, p)`.
         prior: P, the prior precisions of θ, `(C, p)` or a number.
         keys: `(C,)`.
     """
-    score, packed = exact.values(sums["score"], sums["information"])
     information = gaussian.unpack(packed)
     z = random.normal(keys, centre.shape[-1:], torch.float64)
     parts = (information, score, theta, centre, prior.to(centre.device).expand_as(centre), z)

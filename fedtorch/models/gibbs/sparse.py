@@ -85,6 +85,10 @@ class Global(NamedTuple):
     noise: Tensor  # (C,) b_σ
     prior: Tree  # of the global prior
 
+    def quantities(self) -> dict[str, Tree]:
+        """The quantities of the model, by name: all but the centre, which wanders as θ and the θ_k move together."""
+        return {name: value for name, value in self._asdict().items() if name != "centre"}
+
 
 def regression(
     *,
@@ -217,11 +221,13 @@ def hierarchy(
     def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
         p = state.theta.shape[-1]
         for_scale, for_auxiliary, for_prior, for_noise, for_move = random.split(keys, 5)
-        clients, told = exact.values(sums["clients"], sums["clients" if noise_prior is None else "noise"])
-        before = state.theta
-        if "score" in sums:
-            before = interweaving.move(sums, before, state.centre, prior.precision(state.prior), for_move)
-        weight, first, second = exact.about(sums["precision"], sums["first"], sums["second"], state.centre)
+        *read, middle = exact.read(*sums.values(), exact.limbs(state.centre))
+        known, before = dict(zip(sums, read)), state.theta
+        clients = exact.value(known["clients"])
+        if "score" in known:
+            told_of = exact.value(known["score"]), exact.value(known["information"])
+            before = interweaving.move(*told_of, before, state.centre, prior.precision(state.prior), for_move)
+        weight, first, second = exact.about(known["precision"], known["first"], known["second"], middle)
         precision, auxiliary = state.precision, state.auxiliary
         if scale is None:
             gamma = random.gamma(for_scale, (clients[:, None] + 1) / 2, (p,), torch.float64)
@@ -233,7 +239,7 @@ def hierarchy(
         if noise_prior is not None:
             shape, rate = noise_prior
             gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
-            noise = gamma / (rate + told)
+            noise = gamma / (rate + exact.value(known["noise"]))
         return Global(theta, centre, precision, auxiliary, noise, variables)
 
     def send(state: Global) -> Heard:

@@ -30,7 +30,7 @@ from torch.func import functional_call
 from fedtorch import functional
 from fedtorch.tree import Tree
 from fedtorch.trust.attacks.inversion import Inversion, best
-from fedtorch.vfl.protocol import Half, Name, Send
+from fedtorch.vfl.protocol import Half, Name, Receive, Send, wrapped
 
 
 def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
@@ -40,17 +40,16 @@ def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
         half: from `fedtorch.vfl.iteration.server_half` or `party_half`.
         heard: (the other node, message, whether it was sent by this node) -> anything.
     """
-    answer: Tree = None
-    while True:
-        try:
-            step = half.send(answer)
-        except StopIteration as done:
-            return done.value
+
+    def show(step: Send | Receive) -> Half:
         answer = yield step
         if isinstance(step, Send):
             heard(step.to, step.message, True)
         else:
             heard(step.sender, answer, False)
+        return answer
+
+    return wrapped(half, show)
 
 
 def label_scores(gradients: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch.tree import Tree
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
@@ -27,7 +26,7 @@ from fedtorch.trust.privacy.mechanisms import gaussian
 from fedtorch.trust.privacy.spending import on_grid
 from fedtorch.vfl.model import summed
 from fedtorch.vfl.nodes import Gradient, ServerNode
-from fedtorch.vfl.protocol import Half, Receive
+from fedtorch.vfl.protocol import Half, Receive, Send, wrapped
 
 _CALLS = itertools.count()  # of releases in this process, so that no two have the same noise
 
@@ -65,13 +64,10 @@ def noised_gradients(
 
 
 def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: Entropy) -> Half:
-    answer: Tree = None
     released: Gradient | None = None
-    while True:
-        try:
-            step = half.send(answer)
-        except StopIteration as done:
-            return done.value
+
+    def take(step: Send | Receive) -> Half:
+        nonlocal released
         if isinstance(step, Receive):  # values come before gradients in every iteration, which are those of a sum
             released = None
         elif isinstance(step.message, Gradient):
@@ -79,7 +75,9 @@ def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: 
                 size = server.now.total.to(step.message.gradient).reshape(-1, 1, 1, 1) if server.per_row else 1.0
                 released = Gradient(release(step.message.gradient * size, clip, noise, entropy) / size)
             step = step._replace(message=released)
-        answer = yield step
+        return (yield step)
+
+    return wrapped(half, take)
 
 
 def release(gradient: Tensor, clip: float, noise: float, entropy: Entropy) -> Tensor:

@@ -14,6 +14,8 @@ Sources: as `parties`, without the parts that dropouts need.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -25,7 +27,7 @@ from fedtorch.trust.secure.messages import ADVERT, KEYS, Aborted, Session, bundl
 from fedtorch.trust.secure.neighbours import Neighbourhoods
 from fedtorch.trust.secure.parties import commitment, opened_adverts, pair_mask
 from fedtorch.vfl.nodes import Value
-from fedtorch.vfl.protocol import Half, Receive, Send
+from fedtorch.vfl.protocol import Half, Receive, Send, wrapped
 
 
 def vertical_session(run: bytes, keys: dict[int, bytes], attempt: int = 0) -> Session:
@@ -74,27 +76,25 @@ def masked_party(
         raise Aborted(f"Expected party {party}'s own advert among those of all, but it is missing")
     shared = {other: secret.exchange(X25519PublicKey.from_public_bytes(adverts[other][0]))
               for other in adverts if other != party}  # fmt: skip
-    heard, message = None, 0
-    while True:
-        try:
-            step = half.send(heard)
-        except StopIteration as done:
-            return done.value
+    number = itertools.count()
+
+    def mask(step: Send | Receive) -> Half:
         if isinstance(step, Receive):
-            heard = yield step
-            continue
+            return (yield step)
         if not isinstance(step.message, Value):
             raise TypeError(
                 f"Expected parties that send values of a sum and nothing else, but got {type(step.message).__name__}; "
                 "use vfl.sums() with independent q, and evaluate the likelihood at the server"
             )
         value = step.message.value
-        one = session._replace(round=message, size=value.numel())
+        one = session._replace(round=next(number), size=value.numel())
         words = grid.encode(value.flatten().cpu())
         for other, key in shared.items():
             words += pair_mask(one, digest, key, party, other)
         yield Send(0, words)
-        heard, message = None, message + 1
+        return None
+
+    return (yield from wrapped(half, mask))
 
 
 def masked_server(half: Half, session: Session, grid: Grid) -> Half:
@@ -116,18 +116,14 @@ def masked_server(half: Half, session: Session, grid: Grid) -> Half:
     for party in parties:
         yield Send(party, _bytes(bundle(adverts)))
     total: Tensor | None = None
-    waiting, heard = list(parties), None
-    while True:
-        try:
-            step = half.send(heard)
-        except StopIteration as done:
-            return done.value
+    waiting = list(parties)
+
+    def add(step: Send | Receive) -> Half:
+        nonlocal total, waiting
         if isinstance(step, Send):
             if len(waiting) < len(parties):
                 raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are not there")
-            yield step
-            heard = None
-            continue
+            return (yield step)
         like = step.like.value
         words = yield Receive(step.sender, torch.zeros(like.numel(), dtype=torch.int64))
         if step.sender not in waiting:
@@ -138,7 +134,9 @@ def masked_server(half: Half, session: Session, grid: Grid) -> Half:
         if not waiting:
             found = grid.decode(total).reshape(like.shape).to(like)
             waiting, total = list(parties), None
-        heard = Value(found)
+        return Value(found)
+
+    return (yield from wrapped(half, add))
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -68,7 +68,7 @@ def test_the_kept_gradients_are_those_of_the_local_solutions() -> None:
 
 @pytest.mark.parametrize(
     ("solver", "participation"),
-    [("least squares", "a tenth"), ("descent", "full"), pytest.param("descent", "a tenth", marks=pytest.mark.slow)],
+    [("least squares", "a tenth"), *(pytest.param("descent", p, marks=pytest.mark.slow) for p in ("full", "a tenth"))],
 )
 def test_it_reaches_the_optimum_of_the_pooled_rows(solver: str, participation: str) -> None:
     sizes = [10 + (7 * k) % 40 for k in range(40)]

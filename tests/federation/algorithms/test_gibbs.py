@@ -179,7 +179,7 @@ def check_drift(rounds: int) -> None:
             continue
         site = round.clients.table.read(slice(0, 2)).variables
         centre, heard = round.server.variables.centre, round.server.total
-        sums = exact.about(heard["precision"], heard["first"], heard["second"], centre)
+        sums = exact.about(*exact.read(*(heard[n] for n in ("precision", "first", "second")), exact.limbs(centre)))
         fresh = [(site.precision * (site.place - centre) ** power).sum(0) for power in range(3)]
         scale = [(site.precision * (site.place - centre).abs() ** power).sum(0) for power in range(3)]
         worst = max(worst, *(float(((s - f) / c).abs().max()) for s, f, c in zip(sums, fresh, scale)))

@@ -209,7 +209,9 @@ def test_traffic_is_counted_over_edges() -> None:
     assert done.bytes_up == int(NETWORK.neighbour_counts[[1, 4]].sum()) * message
 
 
-@pytest.mark.parametrize(("loss", "delay", "cohort"), [(0.5, 0, 5), (0.0, 2, None), (0.2, 2, 6)])
+@pytest.mark.parametrize(
+    ("loss", "delay", "cohort"), [(0.5, 0, 5), pytest.param(0.0, 2, None, marks=pytest.mark.slow), (0.2, 2, 6)]
+)
 def test_messages_lost_and_late_on_single_edges_do_no_harm(loss: float, delay: int, cohort: int | None) -> None:
     algorithm = unreliable_edges(relax(0.1), NETWORK, loss=loss, delay=delay)
     start = {"weight": torch.full((1, 3), 1.0, dtype=torch.float64)}

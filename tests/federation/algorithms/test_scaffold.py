@@ -79,7 +79,7 @@ def test_algorithm_1_of_the_paper(cohort: int | None, chunk: int | None) -> None
         assert distance(algorithm.outbox(round.server).control, control) < ROUNDING
 
 
-@pytest.mark.parametrize("participation", ["full", "a tenth"])
+@pytest.mark.parametrize("participation", ["full", pytest.param("a tenth", marks=pytest.mark.slow)])
 def test_it_reaches_the_optimum_of_the_pooled_rows(participation: str) -> None:
     sizes = [10 + (7 * k) % 40 for k in range(40)]
     data, solver = linear_clients(sizes), sgd(0.05, steps=8)

@@ -51,11 +51,9 @@ def test_a_move_is_a_draw_from_the_conditional() -> None:
     score, centre = torch.tensor([1.0, -2.0]).double(), torch.tensor([0.3, 0.1]).double()
     prior = torch.tensor([0.5, 4.0]).double()
     packed = information[[0, 1, 1], [0, 0, 1]]
-    sums = {name: exact.limbs(value).expand(chains, -1, -1) for name, value in
-            (("score", score), ("information", packed))}  # fmt: skip
-    wide = lambda value: value.expand(chains, p)
+    wide = lambda value: value.expand(chains, -1)
     keys = random.fold_in(random.key(1), torch.arange(chains))
-    found = interweaving.move(sums, wide(torch.zeros(p).double()), wide(centre), wide(prior), keys)
+    found = interweaving.move(*(wide(part) for part in (score, packed, torch.zeros(p).double(), centre, prior)), keys)
     covariance = torch.linalg.inv(information + prior.diag())
     mean = covariance @ (score + information @ centre)
     z = (found.mean(0) - mean) / (covariance.diagonal() / chains).sqrt()
@@ -67,9 +65,9 @@ def test_a_move_is_a_draw_from_the_conditional() -> None:
 
 def test_theta_stays_where_nothing_is_known_of_it() -> None:
     """Equal columns under a flat prior."""
-    sums = {"score": exact.limbs(torch.ones(1, 2).double()), "information": exact.limbs(torch.ones(1, 3).double())}
+    told = torch.ones(1, 2).double(), torch.ones(1, 3).double()
     theta = torch.tensor([[0.4, 0.7]]).double()
-    assert torch.equal(interweaving.move(sums, theta, theta, torch.zeros(()).double(), random.key(0)[None]), theta)
+    assert torch.equal(interweaving.move(*told, theta, theta, torch.zeros(()).double(), random.key(0)[None]), theta)
 
 
 def test_sites_that_are_silent_move_with_the_others() -> None:
@@ -81,7 +79,9 @@ def test_sites_that_are_silent_move_with_the_others() -> None:
     lag = (sites.theta - sites.place - moved).abs().amax((1, 2))
     assert float(lag.max()) > 1e-3  # of one that was silent, or that moved after it answered
     heard = round.server.total
-    _, first, second = exact.about(heard["precision"], heard["first"], heard["second"], shared.centre)
+    _, first, second = exact.about(
+        *exact.read(*(heard[name] for name in ("precision", "first", "second")), exact.limbs(shared.centre))
+    )
     deviation = sites.place - shared.centre
     assert distance(first, (sites.precision * deviation).sum(0)) < 1e-11
     assert distance(second, (sites.precision * deviation.square()).sum(0)) < 1e-11

@@ -121,7 +121,7 @@ def test_a_linear_party_shows_its_features_up_to_a_rotation() -> None:
         attacks.gram_matrix(values[:, 0, 0, 0], gradients[:, 0, 0, 0], 0.5)
 
 
-@pytest.mark.parametrize(("outputs", "steps"), [(8, 0), (1, 12)])
+@pytest.mark.parametrize(("outputs", "steps"), [(8, 0), pytest.param(1, 12, marks=pytest.mark.slow)])
 def test_known_starting_weights_show_the_rows(outputs: int, steps: int) -> None:
     """By one value of many numbers, or by many values of one."""
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ def told(encoder: torch.nn.Module, covariance: Tensor, cross: Tensor) -> float:
     return -0.5 * math.log1p(-float(along @ torch.linalg.solve(own, along) / cross[2]))
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7])
+@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 0.7])
 def test_a_linear_funnel_is_near_the_closed_form(share: float) -> None:
     """Never below it, and within a third of what telling y as it is would leak in addition."""
     generator = torch.Generator().manual_seed(0)  # s and y come in units of their own
