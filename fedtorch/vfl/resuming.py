@@ -11,7 +11,8 @@ whoever runs it can set it right and start it again.
 
 The server makes the run's identity, by which a party finds its own folder again. When all are done, that is noted
 before it is said, so that a party that misses the last word and comes back hears it, also from a server that has been
-started again.
+started again. A party that is killed after the last word and begun again finds no server; `fedtorch states` says that
+its run is over, and what a half does with its result it does before.
 """
 
 from __future__ import annotations
