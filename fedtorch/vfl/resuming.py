@@ -39,15 +39,17 @@ from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
 FAREWELL = 10.0  # seconds in which a party that may have missed the last word can come back
+PROTOCOL = 1  # what is said may not be understood by another
 _TRIES = 100  # from one point, before it is said that it goes nowhere
 _MOST = 1000  # points that a party may have
 _LOG = logging.getLogger(__name__)
 
 
 class Entered(NamedTuple):
-    """Down: which run it is."""
+    """Down: which run it is, and how nodes speak about it."""
 
     run: Tensor  # (16,) uint8
+    protocol: Tensor  # () int64
 
 
 class Held(NamedTuple):
@@ -68,8 +70,9 @@ class Done(NamedTuple):
     point: Tensor  # () int64
 
 
-_ENTERED, _HELD = Entered(torch.zeros(16, dtype=torch.uint8)), Held(torch.zeros(0, dtype=torch.int64))
-_FROM, _DONE = From(torch.zeros((), dtype=torch.int64)), Done(torch.zeros((), dtype=torch.int64))
+_NUMBER = torch.zeros((), dtype=torch.int64)
+_ENTERED, _HELD = Entered(torch.zeros(16, dtype=torch.uint8), _NUMBER), Held(torch.zeros(0, dtype=torch.int64))
+_FROM, _DONE = From(_NUMBER), Done(_NUMBER)
 
 
 def resuming_over_hub(
@@ -174,9 +177,14 @@ class _Party:
 
     def half(self) -> Half:
         """From the point that the server says."""
-        run = (yield Receive(0, _ENTERED)).run
+        told = yield Receive(0, _ENTERED)
+        if (protocol := int(told.protocol)) != PROTOCOL:
+            raise PayloadError(
+                f"Expected a server that speaks protocol {PROTOCOL}, but got one of {protocol}; install the same "
+                "version of fedtorch on both sides"
+            )
         self.entered = True
-        self.journal.enter(bytes(run.tolist()).hex())
+        self.journal.enter(bytes(told.run.tolist()).hex())
         yield Send(0, Held(torch.tensor(sorted(self.journal.versions.numbers))), rows=True)
         self.journal.begin(int((yield Receive(0, _FROM)).point))
         result = yield from self.begin(self.journal)
@@ -247,8 +255,9 @@ class _Server:
     def half(self, parties: Sequence[str]) -> Half:
         """From the last point that the server and these parties have."""
         journal = self.journal
+        run = torch.tensor(list(bytes.fromhex(journal.run)), dtype=torch.uint8)
         for name in parties:
-            yield Send(name, Entered(torch.tensor(list(bytes.fromhex(journal.run)), dtype=torch.uint8)))
+            yield Send(name, Entered(run, torch.tensor(PROTOCOL)))
         common = journal.versions.numbers
         for name in parties:
             common &= set((yield Receive(name, _HELD, rows=True, most=_MOST)).points.tolist())

@@ -31,8 +31,8 @@ from fedtorch.vfl.journal import Journal
 from fedtorch.vfl.node_state import packed, restore, state_of, unpacked
 from fedtorch.vfl.nodes import Iteration
 from fedtorch.vfl.protocol import Half, Receive, Send, together
-from fedtorch.vfl.remote import Lost
-from fedtorch.vfl.resuming import resuming_over_hub, resuming_over_link
+from fedtorch.vfl.remote import Lost, over_hub
+from fedtorch.vfl.resuming import Entered, resuming_over_hub, resuming_over_link
 
 WAITS = {"seconds": 20.0, "patience": 20.0}
 
@@ -341,6 +341,21 @@ def test_a_message_that_is_refused_ends_it_at_all_nodes() -> None:
         heard = good.exception(20)
     assert isinstance(heard, ConnectionError)
     assert "the server failed with PayloadError" in str(heard)
+
+
+def test_a_server_of_another_version() -> None:
+    hub = Hub()
+
+    def server() -> Half:
+        yield Send("clinic", Entered(torch.zeros(16, dtype=torch.uint8), torch.tensor(2)))
+        yield Receive("clinic", torch.zeros(1))
+
+    with ThreadPoolExecutor(1) as pool:
+        party = pool.submit(resuming_over_link, my_half.half, partial(memory.link, hub, "clinic"), **WAITS)
+        with pytest.raises(Lost, match="clinic is lost"):
+            over_hub(server(), hub, ["clinic"], **WAITS)
+        with pytest.raises(wire.PayloadError, match="speaks protocol 1, but got one of 2; install the same version"):
+            party.result(20)
 
 
 def test_what_a_journal_refuses(tmp_path: Path) -> None:
