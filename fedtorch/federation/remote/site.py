@@ -6,25 +6,22 @@ A site whose connection breaks connects again; one that is killed and started an
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from fedtorch import files
 from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import PROTOCOL, Frame
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.terms import Refusal, Watch
+from fedtorch.federation.remote.versions import alone_in
 from fedtorch.federation.remote.visit import Visit, run_of
 from fedtorch.transport.hub import Link
 from fedtorch.transport.identity import Identity
+from fedtorch.transport.patience import Patience
 from fedtorch.wire import PayloadError
 
 PATIENCE = 600.0  # seconds without a word from the server
-_PAUSES = (0.05, 5.0)  # seconds between attempts to connect, the first and the longest
 _LOG = logging.getLogger(__name__)
 
 
@@ -51,10 +48,8 @@ def join(
         TimeoutError: the server was silent, or not there, for longer than the patience.
         FileExistsError: another process works in the folder.
     """
-    if folder is None:
-        return _join(dial, Site(offer, None, identity), patience)
-    with _alone_in(Path(folder)):
-        return _join(dial, Site(offer, Path(folder), identity), patience)
+    with alone_in(folder):
+        return _join(dial, Site(offer, None if folder is None else Path(folder), identity), Patience(patience))
 
 
 def deliver(
@@ -74,7 +69,7 @@ def deliver(
     Raises:
         FileExistsError: another process works in the folder.
     """
-    with _alone_in(Path(folder)):
+    with alone_in(folder):
         site, began = Site(offer, Path(folder)), Path(folder) / "began"
         said = [site.hello()] if opens else []
         if began.exists():
@@ -91,43 +86,23 @@ def deliver(
         return said, site.ended
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / "lock", timeout=0):
-            yield
-    except Timeout as error:
-        raise FileExistsError(
-            f"Expected a folder in which no other process takes part, but one does in {folder}; end it, or choose "
-            "another folder for another site"
-        ) from error
-
-
-def _join(dial: Callable[[], Link], site: Site, patience: float) -> Visit:
+def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
     """Connects, again and again, until the site's part is over."""
-    heard, pause = time.monotonic(), _PAUSES[0]
     while True:
         try:
             link = dial()
-        except (ConnectionError, TimeoutError) as error:
-            if time.monotonic() - heard > patience:
-                raise TimeoutError(f"Expected a server within {patience:g} s, but got none; {error}") from error
-            _LOG.info("waiting for the server: %s", error)
-        else:
             try:
                 _say(link, site.hello())
                 while site.ended is None:
-                    payload = link.receive(patience)
-                    heard, pause = time.monotonic(), _PAUSES[0]
+                    payload = link.receive(patience.seconds)
+                    patience.heard()
                     _say(link, site.answer(payload))
                 return site.ended
-            except ConnectionError as error:
-                _LOG.warning("lost the server, connecting again: %s", error)
             finally:
                 link.close()
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
+        except (ConnectionError, TimeoutError) as error:
+            _LOG.warning("no server, connecting again: %s", error)
+            patience.again(error)
 
 
 def _say(link: Link, frame: bytes | None) -> None:

@@ -233,6 +233,7 @@ class Visit:
         """Keeps what the clients hear last; the run is over."""
         self._last, _, _ = self._hear(frame)
         self.over = True
+        self._versions.finish()
 
     def tensors(self) -> Tree:
         """The tensors that the site's clients predict with after the run, `(K, ...)`.
