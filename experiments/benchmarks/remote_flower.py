@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures; --smoke does few rounds."""
     options = common.arguments(__doc__).parse_args(argv)
     with common.quiet():
-        found = [] if interpreter() is None else rows(3 if options.smoke else 12)
+        found = [] if interpreter() is None else rows(3 if options.smoke else 6)
     common.show_rows(f"remote_flower ({common.machine()})", found, ".4g")
     common.finish("benchmarks.remote_flower", found, options)
 
