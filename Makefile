@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 PYTEST_ARGS ?=
 HALF := tests/federation tests/kernels tests/networks tests/test_conformance.py fedtorch  # of the suite, by what it takes
 
-.PHONY: demo demo-sites test test-slow lint format docs bench bench-peers clean
+.PHONY: demo demo-sites test test-slow test-browser lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or 3.12 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -37,6 +37,10 @@ endif
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow --timeout 3600 $(PYTEST_ARGS)
+
+# Reports in a headless Chromium; skipped where there is none (`apt-get install chromium`).
+test-browser: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests/report/test_browser.py $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from . import (
     networks as networks,
     plots as plots,
     random as random,
+    report as report,
     tree as tree,
     vfl as vfl,
     wire as wire,
@@ -87,5 +88,6 @@ from .federation.unreliable_edges import unreliable_edges as unreliable_edges
 from .models.linear import LinearHead as LinearHead
 from .module_randomness import Drawn as Drawn
 from .networks import Network as Network
+from .report.callback import Report as Report
 
 __version__: str

@@ -20,6 +20,7 @@ LAYERS = (
         "tree",
         "optimisers",
         "philox",
+        "progress",
         "random",
         "exact",
         "files",
@@ -38,7 +39,7 @@ LAYERS = (
     {"data", "models", "networks"},
     {"federation", "vfl"},
     {"trust"},
-    {"plots", "cli"},
+    {"plots", "report", "cli"},
 )
 
 

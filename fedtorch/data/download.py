@@ -19,6 +19,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from fedtorch.progress import Progress
+
 BLOCK = 1 << 16
 
 
@@ -92,10 +94,12 @@ def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -
         total = start + int(length) if length is not None else None
         received = start
         try:
-            with open(part, "ab" if resumed else "wb", opener=_no_link) as stream:
+            shown = Progress(part.stem, total, unit="B", initial=start)
+            with shown, open(part, "ab" if resumed else "wb", opener=_no_link) as stream:
                 while received <= max_bytes and (block := response.read1(BLOCK)):
                     stream.write(block)
                     received += len(block)
+                    shown.update(len(block))
                     if time.monotonic() > end:
                         raise TimeoutError("the download took too long")
                 stream.flush()

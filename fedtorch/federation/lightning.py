@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
+from fedtorch.federation.checkpoint import describe
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.federation.client_sharding import check_place
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import Recorder, means
 from fedtorch.federation.population import Population, check_population
+from fedtorch.federation.round_progress_bar import RoundProgressBar
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort
 from fedtorch.federation.trainer_settings import check_loader, check_settings
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _ONE_ROUND = [0]  # what an epoch of the Trainer goes through
+_OWN_BARS = (RichProgressBar, TQDMProgressBar)  # of Lightning's, one of which a Trainer has unless told
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
 
 
@@ -63,6 +67,7 @@ class Federation(L.LightningModule):
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
+        scores: those of the last validation, by name.
 
     Raises:
         ValueError: a cohort larger than the population, clients that cannot take part, data that do not fit.
@@ -121,6 +126,7 @@ class Federation(L.LightningModule):
         )
         self._split, self._validation = split, validation
         self._metrics = stacked_metrics(metrics) if metrics else {}
+        self.scores: dict[str, Score] = {}
         self._warned = False
         if validation is None:
             # Lightning then sees that there is nothing to validate.
@@ -185,6 +191,7 @@ class Federation(L.LightningModule):
             scores = self._own(self.run, self._validation)
         else:
             scores = {f"val_{name}": score for name, score in self.evaluate(self._validation).items()}
+        self.scores = scores
         values: dict[str, float] = {}
         for name, score in scores.items():
             values[name] = score.overall
@@ -207,9 +214,19 @@ class Federation(L.LightningModule):
         return _RoundCounter()
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Adds none; this is where a Trainer asks first, and what would do nothing is refused."""
+        """Adds none; this is where a Trainer asks first, and what would do nothing is refused.
+
+        Lightning's own progress bar, which begins anew every epoch, makes place for one over all rounds.
+        """
         check_settings(self.trainer)
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        callbacks[:] = [RoundProgressBar() if type(each) in _OWN_BARS else each for each in callbacks]
         return []
+
+    def on_fit_start(self) -> None:
+        """Tells the loggers the settings, those of the local solver as `local/lr`."""
+        for logger in self.trainer.loggers:
+            logger.log_hyperparams(_hyperparameters(self.run))
 
     def on_train_start(self) -> None:
         """Refuses rows that the Trainer was given."""
@@ -274,6 +291,16 @@ class Federation(L.LightningModule):
             ValueError: it belongs to another federation.
         """
         self.run.load_state_dict(state)
+
+
+def _hyperparameters(run: Run) -> dict[str, Any]:
+    """What a run was built with, flat: numbers and text as they are, and whatever else in words."""
+    of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
+    plain = (bool, int, float, str, type(None))
+    return {
+        name.replace(".", "/"): value if isinstance(value, plain) else describe(value)
+        for name, value in {**run.algorithm.settings, **of_run}.items()
+    }
 
 
 class _RoundCounter(torch.optim.Optimizer):

@@ -1,17 +1,21 @@
-"""A Lightning `Trainer`'s progress bar over communication rounds."""
+"""A Lightning `Trainer`'s progress over communication rounds."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ProgressBar
 
-from fedtorch.federation.progress import rounds_bar
+from fedtorch.progress import Progress, Told
 
 
 class RoundProgressBar(ProgressBar):
     """One bar for all rounds, where Lightning's own starts a new one every epoch, that is, every round.
+
+    A `Federation` puts it in the place of Lightning's own. In a log it is a line now and then, see `fedtorch.progress`.
 
     Args:
         title: in front of the bar.
@@ -25,7 +29,7 @@ class RoundProgressBar(ProgressBar):
     def __init__(self, title: str = "Rounds") -> None:
         super().__init__()
         self.title = title
-        self._bar: Any = None
+        self._open = ExitStack()
         self._enabled = True
 
     def enable(self) -> None:
@@ -40,21 +44,22 @@ class RoundProgressBar(ProgressBar):
         """Opens the bar at the round that training starts from."""
         last = trainer.max_epochs if trainer.max_epochs not in (None, -1) else trainer.max_steps
         total = last if last and last > 0 else None
-        self._bar = rounds_bar(self.title, total, initial=trainer.current_epoch, shown=self._enabled)
+        shown = Progress(self.title, total, initial=trainer.current_epoch, shown=self._enabled, always=True)
+        self._bar = self._open.enter_context(shown)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Moves on by one round."""
-        values = self.get_metrics(trainer, pl_module)
-        values.pop("v_num", None)
-        shown = {name: f"{v:.3g}" for name, v in values.items() if isinstance(v, (int, float))}
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update()
+        self._bar.update(tell=partial(self._told, trainer, pl_module))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Closes the bar."""
-        self._bar.close()
+        self._open.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Leaves the bar as it is."""
-        if self._bar is not None:
-            self._bar.close()
+        self._open.close()
+
+    def _told(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Told:
+        values: dict[str, Any] = self.get_metrics(trainer, pl_module)
+        values.pop("v_num", None)
+        return {name: f"{value:.3g}" for name, value in values.items() if isinstance(value, (int, float))}

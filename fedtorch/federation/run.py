@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,10 +25,10 @@ from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
-from fedtorch.federation.history import History, Recorder, Round
+from fedtorch.federation.history import History, Recorder, Round, means
 from fedtorch.federation.population import Population, check_population, refuse_bad_messages
-from fedtorch.federation.progress import rounds_bar
 from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
+from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Run:
         self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
-        self.clients.introduce(lambda: {**self._fingerprint(), "start": describe(parameters)})
+        self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
 
     # -- round by round --------------------------------------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class Run:
         for i, recorder in enumerate(self.recorders):
             flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
         flat.update({name: torch.tensor(getattr(self, name)) for name in _COUNTS})
-        flat["fingerprint"] = torch.tensor(list(json.dumps(self._fingerprint()).encode()), dtype=torch.uint8)
+        flat["fingerprint"] = torch.tensor(list(json.dumps(self.fingerprint()).encode()), dtype=torch.uint8)
         return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
@@ -289,7 +290,7 @@ class Run:
         """
         checkpoint.check_structure(flat, self.state_dict())
         if not anyway:
-            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self._fingerprint())
+            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self.fingerprint())
         for i, recorder in enumerate(self.recorders):
             recorder.load_state_dict(below(f"recorders.{i}.", flat))
         self.clients.load_state_dict(below("clients.", flat))
@@ -298,9 +299,9 @@ class Run:
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
         self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
         self.last = None
-        self.clients.introduce(lambda: {**self._fingerprint(), "round": str(self.number)})
+        self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
 
-    def _fingerprint(self) -> dict[str, str]:
+    def fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
         return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
@@ -329,9 +330,10 @@ def run(
     faults: Faults | None = None,
     seed: int = 0,
     record: Recorder | Sequence[Recorder] = (),
-    progress: bool = False,
+    progress: bool = True,
 ) -> Run:
-    """A `Run` that has done its rounds, with a bar if `progress`; other arguments are those of `Run` and `Run.rounds`.
+    """A `Run` that has done its rounds; with `progress` it shows how far it is if that takes longer than two seconds, see
+    `fedtorch.progress`. The other arguments are those of `Run` and `Run.rounds`.
 
     Raises:
         ValueError: neither `rounds` nor `until` is given, or as for `Run`.
@@ -343,7 +345,15 @@ def run(
         2
     """
     made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
-    with rounds_bar("Rounds", rounds, shown=progress) as bar:
-        for _ in made.rounds(rounds, until):
-            bar.update()
+    title = str(algorithm.settings.get("algorithm", "Rounds"))
+    with Progress(title, rounds, shown=progress and population.leads) as shown:
+        for round in made.rounds(rounds, until):
+            shown.update(tell=partial(_told, round))
     return made
+
+
+def _told(round: Round) -> dict[str, str]:
+    """What progress shows of a round: the loss and ε, or, without them, the first numbers that it reports."""
+    values = {**means(round.info), **round.report}
+    names = [name for name in ("train_loss", "epsilon") if name in values] or list(values)[:2]
+    return {name: f"{float(values[name]):.3g}" for name in names}

@@ -41,8 +41,9 @@ class RunningMoments(NamedTuple):
 
 
 def global_variables(round: Round) -> Draws:
-    """The server's variables by name, `(C, ...)` each."""
-    return tree.flatten(round.server.variables)
+    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model."""
+    variables = round.server.variables
+    return tree.flatten(variables.quantities() if hasattr(variables, "quantities") else variables)
 
 
 class Sampler:
@@ -51,7 +52,7 @@ class Sampler:
     Args:
         burn_in: rounds that are not watched.
         thin: of the rounds after that, every so many are.
-        watch: a round -> what to watch by name, `(C, ...)` each; default: all global variables. It may read clients'
+        watch: a round -> what to watch by name, `(C, ...)` each; default: `global_variables`. It may read clients'
             own variables from `round.clients` in research; in a federation they stay where they are.
         keep: whether draws are kept, not only their moments.
         folder: where draws are kept as files of `block` draws each, instead of in memory.
@@ -144,18 +145,18 @@ class Sampler:
 
     def inference_data(self) -> Any:
         """The draws as ArviZ's `InferenceData`, group `posterior`, variables named as they are watched."""
-        return _arviz().from_dict(posterior={name: leaf.numpy() for name, leaf in self.draws().items()})
+        return load_arviz().from_dict(posterior={name: leaf.numpy() for name, leaf in self.draws().items()})
 
     def summary(self) -> pd.DataFrame:
         """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component."""
-        az = _arviz()
+        az = load_arviz()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what never moves, such as γ = 1, has no R-hat
             return az.summary(self.inference_data(), hdi_prob=0.95, round_to="none")
 
     def trace(self, *names: str) -> Figure:
         """Trace plots and densities of the named quantities, of all if none is named."""
-        az = _arviz()
+        az = load_arviz()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             axes = az.plot_trace(self.inference_data(), var_names=list(names) or None, compact=True)
@@ -217,7 +218,7 @@ def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
     return RunningMoments(count, mean, moments.squares + change * (draw - mean))
 
 
-def _arviz() -> Any:
+def load_arviz() -> Any:
     """ArviZ, whose import takes a second and announces its next version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

@@ -29,7 +29,10 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
+from fedtorch.progress import tracked
 from fedtorch.tree import Tree
+
+_TITLE = "Representing the nodes"
 
 
 def distances(vectors: Tensor) -> Tensor:
@@ -76,7 +79,8 @@ def maximum_likelihood(data: FederatedData, fit: Callable[[Tree], Tensor] | None
         data: the nodes' rows.
         fit: takes one node's rows and returns its parameters; default: `linear_regression`.
     """
-    return torch.stack([(fit or linear_regression)(rows).detach().flatten().to(torch.float64) for rows in data])
+    nodes = tracked(data, _TITLE, unit="node")
+    return torch.stack([(fit or linear_regression)(rows).detach().flatten().to(torch.float64) for rows in nodes])
 
 
 def linear_regression(rows: Tree) -> Tensor:
@@ -110,7 +114,7 @@ def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: Fede
         data: the nodes' rows.
     """
     found = []
-    for rows in data:
+    for rows in tracked(data, _TITLE, unit="node"):
         at = tree.map(lambda leaf: leaf.detach().requires_grad_(), parameters)
         leaves = list(tree.leaves(at))
         parts = torch.autograd.grad(loss(at, rows), leaves)
@@ -141,7 +145,7 @@ def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str 
     features = _field(data, field).to(torch.float64)
     upper = torch.triu_indices(features.shape[1], features.shape[1])
     found = []
-    for rows in features.split(data.counts.tolist()):
+    for rows in tracked(features.split(data.counts.tolist()), _TITLE, unit="node"):
         mixture = GaussianMixture(components, random_state=seed).fit(rows.cpu().numpy())
         means, weights = torch.from_numpy(mixture.means_), torch.from_numpy(mixture.weights_)
         order = torch.tensor(sorted(range(components), key=lambda c: tuple(means[c].tolist())))

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.networks.network import Network
+from fedtorch.progress import Progress, tracked
 
 _BLOCK = 2**22  # candidates' coordinates that are compared at a time
+_TITLE = "Learning the network"
 _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this are rounding
 
 
@@ -127,7 +129,7 @@ def regular_by_projection(
     _check_degree(n, degree)
     weights = torch.full_like(found, degree / (n - 1)).fill_diagonal_(0.0)
     mean = float(found.mean())
-    for _ in range(iterations if mean > 0 else 0):
+    for _ in tracked(range(iterations if mean > 0 else 0), _TITLE):
         before, weights = weights, _project(weights - step / mean * found, degree)
         if float((weights - before).abs().max()) < _WEIGHTLESS / 10:
             break
@@ -161,7 +163,7 @@ def nearest_of_random(
         )
     step = max(1, _BLOCK // (candidates * found.shape[1]))
     edges = []
-    for start in range(0, n, step):
+    for start in tracked(range(0, n, step), _TITLE, unit="block"):
         nodes = torch.arange(start, min(start + step, n))
         others = _distinct(random.fold_in(key, nodes), n - 1, candidates)
         others = others + (others >= nodes[:, None])  # a number among the others, not the node itself
@@ -216,15 +218,15 @@ def greedy_connected(nodes: int, degree: int) -> Network:
         raise ValueError(f"Expected three nodes or more and a degree from 2 to n − 1, but got {nodes} and {degree}")
     weights = Network.ring(nodes).adjacency().to_dense()
     room = weights.sum(1) < degree
-    while True:
-        allowed = (room[:, None] & room & (weights == 0)).fill_diagonal_(False)
-        if not bool(allowed.any()):
-            return Network.from_matrix(weights)
-        fiedler = torch.linalg.eigh(weights.sum(1).diag() - weights).eigenvectors[:, 1]
-        apart = (fiedler[:, None] - fiedler).square().masked_fill(~allowed, -1.0)
-        i, j = divmod(int(apart.argmax()), nodes)
-        weights[i, j] = weights[j, i] = 1.0
-        room = weights.sum(1) < degree
+    with Progress(_TITLE, nodes * (degree - 2) // 2, unit="edge") as shown:
+        while bool((allowed := (room[:, None] & room & (weights == 0)).fill_diagonal_(False)).any()):
+            fiedler = torch.linalg.eigh(weights.sum(1).diag() - weights).eigenvectors[:, 1]
+            apart = (fiedler[:, None] - fiedler).square().masked_fill(~allowed, -1.0)
+            i, j = divmod(int(apart.argmax()), nodes)
+            weights[i, j] = weights[j, i] = 1.0
+            room = weights.sum(1) < degree
+            shown.update()
+    return Network.from_matrix(weights)
 
 
 def connectivity_bound(network: Network) -> float:

@@ -128,7 +128,7 @@ class Ledger:
             "data": None if data is None else described(data),
             "settings": settings,
             "network": _network(run.algorithm.settings),
-            "versions": _versions(),
+            "versions": versions(),
             "machine": {"system": platform.platform(), "processor": platform.machine()},
             "rounds_done": run.number,
             "bytes": {"up": run.bytes_up, "down": run.bytes_down},
@@ -242,7 +242,8 @@ def _network(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if edges is None else {"edges": len(edges), "is": checkpoint.describe(edges)}
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Those of Python, of this package and of what it computes with."""
     found = {"python": platform.python_version()}
     for package in ("fedtorch", *_PACKAGES):
         try:

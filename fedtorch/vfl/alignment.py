@@ -41,11 +41,13 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
+from fedtorch.progress import tracked
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
 _CURVE = ec.SECP256R1()
 _BYTES = 32
+_BLINDING = "Blinding identifiers"
 
 
 class Points(NamedTuple):
@@ -91,7 +93,8 @@ class Holder:
 
     def own_points(self) -> Points:
         """Own identifiers, hashed and blinded, in a secret order."""
-        return Points(_stack(self._times(_hash_to_point(self.identifiers[row])) for row in self.order))
+        rows = tracked(self.order, _BLINDING, unit="row")
+        return Points(_stack(self._times(_hash_to_point(self.identifiers[row])) for row in rows))
 
     def blind(self, points: Points) -> Points:
         """The other's points times one's own secret, in the order that they came in.
@@ -105,7 +108,8 @@ class Holder:
                 "the lists are that long"
             )
         self.most -= len(points.x)
-        return Points(_stack(self._times(_decode(x, self.name)) for x in _each(points)))
+        rows = tracked(_each(points), _BLINDING, len(points.x), unit="row")
+        return Points(_stack(self._times(_decode(x, self.name)) for x in rows))
 
     def places(self, member: str, theirs: Points, returned: Points) -> Tensor:
         """Where each own row is in a member's list, −1 where it is not, `(n,)`; what the leader finds out.

@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.progress import tracked
 from fedtorch.vfl.nodes import Backward, Gradient, Iteration, PartyNode, ServerNode, Share
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, together
 
@@ -89,7 +90,7 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
 def server_half(server: ServerNode, iterations: Iterable[Iteration]) -> Half:
     """The server's side of every iteration; see `party_half`."""
     model, ranks = server.model, range(1, len(server.model.predictors) + 1)
-    for iteration in iterations:
+    for iteration in tracked(iterations, "Vertical training", unit="iteration"):
         here = _taking_part(iteration, [value is not None for value in server.values])
         awake = [rank for rank, takes_part in zip(ranks, here) if takes_part]
         server.begin(iteration)

@@ -12,12 +12,14 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch.progress import Progress
 from fedtorch.vfl.adam import Drift, RestartingAdam
 from fedtorch.vfl.bound import ascend, bound, climb
 from fedtorch.vfl.captured import CapturedBound
@@ -99,6 +101,7 @@ def sfvi(
     every: int = 100,
     start: Parameters | None = None,
     compile: bool = False,
+    progress: bool = True,
 ) -> VariationalFit:
     """Maximises the bound by Adam, for a batch of independent problems at once.
 
@@ -116,6 +119,7 @@ def sfvi(
         start: parameters to start from.
         compile: True captures an iteration's operations once per shape and replays them, on a CUDA device as one graph;
             networks that draw random numbers are not captured.
+        progress: whether it is shown how far a fit is that takes longer than two seconds; see `fedtorch.progress`.
 
     Ask the fit whether it has `converged`: a bound that looks flat does not say so.
 
@@ -142,20 +146,29 @@ def sfvi(
     means, recent = [], torch.zeros(size, dtype=torch.float64, device=like.device)
     captured, share = CapturedBound(placed, guide, parameters) if compile else None, like.new_tensor(1 / draws)
     drawn = iterations(model, guide, key, like, batch.y.shape[-1], steps, draws, batch_size)
-    for step, (rows, noise) in enumerate(drawn):
-        here = batch if rows is None else batch.take(rows, model.row_dims)
-        if captured is None:
-            sampled = bound(placed, guide, parameters, here, noise)
-            ascend(optimizer, sampled, schedule(step))
-        else:
-            sampled = captured.backward(here, noise, share)
-            climb(optimizer, schedule(step))
-        if step >= steps - max(steps // _TAIL, 1):
-            drift.add()
-        recent += sampled.detach().mean(1)
-        if (step + 1) % every == 0 or step + 1 == steps:
-            means.append(recent / ((step % every) + 1))
-            recent = torch.zeros_like(recent)
-            if not bool(means[-1].isfinite().all()):
-                raise FloatingPointError(f"Expected a finite bound, but got {means[-1].tolist()} by step {step + 1}")
+    with Progress("SFVI", steps, unit="step", shown=progress) as shown:
+        for step, (rows, noise) in enumerate(drawn):
+            here = batch if rows is None else batch.take(rows, model.row_dims)
+            if captured is None:
+                sampled = bound(placed, guide, parameters, here, noise)
+                ascend(optimizer, sampled, schedule(step))
+            else:
+                sampled = captured.backward(here, noise, share)
+                climb(optimizer, schedule(step))
+            if step >= steps - max(steps // _TAIL, 1):
+                drift.add()
+            recent += sampled.detach().mean(1)
+            if (step + 1) % every == 0 or step + 1 == steps:
+                means.append(recent / ((step % every) + 1))
+                recent = torch.zeros_like(recent)
+                if not bool(means[-1].isfinite().all()):
+                    raise FloatingPointError(
+                        f"Expected a finite bound, but got {means[-1].tolist()} by step {step + 1}"
+                    )
+            shown.update(tell=partial(_bound_of, means))
     return VariationalFit(model, guide, tree.map(torch.detach, parameters), torch.stack(means), drift.largest(size))
+
+
+def _bound_of(means: list[Tensor]) -> dict[str, str]:
+    """What progress shows: the last mean bound, over the batch."""
+    return {"bound": f"{float(means[-1].mean()):.5g}"} if means else {}

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.progress import tracked
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.model import VerticalModel, prepared
 from fedtorch.vfl.sfvi import Schedule
@@ -99,6 +100,7 @@ def soul(
     inner: int = 1,
     keep: int = 1000,
     size: int = 1,
+    progress: bool = True,
 ) -> Soul:
     """Maximises z and γ along averages over Langevin chains, and then keeps draws at the maximum.
 
@@ -114,6 +116,7 @@ def soul(
         inner: Langevin steps per iteration.
         keep: draws of each chain at ẑ.
         size: B.
+        progress: whether it is shown how far chains are that take longer than two seconds; see `fedtorch.progress`.
 
     Raises:
         ValueError: steps that are not positive.
@@ -133,12 +136,12 @@ def soul(
         return [langevin(model, batch, j, t, z, gamma, step, e) for j, (t, e) in enumerate(zip(thetas, noise))]
 
     keys = random.fold_in(key.reshape(-1).to(like.device), _LANGEVIN)
-    for i in range(steps):
+    for i in tracked(range(steps), "Langevin chains, to the maximum", shown=progress):
         for k in range(inner):
             thetas = move(thetas, random.fold_in(keys, i * inner + k))
         z, gamma = _ascend(model, batch, thetas, z, gamma, rate(i))
     kept = []
-    for i in range(keep):
+    for i in tracked(range(keep), "Langevin chains, draws", unit="draw", shown=progress):
         thetas = move(thetas, random.fold_in(keys, steps * inner + i))
         kept.append(thetas)
     draws = tuple(torch.cat(chain, 1) for chain in zip(*kept))

@@ -81,6 +81,13 @@ def test_summary_and_trace() -> None:
     plt.close(figure)
 
 
+def test_quantities_of_the_model_are_watched() -> None:
+    """And not where the sampler keeps θ less its moves, which wanders."""
+    assert set(sampler(2).draws()) == {
+        "theta", "precision", "auxiliary", "noise", "prior.included", "prior.variance", "prior.inclusion"
+    }  # fmt: skip
+
+
 def test_what_a_client_keeps_can_be_watched_in_research() -> None:
     def watch(round: ft.Round) -> dict[str, torch.Tensor]:
         return {"site": round.clients.table.read(slice(0, 3)).variables.theta.transpose(0, 1)}

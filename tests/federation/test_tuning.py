@@ -12,6 +12,7 @@ from support.small_federations import Classifier, classes
 from torch import nn
 
 import fedtorch as ft
+from fedtorch import progress
 from fedtorch.federation.evaluation import evaluate
 
 SIZES = [5, 9, 4, 14, 7, 9]
@@ -214,12 +215,12 @@ def test_modules_made_by_build_start_alike_and_the_global_generator_stays() -> N
     assert torch.equal(*starts)
 
 
-def test_a_bar_over_rounds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_over_rounds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SHORT", 0.0)
     searched(prox, {"lr": [0.01, 1e200]}, progress=True)
-    shown = capsys.readouterr().out
-    assert "2 settings: 100%" in shown
-    assert "8/8" in shown
-    assert "diverged=1" in shown
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("2 settings: 8 of 8 rounds in ")
+    assert last.endswith("diverged 1")
 
 
 @pytest.mark.parametrize(

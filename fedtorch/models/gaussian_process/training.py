@@ -10,6 +10,7 @@ from torch import Tensor
 from fedtorch.models.gaussian_process.algebra import Site, evidence, posterior
 from fedtorch.models.gaussian_process.checks import check_rows
 from fedtorch.models.gaussian_process.model import ConvolvedGP
+from fedtorch.progress import Progress
 
 
 def fit(
@@ -50,9 +51,11 @@ def fit(
         optimizer.zero_grad()
         value = -model.bound(x, y, mask, exact_units) - model.log_prior(True).sum() - model.log_prior(False)
         value.backward()
+        shown.update()
         return value  # type: ignore[return-value]
 
-    optimizer.step(loss)
+    with Progress("Gaussian process", unit="evaluation") as shown:
+        optimizer.step(loss)
     model.condition(x, y, mask, exact_units)
     with torch.no_grad():
         return model.bound(x, y, mask, exact_units)

@@ -85,6 +85,10 @@ class Global(NamedTuple):
     noise: Tensor  # (C,) b_σ
     prior: Tree  # of the global prior
 
+    def quantities(self) -> dict[str, Tree]:
+        """The quantities of the model, by name: all but the centre, which wanders as θ and the θ_k move together."""
+        return {name: value for name, value in self._asdict().items() if name != "centre"}
+
 
 def regression(
     *,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.solvers.problem import LinearProblem
+from fedtorch.progress import Progress
 
 Scope = Literal["local", "reference"]
 Watch = Callable[[int, Tensor], object]  # (rounds of messages so far, parameters (n, d)) -> something true to stop
@@ -69,14 +70,19 @@ class Monitor:
         self.best: Tensor | None = None
         self._size = 1.0  # of the numbers in the equations, which changes slowly
         self.reason: Reason = "rounds"
+        self._progress = Progress("GTV minimisation")
 
     def tell(self, w: Tensor) -> bool:
         """Counts a round that ended at `w`; whether the watcher wants to stop or no rounds are left."""
         self.rounds += 1
+        self._progress.update(tell=self._told)
         if self.watch is not None and bool(self.watch(self.rounds, w)):
             self.reason = "watch"
             return True
         return self.rounds >= self.limit
+
+    def _told(self) -> dict[str, str]:
+        return {"optimality": f"{self.optimality:.2g}"}
 
     def due(self) -> bool:
         """Whether optimality is to be checked after this round."""
@@ -129,6 +135,7 @@ class Monitor:
             optimality: of parameters; default: the problem's.
             clusters: of `w`.
         """
+        self._progress.close()
         optimality = optimality or self.problem.optimality
         w = finish(w)
         found = optimality(w)

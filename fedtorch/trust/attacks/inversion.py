@@ -27,6 +27,7 @@ from torch.func import functional_call
 
 from fedtorch import random
 from fedtorch.federation.local_solvers.objective import Loss
+from fedtorch.progress import Progress
 
 _NOTHING = 1e-12  # of a squared distance, relative
 Predict = Callable[[Tensor], Tensor]  # rows (n, ...) -> outputs (n, ...)
@@ -163,9 +164,11 @@ def searched(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: i
         value.backward()
         if float(value.detach()) < lowest.distance:
             lowest = Inversion(point.detach().clone(), None, float(value.detach()))
+        shown.update()
         return value
 
-    optimizer.step(evaluate)
+    with Progress("Inversion", unit="evaluation") as shown:
+        optimizer.step(evaluate)
     return lowest
 
 

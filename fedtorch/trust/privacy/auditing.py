@@ -37,6 +37,7 @@ from fedtorch.federation.algorithm import LocalSolver, identity
 from fedtorch.federation.algorithms.separate import separate
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.run import run as go
+from fedtorch.progress import tracked
 from fedtorch.trust.privacy.analytic import check_delta, check_noise
 
 Score = Callable[[Tensor], Tensor]  # what was released (R, D) -> (R,), large with the canary
@@ -110,11 +111,11 @@ def audit(
     data = from_tensors([(canary, target)] * half + [(nothing, target)] * half)
     found: list[Tensor] = []
     delta = math.nan
-    for _ in range(math.ceil((runs + choosing) / half)):
+    for _ in tracked(range(math.ceil((runs + choosing) / half)), "Audit", unit="block"):
         local = solver(_linear(width), loss=_output, optimizer=_descent)
         if local.budget is None:
             raise ValueError("Expected a solver with a budget, such as privacy.example_level, but got one without")
-        run = go(separate(local), InProcess(data), rounds=rounds)
+        run = go(separate(local), InProcess(data), rounds=rounds, progress=False)
         delta = float(run.log["delta"][-1])
         found.append(tree.leaves(run.tensors())[0].reshape(2, half, width))
     inside, outside = torch.cat(found, 1)[:, : runs + choosing]

@@ -1,0 +1,188 @@
+"""How far something is that takes longer than two seconds.
+
+On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error.
+
+Within a `Progress` no other is shown. `progress=False` where a function takes it, `with quiet():` around anything, and
+the environment variable `TQDM_DISABLE=1` silence it.
+
+>>> with quiet():
+...     sum(step for step in tracked(range(4), "Adding"))
+6
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Told = Mapping[str, Any]  # what is shown beside how far it is
+
+_SHORT = 2.0  # seconds that nothing is said of
+_BETWEEN = 10.0  # seconds between two lines in a log at least; in a long run a tenth of what has passed
+_REFRESHED = 0.1  # seconds between two states of a bar
+_inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether somebody else shows progress, or nobody may
+
+
+class Progress:
+    """How far something is; a context, within which other progress is not shown.
+
+    Args:
+        title: in front.
+        total: steps in all; None if nobody knows.
+        unit: of a step; "B" for bytes.
+        initial: steps that were done before.
+        shown: False shows nothing.
+        always: whether what is short is shown, too: a bar at once, in a log a line at the end.
+
+    Attributes:
+        done: steps so far.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None = None,
+        *,
+        unit: str = "round",
+        initial: int = 0,
+        shown: bool = True,
+        always: bool = False,
+    ) -> None:
+        self.title, self.total, self.unit, self.done, self.always = title, total, unit, initial, always
+        self._initial, self._began, self._outer = initial, time.monotonic(), _inside.get()
+        self._shown = shown and not self._outer and not os.environ.get("TQDM_DISABLE")
+        self._kind: Any = _bar_kind() if self._shown else None
+        self._bar: Any = None
+        self._tell: Callable[[], Told] = dict
+        self._said, self._next = -1, _SHORT
+        if always and self._kind is not None:
+            self._draw(0.0)
+
+    def __enter__(self) -> Progress:
+        self._outer = _inside.get()
+        _inside.set(True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _inside.set(self._outer)
+        self.close()
+
+    def update(self, steps: int = 1, tell: Callable[[], Told] | None = None) -> None:
+        """Moves on by so many steps.
+
+        Args:
+            steps: done since.
+            tell: called when something is shown, for what else is to be said, such as a loss.
+        """
+        self.done += steps
+        self._tell = tell or self._tell
+        if self._shown and (passed := time.monotonic() - self._began) >= self._next:
+            self._show(passed)
+
+    def close(self) -> None:
+        """Shows the end, where the beginning was shown or `always` was said."""
+        passed = time.monotonic() - self._began
+        if self._bar is not None:
+            self._draw(passed)
+            self._bar.close()
+        elif self._shown and self._kind is None and self._said != self.done and (self._said >= 0 or self.always):
+            self._write(passed, ended=True)
+        self._shown, self._bar = False, None
+
+    def _show(self, passed: float) -> None:
+        if self._kind is not None:
+            self._draw(passed)
+            self._next = passed + _REFRESHED
+        else:
+            self._write(passed, ended=self.done == self.total)
+            self._next = passed + max(_BETWEEN, passed / 10)
+
+    def _draw(self, passed: float) -> None:
+        """The bar as it is now; made by the first call."""
+        if self._bar is None:
+            scale = {"unit_scale": True} if self.unit == "B" else {}
+            self._bar = self._kind(
+                total=self.total, initial=self._initial, desc=self.title, unit=self.unit, dynamic_ncols=True, **scale
+            )
+            self._bar.start_t -= passed
+        self._bar.n = self.done
+        self._bar.set_postfix(self._tell(), refresh=True)
+
+    def _write(self, passed: float, ended: bool) -> None:
+        """A line."""
+        amount = (lambda count: f"{count / 1e6:.1f}") if self.unit == "B" else (lambda count: f"{count:,}")
+        of = "" if self.total is None else f" of {amount(self.total)}"
+        what = "MB" if self.unit == "B" else f"{self.unit}s"
+        parts = [f"{self.title}: {amount(self.done)}{of} {what} in {_duration(passed)}"]
+        made = self.done - self._initial
+        if not ended and self.total is not None and made > 0 and self.done < self.total:
+            parts.append(f"about {_duration(passed * (self.total - self.done) / made)} left")
+        parts += [f"{name} {value}" for name, value in self._tell().items()]
+        sys.stderr.write(", ".join(parts) + "\n")
+        sys.stderr.flush()
+        self._said = self.done
+
+
+def tracked(
+    items: Iterable[T], title: str, total: int | None = None, *, unit: str = "step", shown: bool = True
+) -> Iterator[T]:
+    """The items one by one, while it is shown how many there have been.
+
+    Args:
+        items: to go through.
+        title: in front.
+        total: how many; default: their length, if they have one.
+        unit: of an item.
+        shown: False shows nothing.
+    """
+    length = len(items) if total is None and isinstance(items, Sized) else total
+    progress = Progress(title, length, unit=unit, shown=shown)  # no context: an error outside would leave it open
+    try:
+        for item in items:
+            yield item
+            progress.update()
+    finally:
+        progress.close()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context within which no progress is shown."""
+    before = _inside.get()
+    _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.set(before)
+
+
+def _bar_kind() -> Any:
+    """tqdm's bar for a terminal or a notebook; None for neither."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        return tqdm
+    if "ipykernel" in sys.modules and find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm as widget
+
+        return widget
+    return None
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in words.
+
+    >>> [_duration(seconds) for seconds in (0.42, 17.3, 200.0, 10_000.0)]
+    ['0.4 s', '17 s', '3 min 20 s', '2 h 46 min']
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,67 @@
+"""What is known of a live run besides its history: who took part, over which network, what was found, with what.
+
+All of it is plain data, which JSON holds.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fedtorch.federation.evaluation import Score
+from fedtorch.federation.run import Run
+from fedtorch.networks import Network
+from fedtorch.report import posteriors
+from fedtorch.report.drawing import reduced
+from fedtorch.trust import record
+
+FORMAT = 1
+
+
+def about(
+    run: Run, *, title: str = "", ended: str = "", scores: Mapping[str, Score] | None = None, network: Any = None
+) -> dict[str, Any]:
+    """What a report says of a run besides its history.
+
+    Args:
+        run: begun, or done.
+        title: of the report; default: the algorithm's name.
+        ended: why it ended, if that is worth a word.
+        scores: of the clients' models, as `Run.evaluate` gives them.
+        network: a `Network` to draw; default: that of the algorithm, if it has one.
+    """
+    settings = run.fingerprint()
+    return {
+        "format": FORMAT,
+        "title": title or settings.get("algorithm", "A federated run"),
+        "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "rounds": run.number,
+        "ended": ended,
+        "clients": list(run.population.names),
+        "settings": settings,
+        "versions": record.versions(),
+        "machine": f"{platform.platform()}, {platform.machine()}",
+        "scores": {name: {"all": s.overall, "clients": s.clients.tolist()} for name, s in (scores or {}).items()},
+        "network": reduced(network if network is not None else _network(run)),
+        "posteriors": posteriors.found(run),
+        "privacy": _privacy(run),
+    }
+
+
+def _network(run: Run) -> Network | None:
+    edges = run.algorithm.settings.get("edges")
+    if not isinstance(edges, torch.Tensor):
+        return None
+    return Network(edges, run.algorithm.settings.get("weights"), len(run.population.names))
+
+
+def _privacy(run: Run) -> dict[str, Any] | None:
+    """The claim of an algorithm that accounts for what it tells, and its budget."""
+    ledger = getattr(run.algorithm.budget, "ledger", None)
+    if ledger is None:
+        return None
+    return {"epsilon": ledger.epsilon, "delta": ledger.delta, "budget": ledger.budget, "claim": ledger.claim._asdict()}

@@ -1,0 +1,58 @@
+"""The report of a federation that a Lightning `Trainer` trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from fedtorch.federation.lightning import Federation
+from fedtorch.networks import Network
+from fedtorch.report.folder import write
+
+
+class Report(L.Callback):
+    """Writes the report of a federation when training ends, whatever ends it; see `fedtorch.report`.
+
+    Args:
+        folder: where it goes; default: the logger's folder, without a logger the Trainer's `default_root_dir`.
+        title: of the page; default: the algorithm's name.
+        network: to draw, with its positions; default: that of the algorithm, if it has one.
+
+    Attributes:
+        page: where the page is, None before.
+
+    Raises:
+        TypeError: the Trainer trains something else than a `Federation`.
+
+    Example:
+        >>> import lightning as L, fedtorch as ft
+        >>> trainer = L.Trainer(max_epochs=50, callbacks=ft.Report("out"), accelerator="cpu", logger=False,
+        ...                     enable_checkpointing=False, enable_progress_bar=False)
+    """
+
+    def __init__(self, folder: Path | str | None = None, *, title: str = "", network: Network | None = None) -> None:
+        self.folder, self.title, self.network = folder, title, network
+        self.page: Path | None = None
+        self._place: Path | str | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Finds the folder, which all ranks agree on; refuses what it cannot report of."""
+        if not isinstance(pl_module, Federation):
+            raise TypeError(f"Expected a Federation to report of, but got {type(pl_module).__name__}")
+        self._place = self.folder or trainer.log_dir or trainer.default_root_dir
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Writes the report."""
+        self._write(pl_module, "")
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Writes the report of what there is, which says what has ended it."""
+        self._write(pl_module, f"ended by {type(exception).__name__}: {exception}")
+
+    def _write(self, federation: Any, ended: str) -> None:
+        if self._place is None:  # what has ended it was before there was anything to report of
+            return
+        run, scores = federation.run, federation.scores
+        self.page = write(run, self._place, title=self.title, ended=ended, scores=scores, network=self.network)

@@ -1,0 +1,181 @@
+"""What a run leaves in its folder, and the page that is made of it.
+
+- `history.safetensors`: the history of the run, see `fedtorch.federation.history`. Where it is missing, the history of
+  the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
+- `about.json`: what a history does not say: clients' names, settings, network, posteriors, scores, privacy's claim.
+  Where it is missing, clients are numbers, and the rest is left out.
+- `….safetensors.json`: a record of the run, which `fedtorch.trust.record.Ledger` writes beside a checkpoint.
+- `report.html`: the page, one file without scripts that fetches nothing.
+
+Nothing here is executed when it is read: JSON, safetensors, and a Trainer's checkpoints with `weights_only=True`.
+
+>>> import tempfile, torch, fedtorch as ft
+>>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
+>>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), rounds=3)
+>>> with tempfile.TemporaryDirectory() as folder:
+...     page = ft.report.write(run, folder)
+...     sorted(path.name for path in page.parent.iterdir())
+['about.json', 'history.safetensors', 'report.html']
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors
+from torch import Tensor
+
+from fedtorch import files
+from fedtorch.federation import checkpoint
+from fedtorch.federation.checkpoint import below
+from fedtorch.federation.evaluation import Score
+from fedtorch.federation.history import History
+from fedtorch.federation.run import Run
+from fedtorch.report.about import FORMAT, about
+from fedtorch.report.page import Story, page
+from fedtorch.trust import record
+
+if TYPE_CHECKING:
+    from fedtorch.networks import Network
+
+HISTORY, ABOUT, PAGE = "history.safetensors", "about.json", "report.html"
+_ODD = "Expected what ft.report.write leaves in"
+_NOTHING: dict[str, Any] = {
+    "format": FORMAT,
+    "title": "",
+    "written": "",
+    "ended": "",
+    "clients": [],
+    "settings": {},
+    "versions": {},
+    "machine": "",
+    "scores": {},
+    "network": None,
+    "posteriors": [],
+    "privacy": None,
+}
+
+
+def write(
+    run: Run,
+    folder: Path | str,
+    *,
+    title: str = "",
+    ended: str = "",
+    scores: Mapping[str, Score] | None = None,
+    network: Network | None = None,
+) -> Path:
+    """Writes the report of a run into a folder, and returns the page's path; over ranks, the first one writes.
+
+    Args:
+        run: begun, or done.
+        folder: made if need be.
+        title: of the page; default: the algorithm's name.
+        ended: why the run ended, if that is worth a word.
+        scores: of the clients' models, as `run.evaluate(data, metrics)` gives them.
+        network: to draw, with its positions; default: that of the algorithm, if it has one.
+    """
+    folder = Path(folder)
+    if run.population.leads:
+        known = about(run, title=title, ended=ended, scores=scores, network=network)
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.write(folder / HISTORY, run.log.state_dict())
+        files.replace(folder / ABOUT, (json.dumps(_plain(known), allow_nan=False) + "\n").encode())
+        render(folder)
+    return folder / PAGE
+
+
+def render(folder: Path | str, out: Path | str | None = None) -> Path:
+    """Makes the page of what a run has left in a folder, and returns its path.
+
+    Args:
+        folder: with a history or a checkpoint.
+        out: where the page goes; default: `report.html` in the folder.
+
+    Raises:
+        ValueError: there is no history, or a file is damaged.
+    """
+    path, story = Path(folder) / PAGE if out is None else Path(out), read(folder)
+    try:
+        made = page(story)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{_ODD} {folder}, but got something else: {error}") from error
+    files.replace(path, made.encode())
+    return path
+
+
+def read(folder: Path | str) -> Story:
+    """What a run has left in a folder; raises like `render`."""
+    folder = Path(folder)
+    flat = _history(folder)
+    history = History()
+    numbers = [str(i) for i in range(1 + int(max(flat["history.losses.ids"].tolist(), default=-1)))]
+    try:
+        history.load_state_dict(below("history.", flat))
+        known = {**_NOTHING, **(json.loads((folder / ABOUT).read_text()) if (folder / ABOUT).exists() else {})}
+        if known["format"] != FORMAT:
+            raise ValueError(f"format {known['format']} instead of {FORMAT}")
+        names = known["clients"] if len(known["clients"]) >= len(numbers) else numbers
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{_ODD} {folder}, but got something else: {error}") from error
+    if not known["settings"] and "fingerprint" in flat:
+        known["settings"] = record.checkpoint_fingerprint(flat)
+    return Story(
+        table=history.frame(),
+        losses=history.losses(names),
+        about=known,
+        records=[(path.name, _verified(path)) for path in sorted(folder.glob("*.safetensors.json"))],
+    )
+
+
+def _verified(path: Path) -> list[record.Check]:
+    try:
+        return record.verify(path)
+    except ValueError as error:
+        return [record.Check("record", False, str(error))]
+
+
+def _history(folder: Path) -> dict[str, Tensor]:
+    """A history, its names beginning with `history.`, and perhaps a fingerprint."""
+    if (folder / HISTORY).exists():
+        return {f"history.{name}": leaf for name, leaf in checkpoint.read(folder / HISTORY).items()}
+    found = [*folder.glob("*.safetensors"), *folder.rglob("*.ckpt")]
+    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+        flat = _of_trainer(path) if path.suffix == ".ckpt" else _of_run(path)
+        if "history.values" in flat:
+            return flat
+    raise ValueError(
+        f"Expected a run in {folder}, a checkpoint of run.save or of a Trainer or what ft.report.write leaves, but got "
+        "none; see fedtorch report --help"
+    )
+
+
+def _of_run(path: Path) -> dict[str, Tensor]:
+    """What a report reads of a checkpoint, and not the models."""
+    try:
+        with safetensors.safe_open(str(path), "pt") as file:
+            names = [name for name in file.keys() if name.startswith("history.") or name == "fingerprint"]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in names}
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+
+
+def _of_trainer(path: Path) -> dict[str, Tensor]:
+    from fedtorch.federation.checkpoint_io import PlainCheckpointIO
+
+    found = PlainCheckpointIO().load_checkpoint(path)
+    flat = found.get("state_dict", {}).get("_extra_state", {}) if isinstance(found, dict) else {}
+    return flat if isinstance(flat, dict) else {}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON may hold it: None for what is no finite number."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(part) for name, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value

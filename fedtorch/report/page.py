@@ -1,0 +1,180 @@
+"""The page of a run: what its sections say, put into templates that escape whatever comes from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from fedtorch.report import history_charts as charts
+from fedtorch.report.chart import Chart, Series, Table, chart, number, size
+from fedtorch.report.drawing import Drawing, drawing
+from fedtorch.report.intervals import posterior
+from fedtorch.trust.record import Check
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_WORST = 10  # clients that are named
+_LONGEST, _LONGEST_TEXT = 60, 400  # characters of a name, and of a sentence, that are shown
+_JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji, the only invisible characters that are kept
+_KNOWN = ("round", "asked", "answered", *charts.FAULTS, "round_bytes_up", "round_bytes_down", "bytes_up", "bytes_down")
+
+
+class Story(NamedTuple):
+    """What is known of a run."""
+
+    table: pd.DataFrame  # a row per round, see `History.frame`
+    losses: pd.DataFrame  # `round`, `client`, `train_loss`
+    about: dict[str, Any]  # see `fedtorch.report.about`
+    records: list[tuple[str, list[Check]]]  # files of records, and whether they hold
+
+
+def page(story: Story) -> str:
+    """The HTML of a report."""
+    table, about = story.table, story.about
+    privacy = about["privacy"]
+    clients = about["clients"] or sorted(set(story.losses["client"]))
+    last = _last_losses(story.losses)
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(
+            title=about["title"] or about["settings"].get("algorithm", "A federated run"),
+            subtitle=" · ".join(filter(None, (about["settings"].get("algorithm", ""), about["written"]))),
+            about=about,
+            versions=[*about["versions"].items(), *([("machine", about["machine"])] if about["machine"] else [])],
+            tiles=_tiles(story, len(clients)),
+            curves=charts.losses(table),
+            others=charts.others(table, dict.fromkeys((*_KNOWN, "seconds", "epsilon", "delta"))),
+            client_charts=_client_charts(last, about["scores"]),
+            client_tables=_client_tables(story.losses, last, about),
+            network=_network(about, last),
+            posteriors=[posterior(found) for found in about["posteriors"]],
+            traffic=charts.traffic(table),
+            privacy=charts.privacy(table, None if privacy is None else privacy["budget"]),
+            claim=None if privacy is None else privacy["claim"],
+            answers=charts.answers(table),
+            faults=_faults(table),
+            seconds=charts.seconds(table),
+            records=story.records,
+        )
+    )
+
+
+@cache
+def _templates() -> Environment:
+    """Templates in which everything is escaped that they are given."""
+    made = Environment(
+        loader=PackageLoader("fedtorch.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"name": visible, "text": partial(visible, longest=_LONGEST_TEXT)}
+    return made
+
+
+def visible(text: Any, longest: int = _LONGEST) -> str:
+    """A name as it can be shown: not too long, and what is invisible or turns the direction of writing as its code.
+
+    >>> visible("clinic\\u202e\\x00 7")
+    'clinic\\\\u202e\\\\u0000 7'
+    """
+    text = str(text)
+    short = text if len(text) <= longest else text[: longest - 1] + "…"
+    return "".join(c if c.isprintable() or c in _JOINERS else f"\\u{ord(c):04x}" for c in short)
+
+
+def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
+    """What comes first: (label, value, a word on it)."""
+    table, about = story.table, story.about
+    tiles = [("rounds", f"{len(table):,}", about["ended"]), ("clients", f"{clients:,}", "")]
+    if not len(table):
+        return tiles
+    last = lambda name: float(table[name].dropna().iloc[-1]) if table[name].notna().any() else math.nan
+    if "train_loss" in table:
+        tiles.append(("training loss", number(last("train_loss")), f"{number(table['train_loss'].iloc[0])} at first"))
+    for name in table:
+        if name.startswith("val_") and f"{name}_mean" in table:
+            span = f"clients {number(last(f'{name}_min'))} to {number(last(f'{name}_max'))}"
+            tiles.append((charts.in_words(name), number(last(name)), span))
+    sent = [size(float(table[name].iloc[-1])) for name in ("bytes_up", "bytes_down")]
+    tiles.append(("sent up", sent[0], f"{sent[1]} down"))
+    if "epsilon" in table:
+        delta = f"at δ = {number(last('delta'))}" if "delta" in table else ""
+        tiles.append(("ε spent", number(last("epsilon")), delta))
+    asked = int(table["asked"].sum())
+    missing = asked - int(table["answered"].sum())
+    tiles.append(("answers missing", f"{100 * missing / max(asked, 1):.3g} %", f"{missing:,} of {asked:,}"))
+    total = float(table["seconds"].sum())
+    tiles.append(("time in rounds", _duration(total), f"{number(1000 * total / len(table))} ms a round"))
+    return tiles
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
+    """By client: `round` and `train_loss` of its last answer, largest first, NaN last, and how often it `answered`."""
+    groups = losses.groupby("client", sort=False)
+    last = groups.last()
+    last["answered"] = groups.size()
+    return last.sort_values("train_loss", ascending=False, kind="stable")
+
+
+def _client_charts(last: pd.DataFrame, scores: dict[str, Any]) -> list[Chart]:
+    """Each client's last loss and scores, sorted."""
+    values = {"Last training loss": last["train_loss"].to_numpy(dtype=np.float64)}
+    values |= {charts.in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
+    made = []
+    for name, found in values.items():
+        known = np.sort(found[np.isfinite(found)])
+        if len(known) > 1:
+            share = np.linspace(0, 100, len(known))
+            title = f"{name[0].upper()}{name[1:]} of every client, sorted"
+            made.append(chart(title, "clients, %", share, [Series(name, known, "c1")]))
+    return [each for each in made if each is not None]
+
+
+def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, Any]) -> list[Table]:
+    """Who is worst off."""
+    tables = []
+    if len(last):
+        rows = [
+            [str(name), number(row.train_loss), f"{int(row.round):,}", f"{int(row.answered):,}"]
+            for name, row in zip(last.index[:_WORST], last[:_WORST].itertuples())
+        ]
+        tables.append(Table("Largest last training loss", ["client", "loss", "in round", "times answered"], rows))
+    for name, score in about["scores"].items():
+        found = np.array(score["clients"], dtype=np.float64)
+        order = [i for i in found.argsort(kind="stable") if np.isfinite(found[i])]
+        for word, ends in (("Lowest", order[: _WORST // 2]), ("Highest", order[::-1][: _WORST // 2])):
+            rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(found[i])] for i in ends]
+            tables.append(Table(f"{word} {charts.in_words(name)}", ["client", "score"], rows))
+    return tables
+
+
+def _network(about: dict[str, Any], last: pd.DataFrame) -> Drawing | None:
+    """The network, its nodes shaded by their last losses."""
+    if about["network"] is None:
+        return None
+    names = about["clients"]
+    losses = dict(zip(last.index, last["train_loss"]))
+    return drawing(about["network"], names, [losses.get(name, math.nan) for name in names] if losses else None)
+
+
+def _faults(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """What went wrong, and how often."""
+    if not len(table):
+        return []
+    counts = {words: int(table[name].sum()) for name, words in charts.FAULTS.items()}
+    return [(words, f"{count:,}") for words, count in counts.items() if count]

@@ -1,0 +1,112 @@
+"""What a run has found as distributions, and whether to believe them: samplers' draws, and expectation propagation's q.
+
+Diagnostics are ArviZ's: rank-normalised split-R-hat and bulk effective sizes (Vehtari et al. 2021, "Rank-normalization,
+folding, and localization").
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedtorch.federation.algorithms import ep
+from fedtorch.federation.run import Run
+from fedtorch.federation.sampler import Sampler, load_arviz
+
+_MOST = 200  # components that are told of one source
+_TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each chain
+_FEWEST = 8  # draws of a chain that diagnostics need
+
+
+def found(run: Run) -> list[dict[str, Any]]:
+    """The posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
+    sources = [_of_draws(one) for one in run.recorders if isinstance(one, Sampler) and one.moments]
+    if run.algorithm.settings.get("algorithm") == "ep" and run.number > 0:
+        sources.append(_of_propagation(run))
+    return sources
+
+
+def _of_draws(sampler: Sampler) -> dict[str, Any]:
+    """A sampler's: from its draws where it keeps them, else from their moments."""
+    count = int(next(iter(sampler.moments.values())).count)
+    chains = len(next(iter(sampler.moments.values())).mean)
+    told = {
+        "title": f"{count:,} draws of each of {chains} chain{'s' * (chains > 1)}",
+        "components": sum(moments.mean[0].numel() for moments in sampler.moments.values()),
+        "warnings": [],
+        "traces": [],
+    }
+    try:
+        draws = sampler.draws()
+    except ValueError:  # they are not kept
+        means, sds = _components(sampler.mean(), 0), _components(sampler.sd(), 0)
+        rows = [_normal(name, float(mean), float(sds[name])) for name, mean in means.items()]
+        return {**told, "rows": rows}
+    flat = _components(draws, 2)
+    names, stack = list(flat), torch.stack(list(flat.values()), -1).numpy()  # (C, T, components)
+    edges = np.quantile(stack.reshape(-1, len(names)), (0.025, 0.975), axis=0)
+    rhat, ess = _diagnostics(stack)
+    rows = [
+        {
+            "name": name,
+            "mean": float(stack[..., i].mean()),
+            "sd": float(stack[..., i].std(ddof=1)),
+            "low": float(edges[0, i]),
+            "high": float(edges[1, i]),
+            "rhat": rhat[i],
+            "ess": ess[i],
+        }
+        for i, name in enumerate(names)
+    ]
+    worst = np.argsort([-value if math.isfinite(value) else 0.0 for value in rhat], kind="stable")[:_TRACES]
+    kept = np.unique(np.linspace(0, stack.shape[1] - 1, min(_POINTS, stack.shape[1])).round().astype(int))
+    traces = [{"name": names[i], "draw": kept.tolist(), "chains": stack[:, kept, i].tolist()} for i in worst]
+    return {**told, "rows": rows, "traces": traces}
+
+
+def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
+    """R-hat and bulk effective size of every component of `(C, T, components)`, NaN where there are too few draws."""
+    if stack.shape[1] < _FEWEST:
+        nothing = [math.nan] * stack.shape[2]
+        return nothing, nothing
+    az = load_arviz()
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # what never moves has no R-hat, nor has one chain
+        ess = [float(az.ess(stack[..., i])) for i in range(stack.shape[2])]
+        rhat = [float(az.rhat(stack[..., i])) if len(stack) > 1 else math.nan for i in range(stack.shape[2])]
+    return rhat, ess
+
+
+def _of_propagation(run: Run) -> dict[str, Any]:
+    """q(φ) of expectation propagation, with what it warns of."""
+    told: dict[str, Any] = {"title": "q(φ) of expectation propagation", "rows": [], "components": 0, "traces": []}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            q = ep.posterior(run)
+        except RuntimeError as error:
+            return {**told, "warnings": [str(error)]}
+    pairs = list(zip(q.mean.tolist(), q.variance.sqrt().tolist()))
+    rows = [_normal(f"φ[{i}]", mean, sd) for i, (mean, sd) in enumerate(pairs[:_MOST])]
+    return {**told, "rows": rows, "components": len(pairs), "warnings": [str(w.message) for w in caught]}
+
+
+def _normal(name: str, mean: float, sd: float) -> dict[str, Any]:
+    return {"name": name, "mean": mean, "sd": sd, "low": mean - 1.96 * sd, "high": mean + 1.96 * sd}
+
+
+def _components(values: dict[str, Tensor], before: int) -> dict[str, Tensor]:
+    """The first numbers of named tensors by name and place, behind the first `before` dimensions."""
+    flat: dict[str, Tensor] = {}
+    for name, leaf in values.items():
+        shape = tuple(leaf.shape[before:])
+        columns = leaf.reshape(*leaf.shape[:before], -1)
+        for i in range(min(columns.shape[-1], _MOST - len(flat))):
+            place = ",".join(map(str, np.unravel_index(i, shape))) if shape else ""
+            flat[f"{name}[{place}]" if place else name] = columns[..., i]
+    return flat
