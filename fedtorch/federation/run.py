@@ -332,8 +332,8 @@ def run(
     record: Recorder | Sequence[Recorder] = (),
     progress: bool = True,
 ) -> Run:
-    """A `Run` that has done its rounds; with `progress` it shows how far it is if that takes longer than two seconds, see
-    `fedtorch.progress`. The other arguments are those of `Run` and `Run.rounds`.
+    """A `Run` that has done its rounds; with `progress` it shows how far it is where that takes more than two seconds
+    (`fedtorch.progress`). The other arguments are those of `Run` and `Run.rounds`.
 
     Raises:
         ValueError: neither `rounds` nor `until` is given, or as for `Run`.
