@@ -23,7 +23,7 @@ class Score(NamedTuple):
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]))
+        >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True)
         >>> score.mean(), score.worst()
         (0.75, 0.5)
     """
