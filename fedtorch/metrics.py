@@ -51,17 +51,18 @@ class StackedMetric:
             Rows outside the mask are padding and change nothing, whatever they hold.
         compute: sums with any batch shape in front, `(K, ...)` or `()` -> values of that batch shape, in
             float64. Without rows the value is NaN.
+        largest_is_best: whether it is large for good predictions, and not small as losses are; None if not known.
     """
 
     update: Callable[[Tensor, Tensor, Tensor], Tree]
     compute: Callable[[Tree], Tensor]
+    largest_is_best: bool | None = None
 
 
-def mean_of(function: PerExample) -> StackedMetric:
+def mean_of(function: PerExample, largest_is_best: bool | None = None) -> StackedMetric:
     """The mean over examples of `function(prediction, target) -> (K, N)`, one value per example.
 
-    Args:
-        function: takes predictions and targets `(K, N, ...)` with zeros in the padding.
+    The function takes predictions and targets `(K, N, ...)` with zeros in the padding.
     """
 
     def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
@@ -77,7 +78,7 @@ def mean_of(function: PerExample) -> StackedMetric:
     def compute(sums: Tree) -> Tensor:
         return sums["sum"] / sums["rows"]
 
-    return StackedMetric(update, compute)
+    return StackedMetric(update, compute, largest_is_best)
 
 
 def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
@@ -110,7 +111,7 @@ def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
             )
         return found.reshape(*rows, -1).mean(-1)
 
-    return mean_of(values)
+    return mean_of(values, False)
 
 
 def accuracy() -> StackedMetric:
@@ -123,7 +124,7 @@ def accuracy() -> StackedMetric:
         logits, classes = _classification(prediction, target)
         return logits.argmax(-1) == classes
 
-    return mean_of(hits)
+    return mean_of(hits, True)
 
 
 def cross_entropy() -> StackedMetric:
@@ -136,7 +137,7 @@ def cross_entropy() -> StackedMetric:
         logits, classes = _classification(prediction, target)
         return -logits.log_softmax(-1).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
 
-    return mean_of(surprise)
+    return mean_of(surprise, False)
 
 
 def mean_squared_error() -> StackedMetric:
@@ -153,7 +154,7 @@ def mean_squared_error() -> StackedMetric:
         squares = (prediction.double() - target.double()).square()
         return squares.flatten(2).mean(2) if squares.ndim > 2 else squares
 
-    return mean_of(squared)
+    return mean_of(squared, False)
 
 
 def calibration_error(bins: int = 15) -> StackedMetric:
@@ -186,7 +187,7 @@ def calibration_error(bins: int = 15) -> StackedMetric:
     def compute(sums: Tree) -> Tensor:
         return sums["gap"].abs().sum(-1) / sums["rows"]
 
-    return StackedMetric(update, compute)
+    return StackedMetric(update, compute, False)
 
 
 def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
@@ -243,7 +244,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
         copy.reset()
         return values
 
-    return StackedMetric(update, compute)
+    return StackedMetric(update, compute, metric.higher_is_better)
 
 
 def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> StackedMetric:

@@ -78,6 +78,19 @@ def test_get_goes_on_after_a_missing_file(given: Path, capsys: pytest.CaptureFix
     assert "Expected to download folder/a.csv from http://127.0.0.1:1/a.csv" in capsys.readouterr().err
 
 
+def test_licences_of_all_or_some(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "licences"]) == 0
+    printed = capsys.readouterr().out
+    for data_set in data_sets():
+        for part in (data_set.name, data_set.licence, data_set.page, data_set.citation):
+            assert part, data_set.name
+            assert part in printed
+    assert main(["data", "licences", "school", "mnist"]) == 0
+    printed = capsys.readouterr().out
+    assert [line.split(":")[0] for line in printed.splitlines() if not line.startswith(" ")] == ["school", "mnist"]
+    assert main(["data", "licences", "nothing"]) == 2
+
+
 def test_get_of_an_embedded_data_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "get", "digits"]) == 0
     assert "ships inside scikit-learn" in capsys.readouterr().out
@@ -90,6 +103,37 @@ def test_wrong_calls(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
+
+
+def test_help_of_every_command_comes_without_torch() -> None:
+    """In one process, for it takes long to begin."""
+    commands = [
+        [],
+        ["fit"],
+        ["validate"],
+        ["data"],
+        ["data", "get"],
+        ["data", "licences"],
+        ["record", "verify"],
+        ["experiments", "run"],
+    ]
+    commands += [["launch"], *([name] for name in ("authority", "invite", "admit", "revoke", "enrol", "join"))]
+    script = f"""
+import sys
+from fedtorch.cli import main
+for command in {commands}:
+    try:
+        code = main([*command, "--help"])
+    except SystemExit as done:
+        code = done.code
+    assert code == 0
+assert not {{"torch", "lightning", "pandas", "jsonargparse"}} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: fedtorch") == len(commands)
+    for key in ("algorithm", "cohort", "on_bad_message", "trainer", "seed_everything", "--print_config"):
+        assert done.stdout.count(f"\n    {key}: ") == 2, key
 
 
 def test_it_runs_as_a_module() -> None:

@@ -30,6 +30,7 @@ NAMES = (
     "kills",
     "privacy",
     "remote",
+    "remote_flower",
     "robust",
     "robust_peers",
     "scaling",

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 import fedtorch as ft
 from experiments import common
 
@@ -59,6 +61,7 @@ def run(
     parts: Callable[[bool], Parts],
     argv: Sequence[str] | None,
     own_processes: bool = False,
+    draw: Mapping[str, Callable[[Sequence[common.Row]], Figure]] | None = None,
 ) -> None:
     """The program of a benchmark in parts: measures all or one of them, prints and writes their rows.
 
@@ -68,6 +71,7 @@ def run(
         parts: whether small -> the parts by name.
         argv: the arguments.
         own_processes: whether each part runs in one, where all are measured.
+        draw: figures of the rows by name, which `--out` saves where all parts are measured.
     """
     parser = common.arguments(description)
     parser.add_argument("--part", choices=sorted(parts(True)), help="one part only")
@@ -82,7 +86,8 @@ def run(
         else:
             rows = [row for measure in chosen.values() for row in measure()]
     common.show_rows(f"{name} ({common.machine()})", rows, ".4g")
-    common.finish(f"benchmarks.{name}", rows, options)
+    figures = {} if options.part else draw or {}
+    common.finish(f"benchmarks.{name}", rows, options, lambda: {title: each(rows) for title, each in figures.items()})
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

@@ -31,48 +31,16 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
 from experiments.benchmarks.forked import fork
+from experiments.benchmarks.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.federation.remote import Offer, Remote, frames, join
 from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 from fedtorch.vfl.remote import over_hub, over_link
 
-FEATURES, ROWS = 10, 50
 LIMITS = Limits(seconds=300.0)
 BLOCK = 20  # rounds that take turns
 VALUE = torch.ones(1000, dtype=torch.float64)  # of each row, in a vertical iteration
 WARM, ITERATIONS = 20, 500
-
-
-def clients(names: Sequence[str], each: int = 2) -> ft.data.FederatedData:
-    """So many clients of every site, the same in any process."""
-    rows = []
-    for name in names:
-        for k in range(each):
-            key = ft.random.fold_in(ft.random.key(int(name)), k)
-            x = ft.random.normal(key, (ROWS, FEATURES), torch.float64)
-            rows.append((x, x.sum(1)))
-    return ft.data.from_tensors(rows, [f"{name}/{k}" for name in names for k in range(each)])
-
-
-def averaged() -> ft.Algorithm:
-    """FedAvg of a linear model: five steps of gradient descent a round."""
-    return ft.fedavg(linear())
-
-
-def controlled() -> ft.Algorithm:
-    """SCAFFOLD of the same, whose clients have states that sites keep on the disk."""
-    return ft.scaffold(linear())
-
-
-def linear() -> ft.LocalSolver:
-    """The clients' problem, from zero."""
-    module = torch.nn.Linear(FEATURES, 1).double()
-    for parameter in module.parameters():
-        torch.nn.init.zeros_(parameter)
-    return ft.least_squares(module, steps=5)
-
-
-ALGORITHMS = {"averaged": averaged, "controlled": controlled}
 
 
 def sites(folder: Path, address: str, names: Sequence[str]) -> None:

@@ -1,60 +1,80 @@
-"""The cost of a round against the number of clients: a linear model, 40 rows and 5 full-batch steps each."""
+"""The cost of a round against the number of clients and of processes: a linear model, 40 rows and 5 full-batch steps.
+
+`clients` stacks them in one process. `processes` has one and two of them, started by torchrun with one thread each,
+which take turns: with the same clients in all ("strong") and with the same clients each ("weak"). Seconds are those of
+the quickest round, for the machine may have other work.
+"""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
+from functools import partial
 
-import torch
 from matplotlib.figure import Figure
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import core, measure
+from experiments.benchmarks import measure, scaling_ranks
+
+WAYS = {"stacked": False, "compile=True": True}
 
 
-def seconds_per_round(clients: int, compile: bool) -> float:
-    """The median of some rounds after a round of warm-up."""
-    key = ft.random.key(0)
-    x = ft.random.normal(key, (clients * 40, 8))
-    y = x.sum(-1) + ft.random.normal(ft.random.fold_in(key, 1), (clients * 40,))
-    data = ft.data.FederatedData((x, y), torch.full((clients,), 40))
-    run = ft.Run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=5, compile=compile)), ft.InProcess(data))
-    count = 20 if clients < 10_000 else 5
-    return statistics.median(measure.round_seconds(run, count + 1)[1:])
+def clients(counts: Sequence[int]) -> list[common.Row]:
+    """A round of so many clients in this process."""
+    rows = []
+    for name, compile in WAYS.items():
+        for count in counts:
+            run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), compile)
+            seconds = scaling_ranks.least_round(run, 100 if count < 10_000 else 10)
+            rows.append(common.Row(f"{count} clients, {name}", "s a round", seconds))
+            rows.append(common.Row(f"{count} clients, {name}", "µs a round and client", seconds / count * 1e6))
+    return rows
 
 
-def draw(counts: Sequence[int], found: dict[str, list[float]]) -> Figure:
+def processes(counts: Sequence[int], repeat: int) -> list[common.Row]:
+    """A round over one and two processes."""
+    found, rows = scaling_ranks.least(repeat, [*counts, 2 * counts[-1]]), []
+    for count in counts:
+        one, two = (found[ranks][f"{count} clients"] for ranks in (1, 2))
+        setting = f"{count} clients in one and in two processes"
+        rows += [
+            common.Row(setting, "s a round, one process", one),
+            common.Row(setting, "s a round, two processes", two),
+            common.Row(setting, "times faster with two (at most 2)", one / two),
+        ]
+    one, two = found[1][f"{counts[-1]} clients"], found[2][f"{2 * counts[-1]} clients"]
+    rows.append(common.Row(f"{counts[-1]} clients in each process", "part of the speed that two keep", one / two))
+    for numbers in scaling_ranks.SUMS:
+        milliseconds = 1000 * found[2][f"sum of {numbers}"]
+        rows.append(common.Row(f"sum of {numbers} numbers over two processes", "ms", milliseconds))
+    return rows
+
+
+def draw(rows: Sequence[common.Row]) -> Figure:
     """Seconds of a round, and of a round per client, on logarithmic axes."""
-    figure, (whole, each) = common.subplots(1, 2, figsize=(8, 3.4))
-    for name, seconds in found.items():
-        whole.loglog(counts, seconds, marker="o", label=name)
-        each.loglog(counts, [s / k for s, k in zip(seconds, counts)], marker="o", label=name)
-    for axes, label in ((whole, "seconds per round"), (each, "seconds per round and client")):
-        axes.set_xlabel("clients")
-        axes.set_ylabel(label)
-    whole.legend(frameon=False)
+    figure, axes = common.subplots(1, 2, figsize=(8, 3.4))
+    for each, metric in zip(axes, ("s a round", "µs a round and client")):
+        for name in WAYS:
+            mine = [row for row in rows if row.setting.endswith(f"clients, {name}") and row.metric == metric]
+            points = [(int(row.setting.split()[0]), row.ours) for row in mine]
+            each.loglog(*zip(*points), marker="o", label=name)
+        each.set_xlabel("clients")
+        each.set_ylabel(metric)
+    axes[0].legend(frameon=False)
     return figure
+
+
+def parts(small: bool) -> measure.Parts:
+    """The parts by name."""
+    return {
+        "clients": partial(clients, [10, 100] if small else [10, 100, 1000, 10_000, 100_000]),
+        "processes": partial(processes, [20, 40] if small else [100, 1000, 10_000], 1 if small else 5),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints the table and draws it."""
-    options = common.arguments(__doc__).parse_args(argv)
-    counts = [10, 100] if options.smoke else [10, 100, 1000, 10_000, 100_000]
-    names = {"stacked": False, "compile=True": True}
-    with common.quiet():
-        found = {name: [seconds_per_round(k, compile) for k in counts] for name, compile in names.items()}
-    rows, lines = [], []
-    for i, k in enumerate(counts):
-        lines.append([f"{k}"])
-        for name in names:
-            seconds = found[name][i]
-            rows.append(common.Row(f"{k} clients, {name}", "s a round", seconds))
-            rows.append(common.Row(f"{k} clients, {name}", "µs a round and client", seconds / k * 1e6))
-            lines[-1] += [f"{seconds:.3g}", f"{seconds / k * 1e6:.3g}"]
-    columns = ["clients", *(f"{name}, {unit}" for name in names for unit in ("s a round", "µs a client"))]
-    common.show(f"A round of 5 full-batch steps of a linear model ({common.machine()})", columns, lines)
-    common.finish("benchmarks.scaling", rows, options, lambda: {"scaling": draw(counts, found)})
+    measure.run("scaling", __doc__, parts, argv, draw={"scaling": draw})
 
 
 if __name__ == "__main__":

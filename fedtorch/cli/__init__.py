@@ -1,4 +1,4 @@
-"""The command `fedtorch`: data sets, reports and records of runs, ranks, sites; `fedtorch COMMAND --help` tells more.
+"""The command `fedtorch`: runs from files, data, reports, ranks and sites; `fedtorch COMMAND --help` tells more.
 
 Exit codes: 0 when all is well, 1 when something could not be done or is not as it should be, 2 for a wrong call.
 A command's module says what it takes and imports what it needs only when it runs, so that help comes at once.
@@ -10,9 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fedtorch.cli import data, launch, record, report, sites
+from fedtorch.cli import data, experiments, fit, launch, record, report, sites
 
-COMMANDS = (data, record, report, sites, launch)
+COMMANDS = (fit, experiments, data, report, record, sites, launch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

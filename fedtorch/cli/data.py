@@ -1,6 +1,7 @@
-"""`fedtorch data`: which data sets there are, and getting their files.
+"""`fedtorch data`: which data sets there are, whose they are, and getting their files.
 
 fedtorch data list
+fedtorch data licences [NAME …]
 fedtorch data get NAME …
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,9 +22,12 @@ def add(commands: Any) -> None:
     data = commands.add_parser("data", help="the data sets that loaders exist for")
     actions = data.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="what there is, and what is at hand").set_defaults(run=_list)
+    licences = actions.add_parser("licences", help="whose they are, under which licence, and how to cite them")
+    licences.add_argument("names", nargs="*", metavar="NAME", help="as `fedtorch data list` names it; default: all")
+    licences.set_defaults(run=partial(_each, _attribute))
     get = actions.add_parser("get", help="find or download the files, verify them, say where they come from")
     get.add_argument("names", nargs="+", metavar="NAME", help="as `fedtorch data list` names it")
-    get.set_defaults(run=_get_all)
+    get.set_defaults(run=partial(_each, _get))
 
 
 def _list(_: argparse.Namespace) -> int:
@@ -46,21 +52,19 @@ def _files(data_set: DataSet) -> str:
     return "download" if all(file.url or at_hand for file, at_hand in zip(data_set.files, here)) else "by hand"
 
 
-def _get_all(options: argparse.Namespace) -> int:
-    from fedtorch.data.catalogue import describe
+def _each(do: Callable[[DataSet], int], options: argparse.Namespace) -> int:
+    """`do` with the data sets that are named, or all; its worst exit code."""
+    from fedtorch.data.catalogue import data_sets, describe
 
     try:
-        chosen = [describe(name) for name in options.names]
+        chosen = [describe(name) for name in options.names] or data_sets()
     except ValueError as error:
         print(f"fedtorch: {error}", file=sys.stderr)
         return 2
-    return max([_get(data_set) for data_set in chosen])
+    return max([do(data_set) for data_set in chosen])
 
 
-def _get(data_set: DataSet) -> int:
-    from fedtorch.data.cache import path
-    from fedtorch.data.download import digest
-
+def _attribute(data_set: DataSet) -> int:
     print(f"{data_set.name}: {data_set.what}")
     for label, value in (
         ("clients", data_set.clients),
@@ -69,6 +73,14 @@ def _get(data_set: DataSet) -> int:
         ("citation", data_set.citation),
     ):
         print(f"  {label:9} {value}")
+    return 0
+
+
+def _get(data_set: DataSet) -> int:
+    from fedtorch.data.cache import path
+    from fedtorch.data.download import digest
+
+    _attribute(data_set)
     if not data_set.files:
         print("  files     none: it ships inside scikit-learn")
     code = 0

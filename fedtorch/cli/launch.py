@@ -27,11 +27,12 @@ STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 def add(commands: Any) -> None:
     """Adds the command to a parser's."""
-    parser = commands.add_parser("launch", help="run a script on several ranks, anew when one dies; `torchrun` inside")
+    what = "run a script on several ranks, anew when one dies; `torchrun` inside"
+    parser = commands.add_parser("launch", help=what, description=what)
     parser.set_defaults(run=launch)
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="ranks on this machine")
-    parser.add_argument("--machines", default="1", metavar="N or MIN:MAX", help="that take part")
-    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="so many at most")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="ranks on this machine (default 1)")
+    parser.add_argument("--machines", default="1", metavar="N|MIN:MAX", help="that take part (default 1)")
+    parser.add_argument("--restarts", type=int, default=3, metavar="N", help="so many at most (default 3)")
     parser.add_argument("--at", default="localhost:0", metavar="HOST:PORT", help="where machines meet; one of them")
     parser.add_argument("--id", default="fedtorch", metavar="NAME", help="of the run, the same on all machines")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")

@@ -23,35 +23,43 @@ from typing import Any
 def add(commands: Any) -> None:
     """Adds the commands to a parser's."""
     authority = _command(commands, "authority", _make_authority, "server: make an authority and the server's identity")
-    authority.add_argument("folder", metavar="DIR", type=Path)
+    authority.add_argument("folder", metavar="DIR", type=Path, help="a new folder for its keys; keep it to yourself")
     invite = _command(commands, "invite", _invite, "server: print a token for a site")
-    invite.add_argument("name", metavar="NAME")
+    invite.add_argument("name", metavar="NAME", help="of the site, which its certificate will say")
     invite.add_argument("--at", required=True, metavar="HOST:PORT", help="where `fedtorch admit` listens")
-    invite.add_argument("--days", type=float, default=3.0, help="until it expires")
-    invite.add_argument("--rows", type=int, help="so many rows at most may the site say that it has")
+    invite.add_argument("--days", type=float, default=3.0, metavar="N", help="until it expires (default 3)")
+    invite.add_argument("--rows", type=int, metavar="N", help="so many rows at most may the site say that it has")
     admit = _command(commands, "admit", _admit, "server: enrol the sites that show a token, until interrupted")
-    admit.add_argument("--listen", required=True, metavar="HOST:PORT")
+    admit.add_argument("--listen", required=True, metavar="HOST:PORT", help="where sites find it")
     revoke = _command(commands, "revoke", _revoke, "server: let a site in no longer")
-    revoke.add_argument("name", metavar="NAME")
-    revoke.add_argument("--why", default="", metavar="TEXT")
+    revoke.add_argument("name", metavar="NAME", help="of the site")
+    revoke.add_argument("--why", default="", metavar="TEXT", help="for the record")
     for command in (invite, admit, revoke):
-        command.add_argument("--authority", required=True, metavar="DIR", type=Path)
+        command.add_argument("--authority", required=True, metavar="DIR", type=Path, help="of `fedtorch authority`")
     enrol = _command(commands, "enrol", _enrol, "site: make a key, and have it certified")
-    enrol.add_argument("token", metavar="TOKEN")
+    enrol.add_argument("token", metavar="TOKEN", help="of `fedtorch invite`, as the server gave it")
     join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
-    join.add_argument("address", metavar="HOST:PORT")
+    join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
     own = join.add_mutually_exclusive_group(required=True)
     own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
     own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see fedtorch.vfl.remote")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
-    join.add_argument("--patience", type=float, default=600.0, help="seconds without a word from the server")
+    join.add_argument(
+        "--patience", type=float, default=600.0, metavar="SECONDS", help="without a word from the server (default 600)"
+    )
     for command in (enrol, join):
-        command.add_argument("--identity", default=Path("identity"), metavar="DIR", type=Path)
+        command.add_argument(
+            "--identity",
+            default=Path("identity"),
+            metavar="DIR",
+            type=Path,
+            help="its key and certificate (default identity)",
+        )
 
 
 def _command(commands: Any, name: str, do: Any, what: str) -> Any:
-    parser = commands.add_parser(name, help=what)
+    parser = commands.add_parser(name, help=what, description=what)
     parser.set_defaults(run=do)
     return parser
 
@@ -116,8 +124,7 @@ def _run_half(options: argparse.Namespace) -> None:
 
 
 def _take_part(options: argparse.Namespace) -> None:
-    from fedtorch import transport, tree
-    from fedtorch.federation import checkpoint
+    from fedtorch import transport
     from fedtorch.federation.remote import join, read_offer
     from fedtorch.transport import identity
 
@@ -127,6 +134,4 @@ def _take_part(options: argparse.Namespace) -> None:
     visit = join(partial(transport.connect, options.address, me), offer, states, patience=options.patience)
     print(f"run {visit.run} is over")
     if options.save is not None:
-        tensors = tree.flatten(visit.tensors())
-        flat = {f"{c}.{name}": leaf[k] for k, c in enumerate(visit.names) for name, leaf in tensors.items()}
-        checkpoint.write(options.save, flat)
+        visit.save(options.save)

@@ -23,20 +23,41 @@ class Score(NamedTuple):
 
     overall: float  # of all rows together
     clients: Tensor  # (K,) of each client's rows; NaN where a client has none
+    largest_is_best: bool | None = None  # what the metric says of itself
 
     def mean(self) -> float:
         """The mean over clients."""
         return float(self.clients.nanmean())
 
-    def worst(self, largest_is_best: bool = True) -> float:
-        """The worst client's value."""
-        known = self.clients[~self.clients.isnan()]
-        return float(known.min() if largest_is_best else known.max()) if len(known) else float("nan")
+    def worst(self, largest_is_best: bool | None = None) -> float:
+        """The worst client's value, at the end that is given or that the metric says; NaN where there is none."""
+        return float(self._from_worst(largest_is_best)[:1].mean())
 
-    def worst_decile(self, largest_is_best: bool = True) -> float:
+    def worst_decile(self, largest_is_best: bool | None = None) -> float:
         """The mean of the worst tenth of the clients, of one at least; NaN where there is none."""
-        ordered = self.clients[~self.clients.isnan()].sort(descending=not largest_is_best).values
+        ordered = self._from_worst(largest_is_best)
         return float(ordered[: math.ceil(len(ordered) / 10)].mean())
+
+    def _from_worst(self, largest_is_best: bool | None) -> Tensor:
+        """What there is of the clients, the worst first."""
+        known = self.clients[~self.clients.isnan()]
+        if not len(known):
+            return known
+        return known.sort(descending=not is_largest_best(largest_is_best, self.largest_is_best)).values
+
+
+def is_largest_best(given: bool | None, own: bool | None) -> bool:
+    """What is given, or else what the metric says of itself.
+
+    Raises:
+        ValueError: neither says it.
+    """
+    if given is None and own is None:
+        raise ValueError(
+            "Expected largest_is_best=True (as of accuracy) or False (as of errors), for the metric, a function, does "
+            "not say which end is the worst; ft.metrics.mean_of(function, largest_is_best) does"
+        )
+    return bool(own if given is None else given)
 
 
 def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
@@ -142,7 +163,7 @@ def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
 def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
     """The score of the clients' sums, leaves `(K, ...)`."""
     overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
-    return Score(float(overall), metric.compute(sums).to("cpu", torch.float64))
+    return Score(float(overall), metric.compute(sums).to("cpu", torch.float64), metric.largest_is_best)
 
 
 def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
+from fedtorch.federation.checkpoint import describe
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.federation.client_sharding import check_place
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
@@ -222,6 +223,11 @@ class Federation(L.LightningModule):
         callbacks[:] = [RoundProgressBar() if type(each) in _OWN_BARS else each for each in callbacks]
         return []
 
+    def on_fit_start(self) -> None:
+        """Tells the loggers the settings, those of the local solver as `local/lr`."""
+        for logger in self.trainer.loggers:
+            logger.log_hyperparams(_hyperparameters(self.run))
+
     def on_train_start(self) -> None:
         """Refuses rows that the Trainer was given."""
         check_loader(self.trainer.train_dataloader, _ONE_ROUND, "train")
@@ -285,6 +291,16 @@ class Federation(L.LightningModule):
             ValueError: it belongs to another federation.
         """
         self.run.load_state_dict(state)
+
+
+def _hyperparameters(run: Run) -> dict[str, Any]:
+    """What a run was built with, flat: numbers and text as they are, and whatever else in words."""
+    of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
+    plain = (bool, int, float, str, type(None))
+    return {
+        name.replace(".", "/"): value if isinstance(value, plain) else describe(value)
+        for name, value in {**run.algorithm.settings, **of_run}.items()
+    }
 
 
 class _RoundCounter(torch.optim.Optimizer):

@@ -10,7 +10,7 @@ Settings are seeded alike (the same cohorts, faults, minibatches and draws), so 
 ...                                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr))
 ...     return ft.fedprox(local, mu)
 >>> result = ft.grid(build, {"lr": [0.001, 0.1], "mu": [0.0, 0.1]}, ft.InProcess(data), validation=0.3, rounds=5,
-...                  metric=ft.metrics.accuracy(), largest_is_best=True, progress=False)
+...                  metric=ft.metrics.accuracy(), progress=False)
 >>> result.best["lr"]
 0.1
 """
@@ -32,11 +32,12 @@ from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.distributed import Distributed
-from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets
+from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, is_largest_best
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.population import InProcess, Population
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort, check_cohort
+from fedtorch.metrics import as_stacked
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
@@ -112,7 +113,7 @@ def grid(
     *,
     validation: FederatedData | float,
     metric: Any,
-    largest_is_best: bool,
+    largest_is_best: bool | None = None,
     rounds: int,
     cohort: int | Cohort | None = None,
     seed: int = 0,
@@ -133,7 +134,8 @@ def grid(
         validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
         metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric with summed states, or a function
             (prediction, target) -> per-example values.
-        largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are.
+        largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are;
+            default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do.
         rounds: communication rounds of each setting.
         cohort: as in `ft.run`; all settings have the same cohorts.
         seed: of all randomness.
@@ -150,6 +152,7 @@ def grid(
         raise ValueError(f"Expected at least one round, but got {rounds}")
     population, validation = _held_out(population, validation, seed)
     check_cohort(cohort, len(population.data))
+    largest_is_best = is_largest_best(largest_is_best, as_stacked(metric).largest_is_best)
     tried = [dict(zip(settings, values)) for values in itertools.product(*settings.values())]
     algorithms = [_built(build, setting, seed) for setting in tried]
     scores: list[Score | None] = []

@@ -108,10 +108,11 @@ class Hub:
 
     Attributes:
         port: at which it listens, where it does.
+        closed: nobody connects any more.
     """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
-        self.limits, self.port = limits, 0
+        self.limits, self.port, self.closed = limits, 0, False
         self._changed = threading.Condition()
         self._lines: dict[str, Line] = {}
         self._turn: deque[str] = deque()  # whose frame is taken next
@@ -190,9 +191,11 @@ class Hub:
             admitted: raises PermissionError where it may not be here any more; asked at every frame.
 
         Raises:
-            ConnectionRefusedError: too many are connected.
+            ConnectionRefusedError: too many are connected, or the hub has closed.
         """
         with self._changed:
+            if self.closed:
+                raise ConnectionRefusedError("the server has closed")
             before = self._lines.get(peer)
             if before is None and len(self._lines) >= self.limits.peers:
                 raise ConnectionRefusedError(f"Expected at most {self.limits.peers} peers; try again later")
@@ -220,6 +223,7 @@ class Hub:
     def close(self) -> None:
         """Ends all streams."""
         with self._changed:
+            self.closed = True
             lines = dict(self._lines)
         for peer, line in lines.items():
             self.leave(peer, line, ConnectionAbortedError("the server has closed"))

@@ -184,7 +184,7 @@ def watch_groups(
     group: Callable[[Tree], Tensor],
     groups: Sequence[float],
     *,
-    largest_is_best: bool = True,
+    largest_is_best: bool | None = None,
 ) -> dict[str, float]:
     """Scores by group and client after the run's last round, which are added to its history and returned.
 
@@ -198,7 +198,7 @@ def watch_groups(
         metrics: as for `Run.evaluate`.
         group: rows -> the group of every row, `(total,)`.
         groups: that there are.
-        largest_is_best: whether the worst clients are the lowest.
+        largest_is_best: whether the worst clients are the lowest; default: what each metric says of itself.
 
     Example:
         >>> import torch, fedtorch as ft

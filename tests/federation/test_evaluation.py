@@ -50,7 +50,8 @@ def test_scores_are_those_of_pooled_rows_and_of_each_client(chunk: int | None) -
         assert scores[name].clients.tolist() == pytest.approx(each, **rounding)
         assert scores[name].clients.dtype == torch.float64
         assert scores[name].mean() == pytest.approx(sum(each) / len(each), **rounding)
-        assert scores[name].worst() == pytest.approx(min(each), **rounding)
+        assert scores[name].worst() == pytest.approx((max if name == "mse" else min)(each), **rounding)
+        assert scores[name].worst(largest_is_best=True) == pytest.approx(min(each), **rounding)
         assert scores[name].worst(largest_is_best=False) == pytest.approx(max(each), **rounding)
 
 
@@ -64,13 +65,41 @@ def test_a_client_without_rows_is_nan_and_counts_for_nothing() -> None:
     weights = validation.counts[rest].double()
     assert score.overall == pytest.approx(float((weights * score.clients[rest]).sum() / weights.sum()))
     assert score.mean() == pytest.approx(float(score.clients[rest].mean()))
-    assert score.worst(False) == float(score.clients[rest].max())
+    assert score.worst() == float(score.clients[rest].max())
 
 
 def test_a_federation_without_rows_is_nan() -> None:
     score = Score(float("nan"), torch.full((3,), torch.nan, dtype=torch.float64))
     assert score.mean() != score.mean()
     assert score.worst() != score.worst()
+    assert score.worst_decile() != score.worst_decile()
+
+
+@pytest.mark.parametrize(
+    ("metric", "largest_is_best"),
+    [
+        (ft.metrics.accuracy(), True),
+        (ft.metrics.calibration_error(), False),
+        (torchmetrics.R2Score(), True),
+        (torchmetrics.MeanSquaredError(), False),
+        (torch.nn.functional.l1_loss, False),
+        (torch.nn.HuberLoss(), False),
+        (ft.metrics.mean_of(lambda prediction, target: prediction - target, True), True),
+    ],
+)
+def test_metrics_say_which_end_is_best(metric: Any, largest_is_best: bool) -> None:
+    assert ft.metrics.as_stacked(metric).largest_is_best is largest_is_best
+    score = Score(1.0, torch.tensor([2.0, torch.nan, 1.0, 3.0]), largest_is_best)
+    assert score.worst() == score.worst_decile() == (1.0 if largest_is_best else 3.0)
+
+
+def test_a_function_does_not_say_which_end_is_best() -> None:
+    run = ft.run(ft.fedavg(sgd(0.1)), ft.InProcess(DATA), rounds=1)
+    score = run.evaluate(DATA, {"bias": lambda prediction, target: prediction[..., 0] - target})["bias"]
+    assert score.worst(True) == float(score.clients.min())
+    for worst in (score.worst, score.worst_decile):
+        with pytest.raises(ValueError, match="Expected largest_is_best=True"):
+            worst()
 
 
 def test_scores_do_not_depend_on_the_order_of_clients() -> None:

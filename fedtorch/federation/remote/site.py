@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from fedtorch import files
 from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import PROTOCOL, Frame
 from fedtorch.federation.remote.offer import Offer
@@ -43,10 +45,50 @@ def join(
     """
     if folder is None:
         return _join(dial, Site(offer), patience)
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    with _alone_in(Path(folder)):
+        return _join(dial, Site(offer, Path(folder)), patience)
+
+
+def deliver(
+    offer: Offer, folder: Path | str, opens: bool, payloads: Sequence[bytes]
+) -> tuple[list[bytes], Visit | None]:
+    """What a site says whose process ends after every delivery of frames: all that it is lies in its folder.
+
+    Args:
+        offer: what the site brings.
+        folder: where the site keeps its clients' states, and the frame that began the run.
+        opens: whether these are the first frames of a stream.
+        payloads: frames of the server, in their order.
+
+    Returns:
+        (frames for the server, the site's part in the run if it is over now).
+
+    Raises:
+        FileExistsError: another process works in the folder.
+    """
+    with _alone_in(Path(folder)):
+        site, began = Site(offer, Path(folder)), Path(folder) / "began"
+        said = [site.hello()] if opens else []
+        if began.exists():
+            site.answer(began.read_bytes())
+        for payload in payloads:
+            before = site.begun
+            answer = site.answer(payload)
+            if answer is not None:
+                said.append(answer)
+            if site.begun is not None and site.begun != before:
+                files.replace(began, site.begun)
+        if site.ended is not None:
+            began.unlink(missing_ok=True)
+        return said, site.ended
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(Path(folder) / "lock", timeout=0):
-            return _join(dial, Site(offer, Path(folder)), patience)
+        with FileLock(folder / "lock", timeout=0):
+            yield
     except Timeout as error:
         raise FileExistsError(
             f"Expected a folder in which no other process takes part, but one does in {folder}; end it, or choose "
@@ -98,11 +140,13 @@ class Site:
 
     Attributes:
         ended: the site's part in the run that is over, None before.
+        begun: the frame that began the run in which it takes part, or would not.
     """
 
     def __init__(self, offer: Offer, folder: Path | None = None) -> None:
         self.offer, self.folder, self._watch = offer, folder, Watch(offer.terms, folder)
         self.ended: Visit | None = None
+        self.begun: bytes | None = None
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
 
@@ -135,7 +179,7 @@ class Site:
 
     def _begin(self, frame: Frame) -> None:
         if self._visit is None or self._visit.run != run_of(frame):
-            self._visit, self._why = None, "the site could not begin"
+            self._visit, self._why, self.begun = None, "the site could not begin", frame.payload
             try:
                 self._visit = Visit(self.offer, self._watch, frame, self.folder)
             except (Refusal, PayloadError) as error:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 from fedtorch.federation.remote import frames
@@ -49,6 +50,7 @@ class Question:
 
     Attributes:
         asked: the sites that have the request on their stream.
+        waiting: the sites that have neither answered nor refused, in their order.
     """
 
     def __init__(
@@ -63,12 +65,8 @@ class Question:
         self.answers: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
         self.asked: set[str] = set()
+        self.waiting = dict.fromkeys(requests)
         self._bytes = 0
-
-    @property
-    def waiting(self) -> list[str]:
-        """The sites that have neither answered nor refused."""
-        return [name for name in self.requests if name not in self.answers and name not in self.missing]
 
     def hear(self, frame: Frame) -> None:
         """Takes in a site's frame, if it belongs to the question."""
@@ -84,6 +82,7 @@ class Question:
                     self._bytes += len(frame.payload)
             except PayloadError as error:
                 self.missing[name] = str(error)
+            del self.waiting[name]
 
     def heard(self, gone: Mapping[str, str]) -> Heard:
         """All that was heard; `gone` are the sites that are waited for no longer, and why."""
@@ -149,16 +148,18 @@ class Sites:
             seconds: that are waited.
             least: so many answers are waited for also from sites that are not here.
         """
-        ends = time.monotonic() + seconds
+        ends, waiting, frame = time.monotonic() + seconds, question.waiting, None
         while True:
-            waiting, found = question.waiting, len(question.answers)
-            for name in waiting:
-                free = name in self._here and name not in question.asked and name not in self._owes
+            if frame is None:  # at first, and when none came for a while, a look at all of them
+                question.asked &= self.host.connected
+            for name in list(waiting) if frame is None else [frame.sender]:
+                here = name in waiting and name in self._here
+                free = here and name not in question.asked and name not in self._owes
                 if free and self._send(name, question.run, question.begin, question.requests[name]):
                     question.asked.add(name)
                     self._owes[name] = question.sequence
-            question.asked &= self.host.connected
-            alone, left = question.asked.isdisjoint(waiting), ends - time.monotonic()
+            found, left = len(question.answers), ends - time.monotonic()
+            alone = question.asked.isdisjoint(waiting)
             if not waiting or (found >= least and alone) or found + len(waiting) < least or left <= 0:
                 break
             frame = self._next(min(left, _LOOK))
@@ -225,7 +226,7 @@ class Sites:
             raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
         frames.no_rows(schema)
         brings = Brings(clients, rows, schema)
-        for other, known in self.bring.items():
+        for other, known in islice(self.bring.items(), 1):  # the others are like the first
             if known.schema != schema:
                 raise ValueError(
                     f"Expected rows like those of {other!r}, {known.schema}, but {name!r} has {schema}; bring the same "

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fedtorch import functional, tree
+from fedtorch.federation import checkpoint
 from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
-from fedtorch.federation.checkpoint import describe
 from fedtorch.federation.clients import LocalClients
 from fedtorch.federation.evaluation import inputs_and_targets, stacked_metrics
 from fedtorch.federation.population import SMALL_BLOCK
@@ -166,6 +166,12 @@ class Visit:
             self.algorithm.finish(module, self.offer.data[number])
         return module
 
+    def save(self, path: Path | str) -> None:
+        """Writes the tensors that the site's clients predict with after the run, by client and name, as safetensors."""
+        tensors = tree.flatten(self.tensors())
+        flat = {f"{client}.{name}": leaf[k] for k, client in enumerate(self.names) for name, leaf in tensors.items()}
+        checkpoint.write(Path(path), flat)
+
     def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree]:
         """(what the site's clients hear, the tensors beside it)."""
         own = len(self.offer.data)
@@ -185,7 +191,7 @@ def run_of(begin: Frame) -> str:
 
 def fingerprint(algorithm: Algorithm) -> dict[str, str]:
     """What a server and its sites compare of an algorithm."""
-    return {name: describe(value) for name, value in algorithm.settings.items()}
+    return {name: checkpoint.describe(value) for name, value in algorithm.settings.items()}
 
 
 def _built(offer: Offer, begin: Frame) -> Algorithm:

@@ -1,0 +1,223 @@
+"""A federation and its Trainer from a configuration file, by Lightning's command line."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jsonargparse
+import jsonargparse.typing
+import lightning as L
+import torchmetrics
+import yaml
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from torch import Tensor
+
+from fedtorch import files
+from fedtorch.cli.building import built, check
+from fedtorch.data import FederatedData
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.algorithms.ep import Factors
+from fedtorch.federation.algorithms.matrix_normal import Shrinkage
+from fedtorch.federation.distributed import Distributed
+from fedtorch.federation.evaluation import Split, inputs_and_targets
+from fedtorch.federation.exchange import Exchange
+from fedtorch.federation.faults import Faults
+from fedtorch.federation.history import Recorder
+from fedtorch.federation.lightning import Federation
+from fedtorch.federation.population import InProcess
+from fedtorch.federation.round_progress_bar import RoundProgressBar
+from fedtorch.federation.sampling import Cohort
+from fedtorch.metrics import StackedMetric
+from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.penalties import ShrinkagePrior
+from fedtorch.models.matrix_normal import CovarianceUpdate
+from fedtorch.trust.robust import Rule
+
+
+def federation(
+    algorithm: Algorithm,
+    data: FederatedData,
+    holdout: float = 0.0,
+    validation: FederatedData | None = None,
+    metrics: dict[str, StackedMetric | torchmetrics.Metric | Callable[[Tensor, Tensor], Tensor]] | None = None,
+    split: Split = inputs_and_targets,
+    population: Callable[[FederatedData], InProcess | Distributed] = InProcess,
+    parameters: Any = None,
+    cohort: int | Cohort | None = None,
+    faults: Faults | list[Faults] | None = None,
+    record: list[Recorder] | None = None,
+    on_bad_message: Literal["raise", "drop"] = "raise",
+    *,
+    seed: int,
+) -> Federation:
+    """The federation of a configuration file, whose keys these are; `fedtorch fit --help` shows them from here.
+
+    Args:
+        algorithm: what clients and server compute, with its local solver and its module.
+        data: the clients' rows.
+        holdout: the part of every client's rows that is kept aside for validation; drawn by the seed.
+        validation: rows of the same clients for validation, where they are not held out.
+        metrics: by name, for validation; default: what the module's own `validation_step` logs.
+        split: the path of a function rows -> (inputs, targets), for metrics of rows that are not (x, y).
+        population: where the clients run.
+        parameters: where training starts; default: the algorithm's own start.
+        cohort: how many clients are asked each round, or a function such as `fedtorch.poisson_cohort`.
+        faults: what goes wrong, one or several.
+        record: who follows the run, such as a `fedtorch.Sampler`.
+        on_bad_message: what a message with NaN or Inf does.
+        seed: of all randomness.
+
+    Raises:
+        ValueError: both `holdout` and `validation`, or what a `Federation` refuses.
+    """
+    if holdout and validation is not None:
+        raise ValueError("Expected either holdout= or validation=, but got both")
+    if holdout:
+        data, validation = data.split(1 - holdout, seed)
+    joined = functools.reduce(operator.or_, faults) if isinstance(faults, list) else faults
+    return Federation(
+        algorithm,
+        population(data),
+        parameters,
+        cohort=cohort,
+        validation=validation,
+        metrics=metrics,
+        split=split,
+        seed=seed,
+        faults=joined,
+        record=record or (),
+        on_bad_message=on_bad_message,
+    )
+
+
+def check_file(file: Path) -> None:
+    """Refuses keys that are none, and what the names in a configuration file do not stand for.
+
+    Raises:
+        ValueError: the message says what there is.
+    """
+    content = yaml.safe_load(file.read_text())
+    keys = [*inspect.signature(federation).parameters, "trainer", "seed_everything", "ckpt_path", "verbose"]
+    keys.remove("seed")
+    unknown = [key for key in content if key.split(".")[0] not in keys] if isinstance(content, dict) else [content]
+    if unknown:
+        raise ValueError(f"Expected keys among {keys} in {file}, but got {unknown[0]!r}")
+    check(content)
+
+
+class FederationCLI(LightningCLI):
+    """Lightning's command line for a `federation`, whose arguments are keys at the top of the file.
+
+    Args:
+        command: `fit` or `validate`.
+        arguments: what follows it.
+    """
+
+    def __init__(self, command: str, arguments: Sequence[str]) -> None:
+        _allow_functions()
+        self.command = command
+        super().__init__(
+            save_config_callback=_Saved,
+            seed_everything_default=0,
+            trainer_defaults={"enable_model_summary": False},
+            parser_class=_Parser,
+            args=[command, *arguments],
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The command that was given, and the arguments of the Trainer's method that are not the user's."""
+        not_his = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "weights_only"}
+        return {self.command: not_his}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """The federation's arguments at the top, and the Trainer's below `trainer`."""
+        parser.add_function_arguments(federation, skip={"seed"}, fail_untyped=False)
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses, after a look at the names in the files."""
+        for file in _files(args):
+            check_file(file)
+        self.config = parser.parse_args(args)
+
+    def instantiate_classes(self) -> None:
+        """Builds everything, the federation and the Trainer last."""
+        given = built(self.config[self.subcommand].as_dict())
+        self.config_init = jsonargparse.Namespace({self.subcommand: jsonargparse.Namespace(given)})
+        of_federation = {name: given[name] for name in inspect.signature(federation).parameters if name in given}
+        self.datamodule, self.model = None, federation(**of_federation, seed=int(given["seed_everything"]))
+        self.trainer = self.instantiate_trainer()
+
+    def instantiate_trainer(self, **arguments: Any) -> L.Trainer:
+        """A Trainer, with one bar for all rounds unless there is another or none is wanted."""
+        given = self.config_init[self.subcommand]["trainer"]
+        callbacks = given["callbacks"] = given["callbacks"] or []
+        if given["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
+            callbacks.append(RoundProgressBar())
+        return super().instantiate_trainer(**arguments)
+
+    def after_fit(self) -> None:
+        """Says how it ended, and where the logs are."""
+        metrics = {name: float(value) for name, value in self.trainer.logged_metrics.items()}
+        values = [f"  {name:24} {x:{'.0f' if x.is_integer() else 'g'}}\n" for name, x in metrics.items()]
+        logs = [f"  logs {self.trainer.log_dir}\n"] if self.trainer.loggers else []
+        if self.trainer.is_global_zero:
+            sys.stdout.write("".join([f"{self.model.round} rounds\n", *values, *logs]))
+
+
+class _Parser(LightningArgumentParser):
+    """Says what is wrong in a line or two, where its own answer to a wrong call begins with all options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        sys.stderr.write(f"fedtorch: {message}; `fedtorch fit --help` says what there is\n")
+        raise SystemExit(2) from ex
+
+
+class _Saved(SaveConfigCallback):
+    """Keeps the configuration beside the logs, unless these are in the current folder, where the user's own may be."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        folder = Path(trainer.log_dir or "") if trainer.loggers else Path()
+        if trainer.is_global_zero and folder.resolve() != Path.cwd():
+            folder.mkdir(parents=True, exist_ok=True)
+            files.replace(folder / self.config_filename, self.parser.dump(self.config).encode())
+
+
+@functools.cache
+def _allow_functions() -> None:
+    """Lets a path name a function that makes a dataclass or a tuple of functions, and reads files of this machine only.
+
+    A named tuple would otherwise be read field by field.
+    """
+    jsonargparse.set_parsing_settings(
+        subclasses_enabled=["is_pure_dataclass"],
+        validate_subclass_spec_in_any=True,
+        config_read_mode_fsspec_enabled=False,
+        import_path_denylist=["shutil"],  # besides those of jsonargparse itself, such as os and subprocess
+    )
+    for kind in (CovarianceUpdate, Exchange, Factors, Model, Rule, Shrinkage, ShrinkagePrior):
+        jsonargparse.typing.register_type(kind, dict, _refused, type_check=lambda value, _: "class_path" in value)
+
+
+def _refused(value: Any) -> NoReturn:
+    raise ValueError(f"Expected class_path: and init_args: of a function, but got {value!r}")
+
+
+def _files(arguments: Sequence[str]) -> list[Path]:
+    """The configuration files that arguments name."""
+    found = []
+    for argument, following in zip(arguments, [*arguments[1:], ""]):
+        option, equals, value = argument.partition("=")
+        if option in ("-c", "--config"):
+            found.append(Path(value if equals else following))
+    return found

@@ -1,0 +1,92 @@
+"""Sites whose process lives for one message: over a stand-in for Flower's engine, and over that where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.closed_forms import ROUNDING, distance
+from support.flower_grid import LIBRARY, Grid
+from support.sites import offers
+
+import fedtorch as ft
+from experiments.benchmarks import remote_flower
+from experiments.benchmarks.remote_problem import ALGORITHMS, clients
+from fedtorch import tree
+from fedtorch.federation import checkpoint
+from fedtorch.federation.remote import Offer, Remote, Visit, deliver, flower as site, frames
+from fedtorch.transport import flower
+
+
+class Brief:
+    """A site of which every message finds a new one."""
+
+    def __init__(self, name: str, offer: Offer, folder: Path) -> None:
+        self.name, self.offer, self.folder = name, offer, folder
+        self.ended: Visit | None = None
+        self.fails = 0
+
+    def __call__(self, settings: Any, opens: bool, payloads: Sequence[bytes]) -> tuple[str, list[bytes]]:
+        said, ended = deliver(self.offer, self.folder, opens, payloads)
+        self.ended = self.ended or ended
+        if self.fails:
+            self.fails -= 1
+            raise RuntimeError("killed after its work, before it could say so")
+        return self.name, said
+
+
+def test_states_outlive_the_process_of_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers of one process, also where an answer is lost and the site goes back to what the server counts on."""
+    monkeypatch.setattr(flower, "library", lambda: LIBRARY)
+    monkeypatch.setattr(flower, "_LONGEST_PAUSE", 0.01)
+    data, controlled = clients(["1", "2", "3"]), ALGORITHMS["controlled"]
+    brought = offers(data, controlled)
+    sites = {name: Brief(name, offer, tmp_path / name) for name, offer in brought.items()}
+    host = flower.serve(Grid(dict(enumerate(sites.values()))), pause=0.001)
+    population = Remote(host, list(sites), "it", quorum=1.0, seconds=20.0)
+    run = ft.Run(controlled(), population, seed=3)
+    run.step()
+    run.step()
+    sites["b"].fails = 1
+    for _ in range(2):
+        run.step()
+    population.finish(run)
+    host.close()
+    wanted = ft.run(controlled(), ft.InProcess(data), rounds=4, seed=3)
+    assert distance(run.server, wanted.server) < ROUNDING
+    visits = [each.ended for each in sites.values() if each.ended is not None]
+    assert distance(tree.concatenate([visit.tensors() for visit in visits]), wanted.tensors()) < ROUNDING
+
+
+def test_a_site_that_has_begun_nothing_is_silent(tmp_path: Path) -> None:
+    offer = Offer(clients(["1"]), ALGORITHMS)
+    said, ended = deliver(offer, tmp_path, True, [])
+    assert (len(said), ended) == (1, None)
+    assert deliver(offer, tmp_path, False, []) == ([], None)
+    (refusal,), _ = deliver(offer, tmp_path, False, [b"no payload"])
+    assert "does not understand" in frames.read(refusal, "a").text("reason")
+
+
+def test_what_a_supernode_has_to_say(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Expected name and states in the SuperNode's --node-config"):
+        site.take_part({"data": "my_data.py"}, True, [])
+    file = Path(__file__).parents[2] / "support" / "my_data.py"
+    name, said = site.take_part({"name": "a", "data": str(file), "states": str(tmp_path)}, True, [])
+    assert (name, len(said)) == ("a", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(remote_flower.interpreter() is None, reason="FEDTORCH_FLOWER is to name a Python that has flwr")
+@pytest.mark.timeout(900)
+def test_flowers_own_engine(tmp_path: Path) -> None:
+    """A SuperLink and two SuperNodes; SCAFFOLD's states lie in the sites' folders between messages."""
+    with remote_flower.engine(tmp_path):
+        found = remote_flower.submit(tmp_path, "controlled", rounds=3)
+    assert remote_flower.away(found["server"], "controlled", 3) < ROUNDING
+    wanted = ft.run(ALGORITHMS["controlled"](), ft.InProcess(clients(remote_flower.SITES)), rounds=3, seed=0).tensors()
+    for k, client in enumerate(clients(remote_flower.SITES).names):
+        saved = checkpoint.read(tmp_path / f"{client.partition('/')[0]}.safetensors")
+        mine = {name: saved[f"{client}.{name}"] for name in wanted}
+        assert distance(mine, tree.map(lambda leaf, k=k: leaf[k], wanted)) < ROUNDING

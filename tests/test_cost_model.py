@@ -1,0 +1,59 @@
+"""The formulas of what a round costs, and the scripts that measure their constants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmarks import cost_formulas as formulas, cost_model, scaling
+from experiments.benchmarks.cost_formulas import Cluster, Here, Wide
+
+HERE = Here(
+    round=3e-3, client=1e-5, meet=1e-3, hop=1e-4, pace=1e9, line=5e-4, server=4e-4, asked=8e-4, site=2e-3, byte=1e-9
+)
+
+
+def test_rounds_over_ranks() -> None:
+    assert formulas.over_ranks(HERE, 1000, 1, 72) == pytest.approx(formulas.stacked(HERE, 1000)) == pytest.approx(13e-3)
+    # 250 clients each; h; 6 collectives of 2 · 2 steps; three quarters of 2 · 8 MB and of 16 bytes a client
+    wanted = 3e-3 + 250e-5 + 1e-3 + 6 * 4 * 1e-4 + 0.75 * (16e6 + 16_000) / 1e9
+    assert formulas.over_ranks(HERE, 1000, 4, 8_000_000) == pytest.approx(wanted)
+
+
+def test_rounds_over_sites_of_one_machine() -> None:
+    """The server is the longest, then a process of many sites, then all processors together."""
+    assert formulas.over_sites(HERE, 3, 1, cores=100) == pytest.approx(5e-4 + 4e-4 + 3 * 8e-4 + 2e-3)
+    assert formulas.over_sites(HERE, 180, 180, cores=100) == pytest.approx(5e-4 + 180 * 2e-3)
+    assert formulas.over_sites(HERE, 20, 1, cores=2) == pytest.approx(5e-4 + (4e-4 + 20 * 2.8e-3) / 2)
+
+
+def test_rounds_on_gpus() -> None:
+    cluster = Cluster()
+    for work in formulas.WORKS:
+        one, node, every = (formulas.on_gpus(work, cluster, HERE, ranks) for ranks in (1, 8, 128))
+        assert one.talk == 0 < node.talk < every.talk
+        assert one.seconds > node.seconds > every.seconds > one.seconds / 128
+    large = formulas.on_gpus(formulas.WORKS[3], cluster, HERE, 128)
+    size, hops = 2 * 8 * 110e6 + 16 * 1280, 6 * 2 * (3 * 3e-6 + 4 * 8e-6)
+    inside, outside = 7 / 8 * size / cluster.near[1], 15 / 16 * size / 8 / cluster.far[1]
+    assert large.talk == pytest.approx(HERE.meet + hops + inside + outside, rel=1e-4)
+
+
+def test_rounds_of_the_world() -> None:
+    few, many = (sum(formulas.over_the_world(HERE, Wide(), n, 4e4).values()) for n in (1000, 10_000))
+    assert many - few == pytest.approx(9000 * (8e-4 + 2 * 4e4 * 1e-9 + 2 * 4e4 / Wide().link))
+    below = formulas.over_the_world(HERE, Wide(), 1_000_000, 4e4, servers=1000)
+    assert below["the server's processor"] == pytest.approx(2 * (4e-4 + 1000 * (8e-4 + 8e-5)))
+
+
+@pytest.mark.slow
+def test_the_scripts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    scaling.main(["--smoke", "--part", "processes", "--json", str(file)])
+    assert all(row["ours"] > 0 for row in json.loads(file.read_text())["rows"])
+    cost_model.main(["--smoke", "--json", str(file)])
+    found = {row["metric"]: row["ours"] for row in json.loads(file.read_text())["rows"][:10]}
+    assert found.keys() == set(Here._fields)
+    assert min(found[name] for name in ("hop", "pace", "line", "site")) > 0
