@@ -157,7 +157,12 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
     for name, score in about["scores"].items():
         found = np.array(score["clients"], dtype=np.float64)
         order = [i for i in found.argsort(kind="stable") if np.isfinite(found[i])]
-        for word, ends in (("Lowest", order[: _WORST // 2]), ("Highest", order[::-1][: _WORST // 2])):
+        best = score["largest_is_best"]
+        if best is None:
+            parts = {"Lowest": order[: _WORST // 2], "Highest": order[::-1][: _WORST // 2]}
+        else:
+            parts = {"Worst": order[:: 1 if best else -1][:_WORST]}
+        for word, ends in parts.items():
             rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(found[i])] for i in ends]
             tables.append(Table(f"{word} {charts.in_words(name)}", ["client", "score"], rows))
     return tables
