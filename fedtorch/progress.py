@@ -58,7 +58,7 @@ class Progress:
         self.title, self.total, self.unit, self.done, self.always = title, total, unit, initial, always
         self._initial, self._began, self._outer = initial, time.monotonic(), _inside.get()
         self._shown = shown and not self._outer and not os.environ.get("TQDM_DISABLE")
-        self._kind: Any = _bar_kind() if self._shown else None
+        self._kind: Any = _bar_kind() if self._shown and always else None  # else when something is first shown
         self._bar: Any = None
         self._tell: Callable[[], Told] = dict
         self._said, self._next = -1, _SHORT
@@ -97,6 +97,8 @@ class Progress:
         self._shown, self._bar = False, None
 
     def _show(self, passed: float) -> None:
+        if self._bar is None and self._said < 0:
+            self._kind = _bar_kind()
         if self._kind is not None:
             self._draw(passed)
             self._next = passed + _REFRESHED
