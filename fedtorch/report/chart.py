@@ -16,7 +16,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 WIDTH, HEIGHT = 460.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 76.0, 14.0, 12.0, 38.0
 _BINS = 180  # of a chart's width, each with its lowest and its highest value
-_DOTTED = 30  # points up to which each is marked
+_DOTTED = 15  # points up to which each is marked
 _TABLE = 12  # rows of the table behind a chart
 _DECADES = 2.5  # from which positive numbers are drawn on a logarithmic axis
 

@@ -103,6 +103,11 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
         if name.startswith("val_") and f"{name}_mean" in table:
             span = f"clients {number(last(f'{name}_min'))} to {number(last(f'{name}_max'))}"
             tiles.append((charts.in_words(name), number(last(name)), span))
+    for name, score in about["scores"].items():
+        if f"{name}_mean" not in table:  # else the history has said so
+            known = [value for value in score["clients"] if value is not None]
+            span = f"clients {number(min(known))} to {number(max(known))}" if known else ""
+            tiles.append((charts.in_words(name), number(score["overall"]), span))
     sent = [size(float(table[name].iloc[-1])) for name in ("bytes_up", "bytes_down")]
     tiles.append(("sent up", sent[0], f"{sent[1]} down"))
     if "epsilon" in table:

@@ -126,6 +126,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     path = ft.report.write(run, tmp_path, title=HOSTILE[5], ended=HOSTILE[1], scores=scores, network=ring)
     page = harmless(path.read_text())
     assert HOSTILE[0] in page.texts
+    assert "clients 0 to 7" in page.texts
     assert "left\\u202eright\\u2066\\u0000" in " ".join(page.texts)
     assert path.stat().st_size < 100_000
     known = json.loads((tmp_path / "about.json").read_text())
