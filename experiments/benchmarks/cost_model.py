@@ -44,6 +44,9 @@ LIMITS = """
 What the software adds: a hub has a thread for every connection, and takes 256 of them unless its limits say more; more
 than 200 have not been tried over TLS. A tree of servers is not built: its rows say what it would be worth. A site may
 hold many clients, so that a million clients at a thousand sites are the rows of a thousand.
+
+The formula for one machine leaves out that threads of one process wait for each other: for that reason many sites in a
+process take longer than it says.
 """
 
 

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,8 +65,11 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def engine(folder: Path, names: Sequence[str] = SITES) -> Iterator[None]:
-    """A SuperLink, and a SuperNode for each site, until the end; their logs and the sites' states are in `folder`."""
+def engine(folder: Path, names: Sequence[str] = SITES) -> Iterator[Callable[[str], None]]:
+    """A SuperLink, and a SuperNode for each site, until the end; their logs and the sites' states are in `folder`.
+
+    Yields a function that kills a site's SuperNode and starts another in its place.
+    """
     link, *nodes = free_ports(1 + len(names))
     home = folder / "flwr"
     home.mkdir()
@@ -82,19 +85,30 @@ def engine(folder: Path, names: Sequence[str] = SITES) -> Iterator[None]:
         config = " ".join(f'{key}="{value}"' for key, value in own.items())
         commands[name] = ["flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{link}", "--port", str(port)]
         commands[name] += ["--node-config", config]
-    started = []
+    started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def begin(name: str) -> None:
+        if name in started:
+            stop(started[name])
+        with (folder / f"{name}.log").open("ab") as log:
+            quiet = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            started[name] = subprocess.Popen(commands[name], env=environment(folder), **quiet)
+
     try:
-        for name, command in commands.items():
-            with (folder / f"{name}.log").open("wb") as log:
-                more = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-                started.append(subprocess.Popen(command, env=environment(folder), **more))
+        for name in commands:
+            begin(name)
             if name == "link":
                 wait_for(link)
-        yield
+        yield begin
     finally:
-        for each in started:
-            os.killpg(each.pid, signal.SIGKILL)
-            each.wait()
+        for each in started.values():
+            stop(each)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Kills it and what it has started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def wait_for(port: int, seconds: float = 120.0) -> None:

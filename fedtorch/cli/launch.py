@@ -2,6 +2,7 @@
 
     fedtorch launch --processes 4 --restarts 3 train.py …                                 one machine
     fedtorch launch --processes 8 --machines 2 --at node-1:29400 train.py …               on each of two
+    fedtorch launch --processes 8 --machines 1:2 --at node-1:29400 train.py …             on two, of which one may go
 
 It is `torchrun` with a rendezvous that survives: after a death all ranks are started again, and meet at a store of
 their own. (With gloo and the store that torchrun shares by default, the new ranks may read there where the dead ones

@@ -6,7 +6,8 @@ a site's end. Waits are bounded, and so are frames and what is held of them: a p
 than is taken, is made to wait by the flow control of the stream, and holds up nobody else. New streams are counted by
 address, and so are attempts to enrol (`rates`); what comes before a stream, TCP and TLS, is for a firewall to limit.
 
-`serve` and `connect` go over gRPC with TLS on both sides; `memory.link` is for sites in the same process.
+`serve` and `connect` go over gRPC with TLS on both sides; `flower.serve` over Flower's deployment engine, where that is
+there already; `memory.link` is for sites in the same process.
 """
 
 from fedtorch.transport.grpc_streams import connect as connect, serve as serve

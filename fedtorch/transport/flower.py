@@ -144,7 +144,7 @@ class Post:
             self._fail(node, "the SuperLink did not take a message for it")
 
     def _waiting(self, node: Node) -> list[bytes]:
-        """The frames that wait for a node, and whether its line has ended."""
+        """The frames that wait for a node; those of a line that has ended only where they are the last of all."""
         frames: list[bytes] = []
         try:
             while node.line is not None:
@@ -156,6 +156,7 @@ class Post:
             node.shut = True
         except OSError:
             node.line = None  # it is asked anew who it is
+            return frames if self.hub.closed else []
         return frames
 
     def _take(self, number: int, node: Node, reply: Any) -> None:

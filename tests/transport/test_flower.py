@@ -122,6 +122,23 @@ def test_a_node_that_does_not_reply_or_is_away_has_left(place: Place) -> None:
     assert place.hub.connected == {"a", "b"}
 
 
+def test_a_site_that_did_not_take_what_was_sent_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch, ahead=1)
+    place.turns()
+    place.heard()
+    place.grid.slow = {1}
+    place.hub.send("a", b"1")
+    place.turns()
+    place.hub.send("a", b"2")
+    with pytest.raises(TimeoutError):
+        place.hub.send("a", b"3")
+    assert place.hub.connected == {"b"}
+    place.grid.slow = set()
+    place.turns()
+    assert place.heard() == [("a", b"hello")]
+    assert [frames for number, _, frames in place.grid.pushed if number == 1] == [[], [b"1"], []]
+
+
 def test_names_belong_to_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
     place.names[2] = "a"

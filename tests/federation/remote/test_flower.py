@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from experiments.benchmarks.remote_problem import ALGORITHMS, clients
 from fedtorch import tree
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import Offer, Remote, Visit, deliver, flower as site, frames
-from fedtorch.transport import flower
+from fedtorch.transport import flower as transport
 
 
 class Brief:
@@ -39,12 +41,12 @@ class Brief:
 
 def test_states_outlive_the_process_of_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of one process, also where an answer is lost and the site goes back to what the server counts on."""
-    monkeypatch.setattr(flower, "library", lambda: LIBRARY)
-    monkeypatch.setattr(flower, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "library", lambda: LIBRARY)
+    monkeypatch.setattr(transport, "_LONGEST_PAUSE", 0.01)
     data, controlled = clients(["1", "2", "3"]), ALGORITHMS["controlled"]
     brought = offers(data, controlled)
     sites = {name: Brief(name, offer, tmp_path / name) for name, offer in brought.items()}
-    host = flower.serve(Grid(dict(enumerate(sites.values()))), pause=0.001)
+    host = transport.serve(Grid(dict(enumerate(sites.values()))), pause=0.001)
     population = Remote(host, list(sites), "it", quorum=1.0, seconds=20.0)
     run = ft.Run(controlled(), population, seed=3)
     run.step()
@@ -77,16 +79,39 @@ def test_what_a_supernode_has_to_say(tmp_path: Path) -> None:
     assert (name, len(said)) == ("a", 1)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(remote_flower.interpreter() is None, reason="FEDTORCH_FLOWER is to name a Python that has flwr")
-@pytest.mark.timeout(900)
+def flower(test: Callable[..., None]) -> Callable[..., None]:
+    """A slow test of Flower's own engine."""
+    missing = remote_flower.interpreter() is None
+    test = pytest.mark.skipif(missing, reason="FEDTORCH_FLOWER is to name a Python that has flwr")(test)
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
+
+
+def is_that_of_one_process(folder: Path, server: dict[str, list], rounds: int) -> None:
+    """Checks the server's state, and what the sites have saved."""
+    assert remote_flower.away(server, "controlled", rounds) < ROUNDING
+    data = clients(remote_flower.SITES)
+    wanted = ft.run(ALGORITHMS["controlled"](), ft.InProcess(data), rounds=rounds, seed=0).tensors()
+    for k, client in enumerate(data.names):
+        saved = checkpoint.read(folder / f"{client.partition('/')[0]}.safetensors")
+        mine = {name: saved[f"{client}.{name}"] for name in wanted}
+        assert distance(mine, tree.map(lambda leaf, k=k: leaf[k], wanted)) < ROUNDING
+
+
+@flower
 def test_flowers_own_engine(tmp_path: Path) -> None:
     """A SuperLink and two SuperNodes; SCAFFOLD's states lie in the sites' folders between messages."""
     with remote_flower.engine(tmp_path):
         found = remote_flower.submit(tmp_path, "controlled", rounds=3)
-    assert remote_flower.away(found["server"], "controlled", 3) < ROUNDING
-    wanted = ft.run(ALGORITHMS["controlled"](), ft.InProcess(clients(remote_flower.SITES)), rounds=3, seed=0).tensors()
-    for k, client in enumerate(clients(remote_flower.SITES).names):
-        saved = checkpoint.read(tmp_path / f"{client.partition('/')[0]}.safetensors")
-        mine = {name: saved[f"{client}.{name}"] for name in wanted}
-        assert distance(mine, tree.map(lambda leaf, k=k: leaf[k], wanted)) < ROUNDING
+    is_that_of_one_process(tmp_path, found["server"], 3)
+
+
+@flower
+def test_a_supernode_that_is_killed_and_started_again(tmp_path: Path) -> None:
+    """It is another node to Flower, which sees after a minute or two that the first one has gone."""
+    with remote_flower.engine(tmp_path) as again, ThreadPoolExecutor() as pool:
+        found = pool.submit(remote_flower.submit, tmp_path, "controlled", 3, 600.0)
+        while not found.done() and not list((tmp_path / "states-1").glob("*/*.safetensors")):
+            time.sleep(0.1)
+        again("1")
+        server = found.result()["server"]
+    is_that_of_one_process(tmp_path, server, 3)
