@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all that a fresh machine needs: both make .venv and install into it.
-PYTHON ?= $(firstword $(foreach p,python3.11 python3.12,$(if $(shell command -v $(p)),$(p))) python3.11)
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14,$(if $(shell command -v $(p)),$(p))) python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -11,7 +11,7 @@ HALF := tests/federation tests/kernels tests/networks tests/test_conformance.py 
 .PHONY: demo demo-sites test test-slow test-browser test-install lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or 3.12 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(INSTALL) --editable '.[dev]'
