@@ -27,6 +27,9 @@ def call(path: str, **arguments: Any) -> dict[str, Any]:
     return {"class_path": path, "init_args": arguments}
 
 
+LOCAL = call("fedtorch.least_squares", module=call("torch.nn.Linear", in_features=64, out_features=1))
+
+
 def given() -> dict[str, Any]:
     """A file's content: digits on ten clients, some of which are away."""
     rows = call("fedtorch.data.digits")
@@ -224,6 +227,10 @@ def test_rows_for_validation_are_held_out_or_given() -> None:
         (changed("algorithm.class_path", "fedavg"), "Expected a dot import path string: fedavg"),
         (changed("algorithm", call("fedtorch.data.digits")), "does not correspond to a subclass of Algorithm"),
         (changed("parameters", call("os.system", command="exit")), "denied"),
+        (
+            changed("algorithm", call("fedtorch.matrix_normal", local=LOCAL, covariance=3)),
+            "Expected class_path: and init_args: of a function, but got 3",
+        ),
     ],
 )
 def test_values_of_other_kinds_are_refused_before_anything_runs(write, content, message: str, capsys) -> None:

@@ -206,7 +206,11 @@ def _allow_functions() -> None:
         import_path_denylist=["shutil"],  # besides those of jsonargparse itself, such as os and subprocess
     )
     for kind in (CovarianceUpdate, Exchange, Factors, Model, Rule, Shrinkage, ShrinkagePrior):
-        jsonargparse.typing.register_type(kind, dict, _refused, type_check=lambda value, _: "class_path" in value)
+        jsonargparse.typing.register_type(kind, dict, _refused, type_check=_is_call)
+
+
+def _is_call(value: Any, _: type) -> bool:
+    return isinstance(value, (dict, jsonargparse.Namespace)) and "class_path" in value
 
 
 def _refused(value: Any) -> NoReturn:
