@@ -63,11 +63,11 @@ def install(python: Path, *requirements: str) -> None:
 
 
 def resolved(python: Path, requirement: str) -> dict[str, str]:
-    """Releases by name that pip would take for a requirement into an empty environment."""
+    """Releases by name, in small letters, that pip would take for a requirement into an empty environment."""
     command = [python, "-m", "pip", "install", "--quiet", "--quiet", "--dry-run", "--ignore-installed", "--report", "-"]
     report = subprocess.run([*command, requirement], check=True, capture_output=True, text=True).stdout
     found = [item["metadata"] for item in json.loads(report)["install"]]
-    return {each["name"]: each["version"] for each in found}
+    return {each["name"].lower(): each["version"] for each in found}
 
 
 def main() -> None:
