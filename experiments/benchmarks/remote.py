@@ -7,6 +7,9 @@ share few processors, the three computations that a round has in place of one ar
 `vertical` has a server and three parties that send each other what a split network's iteration does, and compute
 nothing, so that an iteration's time is that of its messages.
 
+`latency` trains a split network of three parties over lines on which every message takes 50 ms, by parties that run
+ahead of the server by so many iterations (`fedtorch.vfl.ahead`) and, with 0, by parties that wait.
+
 `many` has 20 sites in a process each and 180 more in one, every one with a connection of its own.
 """
 
@@ -20,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,9 +34,14 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
 from experiments.benchmarks.forked import fork
+from experiments.benchmarks.proxy import Proxy
 from experiments.benchmarks.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.federation.remote import Offer, Remote, frames, join
 from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
+from fedtorch.vfl import likelihoods, split_nn
+from fedtorch.vfl.ahead import ahead_half
+from fedtorch.vfl.iteration import server_half
+from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 from fedtorch.vfl.remote import over_hub, over_link
 
@@ -41,6 +49,9 @@ LIMITS = Limits(seconds=300.0)
 BLOCK = 20  # rounds that take turns
 VALUE = torch.ones(1000, dtype=torch.float64)  # of each row, in a vertical iteration
 WARM, ITERATIONS = 20, 500
+FAR = 0.05  # seconds that a message takes on a slow line
+AHEAD = (0, 1, 4)  # iterations
+WIDTH = 10  # features of a party
 
 
 def sites(folder: Path, address: str, names: Sequence[str]) -> None:
@@ -84,9 +95,36 @@ def answers(parties: int) -> Half:
     return time.perf_counter() - began
 
 
+def network() -> ft.vfl.SplitNetwork:
+    """A plain split network of three parties, the same in any process."""
+    bottoms = [split_nn.mlp(WIDTH, [16], 1) for _ in range(3)]
+    return ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+
+
+def runs_ahead(folder: Path, address: str, names: Sequence[str], iterations: int) -> None:
+    """Takes part as one party of `latency`."""
+    link, index = connect(address, identity.read(folder / names[0]), LIMITS), int(names[0])
+    x = ft.random.normal(ft.random.key(index), (len(VALUE), WIDTH))
+    for ahead in AHEAD:
+        own = ft.vfl.VerticalData((x,), torch.full((len(x),), torch.nan))
+        node = PartyNode(network().parties[index - 1], own, optimizer=split_adam, per_row=True)
+        over_link(ahead_half(node, [Iteration(step=step) for step in range(WARM + iterations)], ahead), link)
+    link.close()
+
+
+def split_adam(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimiser of every node."""
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
 @contextmanager
-def serving(processes: Sequence[Sequence[str]], role: str = "--sites") -> Iterator[tuple[Hub, list[str], list[int]]]:
-    """(a server, the names of its sites, the numbers of their processes); sites of each item run in one."""
+def serving(
+    processes: Sequence[Sequence[str]], role: str = "--sites", far: float = 0.0
+) -> Iterator[tuple[Hub, list[str], list[int]]]:
+    """(a server, the names of its sites, the numbers of their processes); sites of each item run in one.
+
+    Every message takes `far` seconds.
+    """
     names = [name for each in processes for name in each]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -97,7 +135,8 @@ def serving(processes: Sequence[Sequence[str]], role: str = "--sites") -> Iterat
             roster.add(name, identity.fingerprint(made.certificate))
         host = serve("127.0.0.1:0", own, roster, LIMITS)
         command = [sys.executable, "-m", "experiments.benchmarks.remote", role, temporary]
-        command += [f"127.0.0.1:{host.port}", *(",".join(each) for each in processes)]
+        port = Proxy(host.port, far).port if far else host.port
+        command += [f"127.0.0.1:{port}", *(",".join(each) for each in processes)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
             try:
                 assert started.stdout is not None
@@ -189,6 +228,29 @@ def vertical() -> list[common.Row]:
     ]
 
 
+def latency(iterations: int) -> list[common.Row]:
+    """Iterations of a split network over slow lines, by parties that wait and by parties that run ahead."""
+    names, seconds, y = ["1", "2", "3"], [], torch.arange(float(len(VALUE))) % 2
+    with serving([[name] for name in names], f"--ahead={iterations}", FAR) as (host, _, _):
+        for _ in AHEAD:
+            made = network()
+            node = ServerNode(made.server, ft.vfl.VerticalData((), y), optimizer=split_adam, per_row=True)
+            half = clocked(node, [Iteration(step=step) for step in range(WARM + iterations)])
+            seconds.append(over_hub(half, host, names, patience=600.0)[0])
+    setting = f"a split network's iteration, three parties, {1000 * FAR:.0f} ms a message, {iterations} iterations"
+    each = [common.Row(setting, f"ms, {ahead} ahead", 1000 * s / iterations) for ahead, s in zip(AHEAD, seconds)]
+    times = [common.Row(setting, f"times as fast, {a} ahead", seconds[0] / s) for a, s in zip(AHEAD[1:], seconds[1:])]
+    return [*each, *times]
+
+
+def clocked(node: ServerNode, iterations: Sequence[Iteration]) -> Half:
+    """The server's half; returns the seconds of the iterations after the first few."""
+    yield from server_half(node, iterations[:WARM])
+    began = time.perf_counter()
+    yield from server_half(node, iterations[WARM:])
+    return time.perf_counter() - began
+
+
 def many(alone: int, together: int) -> list[common.Row]:
     """Rounds of so many sites in processes of their own, and so many in one."""
     names = [str(k) for k in range(alone + together)]
@@ -210,15 +272,18 @@ def parts(small: bool) -> measure.Parts:
     return {
         "rounds": partial(rounds, small),
         "vertical": vertical,
+        "latency": partial(latency, 10 if small else 100),
         "many": partial(many, *((2, 4) if small else (20, 180))),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures; or, as `--sites` or `--parties`, takes part in a measurement."""
+    """Measures; or, as `--sites`, `--parties` or `--ahead`, takes part in a measurement."""
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] in (["--sites"], ["--parties"]):
-        body = sites if given[0] == "--sites" else party
+    role, _, iterations = (given or [""])[0].partition("=")
+    bodies = {"--sites": sites, "--parties": party, "--ahead": partial(runs_ahead, iterations=int(iterations or 0))}
+    if role in bodies:
+        body = bodies[role]
         started = [fork(partial(body, Path(given[1]), given[2], each.split(","))) for each in given[3:]]
         print(*started, flush=True)
         for number in started:

@@ -7,6 +7,7 @@ fedtorch revoke NAME --authority DIR --why TEXT   server: let a site in no longe
 fedtorch enrol TOKEN --identity DIR               site: make a key, and have it certified
 fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
+fedtorch states DIR [--clean DAYS]                site: what is kept of each run; delete runs that ended so long ago
 """
 
 from __future__ import annotations
@@ -42,12 +43,18 @@ def add(commands: Any) -> None:
     join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
     own = join.add_mutually_exclusive_group(required=True)
     own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
-    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see fedtorch.vfl.remote")
+    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see fedtorch.vfl.journal")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(
         "--patience", type=float, default=600.0, metavar="SECONDS", help="without a word from the server (default 600)"
     )
+    states = _command(commands, "states", _show_states, "site: what is kept of each run, and delete those that ended")
+    states.add_argument("folder", metavar="DIR", type=Path, help="the folder of states")
+    states.add_argument(
+        "--clean", type=float, metavar="DAYS", help="delete runs that ended so many days ago or earlier"
+    )
+    states.add_argument("--abandon", nargs="+", default=[], metavar="RUN", help="delete these though they are pending")
     for command in (enrol, join):
         command.add_argument(
             "--identity",
@@ -112,15 +119,18 @@ def _join(options: argparse.Namespace) -> None:
 def _run_half(options: argparse.Namespace) -> None:
     from fedtorch import transport
     from fedtorch.transport import identity
-    from fedtorch.vfl.remote import over_link, read_half
+    from fedtorch.vfl.remote import read_half
+    from fedtorch.vfl.resuming import resuming_over_link
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    half, link = read_half(options.half), transport.connect(options.address, identity.read(options.identity))
-    try:
-        traffic = over_link(half, link, seconds=options.patience)[1]
-    finally:
-        link.close()
+    dial = partial(transport.connect, options.address, identity.read(options.identity))
+    waits = {"seconds": options.patience, "patience": options.patience}
+    traffic = resuming_over_link(read_half(options.half), dial, _states(options), **waits)[1]
     print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
+
+
+def _states(options: argparse.Namespace) -> Path:
+    return options.states or options.identity / "states"
 
 
 def _take_part(options: argparse.Namespace) -> None:
@@ -130,8 +140,20 @@ def _take_part(options: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
-    states = options.states or options.identity / "states"
-    visit = join(partial(transport.connect, options.address, me), offer, states, patience=options.patience)
+    dial = partial(transport.connect, options.address, me)
+    visit = join(dial, offer, _states(options), identity=me, patience=options.patience)
     print(f"run {visit.run} is over")
     if options.save is not None:
         visit.save(options.save)
+
+
+def _show_states(options: argparse.Namespace) -> None:
+    import math
+
+    from fedtorch.federation.remote.versions import clean, runs
+
+    if options.clean is not None or options.abandon:
+        for each in clean(options.folder, math.inf if options.clean is None else options.clean, options.abandon):
+            print(f"deleted {each.run}")
+    for each in runs(options.folder):
+        print(f"{each.run}  {'over' if each.over else 'pending'}  {each.days:.1f} days ago  {each.bytes} bytes")

@@ -14,6 +14,16 @@ class Budget(Protocol):
     A run also keeps it as a recorder, so that a checkpoint knows how much was spent when it was written.
     """
 
+    @property
+    def quorum(self) -> int | None:
+        """Of how many clients of a sum the noise is counted together: 1 for each one's own, None for a server's."""
+        ...
+
+    @property
+    def lasting(self) -> bool:
+        """Whether what is spent outlives the process, of noise that nobody can compute."""
+        ...
+
     def cohort(self, cohort: Any, clients: int) -> Any:
         """Whom a run asks of so many clients, if it was given `cohort`; raises where that cannot be accounted for."""
         ...

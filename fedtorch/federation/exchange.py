@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree, wire
+from fedtorch.federation.masks import Masks
 from fedtorch.kernels.neighbours import neighbours
 from fedtorch.tree import Rows, Tree
 
@@ -65,7 +66,8 @@ class Exchange(NamedTuple):
     """How a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones (views).
 
     A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
-    adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered.
+    adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. With `masks`, or `sealed`,
+    processes of several organisations let nobody in between read them.
     """
 
     scatter: Callable[[Tree, Rows], Tree]  # (outbox, ids) -> inboxes (K, ...)
@@ -74,6 +76,8 @@ class Exchange(NamedTuple):
     finish: Callable[[Tree], Tree]  # partial -> aggregate: Mean and Sum where the message has them, or RowsOf
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
+    masks: Masks | None = None
+    sealed: Network | None = None  # whose nodes hear each other in letters that no server in between can read
 
 
 def client_count(ids: Rows) -> int:

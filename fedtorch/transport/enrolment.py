@@ -28,11 +28,12 @@ from fedtorch.transport import identity
 from fedtorch.transport.grpc_streams import dial, library, listen
 from fedtorch.transport.hub import Limits
 from fedtorch.transport.identity import Identity
+from fedtorch.transport.rates import Gate, Rate
 from fedtorch.transport.roster import Roster
 
 DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
-_LIMITS = Limits(frame=2**16, seconds=20.0)
+_LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))
 _AT_ONCE = 4
 _MARK = "fedtorch1."  # what a token begins with, and its version
 
@@ -144,7 +145,9 @@ class Desk:
         workers = ThreadPoolExecutor(_AT_ONCE, "fedtorch-enrolment")
         options = [("grpc.max_receive_message_length", _LIMITS.frame), ("grpc.so_reuseport", 0)]
         self._server = grpc.server(workers, options=options, maximum_concurrent_rpcs=_AT_ONCE)
-        handler = grpc.unary_unary_rpc_method_handler(partial(_answer, folder, roster, grpc))
+        handler = grpc.unary_unary_rpc_method_handler(
+            partial(_answer, folder, roster, Gate(_LIMITS.each, _LIMITS.all), grpc)
+        )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         certificate = (folder / "authority.pem").read_bytes()
         own = Identity((folder / "authority.key.pem").read_bytes(), certificate, certificate)
@@ -153,7 +156,7 @@ class Desk:
 
     def close(self) -> None:
         """Takes no more sites."""
-        self._server.stop(1.0).wait()
+        self._server.stop(1.0).wait(_LIMITS.seconds)
 
 
 def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Callable[[], float] = time.time) -> bytes:
@@ -181,11 +184,14 @@ def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Cal
     return certificate
 
 
-def _answer(folder: Path, roster: Roster, grpc: Any, payload: bytes, context: Any) -> bytes:
+def _answer(folder: Path, roster: Roster, gate: Gate, grpc: Any, payload: bytes, context: Any) -> bytes:
     """The reply to a site's request to enrol."""
     try:
+        gate.enter(context.peer())
         about = wire.metadata(payload)
         certificate = admit(folder, roster, str(about.get("secret")), str(about.get("request")).encode())
+    except ConnectionRefusedError as error:
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
     except (PermissionError, ValueError) as error:
         context.abort(grpc.StatusCode.PERMISSION_DENIED, str(error))
     return wire.encode(None, {"certificate": certificate.decode()})

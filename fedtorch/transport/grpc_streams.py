@@ -18,9 +18,11 @@ from typing import Any
 
 from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link, Pipe
 from fedtorch.transport.identity import SERVER, Identity, fingerprint
+from fedtorch.transport.rates import Gate
 from fedtorch.transport.roster import Roster
 
 _SERVICE, _METHOD = "fedtorch.Sites", "Join"
+_STOP = 10.0  # seconds in which a server has ended all streams
 _SPARE = 4  # threads beyond one a peer, for those that are refused
 
 
@@ -40,7 +42,7 @@ def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIM
     hub = Hub(limits)
     workers = ThreadPoolExecutor(limits.peers + _SPARE, "fedtorch-site")
     server = grpc.server(workers, options=_options(limits), maximum_concurrent_rpcs=limits.peers + _SPARE)
-    handler = grpc.stream_stream_rpc_method_handler(partial(_stream, hub, roster, grpc))
+    handler = grpc.stream_stream_rpc_method_handler(partial(_stream, hub, roster, Gate(limits.each, limits.all), grpc))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
     hub.port = listen(server, address, identity, both=True)
     server.start()
@@ -65,7 +67,7 @@ def connect(address: str, identity: Identity, limits: Limits = LIMITS) -> Link:
 
 
 def _stop(server: Any, workers: ThreadPoolExecutor) -> None:
-    server.stop(1.0).wait()
+    server.stop(1.0).wait(_STOP)
     workers.shutdown(wait=False)
 
 
@@ -132,9 +134,12 @@ def _options(limits: Limits) -> list[tuple[str, int]]:
     ]
 
 
-def _stream(hub: Hub, roster: Roster, grpc: Any, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+def _stream(
+    hub: Hub, roster: Roster, gate: Gate, grpc: Any, requests: Iterator[bytes], context: Any
+) -> Iterator[bytes]:
     """A site's stream as the server has it: yields what goes out, while a thread takes what comes in."""
     try:
+        gate.enter(context.peer())
         (certificate,) = context.auth_context()["x509_pem_cert"]
         peer = roster.name_of(certificate)
         line = hub.join(peer, partial(roster.check, peer, fingerprint(certificate)))

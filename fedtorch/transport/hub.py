@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from fedtorch.transport.rates import Rate
+
 
 class Limits(NamedTuple):
     """What is waited for and held at most."""
@@ -18,6 +20,8 @@ class Limits(NamedTuple):
     seconds: float = 30.0  # for a connection, or for room to send
     keepalive: float = 10.0  # seconds of silence after which a peer is asked whether it is there
     peers: int = 256  # connected at once
+    each: Rate = Rate(256, 2.0)  # new streams of one address, behind which there may be many peers
+    all: Rate = Rate(1024, 20.0)  # new streams
 
 
 LIMITS = Limits()

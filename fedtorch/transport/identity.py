@@ -155,9 +155,13 @@ def sign(authority: Path | str, request: bytes, name: str, lifetime: timedelta =
 def fingerprint(certificate: bytes) -> str:
     """SHA-256 of the public key in a PEM certificate, in hexadecimal: the same when the certificate is renewed."""
     public = x509.load_pem_x509_certificate(certificate).public_key()
-    coded = public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return digest_of(public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
+
+
+def digest_of(public: bytes) -> str:
+    """SHA-256 of a public key as DER, in hexadecimal."""
     digest = hashes.Hash(hashes.SHA256())
-    digest.update(coded)
+    digest.update(public)
     return digest.finalize().hex()
 
 

@@ -12,6 +12,8 @@ from filelock import FileLock
 from fedtorch import files
 from fedtorch.transport.identity import check_name, common_name, fingerprint
 
+_SECONDS = 30.0  # for another process that writes the file
+
 
 class Site(NamedTuple):
     """A site as the server knows it."""
@@ -89,7 +91,7 @@ class Roster:
         self._change(name, self.sites[name]._replace(revoked=reason or "no reason given"))
 
     def _change(self, name: str, site: Site) -> None:
-        with FileLock(f"{self.path}.lock"):
+        with FileLock(f"{self.path}.lock", timeout=_SECONDS):
             sites = {**(self._read() if self.path.exists() else {}), name: site}
             content = {each: sites[each]._asdict() for each in sorted(sites)}
             files.replace(self.path, json.dumps({"sites": content}, indent=1).encode())

@@ -37,7 +37,7 @@ def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
 
 def rows(value: Tree) -> Tensor:
     """A stacked tree `(M, ...)` as one matrix `(M, D)` in the widest of its dtypes."""
-    found = [leaf.reshape(len(leaf), -1) for leaf in tree.leaves(value)]
+    found = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in tree.leaves(value)]
     return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 

@@ -16,8 +16,9 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
   many rows the leader has, which of its own rows are used, and their order. A third party learns the sizes.
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
-- *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it: every point that it
-  multiplies is a guess that the other can test. All follow the protocol: who puts guessed identifiers into its list
+- *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
+  whoever asks and however often (`allowance`): every point that it multiplies is a guess that the other can test. What
+  is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
   learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
   new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
   on the identifier.
@@ -42,6 +43,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
 from fedtorch.progress import tracked
+from fedtorch.vfl.allowance import Allowance
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
@@ -80,13 +82,17 @@ class Holder:
         identifiers: one per row.
         name: for error messages.
         most: so many points of others are multiplied by the secret at most, in all requests together.
+        allowance: of points in all alignments; None for any number.
 
     Raises:
         ValueError: an identifier that comes twice, or is no Unicode text.
     """
 
-    def __init__(self, identifiers: Sequence[str], name: str, most: int = 10_000_000) -> None:
+    def __init__(
+        self, identifiers: Sequence[str], name: str, most: int = 10_000_000, allowance: Allowance | None = None
+    ) -> None:
         self.name, self.identifiers, self.most = name, normalised(identifiers, name), most
+        self.allowance = allowance
         self._secret = ec.generate_private_key(_CURVE)
         self.order = list(range(len(self.identifiers)))
         secrets.SystemRandom().shuffle(self.order)
@@ -107,6 +113,8 @@ class Holder:
                 f"Expected at most {self.most} more points at {self.name!r}, but got {len(points.x)}; raise most= if "
                 "the lists are that long"
             )
+        if self.allowance is not None:
+            self.allowance.take(len(points.x), self.name)
         self.most -= len(points.x)
         rows = tracked(_each(points), _BLINDING, len(points.x), unit="row")
         return Points(_stack(self._times(_decode(x, self.name)) for x in rows))
@@ -158,8 +166,9 @@ def following(member: Holder, leader: str) -> Half:
         leader: the name of the party that compares.
     """
     yield Send(leader, member.own_points(), rows=True)
-    yield Send(leader, member.blind((yield Receive(leader, _POINTS, rows=True))), rows=True)
-    return member.rows((yield Receive(leader, _POSITIONS, rows=True)))
+    points = yield Receive(leader, _POINTS, rows=True, most=member.most)
+    yield Send(leader, member.blind(points), rows=True)
+    return member.rows((yield Receive(leader, _POSITIONS, rows=True, most=len(points.x))))
 
 
 def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
@@ -182,8 +191,9 @@ def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | No
         yield Send(name, own, rows=True)
     places = {}
     for name in members:
-        theirs = yield Receive(name, _POINTS, rows=True)
-        places[name] = leader.places(name, theirs, (yield Receive(name, _POINTS, rows=True)))
+        theirs = yield Receive(name, _POINTS, rows=True, most=leader.most)
+        returned = yield Receive(name, _POINTS, rows=True, most=len(own.x))
+        places[name] = leader.places(name, theirs, returned)
     here = torch.ones(len(leader.order), dtype=torch.bool)
     for name in needed:
         here &= places[name] >= 0

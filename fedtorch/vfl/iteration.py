@@ -23,6 +23,8 @@ Several local steps per exchange keep the iteration's draws: with the response a
 gradient that it was told (first order), with the response shared it computes it anew. (Plain networks can do it, too,
 but nothing then holds z_j near what was sent.)
 
+A party need not wait for the server in every iteration: `ahead` has halves of a bounded delay.
+
 Who is idle is part of an `Iteration`: all know it beforehand (`bounded_delay` is a function of its key). An idle party
 sends nothing, but for its link in the chain of a joint q, and the server goes on with what it last heard. The server
 does not decide by the clock whom it goes on without, since numbers would depend on the machines' load.
@@ -44,7 +46,7 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.progress import tracked
-from fedtorch.vfl.nodes import Backward, Gradient, Iteration, PartyNode, ServerNode, Share
+from fedtorch.vfl.nodes import Backward, Gradient, Iteration, PartyNode, ServerNode
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, together
 
 
@@ -61,7 +63,7 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
     """
     model, own = party.model, party.index - 1
     for iteration in iterations:
-        here = _taking_part(iteration, [party.values[own] is not None] * len(party.values))[own]
+        here = taking_part(iteration, [party.values[own] is not None] * len(party.values))[own]
         if here:
             yield Send(0, party.propose(iteration))
         value = party.values[own].value  # type: ignore[union-attr]
@@ -78,9 +80,7 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
             continue
         share = None
         if party.apart and (model.power or party.response_shared):
-            weight = None if model.concentration is None else value[:, 0, 0, 0]
-            shared = value.new_zeros(*value.shape[:2], len(model.likelihood.shared))
-            share = yield Receive(0, Share(value, shared, weight))
+            share = yield Receive(0, party.share_like())
         if share is not None and model.power:
             yield Send(0, party.answer(share))
         gradient = (yield Receive(0, Gradient(value))) if share is None or model.power else None
@@ -91,7 +91,7 @@ def server_half(server: ServerNode, iterations: Iterable[Iteration]) -> Half:
     """The server's side of every iteration; see `party_half`."""
     model, ranks = server.model, range(1, len(server.model.predictors) + 1)
     for iteration in tracked(iterations, "Vertical training", unit="iteration"):
-        here = _taking_part(iteration, [value is not None for value in server.values])
+        here = taking_part(iteration, [value is not None for value in server.values])
         awake = [rank for rank, takes_part in zip(ranks, here) if takes_part]
         server.begin(iteration)
         for rank in awake:
@@ -145,6 +145,18 @@ def exchange(
     return together(halves)[1]
 
 
+def taking_part(iteration: Iteration, heard: Sequence[bool]) -> list[bool]:
+    """Which parties take part, of which the server has `heard` before or not.
+
+    Raises:
+        ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
+    """
+    here = [True] * len(heard) if iteration.active is None else list(iteration.active)
+    if not all(here) and (iteration.rows is not None or not all(h or known for h, known in zip(here, heard))):
+        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
+    return here
+
+
 def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> Iterator[list[bool]]:
     """Which parties take part in each iteration: at random, but nobody is away more than `delay` times running.
 
@@ -166,14 +178,6 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
         away = torch.where(present, 0, away + 1)
         step += 1
         yield present.tolist()
-
-
-def _taking_part(iteration: Iteration, heard: Sequence[bool]) -> list[bool]:
-    """Which parties take part, of which the server has `heard` before or not."""
-    here = [True] * len(heard) if iteration.active is None else list(iteration.active)
-    if not all(here) and (iteration.rows is not None or not all(h or known for h, known in zip(here, heard))):
-        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
-    return here
 
 
 def _backward(like: Tensor, count: int) -> Backward:

@@ -198,9 +198,23 @@ class PartyNode(_Node):
         self.begin(iteration)
         self.now = self.now.of_party(0)
         self._contribute()
-        value = Value(self.sent.detach())
+        self.told = self.sent.detach()
+        value = Value(self.told)
         self.values[self.index - 1] = value
         return value
+
+    def recall(self, iteration: Iteration, value: Value) -> None:
+        """Goes back to an iteration in which it sent this value, with its parameters as they are now."""
+        self.begin(iteration)
+        self.now = self.now.of_party(0)
+        self._contribute()
+        self.told = value.value
+
+    def share_like(self) -> Share:
+        """What a `Share` for this party looks like."""
+        value = self.told
+        weight = None if self.model.concentration is None else value[:, 0, 0, 0]
+        return Share(value, value.new_zeros(*value.shape[:2], len(self.model.likelihood.shared)), weight)
 
     def _contribute(self) -> None:
         found = party_bound(self.model, self.guide, self.index, self.q, self.theta, self.now, self.noise)
@@ -225,7 +239,6 @@ class PartyNode(_Node):
 
     def update(self, gradient: Gradient | None, share: Share | None, rate: float | None, local_steps: int = 1) -> None:
         """Moves up the bound, once or several times with this iteration's draws."""
-        self.told = self.sent.detach()
         for step in range(local_steps):
             if step:
                 self.theta = self.draw()

@@ -13,19 +13,17 @@ A half may be several, one after the other, so that rows are aligned and models 
         party = PartyNode(network.parties[0], VerticalData((x[rows],), unknown))
         yield from party_half(party, iterations)
 
-With this in a file of its own, a party takes part by `fedtorch join HOST:PORT --half FILE`.
-
 Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
 sender's name. A party that is lost, late or refused ends the protocol at all nodes, and everybody hears its name:
-a half cannot be begun in the middle. When a half's driver returns, everything has arrived, and the stream may be used
-for another protocol.
+a half cannot be begun in the middle; `resuming` has drivers that go on. When a half's driver returns, everything has
+arrived, and the stream may be used for another protocol.
 """
 
 from __future__ import annotations
 
 import runpy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,23 +55,18 @@ def over_hub(
         ValueError: two parties of one name.
     """
     expected.positive(seconds=seconds, patience=patience)
-    if len(set(parties)) < len(parties):
-        raise ValueError(f"Expected parties of different names, but got {list(parties)}")
+    check_names(parties)
     try:
-        peers = _meet(hub, parties, seconds, patience)
-        nodes: dict[Name, _Peer] = {**dict(enumerate(peers, start=1)), **dict(zip(parties, peers))}
-        result = drive(half, lambda step: nodes[step.to].send(step), lambda step: nodes[step.sender].receive(step))
-        for peer in peers:
+        peers = meet(hub, parties, seconds, patience)
+        result = drive_with(half, peers)
+        for peer in peers.values():
             peer.hear_end()
-        for peer in peers:
+        for peer in peers.values():
             peer.say_end()
-    except ConnectionError as error:
-        _give_up(hub, parties, str(error))
-        raise
     except BaseException as error:
-        _give_up(hub, parties, f"the server failed with {type(error).__name__}")
+        give_up(hub, parties, error)
         raise
-    return result, Traffic(sum(peer.received for peer in peers), sum(peer.sent for peer in peers))
+    return result, Traffic(sum(peer.received for peer in peers.values()), sum(peer.sent for peer in peers.values()))
 
 
 def over_link(half: Half, link: Link, *, seconds: float = SECONDS) -> tuple[Any, Traffic]:
@@ -89,7 +82,7 @@ def over_link(half: Half, link: Link, *, seconds: float = SECONDS) -> tuple[Any,
         fedtorch.wire.PayloadError: a message that is not what was expected.
     """
     expected.positive(seconds=seconds)
-    server = _Peer("the server", link, seconds)
+    server = Peer("the server", link, seconds)
     try:
         result = drive(half, server.send, server.receive)
         server.say_end()
@@ -100,8 +93,8 @@ def over_link(half: Half, link: Link, *, seconds: float = SECONDS) -> tuple[Any,
     return result, Traffic(server.sent, server.received)
 
 
-def read_half(path: Path | str) -> Half:
-    """The half that a file of the party's own makes, by its function `half`.
+def read_half(path: Path | str) -> Callable[[Any], Half]:
+    """The function `half` of a party's own file: from a `fedtorch.vfl.journal.Journal` to the party's half.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -111,60 +104,85 @@ def read_half(path: Path | str) -> Half:
         raise FileNotFoundError(f"Expected a file with the party's half, but {path} is not there")
     half = runpy.run_path(str(path)).get("half")
     if not callable(half):
-        raise ValueError(f"Expected {path} to define a function half(); see fedtorch.vfl.remote")
-    return half()
+        raise ValueError(f"Expected {path} to define a function half(journal); see fedtorch.vfl.journal")
+    return half
 
 
-class _Peer:
+class Lost(ConnectionError):
+    """A node's stream has ended, or nothing came on it in time; it may connect again."""
+
+
+class Peer:
     """Another node, at the end of a link, and the bytes of payloads to and from it."""
 
     def __init__(self, name: str, link: Link, seconds: float) -> None:
-        self.name, self._link, self._seconds = name, link, seconds
+        self.name, self.link, self._seconds = name, link, seconds
         self.sent = self.received = 0
 
     def send(self, step: Send) -> None:
+        """Sends a message; raises `Lost` where it is not taken."""
         payload = encode(step)
-        with _naming(self.name):
-            self._link.send(payload)
+        with naming(self.name):
+            self.link.send(payload)
         self.sent += len(payload)
 
     def receive(self, step: Receive) -> Tree:
-        with _naming(self.name):
-            payload = self._link.receive(self._seconds)
+        """The next message; raises `Lost` where none comes, and `PayloadError` where it is another."""
+        with naming(self.name):
+            payload = self.link.receive(self._seconds)
         self.received += len(payload)
         if payload == _END:
             raise wire.PayloadError(f"payload of {self.name}: expected another message, but its half is done")
         return decode(payload, step, self.name)
 
     def say_end(self) -> None:
-        with _naming(self.name):
-            self._link.send(_END)
+        """Says that this node's half is done."""
+        with naming(self.name):
+            self.link.send(_END)
 
     def hear_end(self) -> None:
-        with _naming(self.name):
-            payload = self._link.receive(self._seconds)
+        """Waits until the other's half is done."""
+        with naming(self.name):
+            payload = self.link.receive(self._seconds)
         if payload != _END:
             raise wire.PayloadError(f"payload of {self.name}: expected no more messages, but got {len(payload)} bytes")
 
 
-def _meet(hub: Hub, parties: Sequence[str], seconds: float, patience: float) -> list[_Peer]:
-    """All parties, once they are connected."""
-    ends, peers = time.monotonic() + patience, []
+def check_names(parties: Sequence[str]) -> None:
+    """Raises ValueError for two parties of one name."""
+    if len(set(parties)) < len(parties):
+        raise ValueError(f"Expected parties of different names, but got {list(parties)}")
+
+
+def meet(hub: Hub, parties: Sequence[str], seconds: float, patience: float) -> dict[str, Peer]:
+    """All parties by name, once they are connected; raises `Lost` where one does not come."""
+    ends, peers = time.monotonic() + patience, {}
     for name in parties:
-        with _naming(name):
-            peers.append(_Peer(name, hub.meet(name, max(ends - time.monotonic(), 0.0)), seconds))
+        with naming(name):
+            peers[name] = Peer(name, hub.meet(name, max(ends - time.monotonic(), 0.0)), seconds)
     return peers
 
 
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Says whose stream it was that ended, or on which nothing came."""
-    try:
-        yield
-    except OSError as error:
-        raise ConnectionError(f"{name} is lost: {error}") from error
+def drive_with(half: Half, peers: Mapping[str, Peer]) -> Any:
+    """Runs the server's half with parties by their names and, in the same order, by number from 1 on."""
+    nodes: dict[Name, Peer] = dict(enumerate(peers.values(), start=1))
+    nodes.update(peers)
+    return drive(half, lambda step: nodes[step.to].send(step), lambda step: nodes[step.sender].receive(step))
 
 
-def _give_up(hub: Hub, parties: Sequence[str], reason: str) -> None:
+def give_up(hub: Hub, parties: Sequence[str], error: BaseException) -> None:
+    """Ends the parties' streams; of an error that is not about connections they hear only its kind."""
+    reason = str(error) if isinstance(error, ConnectionError) else f"the server failed with {type(error).__name__}"
     for name in parties:
         hub.drop(name, f"the protocol has ended: {reason}")
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Says whose stream it was that ended, or on which nothing came; `Lost` where it may come back."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConnectionError(f"{name} is lost: {error}") from error
+    except OSError as error:
+        raise Lost(f"{name} is lost: {error}") from error

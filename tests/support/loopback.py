@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fedtorch.federation.remote import Offer
 from fedtorch.federation.remote.site import Site
+from fedtorch.transport import Identity
 
 
 class Clock:
@@ -31,10 +32,13 @@ class Loopback:
     Args:
         brought: what sites bring, by name.
         folder: where they keep their states.
+        identities: theirs, where they need some.
     """
 
-    def __init__(self, brought: Mapping[str, Offer], folder: Path | None) -> None:
-        self.brought, self.folder = brought, folder
+    def __init__(
+        self, brought: Mapping[str, Offer], folder: Path | None, identities: Mapping[str, Identity] | None = None
+    ) -> None:
+        self.brought, self.folder, self.identities = brought, folder, identities or {}
         self.sites: dict[str, Site] = {}
         self.frames: deque[tuple[str, bytes]] = deque()
         self.dropped: dict[str, str] = {}
@@ -51,7 +55,7 @@ class Loopback:
     def start(self, name: str) -> None:
         """A site's process begins, or begins anew."""
         folder = None if self.folder is None else self.folder / name
-        self.sites[name] = Site(self.brought[name], folder)
+        self.sites[name] = Site(self.brought[name], folder, self.identities.get(name))
         self.frames = deque(frame for frame in self.frames if frame[0] != name)
         self.frames.append((name, self.sites[name].hello()))
 

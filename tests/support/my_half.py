@@ -2,13 +2,16 @@
 
 import os
 import threading
+from functools import partial
 
 import torch
 
 from fedtorch import random, vfl
 from fedtorch.vfl import likelihoods
+from fedtorch.vfl.ahead import ahead_half
 from fedtorch.vfl.alignment import Holder, following, leading
-from fedtorch.vfl.iteration import party_half, server_half
+from fedtorch.vfl.iteration import server_half
+from fedtorch.vfl.journal import Journal
 from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
 from fedtorch.vfl.protocol import Half
 from fedtorch.vfl.split_nn import mlp
@@ -17,12 +20,13 @@ PARTIES = ["clinic", "laboratory"]
 IDENTIFIERS = {"leader": list("hgfedcba"), "clinic": list("abcdef"), "laboratory": list("bzcayfe")}
 WIDTHS = {"clinic": 3, "laboratory": 2}
 _ONE = threading.Lock()
-ITERATIONS = [Iteration(step=step) for step in range(5)]
+ITERATIONS = [Iteration(step=step) for step in range(int(os.environ.get("ITERATIONS", "5")))]
+EVERY, DELAY = int(os.environ.get("EVERY", "2")), 0  # iterations between two points, and by which gradients are late
 
 
 def sgd(parameters):
     """The optimiser of every node."""
-    return torch.optim.SGD(parameters, lr=0.1)
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def features(name: str) -> torch.Tensor:
@@ -39,19 +43,19 @@ def network() -> vfl.SplitNetwork:
         return vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, names=PARTIES, bayes=bayes).double()
 
 
-def leader() -> Half:
+def leader(journal: Journal) -> Half:
     """Aligns the rows and trains; returns the rows and the server's parameters."""
-    rows = yield from leading(Holder(IDENTIFIERS["leader"], "leader"), PARTIES)
+    rows = yield from journal.once(leading(Holder(IDENTIFIERS["leader"], "leader"), PARTIES))
     made, y = network(), torch.arange(8.0, dtype=torch.float64) % 2
     node = ServerNode(made.server, vfl.VerticalData((), y[rows]), optimizer=sgd, per_row=True)
-    yield from server_half(node, ITERATIONS)
+    yield from journal.through(partial(server_half, node), node, ITERATIONS, EVERY)
     return rows, {name: value.detach() for name, value in made.server.named_parameters()}
 
 
-def half(name: str = os.environ.get("SITE", "clinic")) -> Half:
+def half(journal: Journal, name: str = os.environ.get("SITE", "clinic")) -> Half:
     """A party's side of it."""
-    rows = yield from following(Holder(IDENTIFIERS[name], name), "leader")
+    rows = yield from journal.once(following(Holder(IDENTIFIERS[name], name), "leader"))
     part, unknown = network().parties[PARTIES.index(name)], torch.full((len(rows),), torch.nan, dtype=torch.float64)
     node = PartyNode(part, vfl.VerticalData((features(name)[rows],), unknown), optimizer=sgd, per_row=True)
-    yield from party_half(node, ITERATIONS)
+    yield from journal.through(partial(ahead_half, node, delay=DELAY), node, ITERATIONS, EVERY)
     return rows, {key: value.detach() for key, value in part.named_parameters()}

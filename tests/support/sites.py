@@ -12,7 +12,7 @@ from typing import Any
 
 import fedtorch as ft
 from fedtorch.federation.remote import Offer, Remote, Visit, join
-from fedtorch.transport import Hub, memory
+from fedtorch.transport import Hub, Identity, memory
 from fedtorch.tree import Tree
 
 
@@ -38,15 +38,18 @@ def offers(
 class Thread(threading.Thread):
     """A site that ends by itself once the run is over, or at the latest when its hub closes."""
 
-    def __init__(self, host: Hub, name: str, offer: Offer, folder: Path | None = None) -> None:
+    def __init__(
+        self, host: Hub, name: str, offer: Offer, folder: Path | None = None, identity: Identity | None = None
+    ) -> None:
         super().__init__(daemon=True, name=f"site {name}")
-        self.host, self.site, self.offer, self.folder = host, name, offer, folder
+        self.host, self.site, self.offer, self.folder, self.identity = host, name, offer, folder, identity
         self.visit: Visit | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.visit = join(lambda: memory.link(self.host, self.site), self.offer, self.folder, patience=20.0)
+            dial = lambda: memory.link(self.host, self.site)
+            self.visit = join(dial, self.offer, self.folder, identity=self.identity, patience=20.0)
         except Exception as error:
             self.error = error
 
@@ -58,11 +61,15 @@ def joined(
     rows: Tree = None,
     settings: Mapping[str, Any] | None = None,
     folder: Path | None = None,
+    identities: Mapping[str, Identity] | None = None,
     **more: Any,
 ) -> Iterator[tuple[Remote, Mapping[str, Thread]]]:
     """(the population of such sites, the threads in which they run)."""
     host = Hub()
-    threads = {name: Thread(host, name, offer, folder and folder / name) for name, offer in brought.items()}
+    known = identities or {}
+    threads = {
+        name: Thread(host, name, offer, folder and folder / name, known.get(name)) for name, offer in brought.items()
+    }
     for thread in threads.values():
         thread.start()
     more = {"quorum": 1.0, "seconds": 20.0, **more}

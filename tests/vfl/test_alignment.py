@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from fedtorch import wire
 from fedtorch.vfl import alignment
 from fedtorch.vfl.alignment import Holder, Points, Positions, following, intersect, leading
+from fedtorch.vfl.allowance import Allowance
 from fedtorch.vfl.parties import Party
 from fedtorch.vfl.protocol import Half, Receive, Send, decode, drive, encode
 
@@ -149,6 +151,37 @@ def test_points_come_once_and_not_without_end() -> None:
     member.blind(sent)
     with pytest.raises(ValueError, match="at most 1 more points at 'b', but got 2; raise most="):
         member.blind(sent)
+
+
+def test_guesses_are_counted_over_alignments_and_days(tmp_path: Path) -> None:
+    """A list of guesses costs what it is long, whoever asks, and however often the member begins anew."""
+    now = [1e9]
+    allowed = lambda: Allowance(tmp_path / "guesses.json", 4, lambda: now[0])
+    member = lambda: Holder(["x", "y", "z"], "b", allowance=allowed())
+    points = Holder(["x", "q", "r"], "leader").own_points()
+    member().blind(points)
+    with pytest.raises(ValueError, match=r"at most 1 identifiers to be tested at 'b' now, .* but got 3; wait 12"):
+        member().blind(points)
+    now[0] -= 3 * 86_400
+    with pytest.raises(ValueError, match="at most 1 identifiers"):
+        member().blind(points)
+    now[0] += 3 * 86_400 + 43_201
+    member().blind(points)
+    with pytest.raises(ValueError, match="but got 5; split the list, or agree on more"):
+        allowed().take(5, "b")
+    (tmp_path / "guesses.json").write_text("[]")
+    with pytest.raises(ValueError, match="Expected a count of identifiers in"):
+        member().blind(points)
+
+
+def test_lists_that_are_too_long_are_refused_unread() -> None:
+    half = following(Holder(["x"], "b", most=2), "leader")
+    next(half)
+    asked = half.send(None)
+    assert isinstance(asked, Receive)
+    assert asked.most == 2
+    with pytest.raises(wire.PayloadError, match="expected a number of rows up to 2, but got 3"):
+        decode(encode(Send("b", Holder(["x", "y", "z"], "leader").own_points(), rows=True)), asked, "leader")
 
 
 def test_identifiers_are_compared_in_a_normal_form() -> None:

@@ -19,9 +19,11 @@ from support.verticals import GUIDES, nodes, noises, some_model, some_parameters
 from fedtorch import wire
 from fedtorch.transport import Hub, Limits, Roster, identity, memory, serve
 from fedtorch.vfl.iteration import party_half, server_half
+from fedtorch.vfl.journal import Journal
 from fedtorch.vfl.nodes import Iteration
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, together
 from fedtorch.vfl.remote import over_hub, over_link, read_half
+from fedtorch.vfl.resuming import resuming_over_hub
 
 TESTS = Path(__file__).parent.parent
 
@@ -95,7 +97,7 @@ def everywhere() -> dict[Any, Any]:
             key = "to" if isinstance(step, Send) else "sender"
             message = yield step._replace(**{key: names.get(getattr(step, key), getattr(step, key))})
 
-    halves = {"leader": my_half.leader(), **{name: my_half.half(name) for name in my_half.PARTIES}}
+    halves = {"leader": my_half.leader(Journal()), **{name: my_half.half(Journal(), name) for name in my_half.PARTIES}}
     return together({name: renamed(half) for name, half in halves.items()})[0]
 
 
@@ -107,7 +109,9 @@ def check_against(wanted: tuple[Any, Any], found: tuple[Any, Any]) -> None:
 
 def test_alignment_and_training_on_one_stream() -> None:
     wanted = everywhere()
-    leader, _, parties = remotely(my_half.leader(), {name: my_half.half(name) for name in my_half.PARTIES})
+    leader, _, parties = remotely(
+        my_half.leader(Journal()), {name: my_half.half(Journal(), name) for name in my_half.PARTIES}
+    )
     assert [my_half.IDENTIFIERS["leader"][row] for row in leader[0]] == list("fecba")
     assert [my_half.IDENTIFIERS["laboratory"][row] for row in parties["laboratory"][0]] == list("fecba")
     for name, found in {"leader": leader, **parties}.items():
@@ -228,7 +232,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="party's half"):
         read_half(tmp_path / "nothing.py")
     (tmp_path / "empty.py").write_text("")
-    with pytest.raises(ValueError, match=r"define a function half\(\)"):
+    with pytest.raises(ValueError, match=r"define a function half\(journal\)"):
         read_half(tmp_path / "empty.py")
 
 
@@ -255,7 +259,7 @@ def test_parties_as_processes(tmp_path: Path) -> None:
         for name in my_half.PARTIES
     }
     try:
-        found, traffic = over_hub(my_half.leader(), hub, my_half.PARTIES, seconds=60, patience=60)
+        found, traffic = resuming_over_hub(my_half.leader, hub, my_half.PARTIES, seconds=60, patience=60)
         said = {name: party.communicate(timeout=60)[0].decode() for name, party in parties.items()}
     finally:
         for party in parties.values():

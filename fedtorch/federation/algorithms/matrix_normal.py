@@ -269,6 +269,11 @@ def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
 
 def client(inbox: Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
     """The device's steps on its misfit with the prior in each, in units of its mean squared error."""
+    if inbox.noise.ndim != 1:
+        raise TypeError(
+            "Expected every device to hear its own row, but all hear all; leave HM1 its exchange, private_rows: its "
+            "server needs every device's coefficients, of which no sum, under masks or not, will do"
+        )
     unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)

@@ -7,5 +7,6 @@ late, fail, or leave, and the run goes on.
 
 from fedtorch.federation.remote.offer import Offer as Offer, read_offer as read_offer
 from fedtorch.federation.remote.population import Remote as Remote
+from fedtorch.federation.remote.sealed import sealed as sealed
 from fedtorch.federation.remote.site import Visit as Visit, deliver as deliver, join as join
 from fedtorch.federation.remote.terms import Terms as Terms

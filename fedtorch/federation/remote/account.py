@@ -37,7 +37,7 @@ class Account:
         if self._told is None:
             raise ValueError(
                 "Expected a population with withdrawals=True, which keeps what each site has told, of an algorithm "
-                "whose clients tell sums for good"
+                "whose clients tell sums for good that the server can read"
             )
         if self.left[site]:
             raise ValueError("Expected a site that takes part, but what this one told has been withdrawn before")

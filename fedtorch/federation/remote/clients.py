@@ -6,7 +6,8 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,45 +15,22 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
-from fedtorch.federation.algorithms.fedavg import rows_weight
 from fedtorch.federation.answers import joined
 from fedtorch.federation.clients import LocalClients, Pending
-from fedtorch.federation.exchange import Sum, is_finite, not_finite
 from fedtorch.federation.remote import frames, inbox
 from fedtorch.federation.remote.account import Account
 from fedtorch.federation.remote.frames import Frame
+from fedtorch.federation.remote.hidden import Hidden
 from fedtorch.federation.remote.inbox import Inboxes
-from fedtorch.federation.remote.sites import LATE, Heard, Question, Sites
+from fedtorch.federation.remote.keyring import Keyring
+from fedtorch.federation.remote.masked import digest_of
+from fedtorch.federation.remote.plan import Plan
+from fedtorch.federation.remote.reading import Answer, Reader
+from fedtorch.federation.remote.sites import LATE, Heard, Question
 from fedtorch.federation.remote.visit import fingerprint
 from fedtorch.tree import Tree
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)
-
-
-class Plan(NamedTuple):
-    """What a population asks its sites for, and how it waits; see `Remote`."""
-
-    sites: Sites
-    names: tuple[str, ...]  # of all clients
-    firsts: list[int]  # the number of each site's first client
-    counts: list[int]  # of each site's clients
-    algorithm: str
-    settings: Mapping[str, Any]
-    seconds: float
-    quorum: float
-    checkpoints: int
-    withdrawals: bool
-    nobody: ClientData  # a block of no clients, with rows like those of the sites
-    validation: FederatedData  # stands for rows that sites keep
-
-
-class Answer(NamedTuple):
-    """A site's part of a round."""
-
-    ids: Tensor  # (M,) of its clients that answered
-    info: dict[str, Tensor]  # (M,) each
-    refused: dict[int, str]
-    partial: Tree  # None if none of them answered
 
 
 class RemoteClients:
@@ -68,14 +46,17 @@ class RemoteClients:
         self.plan, self.algorithm = plan, algorithm
         self.run, sites = secrets.token_hex(16), len(plan.sites.names)
         names, nobody = plan.names, [(_NOBODY, plan.nobody)]
-        self._local = LocalClients(algorithm, state, names, nobody, len(names), None)
+        self._up = self._down = 0  # bytes of the round
+        self._hidden, here = self._hide(), algorithm
+        if self._hidden is not None:  # what comes of it are aggregates
+            here = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
+        self._local = LocalClients(here, state, names, nobody, len(names), None)
+        self._read = Reader(plan, algorithm, self._local.table.initial)
         self._kept = [0] * sites  # the last request of each site whose answer was taken in
         self._saved: deque[tuple[int, ...]] = deque([(0,) * sites], maxlen=plan.checkpoints)
         additive = algorithm.told is not None and algorithm.exchange.additive
-        nothing = algorithm.exchange.finish(self._told_by(0)).value if plan.withdrawals and additive else None
+        nothing = algorithm.exchange.finish(self._read.told_by(0)).value if plan.withdrawals and additive else None
         self._account = Account(sites, nothing)
-        self._message: Tree = None  # (0, ...) what clients answer
-        self._sums: Tree = None  # what becomes of it in a partial aggregate
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -85,42 +66,57 @@ class RemoteClients:
         Raises:
             RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
         """
-        if self._message is None:
-            self._message = self._local.reply(self._local.empty_block(), outbox, turn).message
+        if self._read.message is None:
+            self._read.message = self._local.reply(self._local.empty_block(), outbox, turn).message
+        self._up = self._down = 0
+        asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
+        missing = self._prepare(asked)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         requests: dict[str, bytes] = {}
-        for index, site in enumerate(self.plan.sites.names):
+        for index, site in asked:
             ids, silent = self._own(index, cohort), self._own(index, _NOBODY if lost is None else lost)
-            if len(ids) and not self._account.left[index]:
-                more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
+            more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
+            if site not in missing:
                 requests[site] = self._request("round", index, ids, outbox, number, more, **about)
-        heard = self._ask(requests, number, self._read_round)
-        self._check_quorum(heard, len(requests))
-        found = [answer for answer in heard.answers.values() if answer.partial is not None]
+        heard = self._ask(requests, number, self._read.round)
+        missing = {**missing, **heard.missing}
+        self._check_quorum(heard.answers, missing, len(asked))
+        aggregate, answers = self._meet(heard.answers, number, outbox, turn)
+        fell = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in heard.answers}
+        self._check_quorum(answers, {**fell, **missing}, len(asked))
+        found = [answer for answer in answers.values() if answer.partial is not None]
         ids, info = joined([(answer.ids, answer.info) for answer in found])
-        late = [site for site, why in heard.missing.items() if why == LATE]
-        away = [site for site in self.plan.sites.names if site not in heard.answers and site not in late]
-        merged = self._local.algorithm.exchange.merge([answer.partial for answer in found]) if found else None
+        late = [site for site, why in missing.items() if why == LATE]
+        away = [site for site in self.plan.sites.names if site not in answers and site not in late]
         return Pending(
-            None if merged is None else self._local.finish(merged, self._message),
+            aggregate,
             ids,
             info,
-            heard.bytes_up,
-            sum(len(frame) for frame in requests.values()),
-            lambda: self._keep(heard.answers, number),
-            refused={client: field for answer in heard.answers.values() for client, field in answer.refused.items()},
+            self._up,
+            self._down,
+            lambda: self._keep(answers, number),
+            refused={client: field for answer in answers.values() for client, field in answer.refused.items()},
             away=self._asked_of(away, cohort, lost),
             late=self._asked_of(late, cohort, lost),
         )
 
     def total(self) -> Tree | None:
         """What all clients tell for good, if all sites answer; see `Clients.total`."""
+        exchange, members = self.algorithm.exchange, self._members()
+        if exchange.sealed is not None:
+            return None  # nodes have it, a row each
+        if self._prepare(members):
+            return None
         number = self.plan.sites.next_sequence()
-        requests = {site: self._request("total", index, None, None, number) for index, site in self._members()}
-        heard = self._ask(requests, number, self._read_total)
-        exchange = self.algorithm.exchange
-        left = [self._told_by(self.plan.counts[index]) for index in self._account.left.nonzero()[:, 0].tolist()]
-        return None if heard.missing else exchange.finish(exchange.merge([*heard.answers.values(), *left])).value
+        requests = {site: self._request("total", index, None, None, number) for index, site in members}
+        heard = self._ask(requests, number, self._read.total)
+        if heard.missing:
+            return None
+        if self._hidden is not None:
+            made, there = self._hidden.add_up(heard.answers, self.run, number, b"", self._read.told_messages(0))
+            return made.value if len(there) == len(members) else None
+        left = [self._read.told_by(self.plan.counts[index]) for index in self._account.left.nonzero()[:, 0].tolist()]
+        return exchange.finish(exchange.merge([*heard.answers.values(), *left])).value
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
         """The sums of metrics that sites offer under the names that `function` returns; see `Clients.evaluate`.
@@ -136,12 +132,14 @@ class RemoteClients:
             )
         here = self._local.evaluate_parts(outbox, data, function, torch.zeros(len(data), dtype=torch.bool))
         like = tree.take(here[1][0], slice(0, 0))
+        if self.algorithm.exchange.sealed is not None:
+            self._prepare([])
         number, names = self.plan.sites.next_sequence(), list(like)
         requests = {
             site: self._request("evaluate", index, self._own(index, None), outbox, number, metrics=names)
             for index, site in self._members()
         }
-        heard = self._ask(requests, number, lambda site, frame: self._read_sums(site, frame, like))
+        heard = self._ask(requests, number, lambda site, frame: self._read.sums(site, frame, like))
         if heard.missing:
             raise RuntimeError(f"Expected scores of all sites, but got none of {_reasons(heard.missing)}")
         nothing = [tree.map(lambda leaf, n=n: leaf.new_zeros(n, *leaf.shape[1:]), like) for n in self.plan.counts]
@@ -163,6 +161,8 @@ class RemoteClients:
 
     def finish(self, outbox: Tree) -> None:
         """Tells the sites that the run is over, and what their clients hear last."""
+        if self.algorithm.exchange.sealed is not None:
+            self._prepare([])
         number, sites = self.plan.sites.next_sequence(), self.plan.sites
         for index, site in enumerate(sites.names):
             frame = self._request("over", index, self._own(index, None), outbox, number)
@@ -193,6 +193,8 @@ class RemoteClients:
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
         self._account.load_state_dict(flat)
+        if self._hidden is not None:
+            self._hidden.forget()
 
     def meet(self) -> None:
         """Sites are met when they are asked."""
@@ -224,10 +226,59 @@ class RemoteClients:
     ) -> bytes:
         keep = sorted({saved[index] for saved in self._saved})
         about = {**about, "run": self.run, "sequence": number, "kept": self._kept[index], "keep": keep}
+        blobs = {} if self._hidden is None else self._hidden.to(self.plan.sites.names[index])
         if ids is None:
-            return frames.encode(kind, None, **about)
-        heard = Inboxes(ids, self.algorithm.exchange.scatter(outbox, _consecutive(ids)))
-        return inbox.encode(kind, heard, more, **about)
+            return frames.encode_blobs(kind, blobs, **about)
+        exchange, (tensors, sizes) = self.algorithm.exchange, frames.coded(blobs)
+        hears = exchange.scatter(outbox, _consecutive(ids)) if exchange.sealed is None else None
+        return inbox.encode(kind, Inboxes(ids, hears), {"more": more, "blobs": tensors}, sizes=sizes, **about)
+
+    def _hide(self) -> Hidden | None:
+        """The way of what the server may not read, if the algorithm has such messages."""
+        plan, exchange = self.plan, self.algorithm.exchange
+        if exchange.masks is None and exchange.sealed is None:
+            return None
+        if exchange.masks is not None:
+            exchange.masks.check(len(plan.names))
+        least = 2 if exchange.masks is None else exchange.masks.minimum
+        if plan.roster is None or len(plan.sites.names) < least:
+            raise ValueError(
+                f"Expected roster=book.sign_roster(authority, roster) and at least {least} sites, which believe each "
+                f"other's keys by it, but got {len(plan.sites.names)} sites and "
+                f"{'no roster' if plan.roster is None else 'a roster'}"
+            )
+        own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
+        ask, number = self._ask, plan.sites.next_sequence
+        return Hidden(exchange, Keyring(plan.roster, ask, number), own, plan.rotate, ask, number, self._letters)
+
+    def _letters(self, site: str, number: int) -> bytes:
+        return self._request("letters", self.plan.sites.names.index(site), None, None, number)
+
+    def _prepare(self, asked: list[tuple[int, str]]) -> dict[str, str]:
+        """Sees to keys and letters, neighbours' letters of all; returns why sites have no keys."""
+        if self._hidden is None:
+            return {}
+        members = asked if self.algorithm.exchange.sealed is None else self._members()
+        return self._hidden.begin([site for _, site in members], self.run)
+
+    def _meet(
+        self, answers: dict[str, Answer], number: int, outbox: Tree, turn: Turn
+    ) -> tuple[Tree, dict[str, Answer]]:
+        """(the aggregate, the answers that are in it)."""
+        found = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
+        exchange = self.algorithm.exchange
+        if not found:
+            return None, answers
+        if self._hidden is None:
+            made = exchange.merge(list(found.values()))
+        elif exchange.sealed is not None:
+            made = exchange.finish(exchange.gather(self._read.message, _NOBODY))  # of what neighbours hear, nothing
+        else:
+            about = digest_of(tree.map(lambda leaf: leaf[0], exchange.scatter(outbox, slice(0, 1))), turn)
+            first = {site: said.get("said", b"") for site, said in found.items()}
+            made, there = self._hidden.add_up(first, self.run, number, about, self._read.message)
+            answers = {site: answer for site, answer in answers.items() if site in there or answer.partial is None}
+        return self._local.finish(made, self._read.message), answers
 
     def _begin(self, site: str) -> bytes:
         about = {
@@ -240,90 +291,34 @@ class RemoteClients:
         }
         return frames.encode("begin", {"state": self._local.table.initial}, **about)
 
-    def _ask(self, requests: dict[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Heard:
+    def _ask(self, requests: Mapping[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Heard:
         least = math.ceil(self.plan.quorum * len(requests))
         question = Question(self.run, self._begin, requests, number, read)
-        return self.plan.sites.ask(question, seconds=self.plan.seconds, least=least)
+        heard = self.plan.sites.ask(question, seconds=self.plan.seconds, least=least)
+        self._up, self._down = self._up + heard.bytes_up, self._down + sum(map(len, requests.values()))
+        return heard
 
-    def _check_quorum(self, heard: Heard, asked: int) -> None:
+    def _check_quorum(self, answers: Mapping[str, Any], missing: Mapping[str, str], asked: int) -> None:
         least = math.ceil(self.plan.quorum * asked)
-        if len(heard.answers) < least:
+        if len(answers) < least:
             raise RuntimeError(
-                f"Expected answers of at least {least} of {asked} sites, but got {len(heard.answers)}, without "
-                f"{_reasons(heard.missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
+                f"Expected answers of at least {least} of {asked} sites, but got {len(answers)}, without "
+                f"{_reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
             )
 
     def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
         for index, site in enumerate(self.plan.sites.names):
             if site in answers:
                 self._kept[index], partial = number, answers[site].partial
-                if self.plan.withdrawals and partial is not None and self.algorithm.told is not None:
+                if self._hidden is not None and partial is not None:
+                    self._hidden.keep({site: partial})
+                if (
+                    self.plan.withdrawals
+                    and self._hidden is None
+                    and partial is not None
+                    and self.algorithm.told is not None
+                ):
                     self._account.add(index, partial.told.value)
-
-    # -- what is heard ---------------------------------------------------------------------------------------------
-
-    def _read_round(self, site: str, frame: Frame) -> Answer:
-        index = self.plan.sites.names.index(site)
-        count, names = frame.integer("clients", 0, self.plan.counts[index]), frame.texts("info")
-        refused = {
-            int(k): str(field)[:200] for k, field in frame.names("refused").items() if len(k) < 20 and k.isdecimal()
-        }
-        ids = torch.empty(count, dtype=torch.int64)
-        like = {
-            "ids": ids,
-            "info": {name: torch.empty(count, dtype=torch.float64) for name in names},
-            "partial": self._partial(count) if count else None,
-        }
-        came = frame.tree(like, finite=False)
-        self._check_ids(frame, index, [*came["ids"].tolist(), *refused])
-        if not torch.equal(getattr(came["partial"], "ids", came["ids"]), came["ids"]):
-            raise frame.refused("a message of each client that answered", "messages of others")
-        if count and not is_finite(came["partial"]):
-            field = next(iter(not_finite(tree.map(lambda leaf: leaf[None], came["partial"])).values()))
-            raise frame.refused(f"finite numbers in {field!r}", "NaN or Inf")
-        self._check_weights(frame, site, came["ids"], came["partial"])
-        return Answer(came["ids"], came["info"], refused, came["partial"])
-
-    def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
-        """Refuses messages that count for more rows than the site has said that its clients have."""
-        if self.algorithm.settings.get("weight") is not rows_weight:
-            return
-        first = self.plan.firsts[self.plan.sites.names.index(site)]
-        rows = sum(self.plan.sites.bring[site].rows[client - first] for client in ids.tolist())
-        for name, leaf in tree.items(partial):
-            if name.rpartition(".")[2] == "weight" and leaf.ndim < 2 and float(leaf.sum()) > rows:
-                raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(leaf.sum()))
-
-    def _partial(self, count: int) -> Tree:
-        """A partial aggregate of so many clients, as it looks; sums look alike of any number."""
-        exchange = self.algorithm.exchange
-        if exchange.additive and self._sums is not None:
-            return self._sums
-        rows = 0 if exchange.additive else count
-        messages = tree.map(lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), self._message)
-        self._sums = exchange.gather(messages, torch.arange(rows))
-        return self._sums
-
-    def _read_total(self, site: str, frame: Frame) -> Tree:
-        exchange, index = self.algorithm.exchange, self.plan.sites.names.index(site)
-        return frame.tree({"told": self._told_by(0 if exchange.additive else self.plan.counts[index])})["told"]
-
-    def _told_by(self, clients: int) -> Tree:
-        """The partial aggregate of what so many clients tell in their initial state."""
-        assert self.algorithm.told is not None
-        told = self.algorithm.told(tree.expand(self._local.table.initial, 1))
-        messages = Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), told))
-        return self.algorithm.exchange.gather(messages, torch.arange(clients))
-
-    def _read_sums(self, site: str, frame: Frame, like: Tree) -> Tree:
-        count = self.plan.counts[self.plan.sites.names.index(site)]
-        sums = tree.map(lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]), like)
-        return frame.tree({"sums": sums}, finite=False)["sums"]
-
-    def _check_ids(self, frame: Frame, index: int, ids: list[int]) -> None:
-        first, count = self.plan.firsts[index], self.plan.counts[index]
-        if any(not first <= client < first + count for client in ids) or len(set(ids)) != len(ids):
-            raise frame.refused(f"different clients from {first} to {first + count - 1}", ids)
 
 
 def _consecutive(ids: Tensor) -> Tensor | slice:

@@ -90,6 +90,24 @@ class Frame(NamedTuple):
         """The tensors, in a structure that is known; raises `PayloadError` if they are others."""
         return wire.decode(self.payload, like, client=self.sender, limit=max(len(self.payload), 1), finite=finite)
 
+    def room(self) -> dict[str, Tensor]:
+        """What bytes by name look like, see `coded`; raises `PayloadError` if their sizes are none."""
+        sizes = self.names("sizes")
+        if not all(type(size) is int and 0 <= size <= len(self.payload) for size in sizes.values()):
+            raise self.refused("sizes of what is in it", sizes)
+        return {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+
+    def blobs(self) -> dict[str, bytes]:
+        """The bytes by name of a frame that holds nothing else; raises `PayloadError` if it does."""
+        return plain(self.tree(self.room()))
+
+    def blob(self, name: str) -> bytes:
+        """Those of one name, which alone are there; raises `PayloadError` if they are not."""
+        found = self.blobs()
+        if found.keys() != {name}:
+            raise self.refused(f"bytes called {name!r}", sorted(found))
+        return found[name]
+
     def refused(self, expected: str, got: object) -> PayloadError:
         """The error for what is not as it should be."""
         return PayloadError(f"{self.kind} of {self.sender!r}: expected {expected}, but got {str(got)[:100]!r}")
@@ -98,6 +116,23 @@ class Frame(NamedTuple):
 def encode(kind: str, tensors: Tree = None, **about: Any) -> bytes:
     """The bytes of a frame."""
     return wire.encode(tensors, {"kind": kind, **about})
+
+
+def encode_blobs(kind: str, blobs: Mapping[str, bytes], **about: Any) -> bytes:
+    """The bytes of a frame that holds nothing but bytes by name."""
+    tensors, sizes = coded(blobs)
+    return encode(kind, tensors, sizes=sizes, **about)
+
+
+def coded(blobs: Mapping[str, bytes]) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Bytes by name as tensors, and what `sizes=` a frame says of them."""
+    tensors = {name: torch.frombuffer(bytearray(part + b"0"), dtype=torch.uint8)[:-1] for name, part in blobs.items()}
+    return tensors, {name: len(part) for name, part in blobs.items()}
+
+
+def plain(coded: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """The bytes by name that were `coded`."""
+    return {name: part.numpy().tobytes() for name, part in coded.items()}
 
 
 def read(payload: bytes, sender: str) -> Frame:

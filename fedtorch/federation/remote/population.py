@@ -12,7 +12,8 @@ from fedtorch import expected, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.clients import Plan, RemoteClients
+from fedtorch.federation.remote.clients import RemoteClients
+from fedtorch.federation.remote.plan import Plan
 from fedtorch.federation.remote.sites import Sites
 from fedtorch.transport.hub import Hub
 from fedtorch.tree import Tree
@@ -38,6 +39,9 @@ class Remote:
         patience: the longest wait for all sites to connect at first.
         checkpoints: sites can go back to so many of the run's last checkpoints.
         withdrawals: whether what each site tells for good is kept here, once more for each site, for `withdraw`.
+        roster: as the authority has signed it, `transport.book.sign_roster(...)`, by which sites believe each other's
+            keys; for sums under masks and sealed letters.
+        rotate: after so many rounds sites make other keys.
 
     Attributes:
         names: of all clients.
@@ -81,8 +85,10 @@ class Remote:
         patience: float = 60.0,
         checkpoints: int = 2,
         withdrawals: bool = False,
+        roster: bytes | None = None,
+        rotate: int = 100,
     ) -> None:
-        expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints)
+        expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints, rotate=rotate)
         if not sites or len(set(sites)) != len(sites):
             raise ValueError(f"Expected the names of different sites, at least one, but got {list(sites)}")
         if not 0 < quorum <= 1:
@@ -116,6 +122,8 @@ class Remote:
             quorum=quorum,
             checkpoints=checkpoints,
             withdrawals=withdrawals,
+            roster=roster,
+            rotate=rotate,
             nobody=_nobody(like),
             validation=self.validation,
         )

@@ -6,29 +6,32 @@ A site whose connection breaks connects again; one that is killed and started an
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from fedtorch import files
 from fedtorch.federation.remote import frames
 from fedtorch.federation.remote.frames import PROTOCOL, Frame
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.terms import Refusal, Watch
+from fedtorch.federation.remote.versions import alone_in
 from fedtorch.federation.remote.visit import Visit, run_of
 from fedtorch.transport.hub import Link
+from fedtorch.transport.identity import Identity
+from fedtorch.transport.patience import Patience
 from fedtorch.wire import PayloadError
 
 PATIENCE = 600.0  # seconds without a word from the server
-_PAUSES = (0.05, 5.0)  # seconds between attempts to connect, the first and the longest
 _LOG = logging.getLogger(__name__)
 
 
 def join(
-    dial: Callable[[], Link], offer: Offer, folder: Path | str | None = None, *, patience: float = PATIENCE
+    dial: Callable[[], Link],
+    offer: Offer,
+    folder: Path | str | None = None,
+    *,
+    identity: Identity | None = None,
+    patience: float = PATIENCE,
 ) -> Visit:
     """Takes part in what a server asks, until it says that a run is over; returns the site's part in it.
 
@@ -36,6 +39,8 @@ def join(
         dial: connects to the server, such as `lambda: transport.connect("server.example:443", identity)`.
         offer: what the site brings.
         folder: where the site keeps its clients' states; without one it cannot go on after it was killed.
+        identity: of the site, with which it signs the keys of sums under masks and of sealed letters; without one it
+            refuses them.
         patience: the longest time without a word from the server, in seconds.
 
     Raises:
@@ -43,10 +48,8 @@ def join(
         TimeoutError: the server was silent, or not there, for longer than the patience.
         FileExistsError: another process works in the folder.
     """
-    if folder is None:
-        return _join(dial, Site(offer), patience)
-    with _alone_in(Path(folder)):
-        return _join(dial, Site(offer, Path(folder)), patience)
+    with alone_in(folder):
+        return _join(dial, Site(offer, None if folder is None else Path(folder), identity), Patience(patience))
 
 
 def deliver(
@@ -66,7 +69,7 @@ def deliver(
     Raises:
         FileExistsError: another process works in the folder.
     """
-    with _alone_in(Path(folder)):
+    with alone_in(folder):
         site, began = Site(offer, Path(folder)), Path(folder) / "began"
         said = [site.hello()] if opens else []
         if began.exists():
@@ -83,43 +86,23 @@ def deliver(
         return said, site.ended
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / "lock", timeout=0):
-            yield
-    except Timeout as error:
-        raise FileExistsError(
-            f"Expected a folder in which no other process takes part, but one does in {folder}; end it, or choose "
-            "another folder for another site"
-        ) from error
-
-
-def _join(dial: Callable[[], Link], site: Site, patience: float) -> Visit:
+def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
     """Connects, again and again, until the site's part is over."""
-    heard, pause = time.monotonic(), _PAUSES[0]
     while True:
         try:
             link = dial()
-        except (ConnectionError, TimeoutError) as error:
-            if time.monotonic() - heard > patience:
-                raise TimeoutError(f"Expected a server within {patience:g} s, but got none; {error}") from error
-            _LOG.info("waiting for the server: %s", error)
-        else:
             try:
                 _say(link, site.hello())
                 while site.ended is None:
-                    payload = link.receive(patience)
-                    heard, pause = time.monotonic(), _PAUSES[0]
+                    payload = link.receive(patience.seconds)
+                    patience.heard()
                     _say(link, site.answer(payload))
                 return site.ended
-            except ConnectionError as error:
-                _LOG.warning("lost the server, connecting again: %s", error)
             finally:
                 link.close()
-        time.sleep(pause)
-        pause = min(2 * pause, _PAUSES[1])
+        except (ConnectionError, TimeoutError) as error:
+            _LOG.warning("no server, connecting again: %s", error)
+            patience.again(error)
 
 
 def _say(link: Link, frame: bytes | None) -> None:
@@ -137,14 +120,15 @@ class Site:
     Args:
         offer: what the site brings.
         folder: where its states are kept, None for nowhere.
+        identity: of the site, None where it signs nothing.
 
     Attributes:
         ended: the site's part in the run that is over, None before.
         begun: the frame that began the run in which it takes part, or would not.
     """
 
-    def __init__(self, offer: Offer, folder: Path | None = None) -> None:
-        self.offer, self.folder, self._watch = offer, folder, Watch(offer.terms, folder)
+    def __init__(self, offer: Offer, folder: Path | None = None, identity: Identity | None = None) -> None:
+        self.offer, self.folder, self._watch, self._identity = offer, folder, Watch(offer.terms, folder), identity
         self.ended: Visit | None = None
         self.begun: bytes | None = None
         self._visit: Visit | None = None
@@ -181,7 +165,7 @@ class Site:
         if self._visit is None or self._visit.run != run_of(frame):
             self._visit, self._why, self.begun = None, "the site could not begin", frame.payload
             try:
-                self._visit = Visit(self.offer, self._watch, frame, self.folder)
+                self._visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
@@ -194,10 +178,14 @@ class Site:
             return None  # the server has not heard this process's hello yet, and will ask again
         if self._visit is None or self._visit.run != run_of(frame):
             raise Refusal(self._why if self._visit is None and self._why else "the site has begun another run")
-        answers = {"round": self._visit.round, "total": self._visit.total, "evaluate": self._visit.evaluate}
+        visit = self._visit
+        within = {"keys": visit.keys, "phase": visit.phase}  # a round, of which the server does not know yet
+        if frame.kind in within:
+            return within[frame.kind](frame)
+        answers = {"round": visit.round, "total": visit.total, "evaluate": visit.evaluate, "letters": visit.letters}
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)
-        self._visit.settle(frame)
+        visit.settle(frame)
         return answers[frame.kind](frame)
 
     def _end(self, frame: Frame) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +25,15 @@ class Terms(NamedTuple):
 
     smallest_cohort: int = 1  # clients of the site in an answer, at least, whose diagnostics and scores are joined
     rounds: int | None = None  # answered in all, over all runs
-    epsilon: float | None = None  # of its rows in all, by noise that is added at the site
+    epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
+    honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
 
     def check(self) -> None:
         """Raises ValueError unless they are in range."""
-        if self.smallest_cohort < 1 or (self.rounds or 0) < 0:
+        if self.smallest_cohort < 1 or self.honest < 1 or (self.rounds or 0) < 0:
             raise ValueError(
-                f"Expected a smallest cohort of at least 1 and no negative number of rounds, but got {self}"
+                "Expected a smallest cohort of at least 1, as many honest clients, and no negative number of rounds, "
+                f"but got {self}"
             )
         if self.epsilon is not None and not self.epsilon > 0:
             raise ValueError(f"Expected a positive epsilon, but got {self.epsilon}")
@@ -54,16 +57,17 @@ class Watch:
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuses an algorithm that would break the terms whatever is asked of it."""
-        budget, additive = algorithm.budget, algorithm.exchange.additive
-        if self.terms.smallest_cohort > 1 and not additive:
+        budget, exchange = algorithm.budget, algorithm.exchange
+        if self.terms.smallest_cohort > 1 and not exchange.additive and exchange.masks is None:
             raise Refusal(
                 f"the site answers with sums of at least {self.terms.smallest_cohort} clients, and the algorithm would "
                 "have each client's own message"
             )
-        if self.terms.epsilon is not None and not (budget is not None and _is_own_noise(budget)):
+        if self.terms.epsilon is not None and not (budget is not None and self._counts(budget)):
             raise Refusal(
                 "the site wants noise that it adds itself, with a ledger in a file, such as that of "
-                "privacy.example_level(..., ledger=path), and the algorithm has none; what others add does not count"
+                "privacy.example_level(..., ledger=path), and the algorithm has none; what a server adds does not "
+                f"count, nor what more than {self.terms.honest} clients of a sum would have to add together"
             )
         if budget is not None:
             budget.cohort(None, clients)
@@ -79,11 +83,15 @@ class Watch:
             if self._path is not None:
                 files.replace(self._path, json.dumps({"rounds": self._rounds}).encode())
         if budget is not None:
-            if not budget.allows():
+            if not budget.allows() or budget.report()["epsilon"] > (terms.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")
             budget.spend(turn.round, ids, turn.key)
             if terms.epsilon is not None and budget.report()["epsilon"] > terms.epsilon:
                 raise Refusal(f"the site spends no more than epsilon = {terms.epsilon}")
+
+    def _counts(self, budget: Budget) -> bool:
+        """Whether noise is added where rows are, or by as many others as the site counts on, and is written down."""
+        return budget.lasting and budget.quorum is not None and budget.quorum <= self.terms.honest
 
     def check_cohort(self, clients: int) -> None:
         """Refuses to answer for so few clients; none at all tell nothing."""
@@ -104,13 +112,3 @@ class Watch:
             return sums
         joined = tree.map(lambda leaf: leaf.sum(0, keepdim=True, dtype=leaf.dtype), sums)
         return tree.map(lambda one, leaf: torch.cat([one, torch.zeros_like(leaf[1:])]), joined, sums)
-
-
-def _is_own_noise(budget: Budget) -> bool:
-    """Whether noise is added where rows are, from the system's entropy, and counted in a file.
-
-    Budgets of clients count noise that the server adds to sums, which a site cannot know.
-    """
-    claim, ledger = getattr(budget, "claim", None), getattr(budget, "ledger", None)
-    unit, entropy = getattr(claim, "unit", None), getattr(claim, "entropy", None)
-    return unit == "example" and entropy == "of the operating system" and getattr(ledger, "path", None) is not None

@@ -18,9 +18,13 @@ from fedtorch.federation.population import SMALL_BLOCK
 from fedtorch.federation.remote import frames, inbox
 from fedtorch.federation.remote.frames import Frame
 from fedtorch.federation.remote.inbox import Inboxes
+from fedtorch.federation.remote.keyring import BOOK, SiteKeys
+from fedtorch.federation.remote.masked import PartOfSite, digest_of, one_of
 from fedtorch.federation.remote.offer import Offer
+from fedtorch.federation.remote.sealed import SiteLetters
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import FIRST, Versions
+from fedtorch.transport.identity import Identity
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
@@ -35,6 +39,7 @@ class Visit:
         watch: over its terms.
         begin: the server's frame.
         folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
+        identity: with which the site signs the keys that sums under masks and sealed letters need.
 
     Attributes:
         run: the run's identity, in hexadecimal.
@@ -47,7 +52,9 @@ class Visit:
         PayloadError: the frame is not as it should be.
     """
 
-    def __init__(self, offer: Offer, watch: Watch, begin: Frame, folder: Path | None) -> None:
+    def __init__(
+        self, offer: Offer, watch: Watch, begin: Frame, folder: Path | None, identity: Identity | None = None
+    ) -> None:
         self.offer, self.watch, self.run, self.over = offer, watch, run_of(begin), False
         self.algorithm = _built(offer, begin)
         total = begin.integer("clients", len(offer.data), MOST_CLIENTS)
@@ -60,6 +67,10 @@ class Visit:
         first = self.algorithm.exchange.scatter(self.algorithm.outbox(server), slice(self.first, self.first + 1))
         self._heard = tree.map(lambda leaf: leaf[0], first)  # one client's inbox
         state = begin.tree({"state": like}, finite=False)["state"]
+        self._keys = self._hide(identity, total)
+        self._part: PartOfSite | None = None
+        self._sums: dict[bytes, list[frozenset[int]]] = {}  # whose sums were told, by what clients had been sent
+        self._letters = self._correspond(server, like)
         here = replace(self.algorithm, exchange=inbox.at_site(self.algorithm.exchange))
         names = ("",) * self.first + offer.data.names + ("",) * (total - self.first - len(offer.data))
         blocks = [(ids + self.first, block) for ids, block in offer.data.buckets(small=SMALL_BLOCK)]
@@ -69,6 +80,29 @@ class Visit:
         self._versions.put(FIRST, self.clients.state_dict())
         self._version: int | None = FIRST
         self._last: Inboxes | None = None
+
+    def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
+        """Keys, where the server may not read what clients send."""
+        exchange, own = self.algorithm.exchange, len(self.offer.data)
+        if exchange.masks is not None:
+            try:
+                exchange.masks.check(clients)
+            except ValueError as error:
+                raise Refusal(str(error)) from None
+        hidden = exchange.masks is not None or exchange.sealed is not None
+        return SiteKeys(identity, self.run, self.first, own) if hidden else None
+
+    def _correspond(self, server: Tree, state: Tree) -> SiteLetters | None:
+        """Letters, where neighbours hear each other through the server."""
+        if self.algorithm.exchange.sealed is None or self._keys is None or self.algorithm.told is None:
+            return None
+        initial = self.algorithm.told(tree.expand(state, 1))
+        return SiteLetters(self._keys, self.algorithm, server, initial, self._own)
+
+    @property
+    def _own(self) -> range:
+        """The numbers of the site's clients."""
+        return range(self.first, self.first + len(self.offer.data))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,10 +128,13 @@ class Visit:
     def round(self, frame: Frame) -> bytes:
         """Runs the clients that are asked, keeps their new states as a version of its own, and answers."""
         own, number = len(self.offer.data), frame.integer("sequence", 1)
+        if self._part is not None and self._part.number == number:  # under the same masks nothing is said twice
+            return self._part.begun
         silent = frame.integer("lost", 0, own)
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
-        heard, more = self._hear(frame, more)
+        heard, more, blobs = self._hear(frame, more)
         turn = Turn(more["key"], frame.integer("round"))
+        about = digest_of(one_of(heard.inbox), turn) if self.algorithm.exchange.masks is not None else b""
         self.watch.before(self.algorithm, turn, heard.ids)
         found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
         self.watch.check_cohort(len(found.ids))
@@ -106,24 +143,77 @@ class Visit:
         if self._lasting:
             self._versions.put(number, self.clients.state_dict())
         self._version = number
-        info = self.watch.together(found.info)
+        info = {} if self._keys is not None else self.watch.together(found.info)
         tensors = {"ids": found.ids, "info": info, "partial": found.partial}
         refused = {str(client): field for client, field in found.refused.items()}
-        about = {"clients": len(found.ids), "info": list(found.info), "refused": refused}
-        return frames.encode("answer", tensors, sequence=number, **about)
+        told = {"clients": len(found.ids), "info": list(info), "refused": refused}
+        if self._keys is None:
+            return frames.encode("answer", tensors, sequence=number, **told)
+        said: dict[str, bytes] = {}
+        if self._letters is not None:
+            said = self._letters.write(blobs.get(BOOK, b""), self._told())
+        elif len(found.ids):
+            self._part = self._sum(number, about, blobs, found.partial)
+            said = {"said": self._part.first()}
+        coded, sizes = frames.coded(said)
+        answer = frames.encode("answer", {**tensors, "partial": coded}, sequence=number, sizes=sizes, **told)
+        if self._part is not None:
+            self._part.begun = answer
+        return answer
 
     def total(self, frame: Frame) -> bytes:
         """What the site's clients tell for good."""
+        number = frame.integer("sequence", 1)
         if self.algorithm.told is None:
             raise Refusal("the algorithm's clients tell nothing for good")
-        return frames.encode("answer", {"told": self.clients.told_here()}, sequence=frame.integer("sequence", 1))
+        if self._letters is not None:
+            raise Refusal("the site tells what its nodes tell to their neighbours only")
+        if self.algorithm.exchange.masks is None:
+            return frames.encode("answer", {"told": self.clients.told_here()}, sequence=number)
+        if self._part is None or self._part.number != number:
+            self._part = self._sum(number, b"", frame.blobs(), self.clients.told_here())
+            self._part.begun = frames.encode_blobs("answer", {"said": self._part.first()}, sequence=number)
+        return self._part.begun
+
+    def keys(self, frame: Frame) -> bytes:
+        """The keys with which the site speaks to others in this run."""
+        if self._keys is None:
+            raise Refusal("the algorithm lets the server read what clients send, and needs no keys")
+        return self._keys.announce(frame)
+
+    def phase(self, frame: Frame) -> bytes:
+        """The site's message of a later phase of a sum under masks."""
+        if self._part is None:
+            raise Refusal("the site is in no sum under masks; it may have begun anew since")
+        return self._part.answer(frame)
+
+    def letters(self, frame: Frame) -> bytes:
+        """Letters to the sites of a book, of what the site's nodes have told last."""
+        if self._letters is None:
+            raise Refusal("the algorithm's clients write no letters")
+        said = self._letters.write(frame.blobs().get(BOOK, b""), self._told())
+        return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
+
+    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree) -> PartOfSite:
+        """The site's part of a sum; what becomes of the last one is remembered."""
+        assert self.algorithm.exchange.masks is not None
+        assert self._keys is not None
+        if self._part is not None and self._part.survivors:
+            self._sums.setdefault(self._part.about, []).append(self._part.survivors)
+        earlier, masks = self._sums.get(about, []), self.algorithm.exchange.masks
+        return PartOfSite(masks, self._keys, blobs.get(BOOK, b""), number, about, found, earlier)
+
+    def _told(self) -> Tree:
+        """What all the site's clients tell for good, `(K, ...)`."""
+        assert self.algorithm.told is not None
+        return self.algorithm.told(self.clients.table.read(slice(self._own.start, self._own.stop)))
 
     def evaluate(self, frame: Frame) -> bytes:
         """The sums of the metrics that are asked for, of each client's model on its validation rows."""
         wanted = frame.texts("metrics")
         if self.offer.validation is None or not set(wanted) <= self.offer.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.offer.metrics)}, not for {wanted}")
-        heard, _ = self._hear(frame)
+        heard, _, _ = self._hear(frame)
         self.watch.check_cohort(len(heard.ids))
         metrics = stacked_metrics({name: self.offer.metrics[name] for name in wanted})
         predict, parts = self.algorithm.predict, []
@@ -141,8 +231,9 @@ class Visit:
 
     def end(self, frame: Frame) -> None:
         """Keeps what the clients hear last; the run is over."""
-        self._last, _ = self._hear(frame)
+        self._last, _, _ = self._hear(frame)
         self.over = True
+        self._versions.finish()
 
     def tensors(self) -> Tree:
         """The tensors that the site's clients predict with after the run, `(K, ...)`.
@@ -172,14 +263,17 @@ class Visit:
         flat = {f"{client}.{name}": leaf[k] for k, client in enumerate(self.names) for name, leaf in tensors.items()}
         checkpoint.write(Path(path), flat)
 
-    def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree]:
-        """(what the site's clients hear, the tensors beside it)."""
-        own = len(self.offer.data)
-        heard, more = inbox.decode(frame, self._heard, own, more)
-        ids = heard.ids
-        if len(ids) and not (int(ids[0]) >= self.first and int(ids[-1]) < self.first + own):
-            raise frame.refused(f"clients from {self.first} to {self.first + own - 1}", ids.tolist())
-        return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), more
+    def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree, dict[str, bytes]]:
+        """(what the site's clients hear, the tensors beside it, bytes by name)."""
+        room = {} if self._keys is None else frame.room()
+        like = None if self._letters is not None else self._heard
+        heard, came = inbox.decode(frame, like, len(self._own), {"more": more, "blobs": room})
+        ids, blobs = heard.ids, frames.plain(came["blobs"])
+        if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
+            raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
+        if self._letters is not None:
+            heard = heard._replace(inbox=self._letters.heard(blobs, self._told(), ids))
+        return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), came["more"], blobs
 
 
 def run_of(begin: Frame) -> str:
@@ -191,7 +285,10 @@ def run_of(begin: Frame) -> str:
 
 def fingerprint(algorithm: Algorithm) -> dict[str, str]:
     """What a server and its sites compare of an algorithm."""
-    return {name: checkpoint.describe(value) for name, value in algorithm.settings.items()}
+    exchange = algorithm.exchange
+    hidden = "sealed letters" if exchange.sealed is not None else str(exchange.masks or "")
+    about = {**algorithm.settings, **({"messages": hidden} if hidden else {})}
+    return {name: checkpoint.describe(value) for name, value in about.items()}
 
 
 def _built(offer: Offer, begin: Frame) -> Algorithm:

@@ -42,6 +42,7 @@ from fedtorch.trust.privacy.features import (
     reconstruction_error as reconstruction_error,
 )
 from fedtorch.trust.privacy.ledger import Claim as Claim, Ledger as Ledger
+from fedtorch.trust.privacy.local import local_level as local_level
 from fedtorch.trust.privacy.mechanisms import Mechanism as Mechanism, gaussian as gaussian, laplace as laplace
 from fedtorch.trust.privacy.nodes import node_level as node_level
 from fedtorch.trust.privacy.preprocessing import (

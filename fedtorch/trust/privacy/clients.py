@@ -41,7 +41,7 @@ from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
 from fedtorch.trust.privacy.renyi import check_rate
-from fedtorch.trust.privacy.spending import Spending, on_grid, one_process
+from fedtorch.trust.privacy.spending import Spending, check_delta_of, on_grid
 from fedtorch.trust.privacy.totals import check_total, noised_totals
 
 ADJACENCY = "zero-out: one client sends zeros instead of its messages, in all rounds"
@@ -137,7 +137,7 @@ def client_level(
     adversary = LISTENERS if clip_told is not None else SAMPLED if rate < 1 else ADVERSARY
     claim = Claim("client", ADJACENCY, adversary, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     release, own = Release(float(noise), float(rate), mechanism), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size)
+    spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size, quorum=None)
     adaptive = isinstance(clip, AdaptiveClip)
     told = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "rate": rate, "size": size, "delta": delta}
     if clip_told is not None:
@@ -195,12 +195,7 @@ def _check_clients(delta: float, cohort: Any, clients: int) -> None:
             f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say rate= or "
             "size= of client_level, which brings its own cohort"
         )
-    if not delta < 1 / clients:
-        raise ValueError(
-            f"Expected delta below one over the {clients} clients, but got {delta}: publishing one of them whole would "
-            "count as private"
-        )
-    one_process(cohort, clients)
+    check_delta_of(delta, "clients", cohort, clients)
 
 
 def _init(algorithm: Algorithm, settings: Settings, parameters: Tree, clients: int) -> tuple[Tree, Tree]:

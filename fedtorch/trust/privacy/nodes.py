@@ -20,12 +20,10 @@ Massoulié (2022), "Muffliato", section 3, for what listeners on edges see.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fedtorch import tree
@@ -38,7 +36,7 @@ from fedtorch.trust.privacy.clipping import check_clip, clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
-from fedtorch.trust.privacy.spending import Spending, on_grid, one_process
+from fedtorch.trust.privacy.spending import Spending, check_delta_of
 from fedtorch.trust.privacy.totals import numbers_of, with_numbers
 
 ADJACENCY = "one node tells the common start with noise instead of what it has found, in all rounds"
@@ -108,7 +106,7 @@ def node_level(
     entropy = from_system() if entropy is None else entropy
     claim = Claim("node", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     release, own = Release(float(noise), 1.0, mechanism), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(_check, delta))
+    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "nodes"))
     settings = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "delta": delta}
     return dataclasses.replace(
         algorithm,
@@ -119,16 +117,6 @@ def node_level(
         settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in settings.items()}},
         budget=spending,
     )
-
-
-def _check(delta: float, cohort: Any, nodes: int) -> None:
-    """Raises ValueError where δ lets a node be published, or there are several ranks."""
-    if not delta < 1 / nodes:
-        raise ValueError(
-            f"Expected delta below one over the {nodes} nodes, but got {delta}: publishing one of them whole would "
-            "count as private"
-        )
-    one_process(cohort, nodes)
 
 
 def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, State]:
@@ -154,12 +142,8 @@ def _client(
     start = numbers_of(algorithm, state.start)
     change = tree.subtract(numbers_of(algorithm, whole), start)
     cut = tree.to(clip_rows(change, clip, spending.release.mechanism)[0], "cpu")
-    flat = rows(cut)
-    roster = hashlib.sha256(turn.key.cpu().numpy().tobytes()).digest()
-    uniforms = partial(spending.entropy.uniforms, spending.open("what nodes tell", roster))
-    scale = torch.tensor(spending.release.noise * clip, dtype=torch.float64)
-    noise = spending.release.mechanism.draw(uniforms, flat.numel()).reshape(flat.shape) * scale
-    noised = tree.map(_beside, start, like(on_grid(flat + noise, scale), cut))
+    flat = spending.noised("what nodes tell", turn.key, rows(cut), spending.release.noise * clip)
+    noised = tree.map(_beside, start, like(flat, cut))
     told = tree.map(lambda new, old: new.to(old.dtype), with_numbers(whole, noised), whole)
     return Reply(
         reply.message, State(reply.state, state.start, told), {} if spending.entropy.guarantees else reply.info

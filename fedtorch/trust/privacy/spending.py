@@ -14,7 +14,7 @@ from fedtorch import random
 from fedtorch.federation.sampling import Cohort
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.entropy import Entropy, Purpose
-from fedtorch.trust.privacy.ledger import NO_GUARANTEE, Claim, Ledger
+from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 
 _GRID = 20  # noised numbers are rounded to this many bits below the noise
 _NONE = bytes(16)
@@ -31,6 +31,7 @@ class Spending:
         check: (the run's cohort, number of clients) -> None; raises where the claim would not hold.
         rate: with which clients are asked, each independently and in secret.
         size: of a cohort drawn uniformly, instead of a rate; None leaves the cohort to the run.
+        quorum: of how many clients the noise is counted together; 1 for each one's own, None for a server's.
 
     Attributes:
         expected: how many clients a round asks on average; known when a run has been made.
@@ -45,7 +46,9 @@ class Spending:
         check: Callable[[Any, int], None],
         rate: float = 1.0,
         size: int | None = None,
+        quorum: int | None = 1,
     ) -> None:
+        self.quorum = quorum
         self.ledger, self.release, self.count, self.entropy = ledger, release, count, entropy
         self._check, self._rate, self._size, self.expected = check, rate, size, 0.0
         self._clients = 0
@@ -58,6 +61,11 @@ class Spending:
     def claim(self) -> Claim:
         """What is protected, and from whom."""
         return self.ledger.claim
+
+    @property
+    def lasting(self) -> bool:
+        """Whether noise that nobody can compute is counted in a file; see `Budget.lasting`."""
+        return self.ledger.path is not None and self.claim.entropy == SYSTEM
 
     def cohort(self, cohort: Any, clients: int) -> Any:
         """Clients drawn in secret, or so many of them, or what the run says; see `Budget.cohort`."""
@@ -146,6 +154,13 @@ class Spending:
         uniforms = partial(self.entropy.uniforms, self.open(phase))
         return self.release.mechanism.draw(uniforms, len(scales)).mul_(scales)
 
+    def noised(self, phase: str, keys: Tensor, numbers: Tensor, scale: float) -> Tensor:
+        """Numbers `(K, D)` float64 of the clients with these keys `(K,)`, each with noise of its own of this scale."""
+        roster = hashlib.sha256(keys.cpu().numpy().tobytes()).digest()
+        uniforms, size = partial(self.entropy.uniforms, self.open(phase, roster)), torch.tensor(scale).double()
+        noise = self.release.mechanism.draw(uniforms, numbers.numel()).reshape(numbers.shape) * size
+        return on_grid(numbers + noise, size)
+
     def __repr__(self) -> str:
         return f"Spending({self.release}, epsilon={self.ledger.epsilon:.4g} at {self.ledger.delta}, {self.entropy})"
 
@@ -165,6 +180,16 @@ def one_process(cohort: Any, clients: int) -> None:
     ranks = torch.distributed
     if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
         raise ValueError("Expected a single process, but got several ranks: each would draw noise and write of its own")
+
+
+def check_delta_of(delta: float, units: str, cohort: Any, count: int) -> None:
+    """Raises ValueError where δ lets one of so many units be published, or there are several ranks."""
+    if not delta < 1 / count:
+        raise ValueError(
+            f"Expected delta below one over the {count} {units}, but got {delta}: publishing one of them whole would "
+            "count as private"
+        )
+    one_process(cohort, count)
 
 
 def on_grid(noised: Tensor, scales: Tensor) -> Tensor:

@@ -251,7 +251,7 @@ def released(sums: Tensor, intercept: bool, constant: int, spending: SpentOnce) 
     scales = (scale * spending.release.noise * sensitivity(intercept)).repeat(clients)
     uniforms = partial(spending.entropy.uniforms, spending.open(spending.block()))
     noise = gaussian.draw(uniforms, len(scales)) * scales
-    upper = on_grid(sums[:, row, column].cpu().flatten() + noise, scales).reshape(clients, -1)
+    upper = on_grid(sums[:, row, column].cpu().flatten() + noise, scales).reshape(clients, len(row))
     noised = torch.zeros(clients, size, size, dtype=torch.float64)
     noised[:, row, column] = upper
     noised[:, column, row] = upper

@@ -20,6 +20,7 @@ from fedtorch.trust.secure.simulation import (
     secure_star as secure_star,
     secure_sum as secure_sum,
 )
+from fedtorch.trust.secure.sites import SiteMasks as SiteMasks
 from fedtorch.trust.secure.vertical import (
     masked_party as masked_party,
     masked_server as masked_server,

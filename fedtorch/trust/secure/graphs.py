@@ -29,7 +29,8 @@ from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.secure.grid import Grid
 from fedtorch.trust.secure.messages import Aborted
 from fedtorch.trust.secure.neighbours import Neighbourhoods
-from fedtorch.trust.secure.simulation import as_sums, secure_sum
+from fedtorch.trust.secure.simulation import secure_sum
+from fedtorch.trust.secure.sites import HereOnly, as_sums
 
 if TYPE_CHECKING:
     from fedtorch.networks.network import Network
@@ -73,7 +74,8 @@ def secure_graph(
     check_neighbourhoods(network, minimum, collusion)
     grid.check(network.nodes)
     entropy = from_system() if entropy is None else entropy
-    return kept(graph(network), partial(_finish, _parts(network), grid, entropy, count()))
+    exchange = kept(graph(network), partial(_finish, _parts(network), grid, entropy, count()))
+    return exchange._replace(masks=HereOnly("secure_graph, which runs in one process; between sites seal messages"))
 
 
 def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None:

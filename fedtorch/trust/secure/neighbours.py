@@ -63,6 +63,14 @@ def neighbourhoods(
     )
 
 
+def around(clients: int) -> Neighbourhoods:
+    """`neighbourhoods`; where so few clients cannot bear its dropouts, all others, of whom everybody has to stay."""
+    try:
+        return neighbourhoods(clients)
+    except ValueError:
+        return neighbourhoods(clients, dropouts=0.0)
+
+
 def circle(clients: list[int], neighbours: int, seed: bytes) -> dict[int, list[int]]:
     """Every client's neighbours: the nearest on a circle in an order made of the seed, or all others."""
     order = sorted(clients, key=lambda client: hashlib.sha256(seed + client.to_bytes(8, "big")).digest())

@@ -23,9 +23,10 @@ from fedtorch.trust.messages import in_order, kept, like, rows
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.secure.grid import ExactSums, Grid
 from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session, body_of
-from fedtorch.trust.secure.neighbours import Neighbourhoods, neighbourhoods
+from fedtorch.trust.secure.neighbours import Neighbourhoods, around
 from fedtorch.trust.secure.parties import Client
 from fedtorch.trust.secure.server import Server
+from fedtorch.trust.secure.sites import SiteMasks, as_aggregate, as_sums
 
 Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number from 1, message) -> what arrives, or None
 
@@ -63,7 +64,7 @@ def secure_sum(
         grid: that all clients agree on.
         minimum: clients of a sum.
         gone: row -> the phase (1 to 5) before which a client drops out.
-        graph: neighbours and threshold; default: by `neighbourhoods`.
+        graph: neighbours and threshold; default: by `around`.
         tamper: what the network does to messages.
         run: a name of the run.
         round: of the run.
@@ -89,7 +90,7 @@ def secure_sum(
         for k in numbers
     }
     public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
-    graph = neighbourhoods(len(numbers)) if graph is None else graph
+    graph = around(len(numbers)) if graph is None else graph
     session = Session(run, round, attempt, public, words.shape[1], graph, minimum, grid.width, apart)
     before = [frozenset(client + 1 for client in each) for each in earlier]
     parties = {
@@ -144,9 +145,11 @@ def secure_star(
     for totals too, of which the changes of a round's cohort are summed. No message can be looked at: medians, bounds on
     norms and checks for NaN cannot act, and what a client adds it has to clip itself.
 
+    On `ft.Remote` each site masks the sum of its own clients; see `fedtorch.trust.secure.sites`.
+
     Args:
         grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
-        minimum: clients of a sum.
+        minimum: clients of a sum; over sites, sites.
         entropy: of all secrets; default: the operating system's.
         apart: clients by which the survivors of a round differ at least from those of each earlier one, unless they are
             the same. Where clients tell nearly the same in every round, one sum less another is that of the clients
@@ -164,7 +167,8 @@ def secure_star(
         True
     """
     entropy = from_system() if entropy is None else entropy
-    return kept(star(), partial(_finish, grid, minimum, entropy, apart, [], count()))
+    exchange = kept(star(), partial(_finish, grid, minimum, entropy, apart, [], count()))
+    return exchange._replace(masks=SiteMasks(grid, max(minimum, 3), apart))
 
 
 def _finish(
@@ -185,22 +189,4 @@ def _finish(
     )  # fmt: skip
     earlier.append(ids.tolist())
     total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), tree.take(summed, slice(0, 1)))
-    return tree.map(_as_aggregate, total, is_leaf=(Mean, Sum))
-
-
-def as_sums(node: Mean | Sum) -> Mean | Sum:
-    """What of a message is added up, float64."""
-    wide: Tree = tree.to(node.value, torch.float64)
-    if isinstance(node, Sum):
-        return Sum(wide)
-    weight = node.weight.to(torch.float64)
-    return Mean(tree.scale(wide, weight), weight)
-
-
-def _as_aggregate(node: Mean | Sum) -> Mean | Sum:
-    if isinstance(node, Sum):
-        return node
-    weight = node.weight
-    if not float(weight) > 0:
-        raise ValueError(f"Expected a positive total weight of the clients that answered, but got {float(weight)}")
-    return Mean(tree.scale(node.value, 1 / float(weight)), weight)
+    return tree.map(as_aggregate, total, is_leaf=(Mean, Sum))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from support.closed_forms import ROUNDING, distance, linear_clients, sgd
-from support.proxy import Proxy
 from support.sites import offers
 
 import fedtorch as ft
+from experiments.benchmarks.proxy import Proxy
 from fedtorch.federation.remote import Remote, join
 from fedtorch.transport import Limits, Roster, connect, identity, serve
 
@@ -34,19 +34,22 @@ class Lines:
     def __init__(self, folder: Path, delay: float) -> None:
         own, roster = identity.make_server(folder / "server"), Roster(folder / "roster.json")
         self.host = serve("127.0.0.1:0", own, roster, LIMITS)
-        self.proxies, self.threads = {}, []
+        self.proxies, self.threads, self.errors = {}, [], dict[str, Exception]()
         for name, offer in offers(DATA, scaffold).items():
             made = identity.make_site(folder / "server", name)
             roster.add(name, identity.fingerprint(made.certificate))
             self.proxies[name] = proxy = Proxy(self.host.port, delay)
             dial = lambda made=made, proxy=proxy: connect(f"127.0.0.1:{proxy.port}", made, LIMITS)
-            self.threads.append(threading.Thread(target=self._join, args=(dial, offer, folder / name), daemon=True))
+            arguments = (name, dial, offer, folder / name)
+            self.threads.append(threading.Thread(target=self._join, args=arguments, daemon=True))
         for thread in self.threads:
             thread.start()
 
-    def _join(self, *arguments: object) -> None:
-        with contextlib.suppress(TimeoutError):
+    def _join(self, name: str, *arguments: object) -> None:
+        try:
             join(*arguments, patience=60.0)
+        except (TimeoutError, PermissionError) as error:
+            self.errors[name] = error
 
     def close(self) -> None:
         """Once the sites have been told that it is over."""
@@ -72,6 +75,33 @@ def lines(tmp_path: Path) -> Iterator[Callable[[float], Lines]]:
 
 def alone(rounds: int) -> ft.Run:
     return ft.run(scaffold(), ft.InProcess(DATA), rounds=rounds, seed=3)
+
+
+def test_who_may_not_come_does_not_disturb_the_run(lines: Callable[[float], Lines], tmp_path: Path) -> None:
+    """A certificate of another authority, a clock that is ahead, and a key that is revoked meanwhile."""
+    made, folder = lines(0.0), tmp_path / "server"
+    sites = Remote(made.host, list("abc"), "it", quorum=0.5, seconds=20.0)
+    run = ft.Run(scaffold(), sites, seed=3)
+    run.step()
+    address, quick = f"127.0.0.1:{made.host.port}", LIMITS._replace(seconds=0.5)
+    identity.make_server(tmp_path / "other")
+    stranger = identity.make_site(tmp_path / "other", "b")._replace(authority=identity.read(folder).authority)
+    with pytest.raises(ConnectionError):
+        connect(address, stranger, quick).receive(1.0)
+    stale = identity.make_site(folder, "b", timedelta(seconds=-1))  # as a clock that is ahead sees it
+    with pytest.raises(ValueError, match="set the clock, or enrol anew"):
+        join(lambda: connect(address, stale, quick), offers(DATA, scaffold)["b"])
+    run.step()
+    assert distance(run.server, alone(2).server) < ROUNDING
+    Roster(tmp_path / "roster.json").revoke("b", "stolen")
+    for _ in range(3):
+        run.step()
+    assert run.last is not None
+    assert run.last.ids.tolist() == [0, 1, 4, 5]
+    made.threads[1].join(10.0)
+    assert isinstance(made.errors["b"], PermissionError)
+    assert "has been revoked: stolen" in str(made.errors["b"])
+    sites.finish(run)
 
 
 def test_lines_that_take_50_ms(lines: Callable[[float], Lines]) -> None:

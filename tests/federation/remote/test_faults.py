@@ -17,7 +17,7 @@ from support.loopback import Clock, Killed, Loopback
 from support.sites import offers
 
 import fedtorch as ft
-from fedtorch import tree, wire
+from fedtorch import files, tree, wire
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import Remote, Terms, frames, sites as meeting
 from fedtorch.trust import privacy
@@ -348,14 +348,41 @@ def test_sites_that_cannot_take_part_hear_why(change: dict[str, Any], expected: 
     assert expected in made.host.dropped["b"]
 
 
-def test_the_run_goes_on_without_a_site_that_comes_back_with_other_clients() -> None:
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"clients": ["x", "y"]}, "with which 'b' first came"),
+        ({"rows": [9, 5]}, "with which 'b' first came"),
+        ({"protocol": 2}, "speaks protocol 1, but 'b' speaks 2; install the same version"),
+        ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "bring the same fields in the same dtypes"),
+    ],
+)
+def test_the_run_goes_on_without_a_site_that_comes_back_as_another(change: dict[str, Any], expected: str) -> None:
     made = Federation(make=fedavg, quorum=0.5)
     run = made.run()
     run.step()
-    hello(clients=["x", "y"])(made.host)
+    hello(**change)(made.host)
     assert run.step().ids.tolist() == [0, 1, 2, 3, 4, 5] or "b" in made.host.dropped
     assert run.step().ids.tolist() == [0, 1, 4, 5]
-    assert "with which 'b' first came" in made.host.dropped["b"]
+    assert expected in made.host.dropped["b"]
+
+
+def test_a_disk_on_which_a_site_cannot_count_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be counted is not answered, and nobody else is disturbed."""
+    made = Federation(tmp_path, fedavg, terms=Terms(rounds=5), quorum=0.5)
+    run = made.run()
+    run.step()
+    replace_file = files.replace
+
+    def full(path: Path, payload: bytes) -> None:
+        if "/b/" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace_file(path, payload)
+
+    monkeypatch.setattr(files, "replace", full)
+    assert run.step().ids.tolist() == [0, 1, 4, 5]
+    monkeypatch.setattr(files, "replace", replace_file)
+    assert run.step().ids.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_site_that_lies_about_its_rows_is_left_out() -> None:
@@ -490,7 +517,7 @@ def test_a_site_says_what_is_not_for_it() -> None:
     assert "another run" in reason(frames.encode("total", run="0" * 32, sequence=5))
     assert "run of 32 hexadecimal digits" in reason(frames.encode("total", run="../../etc", sequence=5))
     run = site._visit.run
-    assert "expected one of ['evaluate', 'round', 'total'], but got 'fetch'" in reason(
+    assert "expected one of ['evaluate', 'letters', 'round', 'total'], but got 'fetch'" in reason(
         frames.encode("fetch", run=run, sequence=5)
     )
     assert "tell nothing for good" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))

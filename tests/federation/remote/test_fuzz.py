@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -13,15 +14,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.certified import certified
 from support.closed_forms import linear_clients, sgd
 from support.loopback import Clock, Loopback
 from support.sites import offers
 
 import fedtorch as ft
-from fedtorch import wire
-from fedtorch.federation.remote import Remote, frames, sites as meeting
+from fedtorch import tree, wire
+from fedtorch.federation.remote import Remote, frames, sealed, sites as meeting
 from fedtorch.federation.remote.site import Site
+from fedtorch.trust import secure
 
+NETWORK = ft.Network.ring(4)
 VALUES = [None, True, -1, 0, 1, 2**70, 0.5, "", "x" * 50, "../../etc", "0" * 32]
 VALUES += [[], [[]], {}, {"a": 1}, [1, 1], ["a", "a"]]
 
@@ -139,6 +143,61 @@ def test_a_site_refuses_what_is_no_frame() -> None:
 
 def test_a_server_goes_on_without_a_site_that_sends_no_frames() -> None:
     server_goes_on(2000)
+
+
+def masked() -> ft.Algorithm:
+    return dataclasses.replace(scaffold(), exchange=secure.secure_star(secure.Grid(30, 2.0**20)))
+
+
+def letters() -> ft.Algorithm:
+    return sealed(ft.gtv(sgd(0.05), NETWORK, 0.1), NETWORK)
+
+
+def hidden_goes_on(make: Any, count: int) -> None:
+    """A site of four, or the server towards it, says anything: there is a round or none, and later all is well."""
+    dice = random.Random(2)
+    host = Loopback(offers(linear_clients([5, 2, 9, 4]), make, sites=4), None, certified().identities)
+    sites = Remote(host, list("abcd"), "it", seconds=1.0, quorum=0.25, roster=certified().roster)
+    run, done = ft.Run(make(), sites, seed=1), 0
+    for k in range(count):
+        up = k % 2
+
+        def hostile(name: str, frame: bytes, up: int = up) -> bytes:
+            return mutated(frame, dice) if name == "b" and up and dice.random() < 0.5 else frame
+
+        def towards(name: str, frame: bytes, up: int = up) -> bool:
+            if name == "b" and not up and dice.random() < 0.5:
+                reply = host.sites["b"].answer(mutated(frame, dice))
+                host.frames.extend([("b", reply)] if reply is not None else [])
+                return dice.random() < 0.5
+            return True
+
+        host.after, host.before = hostile, towards
+        if "b" not in host.sites:
+            host.start("b")
+        try:
+            run.step()
+            done += 1
+        except RuntimeError:
+            pass
+    host.after, host.before = lambda name, reply: reply, lambda name, frame: True
+    host.start("b")
+    for _ in range(3):
+        run.step()
+    assert run.last.ids.tolist() == [0, 1, 2, 3]
+    assert done > count // 4
+    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(run.server))
+
+
+@pytest.mark.parametrize("make", [masked, letters])
+def test_a_site_that_says_anything_under_masks_and_seals(make: Any) -> None:
+    hidden_goes_on(make, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [masked, letters])
+def test_a_site_that_says_very_much_under_masks_and_seals(make: Any) -> None:
+    hidden_goes_on(make, 600)
 
 
 @pytest.mark.slow

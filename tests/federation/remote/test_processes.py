@@ -12,17 +12,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.closed_forms import ROUNDING, distance
 from support.my_data import DATA, scaffold
+from support.my_secrets import letters, masked
 
 import fedtorch as ft
 from experiments.benchmarks import remote as benchmark
 from fedtorch import cli, tree
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import Remote
-from fedtorch.transport import Hub, Roster, identity, serve
+from fedtorch.transport import Hub, Roster, book, identity, serve
 from fedtorch.transport.enrolment import Desk
 
 pytest.importorskip("grpc")
@@ -57,10 +59,10 @@ class Place:
         """In this process."""
         return serve("127.0.0.1:0", identity.read(self.folder / "server"), self.roster)
 
-    def join(self, name: str, port: int) -> None:
+    def join(self, name: str, port: int, brings: str = "my_data.py") -> None:
         """A site's process begins."""
         folder = self.folder / name
-        command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(TESTS / "support" / "my_data.py")]
+        command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(TESTS / "support" / brings)]
         command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--patience", "120"]
         self.sites[name] = start(*command, SITE=name)
 
@@ -106,6 +108,27 @@ def test_sites_as_processes_of_which_one_is_killed(place: Place) -> None:
     wanted = ft.run(scaffold(0.05), ft.InProcess(DATA), rounds=6, seed=3)
     assert distance(run.server, wanted.server) < ROUNDING
     assert distance(place.models(), wanted.tensors()) < ROUNDING
+    host.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "setting"), [(masked, {"rate": 0.05}), (letters, {"alpha": 0.3})])
+def test_messages_that_the_server_cannot_read_over_grpc(place: Place, make: Any, setting: dict[str, float]) -> None:
+    """Sums under masks and sealed letters between processes, one of which is killed between rounds."""
+    host, rows = place.serve(), DATA.rows
+    for name in NAMES:
+        place.join(name, host.port, "my_secrets.py")
+    roster = book.sign_roster(place.folder / "server", place.roster)
+    sites = Remote(host, NAMES, make.__name__, setting, quorum=1.0, seconds=60.0, roster=roster, rotate=2, rows=rows)
+    run, wanted = (ft.Run(make(**setting), clients, seed=3) for clients in (sites, ft.InProcess(DATA)))
+    for k in range(5):
+        if k == 3:
+            place.kill("b")
+            place.join("b", host.port, "my_secrets.py")
+        run.step(), wanted.step()
+    sites.finish(run)
+    assert distance(place.models(), wanted.tensors()) < 1e-7  # on the grid of 2⁻³⁰
+    assert distance(run.server, wanted.server) < 1e-7 or make is letters
     host.close()
 
 

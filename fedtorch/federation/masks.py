@@ -1,0 +1,93 @@
+"""Sums that nobody sees the parts of, as a population carries them: parties, phases, and bytes between.
+
+How it is done is the business of `fedtorch.trust.secure`; an exchange that does it has a field `masks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from fedtorch.tree import Tree
+
+
+class Parties(NamedTuple):
+    """Who adds up under masks."""
+
+    run: bytes
+    attempt: int  # no other sum of the run has the same
+    keys: dict[int, bytes]  # by party, from 1 on, the Ed25519 key with which it signs
+
+
+class MaskedSum(Protocol):
+    """A sum as whoever adds it up sees it: parties say what they have to, phase by phase."""
+
+    def request(self, phase: int, party: int) -> bytes:
+        """What a party has to be sent before it can say its message of a phase."""
+        ...
+
+    def take(self, phase: int, message: bytes) -> bool:
+        """Takes a message in; False if it is refused."""
+        ...
+
+    @property
+    def survivors(self) -> list[int]:
+        """The parties that are in the sum."""
+        ...
+
+    def aggregate(self) -> Tree:
+        """What `Exchange.finish` makes of all their messages; raises RuntimeError where that cannot be known."""
+        ...
+
+
+class MaskedPart(Protocol):
+    """A party's part of a sum."""
+
+    @property
+    def survivors(self) -> frozenset[int]:
+        """Whose sum it is, as far as it has confirmed that."""
+        ...
+
+    def answer(self, phase: int, payload: bytes) -> bytes:
+        """Its message of a phase; raises RuntimeError or ValueError where it goes no further."""
+        ...
+
+
+class Masks(Protocol):
+    """How the messages of several processes are added up so that nobody sees those of one."""
+
+    @property
+    def phases(self) -> Sequence[int]:
+        """Their numbers, in order."""
+        ...
+
+    @property
+    def minimum(self) -> int:
+        """Parties of a sum, at least."""
+        ...
+
+    @property
+    def step(self) -> float:
+        """The distance between numbers that are not the same under masks."""
+        ...
+
+    def __str__(self) -> str:
+        """What all parties have to agree on."""
+        ...
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError where so many clients of all parties cannot be added up."""
+        ...
+
+    def server(self, parties: Parties, message: Tree) -> MaskedSum:
+        """A sum of messages that look like `message` `(0, ...)`."""
+        ...
+
+    def party(
+        self, parties: Parties, number: int, signing: bytes, found: Tree, earlier: Sequence[frozenset[int]]
+    ) -> MaskedPart:
+        """The part of a party with its private Ed25519 key and the messages of its clients, a `RowsOf`.
+
+        `earlier` are the survivors of sums of the very same messages, which others less those would be sums of too few.
+        """
+        ...

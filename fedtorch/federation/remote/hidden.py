@@ -1,0 +1,80 @@
+"""The server's part in what it may not read: keys that it passes on, sums under masks, and sealed letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fedtorch.federation.exchange import Exchange
+from fedtorch.federation.remote.keyring import BOOK, Ask, Keyring
+from fedtorch.federation.remote.masked import SumOfSites, parties_of
+from fedtorch.federation.remote.sealed import Letters
+from fedtorch.tree import Tree
+
+
+class Hidden:
+    """What sites send each other in a run.
+
+    Args:
+        exchange: with masks, or sealed.
+        keyring: of the run.
+        clients: the numbers of each site's clients, by name, in their order.
+        rotate: so many rounds keys are used.
+        ask: how sites are asked.
+        next_sequence: a number for requests.
+        letters: (site, number of the request) -> a request for letters.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        keyring: Keyring,
+        clients: Mapping[str, range],
+        rotate: int,
+        ask: Ask,
+        next_sequence: Callable[[], int],
+        letters: Callable[[str, int], bytes],
+    ) -> None:
+        self._exchange, self._keyring, self._clients, self._rotate = exchange, keyring, clients, rotate
+        self._ask, self._next, self._rounds = ask, next_sequence, 0
+        self._letters = None if exchange.sealed is None else Letters(letters, ask, next_sequence)
+        self._parties: list[str] = []  # the sites of the book, in its order
+        self._book = b""
+
+    def begin(self, sites: Sequence[str], run: str) -> dict[str, str]:
+        """Sees to keys, and to letters, before sites are asked for something; returns why some have no keys."""
+        epoch, asked = self._rounds // self._rotate, {site: self._clients[site] for site in sites}
+        missing = self._keyring.gather(asked, run, self._keyring.epoch)
+        if not missing and epoch > self._keyring.epoch:
+            missing = self._keyring.gather(asked, run, epoch)
+        self._rounds += 1
+        there = [site for site in sites if site not in missing]
+        self._parties = [name for name in self._clients if name in there]
+        self._book = self._keyring.book(list(self._clients) if self._letters is not None else self._parties)
+        if self._letters is not None:
+            self._letters.begin(there, self._book)
+        return missing
+
+    def to(self, site: str) -> dict[str, bytes]:
+        """The book, and letters for a site, by name."""
+        return {BOOK: self._book, **({} if self._letters is None else self._letters.to(site))}
+
+    def keep(self, letters: Mapping[str, dict[str, bytes]]) -> None:
+        """Takes letters that go with a round that is kept."""
+        if self._letters is not None:
+            self._letters.keep(letters)
+
+    def forget(self) -> None:
+        """Goes back to another round, maybe of another run; sites have to announce keys and write letters anew."""
+        self._keyring.forget()
+        if self._letters is not None:
+            self._letters.forget()
+
+    def add_up(
+        self, first: Mapping[str, bytes], run: str, number: int, about: bytes, message: Tree
+    ) -> tuple[Tree, list[str]]:
+        """(the aggregate of what sites have under masks, the sites in it); see `SumOfSites.finish`."""
+        assert self._exchange.masks is not None
+        firsts = {name: self._clients[name].start for name in self._parties}
+        parties = parties_of(run, number, about, dict(zip(firsts.values(), self._keyring.signing(self._parties))))
+        made = SumOfSites(self._exchange.masks, parties, firsts, message, self._ask, self._next)
+        return made.finish(first, run)

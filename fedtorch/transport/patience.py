@@ -1,0 +1,34 @@
+"""How long a site waits for a server that is not there, and the pauses between its attempts to connect."""
+
+from __future__ import annotations
+
+import time
+
+_PAUSES = (0.05, 5.0)  # seconds between attempts, the first and the longest
+
+
+class Patience:
+    """The time since a server was last heard of.
+
+    Args:
+        seconds: the longest time without a word from it.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.heard()
+
+    def heard(self) -> None:
+        """The server has said something."""
+        self._since, self._pause = time.monotonic(), _PAUSES[0]
+
+    def again(self, error: Exception) -> None:
+        """Waits before the next attempt, longer each time.
+
+        Raises:
+            TimeoutError: it has been too long; `error` is why the last attempt ended.
+        """
+        if time.monotonic() - self._since > self.seconds:
+            raise TimeoutError(f"Expected a server within {self.seconds:g} s, but got none; {error}") from error
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _PAUSES[1])

@@ -1,0 +1,150 @@
+"""Secure sums between organisations: each site masks the sum of its own clients, and the server learns that of all.
+
+A site knows its clients' rows, so that nothing has to be hidden from it: it puts every client's numbers on the grid,
+adds up the words, and takes part in the protocol of `parties` as one client. The total is that of `secure_sum` over
+all clients, to the bit. What is hidden from the server is a site's part, among those of `minimum` sites; of single
+clients it learns that they have answered.
+
+A round that has to be done again sums the same messages. Its sites are then the same as before, or others by `minimum`
+at least, so that no difference of two sums is one of fewer. Between rounds nothing is compared: where messages hardly
+change, two rounds' sums with and without a site say nearly what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.exchange import Mean, RowsOf, Sum
+from fedtorch.federation.masks import Parties
+from fedtorch.tree import Tree
+from fedtorch.trust.messages import like, rows
+from fedtorch.trust.privacy.entropy import from_system
+from fedtorch.trust.secure import ring
+from fedtorch.trust.secure.grid import ExactSums, Grid
+from fedtorch.trust.secure.messages import PHASES, Aborted, Session
+from fedtorch.trust.secure.neighbours import around
+from fedtorch.trust.secure.parties import Client
+from fedtorch.trust.secure.server import Server
+
+_FEW = 64  # neighbours that a site can mask with without a thought
+
+
+class SiteMasks(NamedTuple):
+    """What a secure exchange brings to sites; see `fedtorch.federation.exchange.Masks`."""
+
+    grid: Grid | ExactSums
+    minimum: int  # sites of a sum, at least 3
+    apart: int
+    phases: tuple[int, ...] = tuple(PHASES)
+
+    @property
+    def step(self) -> float:
+        """The grid's."""
+        return 2.0**-self.grid.bits
+
+    def __str__(self) -> str:
+        return f"sums under masks on {self.grid}, of at least {self.minimum} sites"
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError for clients whose sums do not fit the grid, or settings that are not for sites."""
+        self.grid.check(clients)
+        if self.apart > 1:
+            raise ValueError(
+                "Expected apart=1 over sites, whose sums differ by the clients that each has asked, but got "
+                f"{self.apart}; ask all clients in every round instead"
+            )
+
+    def server(self, parties: Parties, message: Tree) -> SiteSums:
+        """A sum of messages like `message` `(0, ...)`."""
+        summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
+        return SiteSums(self._session(parties, self.grid.encode(rows(summed))), self.grid, summed)
+
+    def party(
+        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
+    ) -> Client:
+        """A site's part, whose secrets are of the operating system and of this sum alone."""
+        words = self.grid.encode(rows(tree.map(as_sums, found.message, is_leaf=(Mean, Sum))).cpu())
+        total = reduce(lambda one, other: ring.add(one, other, self.grid.width), words, torch.zeros_like(words[0]))
+        key = Ed25519PrivateKey.from_private_bytes(signing)
+        return Client(self._session(parties, words), number, key, from_system(), total, earlier)
+
+    def _session(self, parties: Parties, words: Tensor) -> Session:
+        """Few sites mask with all others; fewer than `minimum` − 1 that work with the server learn nothing more."""
+        others, near = len(parties.keys) - 1, around(len(parties.keys))
+        near = near._replace(neighbours=others) if others <= _FEW else near
+        near = near._replace(threshold=min(max(near.threshold, self.minimum - 1), near.neighbours))
+        return Session(
+            parties.run, 0, parties.attempt, parties.keys, words.shape[1], near, self.minimum, self.grid.width,
+            apart=self.minimum,
+        )  # fmt: skip
+
+
+class SiteSums(Server):
+    """The server's side of a sum of sites.
+
+    Args:
+        session: what was agreed.
+        grid: of the numbers.
+        summed: what is added up, of no clients.
+    """
+
+    def __init__(self, session: Session, grid: Grid | ExactSums, summed: Tree) -> None:
+        super().__init__(session)
+        self._grid, self._summed = grid, summed
+
+    def aggregate(self) -> Tree:
+        """The aggregate of the survivors' clients; raises `Aborted` where there is none."""
+        one = tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), self._summed)
+        return tree.map(as_aggregate, like(self._grid.decode(self.total()), one), is_leaf=(Mean, Sum))
+
+
+class HereOnly(NamedTuple):
+    """In the place of masks where there is no protocol between organisations: it is refused there."""
+
+    why: str
+    phases: tuple[int, ...] = ()
+    minimum: int = 0
+    step: float = 0.0
+
+    def __str__(self) -> str:
+        return self.why
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError."""
+        raise ValueError(f"Expected an exchange that sites can keep among them, but got {self.why}")
+
+    def server(self, parties: Parties, message: Tree) -> SiteSums:
+        """There is none."""
+        raise Aborted(self.why)
+
+    def party(
+        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
+    ) -> Client:
+        """There is none."""
+        raise Aborted(self.why)
+
+
+def as_sums(node: Mean | Sum) -> Mean | Sum:
+    """What of a message is added up, float64."""
+    wide: Tree = tree.to(node.value, torch.float64)
+    if isinstance(node, Sum):
+        return Sum(wide)
+    weight = node.weight.to(torch.float64)
+    return Mean(tree.scale(wide, weight), weight)
+
+
+def as_aggregate(node: Mean | Sum) -> Mean | Sum:
+    """What a star's server makes of what was added up."""
+    if isinstance(node, Sum):
+        return node
+    weight = node.weight
+    if not float(weight) > 0:
+        raise ValueError(f"Expected a positive total weight of the clients that answered, but got {float(weight)}")
+    return Mean(tree.scale(node.value, 1 / float(weight)), weight)
