@@ -1,5 +1,5 @@
 # `make demo` and `make test` are all that a fresh machine needs: both make .venv and install into it.
-PYTHON ?= $(firstword $(foreach p,python3.11 python3.12,$(if $(shell command -v $(p)),$(p))) python3.11)
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3.14,$(if $(shell command -v $(p)),$(p))) python3.11)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -8,10 +8,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 PYTEST_ARGS ?=
 HALF := tests/federation tests/kernels tests/networks tests/test_conformance.py fedtorch  # of the suite, by what it takes
 
-.PHONY: demo demo-sites test test-slow test-browser lint format docs bench bench-peers clean
+.PHONY: demo demo-sites test test-slow test-browser test-install lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or 3.12 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) torch
 	$(INSTALL) --editable '.[dev]'
@@ -41,6 +41,13 @@ test-slow: $(STAMP)
 # Reports in a headless Chromium; skipped where there is none (`apt-get install chromium`).
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/report/test_browser.py $(PYTEST_ARGS)
+
+# Wheel and sdist into an empty environment, without constraints. PyTorch is the release of the constraints, which may be
+# one for the CPU; `make test-install TORCH=torch` takes the newest, with gigabytes of CUDA libraries.
+TORCH ?= $(filter torch==%,$(file <constraints.txt))
+test-install: $(STAMP)
+	$(INSTALL) build
+	PYTHONPATH=tests $(BIN)/python -m support.installs --python "$$(command -v $(PYTHON))" --torch $(TORCH)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # p
 project = "fedtorch"
 author = "the authors of fedtorch"
 release = version = fedtorch.__version__
+
+os.environ["TQDM_DISABLE"] = "1"  # progress would depend on the machine
 
 extensions = [
     "myst_nb",

@@ -39,7 +39,11 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "fedtorch.federation.faults",
         ),
     ),
-    "federation": ("Around a run", "History, evaluation, tuning, checkpoints, progress.", ("fedtorch.federation",)),
+    "federation": (
+        "Around a run",
+        "History, evaluation, tuning, checkpoints, progress.",
+        ("fedtorch.federation", "fedtorch.progress"),
+    ),
     "algorithms": (
         "Algorithms",
         "What clients and server compute. Each module's text has the formula and the source.",
@@ -55,7 +59,11 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "vertical": ("Vertical federation", "Different features of the same rows.", ("fedtorch.vfl",)),
     "trust": ("Trust", "Privacy, secure sums, robustness, attacks, fairness, records.", ("fedtorch.trust",)),
     "data": ("Data", "Federated data, partitioners, real data sets.", ("fedtorch.data",)),
-    "plots": ("Metrics, plots and the command line", "", ("fedtorch.metrics", "fedtorch.plots", "fedtorch.cli")),
+    "plots": (
+        "Metrics, plots, reports and the command line",
+        "",
+        ("fedtorch.metrics", "fedtorch.plots", "fedtorch.report", "fedtorch.cli"),
+    ),
     "foundations": (
         "Foundations",
         "Trees, randomness, the wire, kernels: what everything else stands on.",

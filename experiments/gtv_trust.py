@@ -237,7 +237,8 @@ def draw(
     changes: dict[str, list[float]], errors: dict[str, list[float]], curve: list[tuple[float, float, float]]
 ) -> Figure:
     """Changes beside their bounds, errors against attacked nodes, being anticipated against being right, and (8.9)."""
-    figure, axes = common.subplots(1, 4, figsize=(17, 4))
+    figure, grid = common.subplots(2, 2, figsize=(11, 8))
+    axes = grid.flatten()
     for name, values in changes.items():
         axes[0].loglog(STRENGTHS, values, marker="o", linestyle="--" if "8.3" in name else "-", label=name)
     axes[0].set_xlabel("sd of the perturbation of labels, °C")
@@ -250,15 +251,15 @@ def draw(
     anticipation, validation, noise = zip(*curve)
     axes[2].plot(anticipation, validation, marker="o")
     for rho, far, wrong in zip(RHOS, anticipation, validation):
-        axes[2].annotate(f"ρ = {rho:g}", (far, wrong))
+        axes[2].annotate(f"ρ = {rho:g}", (far, wrong), xytext=(5, 5), textcoords="offset points")
     axes[2].set_xlabel("(8.11), °C²")
     axes[2].set_ylabel("validation error, °C²")
     axes[3].plot(RHOS, [value / noise[0] for value in noise], marker="o")
     axes[3].set_xscale("symlog", linthresh=RHOS[1])
     axes[3].set_xlabel("ρ")
     axes[3].set_ylabel("factor of the noise in (8.9) / without signals")
-    for axis in axes[:2]:
-        axis.legend(frameon=False)
+    axes[0].legend(frameon=False)
+    axes[1].legend(frameon=False, loc="upper right", fontsize="small")
     return figure
 
 

@@ -101,7 +101,8 @@ def lost_for_good(nodes: int, rounds: int, seed: int) -> dict[str, dict[str, flo
 
 def draw(rows: Sequence[common.Row]) -> Figure:
     """Distances after the rounds against what is lost and late; errors against links that are lost."""
-    figure, axes = common.subplots(1, 4, figsize=(15, 3.6))
+    figure, grid = common.subplots(2, 2, figsize=(10, 7))
+    axes = grid.flatten()
     panels = (("messages lost on links", LOST), ("up to", DELAYS), ("stragglers", LATE))
     names = ("share of messages lost", "longest delay, rounds", "share of stragglers in a round")
     for axis, (setting, places), name in zip(axes, panels, names):
@@ -116,7 +117,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
     axes[3].axhline(rows[-1].ours, color="0.5", linestyle="--", label="server lost")
     axes[3].set_xlabel("share of links lost for good")
     axes[3].set_ylabel("mean squared error of parameters")
-    axes[3].legend(frameon=False)
+    axes[3].legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 0.95))
     return figure
 
 

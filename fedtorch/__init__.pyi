@@ -4,6 +4,7 @@ from . import (
     metrics as metrics,
     networks as networks,
     plots as plots,
+    progress as progress,
     random as random,
     report as report,
     tree as tree,

@@ -31,6 +31,11 @@ def normal_draw(factor: Tensor, shift: Tensor, z: Tensor) -> Tensor:
         factor: L, lower triangular, `(..., p, p)`.
         shift: b, `(..., p)`.
         z: `(..., p)`.
+
+    >>> import torch
+    >>> precision = torch.tensor([[4.0, 0.0], [0.0, 1.0]])
+    >>> normal_draw(torch.linalg.cholesky(precision), shift=torch.tensor([8.0, 1.0]), z=torch.tensor([1.0, 0.0]))
+    tensor([2.5000, 1.0000])
     """
     half = torch.linalg.solve_triangular(factor, shift[..., None], upper=False)
     return torch.linalg.solve_triangular(factor.mT, half + z[..., None], upper=True)[..., 0]

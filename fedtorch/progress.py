@@ -57,8 +57,9 @@ class Progress:
     ) -> None:
         self.title, self.total, self.unit, self.done, self.always = title, total, unit, initial, always
         self._initial, self._began, self._outer = initial, time.monotonic(), _inside.get()
-        self._shown = shown and not self._outer and not os.environ.get("TQDM_DISABLE")
-        self._kind: Any = _bar_kind() if self._shown else None
+        told = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
+        self._shown = shown and not told
+        self._kind: Any = _bar_kind() if self._shown and always else None  # else when something is first shown
         self._bar: Any = None
         self._tell: Callable[[], Told] = dict
         self._said, self._next = -1, _SHORT
@@ -97,6 +98,8 @@ class Progress:
         self._shown, self._bar = False, None
 
     def _show(self, passed: float) -> None:
+        if self._bar is None and self._said < 0:
+            self._kind = _bar_kind()
         if self._kind is not None:
             self._draw(passed)
             self._next = passed + _REFRESHED

@@ -82,9 +82,10 @@ def needs(folder):
 def test_quickstart(tmp_path):
     quickstart.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
-    assert {setting for setting, _ in found} == {"separate", "FedAvg", "personal layers", "pooled"}
     assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
-    assert 0 < found["personal layers", "megabytes"] < found["FedAvg", "megabytes"]
+    assert 0 < found["personal background", "megabytes"] < found["Ditto", "megabytes"] == found["FedAvg", "megabytes"]
+    assert 0 < found["the same, ε = 8", "epsilon"] <= 8
+    assert [setting for setting, metric in found if metric == "epsilon"] == ["the same, ε = 8"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from types import ModuleType
@@ -60,3 +61,7 @@ def test_names_that_are_not_there(package: ModuleType) -> None:
 def test_the_table_of_contents_names_what_there_is() -> None:
     for name in dir(ft):
         assert getattr(ft, name) is not None
+
+
+def test_every_name_of_the_table_of_contents_has_an_example() -> None:
+    assert [name for name in dir(ft) if ">>>" not in (inspect.getdoc(getattr(ft, name)) or "")] == []

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
@@ -147,11 +148,14 @@ def overhead(rounds: int, repeat: int) -> list[common.Row]:
     def under(**arguments: object) -> Callable[[], None]:
         return lambda: trainer(rounds, **arguments).fit(ft.Federation(ft.fedavg(local), population))
 
-    rows = []
+    class Lightnings(TQDMProgressBar):
+        """Lightning's bar, which a federation leaves alone when it is a class of its own."""
+
+    rows, bar = [], {"enable_progress_bar": True, "callbacks": Lightnings()}
     with tempfile.TemporaryDirectory() as folder:
         for name, target, arguments in (
-            ("Lightning's progress bar", 2, {"enable_progress_bar": True}),
-            ("Lightning's progress bar and CSV logger", 4, {"enable_progress_bar": True, "logger": CSVLogger(folder)}),
+            ("Lightning's progress bar", 2, bar),
+            ("Lightning's progress bar and CSV logger", 4, {**bar, "logger": CSVLogger(folder)}),
             ("RoundProgressBar", 2, {"enable_progress_bar": True, "callbacks": ft.RoundProgressBar()}),
         ):
             times = measure.interleaved({"with": under(**arguments), "without": alone}, repeat)

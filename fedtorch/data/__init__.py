@@ -1,4 +1,11 @@
-"""Data that belongs to many clients: where it comes from, how it is split, how it is stacked."""
+"""Data that belongs to many clients: where it comes from, how it is split, how it is stacked.
+
+>>> import fedtorch as ft
+>>> data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3, minimum=10), clients=20, seed=0)
+>>> training, validation = data.split(0.7, seed=0)
+>>> len(training), int(data.counts.sum())
+(20, 1797)
+"""
 
 from fedtorch.data.bad_clients import BadClients as BadClients
 from fedtorch.data.cache import locate as locate

@@ -11,6 +11,11 @@ class BadClients(ValueError):
     Args:
         rows: their rows in the block, `(R,)`.
         message: what was expected and what came.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> ft.BadClients(torch.tensor([2]), "Expected labels, but got none").rows
+        [2]
     """
 
     def __init__(self, rows: Tensor, message: str) -> None:

@@ -23,14 +23,26 @@ from fedtorch.tree import Tree
 
 
 class Turn(NamedTuple):
-    """A client's part in a round: what it draws with, and where the federation's clock stands."""
+    """A client's part in a round: what it draws with, and where the federation's clock stands.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> ft.Turn(ft.random.key(0), round=3).round
+        3
+    """
 
     key: Tensor  # (K,) of randomness, one for each client
     round: int  # rounds done before this one, in which a client may have been away
 
 
 class Reply(NamedTuple):
-    """What `Algorithm.client` returns for `K` clients."""
+    """What `Algorithm.client` returns for `K` clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> ft.Reply(ft.Sum(torch.ones(2, 3)), {}, {"loss": torch.zeros(2)}).message.value.shape  # of two clients
+        torch.Size([2, 3])
+    """
 
     message: Tree  # its nodes are Mean or Sum; None where nothing is fresh
     state: Tree  # (K, ...) never leaves the client
@@ -38,7 +50,14 @@ class Reply(NamedTuple):
 
 
 class Quadratic(NamedTuple):
-    r"""What the others think, added to a client's loss: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`."""
+    r"""What the others think, added to a client's loss: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> near_two = ft.Quadratic(torch.tensor([1.0]), {"weight": torch.tensor([[2.0]])})  # ½x² − 2x, of one client
+        >>> near_two.precision_of("weight")
+        tensor([1.])
+    """
 
     precision: Tensor | dict[str, Tensor]  # (K,) λ, one for all parameters or one for each by name
     shift: Tree  # (K, ...) h, in the structure of the parameters
@@ -49,7 +68,18 @@ class Quadratic(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What a local solver returns for `K` clients."""
+    """What a local solver returns for `K` clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))])
+        >>> local = ft.least_squares(torch.nn.Linear(2, 1, bias=False))
+        >>> start = ft.tree.expand(local.parameters, 1)
+        >>> rows = local.prepare(data.stack(torch.tensor([0])))
+        >>> solved = local.solve(start, local.init(start), rows, None, ft.Turn(ft.random.key(0)[None], 0))
+        >>> solved.parameters["weight"].round(decimals=3)
+        tensor([[[1., 2.]]])
+    """
 
     parameters: Tree  # (K, ...)
     state: Tree  # (K, ...) what it keeps for the next round
@@ -79,6 +109,12 @@ class LocalSolver:
         statistics: prepared data -> `SufficientStatistics`, where nobody may ask more of the rows; None where they are
             at hand.
         budget: what its rounds spend, where it protects the rows it trains on.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> local = ft.least_squares(torch.nn.Linear(2, 1))
+        >>> sorted(local.parameters)
+        ['bias', 'weight']
     """
 
     solve: Solve
@@ -140,6 +176,13 @@ class Algorithm:
         finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
             model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
         budget: what its rounds spend; a run asks it before every round.
+
+    Example:
+        >>> import dataclasses, torch, fedtorch as ft
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+        >>> algorithm.settings["algorithm"]
+        'fedavg'
+        >>> watched = dataclasses.replace(algorithm, report=lambda server: {"norm": server["weight"].norm()})
     """
 
     init: Callable[[Tree, int], tuple[Tree, Tree]]

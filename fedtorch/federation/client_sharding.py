@@ -18,6 +18,12 @@ class ClientSharding(DDPStrategy):
 
     The first rank writes checkpoints, with the states of all ranks' clients in them; each can be loaded with another
     number of ranks, one included.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> strategy = ft.ClientSharding()  # for L.Trainer(devices=2, strategy=strategy), started by torchrun
+        >>> strategy.checkpoint_io
+        <fedtorch.federation.checkpoint_io.PlainCheckpointIO object at ...>
     """
 
     def __init__(self, checkpoint_io: CheckpointIO | None = None, **options: Any) -> None:

@@ -90,6 +90,13 @@ def constant(training: FederatedData, split: Split = inputs_and_targets) -> Pred
     Returns:
         inputs `(K, N, ...)` -> predictions: for integer targets the logarithms of the classes' frequencies
         `(K, N, classes)`, for others their mean `(K, N, 1)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> targets = torch.tensor([1.0, 3.0]), torch.tensor([5.0])
+        >>> data = ft.data.from_tensors([(torch.ones(len(y), 1), y) for y in targets])
+        >>> ft.constant(data)(torch.zeros(2, 1, 1)).flatten()
+        tensor([3., 3.])
     """
     target = split(training.rows)[1]
     if target.is_floating_point():

@@ -47,6 +47,13 @@ class Distributed:
     When the ranks of a run first meet they compare what they run: settings, seed, cohort, faults, where training
     starts, clients, and of their rows up to 16 MiB, evenly spread. Where one differs, every rank raises ValueError,
     which names it. A rank that has gone, or does not answer in time, is named by the others' RuntimeError.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3)
+        >>> population = ft.Distributed(data)  # alone, where `torchrun` has not started others
+        >>> population.rank, population.world_size
+        (0, 1)
     """
 
     def __init__(

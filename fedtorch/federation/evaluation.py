@@ -19,7 +19,14 @@ Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
 
 
 class Score(NamedTuple):
-    """One metric over a federation."""
+    """One metric over a federation.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True)
+        >>> score.mean(), score.worst()
+        (0.75, 0.5)
+    """
 
     overall: float  # of all rows together
     clients: Tensor  # (K,) of each client's rows; NaN where a client has none

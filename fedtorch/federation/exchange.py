@@ -29,14 +29,29 @@ _PUSH = 4  # a product over all edges takes as long as pushing along this part o
 
 
 class Mean(NamedTuple):
-    """A message that is averaged. Aggregated, `weight` holds the total weight."""
+    """A message that is averaged. Aggregated, `weight` holds the total weight.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> message = ft.Mean(torch.tensor([[1.0], [4.0]]), weight=torch.tensor([2.0, 1.0]))  # of two clients
+        >>> exchange = ft.star()
+        >>> exchange.finish(exchange.gather(message, slice(0, 2))).value
+        tensor([2.], dtype=torch.float64)
+    """
 
     value: Tree  # (K, ...)
     weight: Tensor  # (K,) positive
 
 
 class Sum(NamedTuple):
-    """A message that is added up."""
+    """A message that is added up.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> exchange = ft.star()
+        >>> exchange.finish(exchange.gather(ft.Sum(torch.tensor([[1.0], [4.0]])), slice(0, 2))).value
+        tensor([5.], dtype=torch.float64)
+    """
 
     value: Tree  # (K, ...)
 
@@ -68,6 +83,13 @@ class Exchange(NamedTuple):
     A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
     adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. With `masks`, or `sealed`,
     processes of several organisations let nobody in between read them.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> exchange = ft.star()
+        >>> blocks = [exchange.gather(ft.Sum(torch.ones(len(ids), 1)), torch.tensor(ids)) for ids in ([0, 1], [2])]
+        >>> exchange.finish(exchange.merge(blocks)).value
+        tensor([3.], dtype=torch.float64)
     """
 
     scatter: Callable[[Tree, Rows], Tree]  # (outbox, ids) -> inboxes (K, ...)
@@ -149,6 +171,11 @@ def star() -> Exchange:
 
     The aggregate has the structure of the message, without the leading dimension and in float64: `Mean(value, weight)`
     holds the weighted mean and the total weight, `Sum(value)` the sum.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> ft.star().scatter(torch.tensor([1.0, 2.0]), slice(0, 3)).shape  # all three clients hear the same
+        torch.Size([3, 2])
     """
     return Exchange(
         scatter=lambda outbox, ids: tree.expand(outbox, client_count(ids)),
@@ -164,7 +191,13 @@ def star() -> Exchange:
 
 
 def private_rows() -> Exchange:
-    """A row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`."""
+    """A row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> ft.private_rows().scatter(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2]))  # client 2 hears row 2
+        tensor([[3.]])
+    """
     return Exchange(
         scatter=tree.take,
         gather=lambda messages, ids: RowsOf(indices(ids), _map_messages(lambda node: node, messages)),
@@ -194,6 +227,13 @@ def graph(network: Network) -> Exchange:
 
     Args:
         network: whose nodes are the clients, in their order.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> exchange = ft.graph(ft.Network([[0, 1], [1, 2]]))
+        >>> heard = exchange.finish(exchange.gather(ft.Sum(torch.tensor([1.0, 10.0, 100.0])), slice(0, 3)))
+        >>> heard.value  # the middle node hears both ends
+        tensor([ 10., 101.,  10.], dtype=torch.float64)
     """
     degrees, neighbours = network.degrees, network.neighbour_counts
 

@@ -40,6 +40,13 @@ class Faults:
         before: the client does not hear the server, and does nothing.
         after: the client's message is lost after its work, which is rolled back.
         late: the client's message comes after the deadline, and its work is rolled back.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> nights = ft.Faults(before=lambda key, ids: ids % 2 == 0)  # who has an even number is away
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
+        >>> ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), faults=nights).step().ids
+        tensor([1, 3])
     """
 
     before: Hit | None = None
@@ -74,7 +81,13 @@ class Fates(NamedTuple):
 
 
 def dropouts(probability: float) -> Faults:
-    """Clients that are away: each, with this probability, neither hears the server nor answers in a round."""
+    """Clients that are away: each, with this probability, neither hears the server nor answers in a round.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> int(ft.dropouts(0.3).before(ft.random.key(0), torch.arange(1000)).sum())  # of a thousand clients
+        297
+    """
     return lost_messages(before=probability)
 
 
@@ -84,12 +97,25 @@ def lost_messages(before: float = 0.0, after: float = 0.0) -> Faults:
     Args:
         before: of losing the server's message to a client: it does nothing.
         after: of losing a client's message to the server: its work is rolled back.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> faults = ft.lost_messages(after=1.0)  # every client works in vain
+        >>> faults.before is None, bool(faults.after(ft.random.key(0), torch.arange(5)).all())
+        (True, True)
     """
     return Faults(_coin(before), _coin(after))
 
 
 def exponential_noise(keys: Tensor) -> Tensor:
-    """Exponential factors of mean one."""
+    """Exponential factors of mean one.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
+        >>> ft.exponential_noise(keys).shape
+        torch.Size([3])
+    """
     return random.exponential(keys, (), torch.float64)
 
 
@@ -98,6 +124,12 @@ def lognormal_noise(sigma: float) -> Noise:
 
     Raises:
         ValueError: a negative σ.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
+        >>> ft.lognormal_noise(0.0)(keys)  # without spread all take their mean
+        tensor([1., 1., 1.], dtype=torch.float64)
     """
     if not (sigma >= 0 and math.isfinite(sigma)):
         raise ValueError(f"Expected sigma of at least 0, but got {sigma}")
@@ -115,6 +147,12 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
 
     Raises:
         ValueError: a deadline or durations that are not positive.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> slow = ft.stragglers(deadline=2.0, seconds=torch.tensor([1.0, 5.0]), noise=ft.lognormal_noise(0.0))
+        >>> slow.late(ft.random.key(0), torch.arange(2))
+        tensor([False,  True])
     """
     if not deadline > 0:
         raise ValueError(f"Expected a positive deadline in seconds, but got {deadline}")

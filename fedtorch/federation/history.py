@@ -47,7 +47,15 @@ _SPREAD = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 
 
 class Round(NamedTuple):
-    """One communication round, done."""
+    """One communication round, done.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
+        >>> round = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), cohort=2).step()
+        >>> round.number, len(round.asked), len(round.ids)
+        (1, 2, 2)
+    """
 
     number: int  # from 1
     server: Tree  # the server's state after it
@@ -90,6 +98,15 @@ class History:
 
     Raises:
         ValueError: a negative number.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data))
+        >>> [len(run.log) for round in run.rounds(2)]
+        [1, 2]
+        >>> run.log["answered"]
+        array([3., 3.])
     """
 
     def __init__(self, client_losses: int = 1_000_000) -> None:

@@ -40,6 +40,12 @@ class InProcess:
         chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
             of what is free on a CUDA device.
         device: where blocks and states live; default: where the data are.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3)
+        >>> ft.InProcess(data, chunk=1).names  # one client after another
+        ('0', '1', '2')
     """
 
     def __init__(self, data: FederatedData, chunk: int | None = None, device: torch.device | str | None = None) -> None:

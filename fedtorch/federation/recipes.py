@@ -13,6 +13,11 @@ an algorithm or a solution that the rest of the package makes, with the argument
 | few-shot | 6.7 | `few_shot` |
 
 Rows are (x `(d,)`, y `()`) where nothing else is said, and linear models have no intercept: give x a column of ones.
+
+>>> import torch, fedtorch as ft
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (1.0, 1.1, -1.0)])
+>>> ft.recipes.clusters_of_parameters(data, 2, ft.random.key(0)).tolist()
+[0, 0, 1]
 """
 
 from __future__ import annotations

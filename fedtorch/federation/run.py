@@ -3,17 +3,6 @@
 A round is sample, outbox, scatter, client, gather, server, commit. A `Run` holds where it stands, what has happened and
 who records it; research code steps through it, `ft.run` goes to the end, and a Lightning `Trainer` drives one as
 `ft.Federation`.
-
->>> import torch, fedtorch as ft
->>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0])), (torch.eye(2), torch.tensor([3.0, 4.0]))])
->>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
->>> for round in ft.Run(algorithm, ft.InProcess(data)).rounds(2):
-...     print(round.number, round.server["weight"].round(decimals=3))
-1 tensor([[2., 3.]])
-2 tensor([[2., 3.]])
->>> run = ft.run(algorithm, ft.InProcess(data), rounds=2)
->>> run.number, run.client_module(0)(torch.ones(2)).detach().round()
-(2, tensor([5.]))
 """
 
 from __future__ import annotations
@@ -76,6 +65,13 @@ class Run:
 
     Raises:
         ValueError: no parameters to start from, a cohort larger than the population, clients that cannot take part.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), ft.InProcess(data))
+        >>> [round.number for round in run.rounds(2)], run.server["weight"].round(decimals=3)
+        ([1, 2], tensor([[2., 3.]]))
     """
 
     def __init__(
@@ -336,13 +332,17 @@ def run(
     record: Recorder | Sequence[Recorder] = (),
     progress: bool = True,
 ) -> Run:
-    """A `Run` that has done its rounds; the arguments are those of `Run`, `Run.rounds`, and:
-
-    Args:
-        progress: whether it is shown how far a run is that takes longer than two seconds; see `fedtorch.progress`.
+    """A `Run` that has done its rounds; with `progress` it shows how far it is where that takes more than two seconds
+    (`fedtorch.progress`). The other arguments are those of `Run` and `Run.rounds`.
 
     Raises:
         ValueError: neither `rounds` nor `until` is given, or as for `Run`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
+        >>> ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=2).number
+        2
     """
     made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
     title = str(algorithm.settings.get("algorithm", "Rounds"))

@@ -32,6 +32,11 @@ def uniform_cohort(size: int, clients: int) -> Cohort:
 
     Raises:
         ValueError: fewer than one, or more than there are.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> len(ft.uniform_cohort(3, clients=10)(ft.random.key(0)))
+        3
     """
     expected.kind(size, int, "a cohort of a whole number of clients", "for a share of them see ft.poisson_cohort")
     if not 1 <= size <= clients:
@@ -44,6 +49,11 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
 
     Raises:
         ValueError: no ids, negative ones, or some twice; those beyond the population are refused where it is used.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> ft.fixed_cohort([4, 1])(ft.random.key(0))
+        tensor([1, 4])
     """
     clients = torch.as_tensor(ids, dtype=torch.int64, device="cpu").sort().values
     if not clients.numel():
@@ -60,6 +70,12 @@ def poisson_cohort(rate: float, clients: int) -> Cohort:
 
     Raises:
         ValueError: a rate outside (0, 1], or fewer than one client.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> draw = ft.poisson_cohort(0.5, clients=10)
+        >>> [len(draw(key)) for key in (ft.random.key(0), ft.random.key(1))]
+        [5, 2]
     """
     if not 0 < rate <= 1:
         raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
@@ -84,6 +100,11 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
 
     Raises:
         ValueError: weights that are not positive and finite, or an impossible size.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> ft.weighted_cohort([1e-9, 1.0, 2.0], size=2)(ft.random.key(0))
+        tensor([1, 2])
     """
     known = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
     if known.ndim != 1 or not bool(((known > 0) & known.isfinite()).all()):

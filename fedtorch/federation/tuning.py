@@ -56,6 +56,13 @@ class Grid:
         scores: the metric on the clients' validation rows; all NaN for a setting that diverged.
         diverged: whether the server's state, a client's model or the score of all rows has NaN or infinite numbers.
         largest_is_best: of the metric.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> scores = tuple(ft.Score(s, torch.tensor([s], dtype=torch.float64)) for s in (0.5, 0.9))
+        >>> result = ft.Grid(({"lr": 0.1}, {"lr": 1.0}), scores, diverged=(False, False), largest_is_best=True)
+        >>> result.best
+        {'lr': 1.0}
     """
 
     settings: tuple[Setting, ...]
@@ -146,6 +153,15 @@ def grid(
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
         ValueError: there is nothing to try, or the validation rows are of other clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+        >>> build = lambda mu: ft.fedprox(ft.least_squares(torch.nn.Linear(10, 1)), mu)
+        >>> result = ft.grid(build, {"mu": [0.0, 1e9]}, ft.InProcess(data), validation=0.3, rounds=2, progress=False,
+        ...                  metric=ft.metrics.mean_squared_error(), largest_is_best=False)
+        >>> result.best
+        {'mu': 0.0}
     """
     _check_settings(build, settings)
     if rounds < 1:

@@ -74,7 +74,14 @@ def quantile(distribution: MixtureSameFamily, probability: float) -> Tensor:
 
 
 def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> tuple[Tensor, Tensor]:
-    """The equal-tailed interval of probability `level`, in the batch shape."""
+    """The equal-tailed interval of probability `level`, in the batch shape.
+
+    >>> import torch
+    >>> from torch.distributions import Normal
+    >>> low, high = credible_interval(Normal(torch.tensor([0.0, 3.0]).double(), torch.ones(2).double()), level=0.9)
+    >>> low.round(decimals=3).tolist(), high.round(decimals=3).tolist()
+    ([-1.645, 1.355], [1.645, 4.645])
+    """
     if not 0 < level < 1:
         raise ValueError(f"Expected a level between 0 and 1, but got {level}")
     tails = (1 - level) / 2, (1 + level) / 2
@@ -86,7 +93,13 @@ def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0
 
 
 def selected(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> Tensor:
-    """Which coefficients' credible intervals do not cover 0, bool in the batch shape (section 4.3)."""
+    """Which coefficients' credible intervals do not cover 0, bool in the batch shape (section 4.3).
+
+    >>> import torch
+    >>> from torch.distributions import Normal
+    >>> selected(Normal(torch.tensor([0.0, 3.0]).double(), torch.ones(2).double()), level=0.9)
+    tensor([False,  True])
+    """
     low, high = credible_interval(distribution, level)
     return (low > 0) | (high < 0)
 

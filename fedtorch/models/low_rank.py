@@ -6,6 +6,12 @@ V `(K, r)` has orthonormal columns, so that
 
 (Woodbury), and everything costs O(K r) or O(K r²): never K². A column of zeros with s = 0 stands for nothing; such
 columns come last, so that a covariance whose rank grows keeps its shape.
+
+>>> import torch
+>>> from fedtorch.models import low_rank
+>>> covariance = low_rank.from_factor(torch.tensor(1.0), torch.tensor([[1.0], [1.0]]), rank=1)
+>>> low_rank.solve(covariance, torch.tensor([[3.0], [3.0]])).flatten().round(decimals=4)
+tensor([1., 1.])
 """
 
 from __future__ import annotations

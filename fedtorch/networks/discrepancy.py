@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
-from fedtorch.progress import tracked
+from fedtorch.progress import Progress, tracked
 from fedtorch.tree import Tree
 
 _TITLE = "Representing the nodes"
@@ -184,9 +184,11 @@ def autoencoder_code(
         optimizer.zero_grad()
         error = (_run(layers[half:], _run(layers[:half], rows)) - rows).square().mean()
         error.backward()
+        shown.update()
         return error
 
-    optimizer.step(closure)
+    with Progress(_TITLE, unit="evaluation") as shown:
+        optimizer.step(closure)
     return _sums(data, _run(layers[:half], rows).detach()) / data.counts[:, None]
 
 

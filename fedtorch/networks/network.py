@@ -65,6 +65,11 @@ class Network:
         TypeError: edges that are not integers.
         ValueError: a self-loop, a node out of range, an edge twice with different weights, a weight that is zero,
             negative or not finite, or wrong dimensions.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> ft.Network([[0, 1], [1, 2]], weights=[1.0, 0.5]).degrees
+        tensor([1.0000, 1.5000, 0.5000], dtype=torch.float64)
     """
 
     edges: Tensor

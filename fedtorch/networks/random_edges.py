@@ -2,6 +2,11 @@
 
 Source: Batagelj and Brandes (2005), "Efficient generation of large random networks": one skips a geometric number of
 pairs from edge to edge.
+
+>>> import fedtorch as ft
+>>> from fedtorch.networks import random_edges
+>>> random_edges.independent_pairs(4, 1.0, ft.random.key(0)).tolist()
+[[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
 """
 
 from __future__ import annotations

@@ -1,3 +1,11 @@
-"""What happened in a run, as one self-contained page for a browser; see `fedtorch.report.folder`."""
+"""What happened in a run, as one self-contained page for a browser; see `fedtorch.report.folder`.
+
+>>> import tempfile, torch, fedtorch as ft
+>>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
+>>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=2)
+>>> with tempfile.TemporaryDirectory() as folder:
+...     ft.report.write(run, folder).name
+'report.html'
+"""
 
 from fedtorch.report.folder import read as read, render as render, write as write

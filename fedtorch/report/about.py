@@ -45,7 +45,7 @@ def about(
         "settings": settings,
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
-        "scores": {name: {"all": s.overall, "clients": s.clients.tolist()} for name, s in (scores or {}).items()},
+        "scores": {name: {**s._asdict(), "clients": s.clients.tolist()} for name, s in (scores or {}).items()},
         "network": reduced(network if network is not None else _network(run)),
         "posteriors": posteriors.found(run),
         "privacy": _privacy(run),

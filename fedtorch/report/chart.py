@@ -14,9 +14,9 @@ import numpy as np
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 WIDTH, HEIGHT = 460.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 70.0, 14.0, 12.0, 38.0
+LEFT, RIGHT, TOP, BOTTOM = 76.0, 14.0, 12.0, 38.0
 _BINS = 180  # of a chart's width, each with its lowest and its highest value
-_DOTTED = 30  # points up to which each is marked
+_DOTTED = 15  # points up to which each is marked
 _TABLE = 12  # rows of the table behind a chart
 _DECADES = 2.5  # from which positive numbers are drawn on a logarithmic axis
 
@@ -146,14 +146,14 @@ def decades(low: float, high: float) -> list[float]:
 def number(value: float) -> str:
     """A number in a few digits.
 
-    >>> [number(value) for value in (0.123456, 5.0, 12345.678, 3e6, 1.5e-7, float("nan"))]
-    ['0.1235', '5', '12,346', '3e+06', '1.5e-07', '–']
+    >>> [number(value) for value in (0.123456, 5.0, 12345.678, 3e6, 1.5e-7, 2e-12, float("nan"))]
+    ['0.1235', '5', '12,346', '3e6', '1.5e-7', '2e-12', '–']
     """
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if 1000 <= abs(value) < 1e5:
         return f"{value:,.0f}"
-    return f"{value:.4g}"
+    return f"{value:.4g}".replace("e+0", "e").replace("e-0", "e-").replace("e+", "e")
 
 
 def size(count: float) -> str:

@@ -103,6 +103,11 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
         if name.startswith("val_") and f"{name}_mean" in table:
             span = f"clients {number(last(f'{name}_min'))} to {number(last(f'{name}_max'))}"
             tiles.append((charts.in_words(name), number(last(name)), span))
+    for name, score in about["scores"].items():
+        if f"{name}_mean" not in table:  # else the history has said so
+            known = [value for value in score["clients"] if value is not None]
+            span = f"clients {number(min(known))} to {number(max(known))}" if known else ""
+            tiles.append((charts.in_words(name), number(score["overall"]), span))
     sent = [size(float(table[name].iloc[-1])) for name in ("bytes_up", "bytes_down")]
     tiles.append(("sent up", sent[0], f"{sent[1]} down"))
     if "epsilon" in table:
@@ -157,7 +162,12 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
     for name, score in about["scores"].items():
         found = np.array(score["clients"], dtype=np.float64)
         order = [i for i in found.argsort(kind="stable") if np.isfinite(found[i])]
-        for word, ends in (("Lowest", order[: _WORST // 2]), ("Highest", order[::-1][: _WORST // 2])):
+        best = score["largest_is_best"]
+        if best is None:
+            parts = {"Lowest": order[: _WORST // 2], "Highest": order[::-1][: _WORST // 2]}
+        else:
+            parts = {"Worst": order[:: 1 if best else -1][:_WORST]}
+        for word, ends in parts.items():
             rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(found[i])] for i in ends]
             tables.append(Table(f"{word} {charts.in_words(name)}", ["client", "score"], rows))
     return tables

@@ -33,6 +33,11 @@ class Pipe:
     Args:
         ahead: how many may wait.
         changed: told of every change, for whoever waits for several pipes.
+
+    >>> pipe = Pipe(ahead=2)
+    >>> pipe.put(b"model")
+    >>> pipe.get(), pipe.waiting
+    (b'model', False)
     """
 
     def __init__(self, ahead: int, changed: threading.Condition | None = None) -> None:

@@ -38,6 +38,11 @@ def guesses(data: FederatedData, user: Callable[[Tensor], Tensor]) -> FederatedD
     Args:
         data: rows (x, y), of which x is looked at; take held-out ones.
         user: features `(n, ...)` -> guesses like y.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.tensor([[1.0], [2.0]]), torch.zeros(2))])
+    >>> guesses(data, user=lambda x: 10 * x)[0][1]  # this user thinks that the model answers 10 x
+    tensor([10., 20.])
     """
     return data.map(lambda rows: (rows[0], user(rows[0]).to(rows[1].dtype).reshape(rows[1].shape)))
 

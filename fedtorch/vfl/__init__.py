@@ -10,6 +10,12 @@ slow).
 
 Features stay where they are, but training shows more than predictions do: gradients of a plain split network give the
 parties the labels, and averaging what is sent over steps removes the noise ρ. See `split` and `iteration`.
+
+>>> import torch, fedtorch as ft
+>>> clinic = ft.vfl.Party("clinic", ["ann", "bob", "cem"], torch.tensor([[1.0], [2.0], [3.0]]), ["age"])
+>>> labels = ft.vfl.Party("registry", ["cem", "ann"], response=torch.tensor([1.0, 0.0]))
+>>> ft.vfl.align([clinic, labels]).data.features[0].flatten()  # of the rows that both have
+tensor([3., 1.])
 """
 
 from typing import TYPE_CHECKING

@@ -29,6 +29,11 @@ def gauss_hermite(points: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: fewer than one point.
+
+    >>> import torch
+    >>> nodes, log_weights = gauss_hermite(3, torch.zeros((), dtype=torch.float64))
+    >>> round(float((log_weights.exp() * nodes**4).sum()), 6)  # the fourth moment of a standard normal
+    3.0
     """
     if points < 1:
         raise ValueError(f"Expected at least 1 quadrature point, but got {points}")

@@ -1,6 +1,11 @@
 """Aligned rows: the parties' features, and what the server (and perhaps the parties) know of them.
 
 What does not differ over the batch (folds × models × seeds) has no leading dimension.
+
+>>> import torch, fedtorch as ft
+>>> data = ft.vfl.VerticalData((torch.ones(3, 2), torch.ones(3, 4)), torch.tensor([0.0, 1.0, 1.0]))
+>>> len(data.features), int(data.total)
+(2, 3)
 """
 
 from __future__ import annotations

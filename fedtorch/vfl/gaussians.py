@@ -5,6 +5,12 @@ stacked over the batch, `(B, ...)`, draws are `(B, M, d)`.
 
 Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
 Inference", section 4.1.
+
+>>> import torch, fedtorch as ft
+>>> family = ft.vfl.diagonal()
+>>> q = family.init(1, 2, 0.1, torch.float64, "cpu")
+>>> family.covariance(q).diagonal(dim1=1, dim2=2)
+tensor([[0.0100, 0.0100]], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -28,7 +28,12 @@ def summed(values: Sequence[Tensor]) -> Tensor:
 
 
 def concatenated(values: Sequence[Tensor]) -> Tensor:
-    """All z_j beside each other, `(B, M, Σ_j C_j, n)`, for a top network."""
+    """All z_j beside each other, `(B, M, Σ_j C_j, n)`, for a top network.
+
+    >>> import torch
+    >>> concatenated([torch.zeros(1, 1, 2, 5), torch.ones(1, 1, 3, 5)]).shape  # two and three numbers a row
+    torch.Size([1, 1, 5, 5])
+    """
     return torch.cat(list(values), -2)
 
 

@@ -5,6 +5,10 @@ Every party chooses for itself and tells nobody. A prior of one's own is a funct
 Source: Hassan et al., sections 3.1 (each client sets its own prior) and 5.2 (varying slopes by group). The printed
 multilevel model gives every area slopes of its own with one draw each, which is not identifiable; here a level of the
 group has slopes :math:`\beta^r \sim N(\mu, \sigma)`, and is parametrised by :math:`u^r = (\beta^r - \mu)/\sigma`.
+
+>>> import torch, fedtorch as ft
+>>> ft.vfl.normal_prior(sd=1.0)(torch.zeros(1, 1, 2)).round(decimals=3)
+tensor([[-1.8380]])
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     path = ft.report.write(run, tmp_path, title=HOSTILE[5], ended=HOSTILE[1], scores=scores, network=ring)
     page = harmless(path.read_text())
     assert HOSTILE[0] in page.texts
+    assert "clients 0 to 7" in page.texts
     assert "left\\u202eright\\u2066\\u0000" in " ".join(page.texts)
     assert path.stat().st_size < 100_000
     known = json.loads((tmp_path / "about.json").read_text())
@@ -169,7 +170,7 @@ def test_ten_thousand_rounds_and_clients_fit_in_a_megabyte(tmp_path: Path) -> No
     checkpoint.write(tmp_path / "history.safetensors", history)
     run = fitted()
     known = about(run) | {"clients": [f"client number {i} of a long name" for i in range(clients)]}
-    known["scores"] = {"accuracy": {"all": 0.5, "clients": draw.random(clients).tolist()}}
+    known["scores"] = {"accuracy": {"overall": 0.5, "largest_is_best": True, "clients": draw.random(clients).tolist()}}
     places = draw.random((clients, 2))
     known["network"] = reduced(ft.Network.k_nearest(places, 6))
     row = {"mean": 0.5, "sd": 1.0, "low": 0.0, "high": 1.0, "rhat": 1.1, "ess": 10.0}
@@ -245,7 +246,12 @@ def test_a_trainer_writes_it(tmp_path: Path) -> None:
     trainer(max_epochs=2, callbacks=callback).fit(federation)
     assert callback.page == tmp_path / "report.html"
     words = " ".join(harmless(callback.page.read_text()).texts)
-    assert "Highest error" in words or "Highest validation error" in words
+    scores = sorted(federation.scores["val_error"].clients.tolist(), reverse=True)
+    where = [words.index(f"{score:,.0f}", words.index("Worst validation error")) for score in scores]
+    assert where == sorted(where)
+    score = federation.scores["val_error"]._replace(largest_is_best=None)
+    ft.report.write(federation.run, tmp_path, scores={"val_error": score})
+    assert "Highest validation error" in Page(callback.page.read_text()).texts
 
 
 def test_it_is_written_where_training_fails(tmp_path: Path) -> None:

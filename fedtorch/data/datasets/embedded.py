@@ -12,6 +12,11 @@ def digits() -> tuple[Tensor, Tensor]:
     """8 × 8 images of handwritten digits: x `(1797, 64)` float32 in [0, 1], y `(1797,)` int64 in 0…9.
 
     Source: Alpaydin and Kaynak (1998), UCI "Optical recognition of handwritten digits", as in scikit-learn.
+
+    >>> import fedtorch as ft
+    >>> x, y = ft.data.digits()
+    >>> x.shape, y.shape, float(x.max())
+    (torch.Size([1797, 64]), torch.Size([1797]), 1.0)
     """
     from sklearn.datasets import load_digits  # here and below: it takes long to import
 
@@ -27,6 +32,11 @@ def breast_cancer(standardise: bool = True) -> tuple[Tensor, Tensor]:
 
     Args:
         standardise: whether each feature gets mean 0 and variance 1 over all rows.
+
+    >>> import fedtorch as ft
+    >>> x, y = ft.data.breast_cancer()
+    >>> x.shape, int(y.sum())
+    (torch.Size([569, 30]), 357)
     """
     from sklearn.datasets import load_breast_cancer
 
@@ -43,6 +53,11 @@ def diabetes(standardise: bool = True) -> tuple[Tensor, Tensor]:
 
     Args:
         standardise: whether each feature gets mean 0 and variance 1 over all rows.
+
+    >>> import fedtorch as ft
+    >>> x, y = ft.data.diabetes(standardise=False)
+    >>> x.shape, float(y.min()), float(y.max())
+    (torch.Size([442, 10]), 25.0, 346.0)
     """
     from sklearn.datasets import load_diabetes
 

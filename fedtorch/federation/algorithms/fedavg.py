@@ -74,7 +74,15 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
 
 
 def fedprox(local: LocalSolver, mu: float, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """FedProx: `fedavg` whose clients stay near the server's parameters by μ/2 ‖x − θ‖² (Li et al. 2020)."""
+    """FedProx: `fedavg` whose clients stay near the server's parameters by μ/2 ‖x − θ‖² (Li et al. 2020).
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([2.0]))])
+        >>> local = ft.least_squares(ft.LinearHead(1, intercept=False))
+        >>> ft.run(ft.fedprox(local, mu=2.0), ft.InProcess(data), rounds=1).global_module().coefficients.detach()
+        tensor([1.])
+    """
     return fedavg(local, mu=mu, lr=lr, weight=weight)
 
 

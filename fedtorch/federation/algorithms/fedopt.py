@@ -124,7 +124,12 @@ def fedyogi(
     mu: float = 0.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """FedYogi: `fedopt` with `Yogi` (Reddi et al. 2021, Algorithm 2). Arguments as those of `fedadam`."""
+    """FedYogi: `fedopt` with `Yogi` (Reddi et al. 2021, Algorithm 2). Arguments as those of `fedadam`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> algorithm = ft.fedyogi(ft.least_squares(torch.nn.Linear(3, 1)), lr=0.1)
+    """
     return fedopt(local, lambda p: Yogi(p, lr=lr, betas=betas, eps=eps), mu=mu, weight=weight)
 
 
@@ -134,6 +139,10 @@ def fedadagrad(
     """FedAdagrad: `fedopt` with `torch.optim.Adagrad` whose sums start at τ² (Reddi et al. 2021, Algorithm 2, β₁ = 0).
 
     Arguments as those of `fedadam`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> algorithm = ft.fedadagrad(ft.least_squares(torch.nn.Linear(3, 1)), lr=0.1)
     """
     return fedopt(
         local,

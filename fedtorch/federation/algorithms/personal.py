@@ -52,6 +52,15 @@ def personal_layers(
 
     Raises:
         ValueError: a pattern matches no parameter, nothing remains to be shared, or `mu` or `lr` is out of range.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> x = torch.tensor([[-1.0], [1.0]])
+        >>> data = ft.data.from_tensors([(x, 2 * x[:, 0] + level) for level in (5.0, -5.0)])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1))
+        >>> run = ft.run(ft.personal_layers(local, personal="bias"), ft.InProcess(data), rounds=2)
+        >>> run.tensors()["bias"].flatten().round(decimals=3)  # the slope is shared, the level is not
+        tensor([ 5., -5.])
     """
     check_settings(local, mu, lr)
     if not functional.split(local.parameters, personal)[1]:

@@ -22,6 +22,13 @@ def separate(local: LocalSolver) -> Algorithm:
 
     Args:
         local: how a client works on its own problem; a round is one call.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 3.0)])
+        >>> run = ft.run(ft.separate(ft.least_squares(torch.nn.Linear(1, 1, bias=False))), ft.InProcess(data), rounds=1)
+        >>> run.tensors()["weight"].flatten().round(decimals=3), run.bytes_up
+        (tensor([1., 3.]), 0)
     """
 
     check_solver(local)

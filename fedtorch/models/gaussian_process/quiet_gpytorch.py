@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    for category in (DeprecationWarning, FutureWarning):  # of torch.jit.script, the latter from PyTorch 2.15 on
+        warnings.simplefilter("ignore", category)
     gpytorch: Any = importlib.import_module("gpytorch")
     linear_operator: Any = importlib.import_module("linear_operator")

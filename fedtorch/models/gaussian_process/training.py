@@ -97,9 +97,11 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
         optimizer.zero_grad()
         value = -evidence(told()) - new.log_prior(True).sum()
         value.backward()
+        shown.update()
         return value  # type: ignore[return-value]
 
-    optimizer.step(loss)
+    with Progress("Gaussian process", unit="evaluation") as shown:
+        optimizer.step(loss)
     with torch.no_grad():
         site = told()
         mean, root, _ = posterior(torch.eye(new.points).to(site.precision), *site)

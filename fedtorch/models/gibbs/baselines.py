@@ -8,6 +8,11 @@ section 2.1), or draw by draw by `consensus`. Nothing is sent while sampling.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", sections 1 and 2.1; Scott et al.
 (2016), "Bayes and big data: the consensus Monte Carlo algorithm", IJMSEM 11.
+
+>>> import torch
+>>> from fedtorch.models.gibbs.baselines import majority_vote
+>>> majority_vote(torch.tensor([[0.9, 0.2], [0.8, 0.7], [0.1, 0.4]]))
+tensor([ True, False])
 """
 
 from __future__ import annotations

@@ -42,6 +42,13 @@ def horseshoe() -> Deviation:
     .. math:: \lambda^2 \sim IG(1, 1/\nu + \delta^2 / (2\tau^2)), \qquad \nu \sim IG(1, 1 + 1/\lambda^2),
 
     where IG(1, b) is b over an exponential number; u is 1/ν.
+
+    >>> import torch, fedtorch as ft
+    >>> prior, one = horseshoe(), torch.ones(3, dtype=torch.float64)
+    >>> noise = prior.noise(ft.random.key(0), (3,))
+    >>> w, u = prior.update(one, one, torch.tensor([1e-6, 1.0, 1e6]).double(), noise)
+    >>> bool(w[2] < 1e-3)  # 1/λ² of a deviation of a thousand times τ: left alone
+    True
     """
 
     def update(w: Tensor, u: Tensor, energy: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:

@@ -81,6 +81,12 @@ def spike_and_slab(
 
     Raises:
         ValueError: a hyperparameter out of range, or groups that leave out a number.
+
+    >>> import torch
+    >>> prior = spike_and_slab()
+    >>> variables = prior.init(torch.zeros(1, 3))
+    >>> variables.included.shape, variables.inclusion
+    (torch.Size([1, 3]), tensor([0.5000]))
     """
     if not 0 < spike < 1:
         raise ValueError(f"Expected a spike between 0 and 1, but got {spike}")

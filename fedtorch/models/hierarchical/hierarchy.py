@@ -53,6 +53,10 @@ def normal(
         variance: hyperprior of x_j = log τ_j, one or one for each, in those units squared; default: log-normal(0, 1),
             by which devices differ by about 1, too.
         names: of the coefficients; default: "0", "1", ….
+
+    >>> hierarchy = normal(2, names=["intercept", "slope"])
+    >>> hierarchy.names
+    ('mean intercept', 'mean slope', 'log variance intercept', 'log variance slope')
     """
     labels = tuple(str(j) for j in range(features)) if names is None else tuple(names)
     if len(labels) != features or features < 1:

@@ -7,6 +7,10 @@ variance, and 1 where it is that of the scale itself.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.3; Van Erp, Oberski, Mulder (2019), "Shrinkage priors for Bayesian
 penalized regression"; Gelman (2006), "Prior distributions for variance parameters in hierarchical models".
+
+>>> from fedtorch.models.hierarchical.hyperpriors import log_normal
+>>> log_normal(mean=1.0, sd=0.5)[:2]
+(4.0, 4.0)
 """
 
 from __future__ import annotations

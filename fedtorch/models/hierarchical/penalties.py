@@ -44,7 +44,14 @@ def ridge(features: int) -> ShrinkagePrior:
 
 
 def lasso(features: int) -> ShrinkagePrior:
-    """θ_kj Laplace with diversity σ/λ."""
+    """θ_kj Laplace with diversity σ/λ.
+
+    >>> import torch
+    >>> penalty = lasso(features=2)
+    >>> log_noise = torch.tensor(0.0).double()  # of σ = 1
+    >>> penalty.names, penalty.rates(torch.tensor([2.0]).double().log(), log_noise).round(decimals=4)  # λ / σ
+    (('log l1',), tensor([2., 2.], dtype=torch.float64))
+    """
     return elastic_net(features, l2=0.0)
 
 

@@ -13,6 +13,14 @@ without a bias.
 
 Source: Hallac, Leskovec and Boyd (2015), "Network lasso: clustering and optimization in large graphs"; Boyd et al.
 (2011), "Distributed optimization and statistical learning via ADMM".
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem
+>>> from fedtorch.networks.solvers.admm import admm
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> admm(problem).parameters.flatten().round(decimals=4)
+tensor([1., 2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

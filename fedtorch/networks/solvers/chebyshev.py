@@ -12,6 +12,14 @@ for eigenvalues between m − c and m + c. If the residual falls much slower tha
 than was thought. They dominate it by then, so that its Rayleigh quotient tells them, and the iteration starts again.
 
 Source: Golub and Varga (1961); Saad, "Iterative methods for sparse linear systems", Algorithm 12.1.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem
+>>> from fedtorch.networks.solvers.chebyshev import chebyshev
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> chebyshev(problem).parameters.flatten().round(decimals=6)
+tensor([1., 2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -5,6 +5,14 @@ reference. The same sums are Lanczos
 coefficients, from which `chebyshev` takes the eigenvalues that it needs.
 
 Source: Hestenes and Stiefel (1952); for the eigenvalues Golub and Van Loan, "Matrix computations", section 11.3.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem
+>>> from fedtorch.networks.solvers.conjugate_gradient import conjugate_gradient
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> conjugate_gradient(problem).parameters.flatten().round(decimals=6)
+tensor([1., 2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

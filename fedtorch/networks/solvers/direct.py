@@ -7,6 +7,14 @@ With all parameters brought to one size, w = Su, and where f does not change alo
 
 whose matrix is regular; w without its part in SZ is that of least norm. Source: Jung, "Federated
 learning: from theory to practice", equation (3.26).
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem
+>>> from fedtorch.networks.solvers.direct import direct
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> direct(problem).parameters.flatten()
+tensor([1., 2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -3,6 +3,14 @@ r"""FedGD: every node takes a gradient step on its loss and on what separates it
 .. math:: w_i \leftarrow w_i + 2\eta\Big(b_i - Q_i w_i + \alpha \sum_j A_{ij} (w_j - w_i)\Big)
 
 Source: Jung, "Federated learning: from theory to practice", Algorithm 5.1 and equation (5.9).
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem
+>>> from fedtorch.networks.solvers.fedgd import fedgd
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> fedgd(problem).parameters.flatten().round(decimals=6)
+tensor([1., 2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

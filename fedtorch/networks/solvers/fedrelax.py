@@ -5,6 +5,14 @@ r"""FedRelax: every node minimises the objective over its own parameters, all of
 Corrected: (5.20) in print has α/2 where the minimiser of GTVMin with α needs α.
 
 Source: Jung, "Federated learning: from theory to practice", Algorithm 5.4.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem
+>>> from fedtorch.networks.solvers.fedrelax import fedrelax
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> fedrelax(problem).parameters.flatten().round(decimals=6)
+tensor([1., 2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -10,6 +10,14 @@ which it converges at any θ. The proximal step of the edges is exactly zero whe
 
 Source: Chambolle and Pock (2011), Algorithm 1, with the steps of Pock and Chambolle (2011); for networks Jung (2020),
 "On the duality between network flows and network lasso".
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem, squared
+>>> from fedtorch.networks.solvers.primal_dual import primal_dual
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> primal_dual(problem, squared).parameters.flatten().round(decimals=4)
+tensor([1., 2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -6,6 +6,14 @@ Its fixed point is *not* the minimiser of Σ_i L_i: a node whose loss is steep m
 that the mean is biased to the flat ones, by O(η). `admm` with the penalty `equal`, and `ft.scaffold`, are not.
 
 Source: Jung, "Federated learning: from theory to practice", Algorithm 5.3 and equation (5.17).
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers import linear_problem
+>>> from fedtorch.networks.solvers.proximal_averaging import proximal_averaging
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
+>>> proximal_averaging(problem).parameters.flatten().round(decimals=6)
+tensor([1.5000, 1.5000], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -11,6 +11,12 @@ Source: Baruch, Baruch and Goldberg (2019), "A little is enough: circumventing d
 Algorithm 3; Xie, Koyejo and Gupta (2020), "Fall of empires: breaking Byzantine-tolerant SGD by inner product
 manipulation", section 4; Shejwalkar and Houmansadr (2021), "Manipulating the Byzantine: optimizing model poisoning
 attacks and defenses for federated learning", section IV (equation 5, which they bisect; here in closed form).
+
+>>> import torch
+>>> from fedtorch.trust import attacks
+>>> honest, own = torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0]])
+>>> attacks.inner_product_manipulation([2], epsilon=0.5).together(honest, own)
+tensor([[-1.]])
 """
 
 from __future__ import annotations

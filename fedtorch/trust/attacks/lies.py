@@ -3,6 +3,11 @@
 Source: Li, Xu, Chen, Giannakis and Ling (2019), "RSA: Byzantine-robust stochastic aggregation methods", section 5, for
 the flipped sign and noise; Fraboni, Vidal and Lorenzi (2021), "Free-rider attacks on model aggregation in federated
 learning", section 3; denial of service in Jung, "Federated learning: from theory to practice", section 10.2.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.trust import attacks
+>>> attacks.sign_flip([0], scale=3.0).alone({"weight": torch.tensor([[1.0, -2.0]])}, ft.random.key(0))
+{'weight': tensor([[-3.,  6.]])}
 """
 
 from __future__ import annotations

@@ -10,6 +10,11 @@ says how likely it was. Every shadow is a target in turn, with the others as its
 
 Source: Carlini et al. (2022), "Membership inference attacks from first principles", Algorithm 1, with one variance for
 all models of a row.
+
+>>> import torch
+>>> from fedtorch.trust.attacks.membership import confidence
+>>> confidence(torch.tensor([[[0.0, 3.0], [0.0, 0.0]]]), torch.tensor([1, 0]))  # log odds of the right class
+tensor([[3., 0.]], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -39,6 +39,16 @@ def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Qu
     Returns:
         Q (symmetric) and q: exact for T > d models in general position, and otherwise the least-squares fit of least
         norm.
+
+    >>> import torch
+    >>> q, linear, w = torch.tensor([[2.0]]), torch.tensor([1.0]), torch.zeros(1)
+    >>> told = [w]
+    >>> for _ in range(2):  # steps of a node whose neighbour always says 0
+    ...     w = w - 0.1 * (2 * (q @ w - linear) + 2 * 0.5 * w)
+    ...     told.append(w)
+    >>> found = local_problem(torch.stack(told), torch.zeros(2, 1), lr=0.1, coupling=0.5)
+    >>> found.q.round(decimals=3), found.linear.round(decimals=3)
+    (tensor([[2.]], dtype=torch.float64), tensor([1.], dtype=torch.float64))
     """
     if told.ndim != 2 or heard.shape != (len(told) - 1, told.shape[1]) or not lr > 0:
         raise ValueError(

@@ -6,6 +6,13 @@ Source: Jung, "Federated learning: from theory to practice", sections 10.2 and 1
 "Local model poisoning attacks to Byzantine-robust federated learning", section 5.1, for flipped labels; Gu,
 Dolan-Gavitt and Garg (2017), "BadNets", for the backdoor; Turner, Tsipras and Madry (2019), "Clean-label backdoor
 attacks", section 3.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.trust import attacks
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([0, 1]))] * 2)
+>>> poisoned = data | attacks.flipped_labels([1], classes=3)
+>>> [y.tolist() for _, y in poisoned]
+[[0, 1], [2, 1]]
 """
 
 from __future__ import annotations

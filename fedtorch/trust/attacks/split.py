@@ -67,13 +67,23 @@ def label_scores(gradients: Tensor) -> Tensor:
 
 
 def guessed_labels(gradients: Tensor) -> Tensor:
-    """The labels `(..., n)` that `label_scores` speaks for, int64."""
+    """The labels `(..., n)` that `label_scores` speaks for, int64.
+
+    >>> import torch
+    >>> gradients = torch.tensor([[[0.4, -0.6]]])  # y - p of two rows, in one step
+    >>> guessed_labels(gradients)
+    tensor([1, 0])
+    """
     scores = label_scores(gradients)
     return (scores > 0).long() if gradients.shape[-2] == 1 else scores.argmax(-2)
 
 
 def values_error(rho: float, steps: int) -> float:
-    """ρ/√T: how far off the mean of T values, each with noise of its own, is from what the noise hides."""
+    """ρ/√T: how far off the mean of T values, each with noise of its own, is from what the noise hides.
+
+    >>> values_error(rho=1.0, steps=100)
+    0.1
+    """
     if not 0 <= rho < math.inf or steps < 1:
         raise ValueError(f"Expected rho of at least 0 and at least one step, but got {rho} and {steps}")
     return rho / math.sqrt(steps)

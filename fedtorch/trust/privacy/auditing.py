@@ -15,6 +15,10 @@ is chosen on other runs than those that are counted. No audit proves privacy; on
 Sources: Jung, "Federated learning: from theory to practice", section 9.2, and "How to be sure?" of section 9.3;
 Jagielski, Ullman and Oprea (2020), "Auditing differentially private machine learning"; Nasr et al. (2021), "Adversary
 instantiation: lower bounds for differentially private machine learning".
+
+>>> from fedtorch.trust.privacy.auditing import clopper_pearson
+>>> [round(end, 3) for end in clopper_pearson(5, 100, confidence=0.975)]
+[0.016, 0.113]
 """
 
 from __future__ import annotations

@@ -16,6 +16,15 @@ the running total; see `fedtorch.trust.privacy.totals`.
 
 Sources: McMahan, Ramage, Talwar and Zhang (2018), "Learning differentially private recurrent language models",
 Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling".
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.trust import privacy
+>>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 20)
+>>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+>>> private = privacy.client_level(average, clip=1.0, noise=1.0, rate=0.5, delta=1e-2, budget=6.0)
+>>> run = ft.run(private, ft.InProcess(data), rounds=100)  # ends when the budget is spent
+>>> run.number < 100, bool(run.history["epsilon"].iloc[-1] <= 6.0)
+(True, True)
 """
 
 from __future__ import annotations

@@ -10,6 +10,13 @@ what one release of noise (z_v⁻² + z_b⁻²)^{−1/2} does: a `share` s of a 
 
 Source: Andrew, Thakkar, McMahan and Ramaswamy (2021), "Differentially private learning with adaptive clipping",
 Algorithm 1 and Theorem 1.
+
+>>> import torch
+>>> from fedtorch.trust.privacy.clipping import clip_rows
+>>> from fedtorch.trust.privacy.mechanisms import gaussian
+>>> clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, gaussian)[0]
+tensor([[0.6000, 0.8000],
+        [0.3000, 0.4000]])
 """
 
 from __future__ import annotations

@@ -15,6 +15,12 @@ or m itself where that leaks less. Classes of different covariances are treated 
 analysis does; figures are then those of the mean.
 
 Source: Jung, "Federated learning: from theory to practice", problem 9.2; the closed form is ours.
+
+>>> import math, torch
+>>> from fedtorch.trust.privacy.discriminant import private_discriminant
+>>> means, private = torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([[0.0, 1.0]])  # s = x₁
+>>> [round(private_discriminant(means, torch.eye(2), private, leak).separation, 3) for leak in (math.inf, 0.0)]
+[1.414, 1.0]
 """
 
 from __future__ import annotations

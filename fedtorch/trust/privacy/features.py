@@ -45,6 +45,15 @@ def private_projection(features: Tensor, private: Tensor) -> Tensor:
 
     Raises:
         ValueError: shapes that do not belong together.
+
+    >>> import torch
+    >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    >>> private = x[:, 0]
+    >>> projection = private_projection(x, private)
+    >>> projection.round(decimals=6).tolist()
+    [[0.0, 0.0], [0.0, 1.0]]
+    >>> [round(reconstruction_error(x, private, map), 6) for map in (torch.eye(2), projection)]
+    [0.0, 0.5]
     """
     private = private[:, None] if private.ndim == 1 else private
     if features.ndim != 2 or private.ndim != 2 or len(features) != len(private):

@@ -50,6 +50,10 @@ def keeping(epsilon: float, classes: int) -> tuple[float, float]:
 
     Raises:
         ValueError: an ε that is not positive, or fewer than two classes.
+
+    >>> keep, other = keeping(epsilon=1.0, classes=3)
+    >>> round(keep, 3), round(keep + 2 * other, 12), round(keep / other, 3)  # the ratio is e
+    (0.576, 1.0, 2.718)
     """
     if not 0 < epsilon < math.inf:
         raise ValueError(f"Expected a positive finite epsilon, but got {epsilon}")
@@ -70,6 +74,14 @@ def randomised_response(labels: Tensor, classes: int, epsilon: float, entropy: E
 
     Raises:
         ValueError: labels or settings out of range.
+
+    >>> import torch
+    >>> from fedtorch.trust import privacy
+    >>> labels = torch.zeros(1000, dtype=torch.int64)
+    >>> told = privacy.randomised_response(labels, classes=2, epsilon=1.0, entropy=privacy.from_seed(0))
+    >>> shares = told.bincount() / 1000, privacy.label_frequencies(told, 2, epsilon=1.0)
+    >>> [share.round(decimals=2).tolist() for share in shares]  # what was told, and what it says of the true labels
+    [[0.75, 0.25], [1.04, -0.04]]
     """
     keep, _ = keeping(epsilon, classes)
     _check_labels(labels, classes)

@@ -5,6 +5,12 @@ values that are nearest to their median.
 
 Source: El Mhamdi, Guerraoui and Rouault (2018), "The hidden vulnerability of distributed learning in Byzantium",
 section 4.
+
+>>> import torch
+>>> from fedtorch.trust.robust.bulyan import bulyan
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [100.0]], dtype=torch.float64)
+>>> bulyan(faulty=1).average(messages, torch.full((7,), 1 / 7, dtype=torch.float64))
+tensor([3.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -7,6 +7,13 @@ median of every coordinate, and takes a few steps
 
 Source: Sun, Kairouz, Suresh and McMahan (2019), "Can you really backdoor federated learning?", section 5;
 Karimireddy, He and Jaggi (2021), "Learning from history for Byzantine robust optimization", Algorithm 2.
+
+>>> import torch
+>>> from fedtorch.trust import robust
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> robust.norm_bounding(radius=3.0).average(messages, weights)
+tensor([2.4000], dtype=torch.float64)
 """
 
 from __future__ import annotations

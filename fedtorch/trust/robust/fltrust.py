@@ -8,6 +8,12 @@ are scaled to its length and averaged with the positive part of their cosine wit
 
 Source: Cao, Fang, Liu and Gong (2021), "FLTrust: Byzantine-robust federated learning via trust bootstrapping",
 Algorithm 2 and equation (4).
+
+>>> import torch
+>>> from fedtorch.trust.robust.fltrust import fltrust
+>>> messages = torch.tensor([[1.0, 0.0], [3.0, 0.0], [-50.0, 0.0]], dtype=torch.float64)
+>>> fltrust(trusted=0).average(messages, torch.full((3,), 1 / 3, dtype=torch.float64))
+tensor([1., 0.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -7,6 +7,13 @@ are nearest to the others, as long as less than half are wrong a place among the
 
 Source: Pillutla, Kakade and Harchaoui (2022), "Robust aggregation for federated learning", IEEE Transactions on Signal
 Processing 70, Algorithm 2 (RFA).
+
+>>> import torch
+>>> from fedtorch.trust.robust.geometric_median import geometric_median
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> geometric_median().average(messages, weights).round(decimals=2)
+tensor([3.], dtype=torch.float64)
 """
 
 from __future__ import annotations

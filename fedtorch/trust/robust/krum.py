@@ -5,6 +5,13 @@ the least score, multi-Krum the mean of the m messages of least scores.
 
 Source: Blanchard, El Mhamdi, Guerraoui and Stainer (2017), "Machine learning with adversaries: Byzantine tolerant
 gradient descent", section 4.
+
+>>> import torch
+>>> from fedtorch.trust.robust.krum import krum
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> krum(faulty=1).average(messages, weights)
+tensor([2.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -2,6 +2,13 @@
 
 Source: Yin, Chen, Ramchandran and Bartlett (2018), "Byzantine-robust distributed learning: towards optimal statistical
 rates", Definition 1.
+
+>>> import torch
+>>> from fedtorch.trust.robust.median import median
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> median().average(messages, weights)
+tensor([3.], dtype=torch.float64)
 """
 
 from __future__ import annotations

@@ -4,6 +4,13 @@ Clients whose data differ make any robust rule wrong by as much as they differ; 
 
 Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot and Stephan (2023), "Fixing by mixing: a recipe for optimal
 Byzantine ML under heterogeneity", Algorithm 2.
+
+>>> import torch
+>>> from fedtorch.trust import robust
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> robust.nearest_neighbour_mixing(1, robust.median()).average(messages, weights)
+tensor([2.5000], dtype=torch.float64)
 """
 
 from __future__ import annotations

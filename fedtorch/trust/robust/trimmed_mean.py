@@ -2,6 +2,13 @@
 
 Source: Yin, Chen, Ramchandran and Bartlett (2018), "Byzantine-robust distributed learning: towards optimal statistical
 rates", Definition 2.
+
+>>> import torch
+>>> from fedtorch.trust.robust.trimmed_mean import trimmed_mean
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> trimmed_mean(0.2).average(messages, weights).round(decimals=6)
+tensor([3.], dtype=torch.float64)
 """
 
 from __future__ import annotations

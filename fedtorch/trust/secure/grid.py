@@ -1,4 +1,11 @@
-"""The fixed-point grids on which masked sums are exact: one word of ℤ/2⁶⁴ a number, or five that carry."""
+"""The fixed-point grids on which masked sums are exact: one word of ℤ/2⁶⁴ a number, or five that carry.
+
+>>> import torch
+>>> from fedtorch.trust.secure.grid import Grid
+>>> grid = Grid(bits=8)
+>>> grid.decode(grid.encode(torch.tensor([0.5])) + grid.encode(torch.tensor([-0.25])))
+tensor([0.2500], dtype=torch.float64)
+"""
 
 from __future__ import annotations
 

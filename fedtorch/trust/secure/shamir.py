@@ -1,6 +1,13 @@
 """Shamir's secret sharing of 32 bytes in the field of 2⁵²¹ − 1 elements.
 
 Source: Shamir (1979), "How to share a secret".
+
+>>> import secrets
+>>> from fedtorch.trust.secure import shamir
+>>> secret = secrets.token_bytes(32)
+>>> shares = shamir.split(secret, threshold=2, holders=[1, 2, 3], random=secrets.token_bytes(72))
+>>> shamir.combine({holder: shares[holder] for holder in (1, 3)}) == secret
+True
 """
 
 from __future__ import annotations

@@ -93,6 +93,14 @@ def test_what_remains_is_a_geometric_series() -> None:
         assert float(moved.remaining) == torch.inf  # the start is no trend
 
 
+@pytest.mark.parametrize("change", [0.0, 1e-15])
+def test_rounds_at_the_fixed_point_stand_still(change: float) -> None:
+    """Where changes are rounding, none of them is much smaller than the last."""
+    now, moved = round_of(pace(0.5, speed=1e-15), change)
+    assert float(moved.remaining) == 2 * change
+    assert float(now.damping) > 0.5
+
+
 def test_where_each_client_goes_back_to() -> None:
     """One that has not stepped stays; then its site before a step from a good q; else the one remembered."""
     site, before, good = (Natural(number(a, a, a)[:, None], number(a, a, a)[:, None]) for a in (1.0, 2.0, 3.0))

@@ -34,6 +34,7 @@ _RETREATS = 5  # for the sake of cavities; from then on clients without one keep
 _SETTLED = 4  # rounds after which changes should shrink
 _RECOVERY = 2**0.5  # of the damping, in a good round
 _LEAST = 1 / 64  # damping
+_STILL = 1e-9  # sds, a change that is rounding, which need not shrink
 
 
 class Pace(NamedTuple):
@@ -79,7 +80,9 @@ def update(
         most: the damping of undisturbed rounds.
     """
     speed = change.amax() / pace.damping
-    looked = (pace.back, improper == 0, pace.retreats < _RETREATS, proper, everybody, speed < pace.speed)
+    still = (speed < _STILL) & ~pace.back & (improper == 0)  # everybody took a step
+    slows = still | (speed < pace.speed)
+    looked = (pace.back, improper == 0, pace.retreats < _RETREATS, proper, everybody, slows)
     was_back, cavities, patient, is_proper, complete, slower = torch.stack(looked).tolist()
     for_a_cavity = not cavities and not was_back and patient
     back = not is_proper or for_a_cavity
@@ -88,7 +91,7 @@ def update(
     good = torch.full_like(pace.good, version) if version and not was_back and cavities else pace.good
     remaining = torch.full_like(speed, torch.inf)
     if version > 1 and not back and slower:
-        remaining = speed * speed / (pace.speed - speed)
+        remaining = torch.where(still, speed, speed * speed / (pace.speed - speed))
     after = Pace(
         damping=(pace.damping * factor).clamp(min=min(_LEAST, most), max=most),
         speed=speed,

@@ -62,6 +62,16 @@ def fedmgp_average(
         units: how many units there are, M: p_m = 1/M.
         exchange: how changes are averaged; default: the weighted mean of `star()`; see `fedtorch.federation.trust`.
         weight: data -> `(K,)` positive weights.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP
+        >>> x = torch.linspace(0, 1, 10, dtype=torch.float64)[:, None]
+        >>> data = ft.data.from_tensors([(x, a * (6 * x[:, 0]).sin()) for a in (1.0, -2.0)])
+        >>> algorithm = ft.fedmgp_average(ConvolvedGP(x[::3]), units=2, steps=1)
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
+        >>> run.client_module(0).predict(x).mean.shape
+        torch.Size([10])
     """
     gp = StackedGP(module, False)
     work = UnitSteps(steps, lr, batch_size).checked(server_lr, gp.exact_units)
