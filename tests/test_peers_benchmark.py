@@ -40,7 +40,9 @@ def test_a_system_runs_as_a_program(tmp_path):
     assert found.keys() == {"version", "startup", "seconds", "loss"}
 
 
+@pytest.mark.slow
 def test_scaling(tmp_path):
     scaling.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
-    assert len(figures(tmp_path / "rows.json")) == 8
+    found = figures(tmp_path / "rows.json")
+    assert {name for _, name in found} >= {"s a round", "times faster with two (at most 2)", "ms"}
     assert (tmp_path / "scaling.png").stat().st_size > 10_000

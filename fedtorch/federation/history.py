@@ -261,6 +261,13 @@ def means(info: Mapping[str, Tensor]) -> dict[str, float]:
     return values
 
 
+def headline(round: Round) -> dict[str, str]:
+    """What progress shows of a round: the loss and ε or, without them, the first numbers that it reports."""
+    values = {**means(round.info), **round.report}
+    names = [name for name in ("train_loss", "epsilon") if name in values] or list(values)[:2]
+    return {name: f"{float(values[name]):.3g}" for name in names}
+
+
 def _spread(values: Tensor) -> dict[str, float]:
     """Least, quartiles and largest of the numbers among `(M,)` values, interpolated, and their worst tenth's mean."""
     known = values[~values.isnan()].sort().values

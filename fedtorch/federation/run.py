@@ -1,8 +1,7 @@
 """A run: everything that goes round by round.
 
 A round is sample, outbox, scatter, client, gather, server, commit. A `Run` holds where it stands, what has happened and
-who records it; research code steps through it, `ft.run` goes to the end, and a Lightning `Trainer` drives one as
-`ft.Federation`.
+who records it; research code steps through it, `ft.run` goes to the end, a Lightning `Trainer` drives a `Federation`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from fedtorch.federation.checkpoint import below, describe
 from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
-from fedtorch.federation.history import History, Recorder, Round, means
+from fedtorch.federation.history import History, Recorder, Round, headline
 from fedtorch.federation.population import Population, check_population, refuse_bad_messages
 from fedtorch.federation.sampling import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
 from fedtorch.progress import Progress
@@ -332,8 +331,7 @@ def run(
     record: Recorder | Sequence[Recorder] = (),
     progress: bool = True,
 ) -> Run:
-    """A `Run` that has done its rounds; with `progress` it shows how far it is where that takes more than two seconds
-    (`fedtorch.progress`). The other arguments are those of `Run` and `Run.rounds`.
+    """A `Run` that has done its rounds and, with `progress`, shown how far it was; see `Run` and `Run.rounds`.
 
     Raises:
         ValueError: neither `rounds` nor `until` is given, or as for `Run`.
@@ -348,12 +346,5 @@ def run(
     title = str(algorithm.settings.get("algorithm", "Rounds"))
     with Progress(title, rounds, shown=progress and population.leads) as shown:
         for round in made.rounds(rounds, until):
-            shown.update(tell=partial(_told, round))
+            shown.update(tell=partial(headline, round))
     return made
-
-
-def _told(round: Round) -> dict[str, str]:
-    """What progress shows of a round: the loss and ε, or, without them, the first numbers that it reports."""
-    values = {**means(round.info), **round.report}
-    names = [name for name in ("train_loss", "epsilon") if name in values] or list(values)[:2]
-    return {name: f"{float(values[name]):.3g}" for name in names}
