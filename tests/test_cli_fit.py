@@ -225,7 +225,7 @@ def test_rows_for_validation_are_held_out_or_given() -> None:
     [
         (changed("algorithm.init_args.mu", "much"), "mu"),
         (changed("algorithm.class_path", "fedavg"), "Expected a dot import path string: fedavg"),
-        (changed("algorithm", call("fedtorch.data.digits")), "does not correspond to a subclass of Algorithm"),
+        (changed("algorithm", call("fedtorch.data.digits")), "has to say what it returns"),
         (changed("parameters", call("os.system", command="exit")), "denied"),
         (
             changed("algorithm", call("fedtorch.matrix_normal", local=LOCAL, covariance=3)),

@@ -179,6 +179,8 @@ class _Parser(LightningArgumentParser):
     """Says what is wrong in a line or two, where its own answer to a wrong call begins with all options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if "does not correspond to a subclass" in message:
+            message += "; a function of your own has to say what it returns, such as -> FederatedData or -> Tensor"
         sys.stderr.write(f"fedtorch: {message}; `fedtorch fit --help` says what there is\n")
         raise SystemExit(2) from ex
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar, TQDMProgressBar
 from torch import Tensor, nn
 
 from fedtorch import tree
@@ -220,7 +220,8 @@ class Federation(L.LightningModule):
         """
         check_settings(self.trainer)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        callbacks[:] = [RoundProgressBar() if type(each) in _OWN_BARS else each for each in callbacks]
+        kept = [each for each in callbacks if type(each) is not ModelSummary]  # of no parameters: clients have them
+        callbacks[:] = [RoundProgressBar() if type(each) in _OWN_BARS else each for each in kept]
         return []
 
     def on_fit_start(self) -> None:

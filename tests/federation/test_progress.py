@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from support.closed_forms import linear_clients
 from support.small_federations import trainer
 from support.verticals import GUIDES, some_model
@@ -171,12 +171,13 @@ def test_a_trainer_counts_rounds(length: dict, capsys: pytest.CaptureFixture[str
 
 
 def test_lightnings_own_bar_makes_place(capsys: pytest.CaptureFixture[str]) -> None:
-    outer = trainer(max_epochs=30, enable_progress_bar=True)
+    outer = trainer(max_epochs=30, enable_progress_bar=True, enable_model_summary=True)
     outer.fit(federation())
     said = capsys.readouterr()
     assert "\r" not in said.out + said.err
     assert sum("rounds in" in line for line in said.err.splitlines()) == 1
     assert isinstance(outer.progress_bar_callback, ft.RoundProgressBar)
+    assert not any(isinstance(each, ModelSummary) for each in outer.callbacks)  # of a module without parameters
 
     class Own(TQDMProgressBar):
         pass
