@@ -39,9 +39,8 @@ class Sealer:
         self._run, self._name, self._secret = run, name, secret
         self._public = secret.public_key().public_bytes_raw()
         self._sent = 0
-        self._taken: dict[
-            bytes, tuple[int, bytes]
-        ] = {}  # the last number of every sender's key, and its letter's digest
+        # by the sender's key: the last letter's number and digest
+        self._taken: dict[bytes, tuple[int, bytes]] = {}
 
     def seal(self, receiver: Speaker, content: bytes) -> bytes:
         """A letter to a site."""
