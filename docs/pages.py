@@ -5,16 +5,14 @@ A Sphinx extension. It writes the pages before Sphinx reads them and says at the
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
-import pkgutil
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from public import contents, modules, public
 from sphinx.util import logging
 
 import fedtorch
@@ -72,13 +70,6 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-def modules() -> list[str]:
-    """All modules of the package by name, but for private ones and those that need Triton to be imported."""
-    found = [module.name for module in pkgutil.walk_packages(fedtorch.__path__, "fedtorch.")]
-    hidden = ("._", ".__main__", "fedtorch.kernels.programs")
-    return sorted(name for name in found if not any(part in name for part in hidden))
-
-
 def assigned() -> dict[str, list[str]]:
     """The modules of every page: each on the first page that names it or, else, the longest part of its name."""
     left, pages = modules(), {page: [] for page in AREAS}
@@ -90,25 +81,6 @@ def assigned() -> dict[str, list[str]]:
         page = next(page for name, page in parts if f"{module}.".startswith(f"{name}."))
         pages[page].append(module)
     return pages
-
-
-def public(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """Names and objects that a module defines and that have no underscore."""
-    for name, value in vars(module).items():
-        own = getattr(value, "__module__", None) == module.__name__
-        if own and not name.startswith("_") and (inspect.isclass(value) or inspect.isroutine(value)):
-            yield name, value
-
-
-def contents() -> list[tuple[str, str]]:
-    """(name in `fedtorch`, where it is defined) as `fedtorch/__init__.pyi` has them."""
-    found = []
-    for node in ast.parse(Path(fedtorch.__file__).with_suffix(".pyi").read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                home = ".".join(part for part in ("fedtorch", node.module) if part)
-                found.append((alias.asname or alias.name, f"{home}.{alias.name}"))
-    return sorted(found)
 
 
 def write(_: Any = None) -> None:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.lazy import loaded
+from fedtorch._lazy import loaded
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from support.closed_forms import same_bits
 
 import fedtorch as ft
 from experiments import fedavg_family
-from fedtorch.cli import configuration, experiments, main
+from fedtorch.cli import _configuration as configuration, _experiments as experiments, main
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "experiments" / "configs").glob("*.yaml"))

@@ -18,7 +18,7 @@ from support.closed_forms import same_bits
 from torch import nn
 
 import fedtorch as ft
-from fedtorch.cli import building, configuration, main
+from fedtorch.cli import _building as building, _configuration as configuration, main
 
 ROUNDS = 4
 

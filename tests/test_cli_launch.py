@@ -20,7 +20,7 @@ from support.launched_script import DATA, scaffold
 
 import fedtorch as ft
 from fedtorch import cli
-from fedtorch.cli import launch
+from fedtorch.cli import _launch as launch
 
 TESTS = Path(__file__).parent
 

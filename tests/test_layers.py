@@ -1,4 +1,5 @@
-"""Imports of the package go one way: down the layers, in no circle, and never to another module's private names.
+"""Imports of the package go one way: down the layers, in no circle, and never to another module's private names
+or to another package's private modules.
 
 Imports inside functions and under `TYPE_CHECKING` count like any other. `fedtorch/__init__.py`, the table of contents,
 is left out.
@@ -19,17 +20,17 @@ LAYERS = (
     {
         "tree",
         "optimisers",
-        "philox",
+        "_philox",
         "progress",
         "random",
         "exact",
-        "files",
+        "_files",
         "functional",
         "kernels",
         "linalg",
-        "lazy",
+        "_lazy",
         "safetensors_header",
-        "streams",
+        "_streams",
         "transport",
         "wire",
         "metrics",
@@ -115,6 +116,19 @@ def test_no_circle_of_packages() -> None:
     assert circles({(first, second) for first, second in top if first != second}) == []
 
 
+def belongs(module: str, name: str) -> bool:
+    """Whether `name` may import `module`: a private one belongs to the package that it lies in."""
+    parts = module.split(".")
+    owners = [".".join(parts[:i]) for i, part in enumerate(parts) if part.startswith("_")]
+    return all(f"{name}.".startswith(f"{owner}.") for owner in owners)
+
+
+def test_a_private_module_belongs_to_its_package() -> None:
+    assert belongs("fedtorch.vfl._adam", "fedtorch.vfl.sfvi")
+    assert belongs("fedtorch._files", "fedtorch.trust.record")
+    assert not belongs("fedtorch.vfl._adam", "fedtorch.trust.attacks.split")
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_no_private_names_of_other_modules(name: str) -> None:
     private = lambda found: found.startswith("_") and not found.startswith("__")
@@ -123,5 +137,6 @@ def test_no_private_names_of_other_modules(name: str) -> None:
     for node in ast.walk(MODULES[name]):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
             taken.append((called[node.value.id], node.attr))
-    found = [(name, f"{module}.{part}") for module, part in taken if private(part) or private(module.split(".")[-1])]
+    found = [(name, f"{module}.{part}") for module, part in taken if private(part)]
+    found += [(name, module) for module, _ in taken if not belongs(module, name)]
     assert found == []

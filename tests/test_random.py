@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fedtorch import philox as generator, random
+from fedtorch import _philox as generator, random
 from fedtorch.kernels import philox as kernel
 
 MASK = 0xFFFFFFFF

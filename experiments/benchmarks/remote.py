@@ -36,7 +36,7 @@ from experiments.benchmarks import measure
 from experiments.benchmarks.forked import fork
 from experiments.benchmarks.proxy import Proxy
 from experiments.benchmarks.remote_problem import ALGORITHMS, averaged, clients
-from fedtorch.federation.remote import Offer, Remote, frames, join
+from fedtorch.federation.remote import Offer, Remote, _frames as frames, join
 from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
 from fedtorch.vfl import likelihoods, split_nn
 from fedtorch.vfl.ahead import ahead_half

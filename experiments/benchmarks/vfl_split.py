@@ -18,7 +18,7 @@ import torch
 from experiments import common, vfl_heart_models
 from fedtorch import data as ft_data, random, vfl
 from fedtorch.vfl import likelihoods
-from fedtorch.vfl.captured import CapturedBound
+from fedtorch.vfl._captured import CapturedBound
 from fedtorch.vfl.part import draw_noises
 from fedtorch.vfl.split import adam
 from fedtorch.vfl.split_nn import mlp

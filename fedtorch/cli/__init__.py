@@ -10,7 +10,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fedtorch.cli import data, experiments, fit, launch, record, report, sites
+from fedtorch.cli import (
+    _data as data,
+    _experiments as experiments,
+    _fit as fit,
+    _launch as launch,
+    _record as record,
+    _report as report,
+    _sites as sites,
+)
 
 COMMANDS = (fit, experiments, data, report, record, sites, launch)
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
-from fedtorch import files
+from fedtorch import _files as files
 
 
 class PlainCheckpointIO(TorchCheckpointIO):

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation._clients import LocalClients, Pending
+from fedtorch.federation._ranks import Ranks
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.checkpoint import describe
-from fedtorch.federation.clients import LocalClients, Pending
 from fedtorch.federation.population import SMALL_BLOCK, placed
-from fedtorch.federation.ranks import Ranks
 from fedtorch.tree import Tree
 
 TIMEOUT = timedelta(minutes=10)

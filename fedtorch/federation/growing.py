@@ -23,9 +23,9 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation._answers import Gathered
+from fedtorch.federation._clients import SMALL_BLOCK, LocalClients
 from fedtorch.federation.algorithm import Algorithm, Turn
-from fedtorch.federation.answers import Gathered
-from fedtorch.federation.clients import SMALL_BLOCK, LocalClients
 from fedtorch.federation.population import InProcess
 from fedtorch.tree import Tree
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.clients import Clients
+from fedtorch.federation._clients import Clients
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch.data import FederatedData
+from fedtorch.federation._budget import exhausted
+from fedtorch.federation._trainer_settings import check_loader, check_settings
+from fedtorch.federation._validation import OwnValidation, has_validation_step
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
-from fedtorch.federation.budget import exhausted
 from fedtorch.federation.checkpoint import describe
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.federation.client_sharding import check_place
@@ -29,8 +31,6 @@ from fedtorch.federation.population import Population, check_population
 from fedtorch.federation.round_progress_bar import RoundProgressBar
 from fedtorch.federation.run import Run
 from fedtorch.federation.sampling import Cohort
-from fedtorch.federation.trainer_settings import check_loader, check_settings
-from fedtorch.federation.validation import OwnValidation, has_validation_step
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

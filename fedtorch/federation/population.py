@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation._clients import SMALL_BLOCK, Clients, LocalClients
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.clients import SMALL_BLOCK, Clients, LocalClients
 from fedtorch.tree import Tree
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fedtorch import random, tree, wire
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation._clients import Clients, Pending
 from fedtorch.federation.algorithm import Algorithm, Turn
-from fedtorch.federation.clients import Clients, Pending
 from fedtorch.federation.exchange import Exchange, indices
 from fedtorch.federation.population import Population
 from fedtorch.tree import Rows, Tree

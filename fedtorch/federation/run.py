@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from fedtorch import expected, functional, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation import budget, checkpoint
+from fedtorch.federation import _budget as budget, checkpoint
+from fedtorch.federation._clients import Clients
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.checkpoint import below, describe
-from fedtorch.federation.clients import Clients
 from fedtorch.federation.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.faults import Fates, Faults, fates
 from fedtorch.federation.history import History, Recorder, Round, headline

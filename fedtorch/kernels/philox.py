@@ -1,6 +1,6 @@
 r"""Numbers from keys: Philox-4x32-10 words and what is made of them, in one pass.
 
-The reference is integer tensor operations (`fedtorch.philox`), some ninety passes over memory. The program makes a
+The reference is integer tensor operations (`fedtorch._philox`), some ninety passes over memory. The program makes a
 block of four words a lane in registers and writes numbers only; words, integers, coins and uniform numbers are the same
 bits, normal, exponential and gamma numbers the same float64 formulas, equal to the last bit or two. A gamma number's
 lane proposes until one is accepted, so that nothing waits for the host.
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch import philox
+from fedtorch import _philox as philox
+from fedtorch._philox import WORD, between, block_words, check_key, fill, words_per
 from fedtorch.kernels.choice import launch, program, tile
-from fedtorch.philox import WORD, between, block_words, check_key, fill, words_per
 
 FOLD, GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts

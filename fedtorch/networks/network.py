@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.networks import edge_list, random_edges
+from fedtorch.networks import _edge_list as edge_list, _random_edges as random_edges
 from fedtorch.networks.spectrum import largest_eigenvalue, smallest_positive_eigenvalue
 
 if TYPE_CHECKING:

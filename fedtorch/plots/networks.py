@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.network import Network
-from fedtorch.plots.style import MOST_BARS, MOST_COLOURS, new_figure, square
+from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, new_figure, square
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedtorch.plots.style import finish, new_figure, whole_numbers
+from fedtorch.plots._style import finish, new_figure, whole_numbers
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 from torch import Tensor
 
-from fedtorch import files
+from fedtorch import _files as files
 from fedtorch.federation import checkpoint
 from fedtorch.federation.checkpoint import below
 from fedtorch.federation.evaluation import Score
 from fedtorch.federation.history import History
 from fedtorch.federation.run import Run
-from fedtorch.report.about import FORMAT, about
-from fedtorch.report.page import Story, page
+from fedtorch.report._about import FORMAT, about
+from fedtorch.report._page import Story, page
 from fedtorch.trust import record
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedtorch import files, wire
+from fedtorch import _files as files, wire
 from fedtorch.transport import identity
 from fedtorch.transport.grpc_streams import dial, library, listen
 from fedtorch.transport.hub import Limits

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedtorch import files
+from fedtorch import _files as files
 
 SERVER = "server.fedtorch"  # the name in the certificate of every server, wherever it listens
 YEARS = timedelta(days=5 * 365)

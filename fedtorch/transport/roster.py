@@ -9,7 +9,7 @@ from typing import NamedTuple
 from cryptography import x509
 from filelock import FileLock
 
-from fedtorch import files
+from fedtorch import _files as files
 from fedtorch.transport.identity import check_name, common_name, fingerprint
 
 _SECONDS = 30.0  # for another process that writes the file

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import files, tree
+from fedtorch import _files as files, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation import checkpoint
 from fedtorch.federation.history import Round

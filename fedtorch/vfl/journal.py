@@ -30,7 +30,7 @@ from torch import Tensor
 from fedtorch import expected
 from fedtorch.federation.checkpoint import below
 from fedtorch.federation.remote.versions import FIRST, Versions
-from fedtorch.vfl.node_state import Node, restore, state_of
+from fedtorch.vfl._node_state import Node, restore, state_of
 from fedtorch.vfl.nodes import Iteration
 from fedtorch.vfl.protocol import Half
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import tree
-from fedtorch.vfl.adam import RestartingAdam
-from fedtorch.vfl.bound import ascend, party_bound, server_bound, shared_terms
+from fedtorch.vfl._adam import RestartingAdam
+from fedtorch.vfl._bound import ascend, party_bound, server_bound, shared_terms
 from fedtorch.vfl.data import VerticalData, check_known
 from fedtorch.vfl.gaussians import Shares, cholesky
 from fedtorch.vfl.guide import draw_own, fixed

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedtorch import files, random, wire
+from fedtorch import _files as files, random, wire
 from fedtorch.vfl.guide import Guide, Parameters, draw_own
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.noise import NodeNoise, Noise

@@ -7,9 +7,9 @@ its own data, and nothing else leaves it:
     over_ranks(node.half(iterations), node.index, parties + 1)
 
 Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
-sender's name. Payloads go over streams of their own (`streams`), before each its length, 8 bytes that are not counted:
-what is too long is refused unread, and who sends more than it announced is refused at the next message. gloo would end
-the whole process.
+sender's name. Payloads go over streams of their own (`fedtorch._streams`), before each its length, 8 bytes that are
+not counted: what is too long is refused unread, and who sends more than it announced is refused at the next message.
+gloo would end the whole process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fedtorch import wire
-from fedtorch.streams import Streams
+from fedtorch._streams import Streams
 from fedtorch.tree import Tree
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, decode, drive, encode
 

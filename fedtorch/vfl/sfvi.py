@@ -1,6 +1,6 @@
 r"""Structured federated variational inference, run in one autograd graph.
 
-Adam climbs the bound of `fedtorch.vfl.bound` along sampled gradients; `fedtorch.vfl.iteration` does the same by
+Adam climbs the bound of `fedtorch.vfl._bound` along sampled gradients; `fedtorch.vfl.iteration` does the same by
 exchanging values and gradients.
 
 Source: Hassan et al., section 4, algorithms 1 and 2.
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.progress import Progress
-from fedtorch.vfl.adam import Drift, RestartingAdam
-from fedtorch.vfl.bound import ascend, bound, climb
-from fedtorch.vfl.captured import CapturedBound
+from fedtorch.vfl._adam import Drift, RestartingAdam
+from fedtorch.vfl._bound import ascend, bound, climb
+from fedtorch.vfl._captured import CapturedBound
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.guide import Guide, Parameters, draw_theta, initial
 from fedtorch.vfl.model import VerticalModel, prepared

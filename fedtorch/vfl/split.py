@@ -51,9 +51,9 @@ from torch import Tensor, nn
 
 from fedtorch import random
 from fedtorch.federation.checkpoint_io import keep_plain
+from fedtorch.vfl._bound import bound
+from fedtorch.vfl._captured import CapturedBound
 from fedtorch.vfl.auxiliary import noiseless
-from fedtorch.vfl.bound import bound
-from fedtorch.vfl.captured import CapturedBound
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.gaussians import point
 from fedtorch.vfl.guide import Guide, Parameters, initial
@@ -93,7 +93,7 @@ class SplitNetwork(L.LightningModule):
         optimizer: from parameters to an elementwise optimiser, or to anything else that `configure_optimizers` may
             return, such as one with a schedule; Adam at 1e-3 by default.
         validation_draws: Monte Carlo draws of a validation loss.
-        compile: True captures a training step once per shape and replays it, see `fedtorch.vfl.captured`.
+        compile: True captures a training step once per shape and replays it, see `fedtorch.vfl._captured`.
 
     Attributes:
         parties: a `Part` each, which saves and loads by itself.

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch.federation import clients as federation_clients, ranks
+from fedtorch.federation import _clients as federation_clients, _ranks as ranks
+from fedtorch.federation._memory import block_bytes
 from fedtorch.federation.distributed import own_device
-from fedtorch.federation.memory import block_bytes
 
 
 def test_a_block_takes_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

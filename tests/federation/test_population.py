@@ -13,7 +13,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation.clients import LocalClients, Pending
+from fedtorch.federation._clients import LocalClients, Pending
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 4, 17, 6]
@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 @pytest.fixture(autouse=True, params=[0, 16_384], ids=["blocks by size", "one block"])
 def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test sees its few rows in blocks of similar size, and in one padded block."""
-    for place in ("population", "clients"):
+    for place in ("population", "_clients"):
         monkeypatch.setattr(f"fedtorch.federation.{place}.SMALL_BLOCK", request.param)
 
 
@@ -195,7 +195,7 @@ def test_evaluation_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     clients.step(outbox, None, ft.Turn(random.key(0), 0)).commit()
     data = linear_clients(SIZES, seed=1)
     whole = clients.evaluate(outbox, data, squared_errors(algorithm))
-    monkeypatch.setattr("fedtorch.federation.clients.BLOCK_ROWS", 1)
+    monkeypatch.setattr("fedtorch.federation._clients.BLOCK_ROWS", 1)
     assert distance(clients.evaluate(outbox, data, squared_errors(algorithm)), whole) < ROUNDING
 
 

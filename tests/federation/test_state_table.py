@@ -10,7 +10,7 @@ from support.closed_forms import same_bits
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.state_table import StateTable
+from fedtorch.federation._state_table import StateTable
 from fedtorch.tree import Tree
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch.networks import network as network_module, random_edges
+from fedtorch.networks import _random_edges as random_edges, network as network_module
 
 PLACES = ft.random.uniform(ft.random.key(9), (30, 2), torch.float64)
 

@@ -22,11 +22,11 @@ from fedtorch.federation import checkpoint
 from fedtorch.federation.algorithms import ep
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import sparse
-from fedtorch.report.about import about
-from fedtorch.report.chart import HEIGHT, WIDTH, Series, chart
-from fedtorch.report.drawing import drawing, reduced
-from fedtorch.report.page import visible
-from fedtorch.report.posteriors import found
+from fedtorch.report._about import about
+from fedtorch.report._chart import HEIGHT, WIDTH, Series, chart
+from fedtorch.report._drawing import drawing, reduced
+from fedtorch.report._page import visible
+from fedtorch.report._posteriors import found
 from fedtorch.trust import privacy, record
 
 HOSTILE = (

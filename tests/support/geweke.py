@@ -17,8 +17,8 @@ from scipy import stats
 from torch import Tensor
 
 from fedtorch import exact, random
-from fedtorch.models.gibbs import interweaving, sparse
-from fedtorch.models.gibbs.gaussian_conditional import Design
+from fedtorch.models.gibbs import _interweaving as interweaving, sparse
+from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
 from fedtorch.models.linear import SufficientStatistics
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from fedtorch import functional, random
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.local_solvers._probe import probe
 from fedtorch.federation.local_solvers.objective import Objective, training_copy
-from fedtorch.federation.local_solvers.probe import probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
 
 COUNTS = (2, 5, 3)

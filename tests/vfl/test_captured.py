@@ -13,7 +13,7 @@ from torch import nn
 
 from fedtorch import random, tree, vfl
 from fedtorch.vfl import likelihoods
-from fedtorch.vfl.captured import CapturedBound
+from fedtorch.vfl._captured import CapturedBound
 from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import draw_noises
 from fedtorch.vfl.split_nn import mlp
@@ -96,7 +96,7 @@ def test_a_replay_runs_no_python(monkeypatch) -> None:
     data, calls = logistic_data([2, 1], 9), []
     split = network()
     captured = CapturedBound(split.model, split.server.guide, split.variational)
-    from fedtorch.vfl import captured as module
+    from fedtorch.vfl import _captured as module
 
     original = module.bound
     monkeypatch.setattr(module, "bound", lambda *args: calls.append(1) or original(*args))

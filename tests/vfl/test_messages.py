@@ -27,7 +27,7 @@ from support.verticals import (
 )
 
 from fedtorch import random, tree, vfl, wire
-from fedtorch.vfl.bound import bound
+from fedtorch.vfl._bound import bound
 from fedtorch.vfl.iteration import bounded_delay, exchange
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.nodes import Backward, Gradient, Iteration, Pooled, Share, Value

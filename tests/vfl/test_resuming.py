@@ -26,9 +26,9 @@ from fedtorch import wire
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import versions
 from fedtorch.transport import Hub, Limits, Link, Roster, connect, identity, memory, serve
+from fedtorch.vfl._node_state import packed, restore, state_of, unpacked
 from fedtorch.vfl.iteration import party_half, server_half
 from fedtorch.vfl.journal import Journal
-from fedtorch.vfl.node_state import packed, restore, state_of, unpacked
 from fedtorch.vfl.nodes import Iteration
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 from fedtorch.vfl.remote import Lost, over_hub

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from fedtorch import random, tree, vfl
 from fedtorch.vfl import encoder, likelihoods
-from fedtorch.vfl.adam import RestartingAdam
-from fedtorch.vfl.bound import ascend, bound
+from fedtorch.vfl._adam import RestartingAdam
+from fedtorch.vfl._bound import ascend, bound
 from fedtorch.vfl.guide import initial
 from fedtorch.vfl.model import prepared
 from fedtorch.vfl.noise import draw_noise

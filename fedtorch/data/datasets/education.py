@@ -6,7 +6,7 @@ import numpy
 import torch
 
 from fedtorch.data.cache import locate
-from fedtorch.data.datasets.frames import by_client, choose, one_hot, read
+from fedtorch.data.datasets._frames import by_client, choose, one_hot, read
 from fedtorch.data.federated import FederatedData
 
 ETHNICITIES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch.data.datasets.frames import scaled
+from fedtorch.data.datasets._frames import scaled
 
 
 def digits() -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.data.cache import locate
-from fedtorch.data.datasets.frames import by_client, choose, read
+from fedtorch.data.datasets._frames import by_client, choose, read
 from fedtorch.data.federated import FederatedData
 
 BATTERIES = {"calce": "calce_cs2_cycles.csv", "xjtu": "xjtu_capacity.csv", "mit": "mit_capacity.csv"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from fedtorch.data.datasets.frames import by_client, choose, read
+from fedtorch.data.datasets._frames import by_client, choose, read
 from fedtorch.data.federated import FederatedData
 
 if TYPE_CHECKING:

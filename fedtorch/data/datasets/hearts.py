@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.data.cache import locate
-from fedtorch.data.datasets.frames import by_client, one_hot, read, scaled
+from fedtorch.data.datasets._frames import by_client, one_hot, read, scaled
 from fedtorch.data.federated import FederatedData
 
 if TYPE_CHECKING:

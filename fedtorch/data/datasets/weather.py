@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fedtorch.data.datasets.frames import by_client, read
+from fedtorch.data.datasets._frames import by_client, read
 from fedtorch.data.federated import FederatedData
 
 HOURLY = "Assignment_MLBasicsData.csv"

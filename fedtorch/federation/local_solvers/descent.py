@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from fedtorch import functional, random, tree
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Local, Quadratic, Turn
+from fedtorch.federation.local_solvers._configured import Configured, check_independent, configure
+from fedtorch.federation.local_solvers._fused import FusedSteps, by_parameter
+from fedtorch.federation.local_solvers._linear_steps import LinearSteps, linear_steps
+from fedtorch.federation.local_solvers._probe import check_rows, probe
+from fedtorch.federation.local_solvers._state import LocalState, counts, divided_buffers, tensors_of
 from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
-from fedtorch.federation.local_solvers.configured import Configured, check_independent, configure
-from fedtorch.federation.local_solvers.fused import FusedSteps, by_parameter
-from fedtorch.federation.local_solvers.linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.local_solvers.probe import check_rows, probe
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
-from fedtorch.federation.local_solvers.state import LocalState, counts, divided_buffers, tensors_of
 from fedtorch.kernels.choice import possible
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree

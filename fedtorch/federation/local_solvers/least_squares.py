@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from fedtorch import expected, functional, linalg, tree
 from fedtorch.data import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.local_solvers.linear_form import LinearForm, linear_form
+from fedtorch.federation.local_solvers._linear_form import LinearForm, linear_form
+from fedtorch.federation.local_solvers._state import LocalState
 from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.federation.local_solvers.state import LocalState
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
 from fedtorch.tree import Tree
 

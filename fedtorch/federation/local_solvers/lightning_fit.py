@@ -22,21 +22,21 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
-from fedtorch.federation.local_solvers.clock import RoundTrainer
-from fedtorch.federation.local_solvers.objective import Objective, training_copy
-from fedtorch.federation.local_solvers.prediction import predictor
-from fedtorch.federation.local_solvers.probe import check_rows
-from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
-from fedtorch.federation.local_solvers.state import (
+from fedtorch.federation.local_solvers._clock import RoundTrainer
+from fedtorch.federation.local_solvers._probe import check_rows
+from fedtorch.federation.local_solvers._state import (
     LocalState,
     counts,
     divided_buffers,
     refuse_changed_buffers,
     tensors_of,
 )
-from fedtorch.federation.local_solvers.surroundings import isolated
-from fedtorch.federation.local_solvers.watch import Watch
+from fedtorch.federation.local_solvers._surroundings import isolated
+from fedtorch.federation.local_solvers._watch import Watch
+from fedtorch.federation.local_solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.local_solvers.objective import Objective, training_copy
+from fedtorch.federation.local_solvers.prediction import predictor
+from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
 from fedtorch.tree import Tree
 
 _SILENT = {

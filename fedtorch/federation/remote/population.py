@@ -11,10 +11,10 @@ import torch
 from fedtorch import expected, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.clients import RemoteClients
-from fedtorch.federation.remote.plan import Plan
-from fedtorch.federation.remote.sites import Sites
+from fedtorch.federation.remote import _frames as frames
+from fedtorch.federation.remote._clients import RemoteClients
+from fedtorch.federation.remote._plan import Plan
+from fedtorch.federation.remote._sites import Sites
 from fedtorch.transport.hub import Hub
 from fedtorch.tree import Tree
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchange import sum_over
-from fedtorch.federation.remote.keyring import BOOK, Ask, SiteKeys
+from fedtorch.federation.remote._keyring import BOOK, Ask, SiteKeys
 from fedtorch.federation.remote.terms import Refusal
 from fedtorch.networks.network import Network
 from fedtorch.transport.book import Speaker

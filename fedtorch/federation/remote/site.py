@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedtorch import files
-from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.frames import PROTOCOL, Frame
+from fedtorch import _files as files
+from fedtorch.federation.remote import _frames as frames
+from fedtorch.federation.remote._frames import PROTOCOL, Frame
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import alone_in

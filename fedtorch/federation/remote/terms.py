@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import files, tree
+from fedtorch import _files as files, tree
+from fedtorch.federation._budget import Budget
 from fedtorch.federation.algorithm import Algorithm, Turn
-from fedtorch.federation.budget import Budget
 from fedtorch.tree import Tree
 
 

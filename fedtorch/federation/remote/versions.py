@@ -18,7 +18,7 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from fedtorch import files
+from fedtorch import _files as files
 from fedtorch.federation import checkpoint
 
 FIRST = 0  # the version before anything was done

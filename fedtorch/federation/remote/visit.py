@@ -11,15 +11,15 @@ from torch import nn
 
 from fedtorch import functional, tree
 from fedtorch.federation import checkpoint
+from fedtorch.federation._clients import LocalClients
 from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
-from fedtorch.federation.clients import LocalClients
 from fedtorch.federation.evaluation import inputs_and_targets, stacked_metrics
 from fedtorch.federation.population import SMALL_BLOCK
-from fedtorch.federation.remote import frames, inbox
-from fedtorch.federation.remote.frames import Frame
-from fedtorch.federation.remote.inbox import Inboxes
-from fedtorch.federation.remote.keyring import BOOK, SiteKeys
-from fedtorch.federation.remote.masked import PartOfSite, digest_of, one_of
+from fedtorch.federation.remote import _frames as frames, _inbox as inbox
+from fedtorch.federation.remote._frames import Frame
+from fedtorch.federation.remote._inbox import Inboxes
+from fedtorch.federation.remote._keyring import BOOK, SiteKeys
+from fedtorch.federation.remote._masked import PartOfSite, digest_of, one_of
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.sealed import SiteLetters
 from fedtorch.federation.remote.terms import Refusal, Watch

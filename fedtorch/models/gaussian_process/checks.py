@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.models.gaussian_process.geometry import Geometry
+from fedtorch.models.gaussian_process._geometry import Geometry
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from fedtorch.kernels.choice import possible
 from fedtorch.linalg import symmetric
+from fedtorch.models.gaussian_process._geometry import Features, Geometry
+from fedtorch.models.gaussian_process._rows import row_fit, row_sites
+from fedtorch.models.gaussian_process._units import full
 from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_parts
-from fedtorch.models.gaussian_process.geometry import Features, Geometry
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel, extent_of, positive
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
-from fedtorch.models.gaussian_process.rows import row_fit, row_sites
-from fedtorch.models.gaussian_process.units import full
 
 MultivariateNormal = gpytorch.distributions.MultivariateNormal
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.models.gibbs import sparse
-from fedtorch.models.gibbs.gaussian_conditional import Design, columns, from_columns, gaussian_conditional
+from fedtorch.models.gibbs._gaussian_conditional import Design, columns, from_columns, gaussian_conditional
 from fedtorch.models.gibbs.global_priors import flip, slab_evidence
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
 

@@ -41,8 +41,8 @@ from torch import Tensor
 
 from fedtorch import exact, random
 from fedtorch.models.gibbs import graphical
+from fedtorch.models.gibbs._gaussian_conditional import Fold, elimination
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
-from fedtorch.models.gibbs.gaussian_conditional import Fold, elimination
 from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
 from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
 from fedtorch.models.rows import client_by_client

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs._gaussian_conditional import Design, least_norm
 from fedtorch.models.gibbs.deviations import Deviation
-from fedtorch.models.gibbs.gaussian_conditional import Design, least_norm
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, check_start
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.models.rows import client_by_client, refuse, variable_rows

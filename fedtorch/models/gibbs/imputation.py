@@ -18,7 +18,7 @@ from torch import Tensor
 from fedtorch import linalg, random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.models.gibbs import sparse
-from fedtorch.models.gibbs.gaussian_conditional import Design
+from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
 from fedtorch.models.rows import refuse
 

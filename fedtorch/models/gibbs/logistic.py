@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random, tree
-from fedtorch.models.gibbs import interweaving, sparse
+from fedtorch.models.gibbs import _interweaving as interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, check_start
 from fedtorch.models.gibbs.polya_gamma import polya_gamma

@@ -12,7 +12,7 @@ sampler and `hierarchy()` the server's; `ft.gibbs` runs them. The conditionals:
 - λ_kj² as `fedtorch.models.gibbs.deviations` says, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k)
 - 1/τ_j² ~ Gamma((M+1)/2, 1/ξ_j + ½ Σ_k (θ_kj − θ_j)²/λ_kj²), ξ_j ~ IG(1, 1 + 1/τ_j²), M counting the clients heard
 - θ_j from Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k 1/λ_kj², and before that θ with all θ_k − θ held fixed, from the sites'
-  likelihoods: see `fedtorch.models.gibbs.interweaving`.
+  likelihoods: see `fedtorch.models.gibbs._interweaving`.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.2. Their Algorithm 2 is
 missing from the text and Algorithm 3 lacks the factors ½ of the conditionals of τ_j² and η.
@@ -30,9 +30,8 @@ from torch import Tensor
 from fedtorch import exact, random
 from fedtorch.kernels import gibbs_sweeps
 from fedtorch.models import device_posterior
-from fedtorch.models.gibbs import interweaving
-from fedtorch.models.gibbs.deviations import Deviation, horseshoe
-from fedtorch.models.gibbs.gaussian_conditional import (
+from fedtorch.models.gibbs import _interweaving as interweaving
+from fedtorch.models.gibbs._gaussian_conditional import (
     SIDE_BY_SIDE,
     Design,
     columns,
@@ -40,6 +39,7 @@ from fedtorch.models.gibbs.gaussian_conditional import (
     gaussian_conditional,
     least_norm,
 )
+from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.global_priors import GlobalPrior, spike_and_slab
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums, check_start
 from fedtorch.models.linear import (

@@ -20,8 +20,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from fedtorch.models.hierarchical import sites
-from fedtorch.models.hierarchical.sites import Moments1
+from fedtorch.models.hierarchical import _sites as sites
+from fedtorch.models.hierarchical._sites import Moments1
 
 _FUSED_REACH, _FUSED_POINTS = 40.0, 16_001  # of the grid of the fused lasso's normaliser
 

@@ -25,6 +25,7 @@ from fedtorch import linalg
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.hierarchical._sites import LOG_SCALES
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
@@ -36,7 +37,6 @@ from fedtorch.models.hierarchical.penalties import (
     lasso as lasso,
     ridge as ridge,
 )
-from fedtorch.models.hierarchical.sites import LOG_SCALES
 from fedtorch.models.linear import SufficientStatistics, block_statistics
 from fedtorch.models.quadrature import Rule
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import torch
 
-from fedtorch.networks.solvers.edges import EdgeProblem
+from fedtorch.networks.solvers._edges import EdgeProblem
 from fedtorch.networks.solvers.penalties import Penalty, squared
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch

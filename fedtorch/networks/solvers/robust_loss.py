@@ -27,7 +27,7 @@ from fedtorch import linalg
 from fedtorch.data import FederatedData
 from fedtorch.models.rows import regression_fields
 from fedtorch.networks.network import Network
-from fedtorch.networks.solvers.edges import EdgeProblem
+from fedtorch.networks.solvers._edges import EdgeProblem
 from fedtorch.networks.solvers.penalties import Penalty, norm1, squared
 from fedtorch.networks.solvers.problem import linear_problem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch

@@ -12,7 +12,7 @@ nor the history's lists of who answered. With a `rate`, not from somebody who ca
 the operating system's entropy, whatever the seed.
 
 Of an algorithm whose clients tell something for good besides (`ft.scaffold`, `ft.feddyn`), every round also releases
-the running total; see `fedtorch.trust.privacy.totals`.
+the running total; see `fedtorch.trust.privacy._totals`.
 
 Sources: McMahan, Ramage, Talwar and Zhang (2018), "Learning differentially private recurrent language models",
 Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling".
@@ -43,6 +43,8 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Exchange, Mean, Sent, Sum
 from fedtorch.tree import Rows, Tree
+from fedtorch.trust.privacy._spending import Spending, check_delta_of, on_grid
+from fedtorch.trust.privacy._totals import check_total, noised_totals
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip, bounds_of, check_clip, clip_rows
@@ -50,8 +52,6 @@ from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
 from fedtorch.trust.privacy.renyi import check_rate
-from fedtorch.trust.privacy.spending import Spending, check_delta_of, on_grid
-from fedtorch.trust.privacy.totals import check_total, noised_totals
 
 ADJACENCY = "zero-out: one client sends zeros instead of its messages, in all rounds"
 ADVERSARY = "everybody who sees the server's states and models; not the server itself, which sees every message"

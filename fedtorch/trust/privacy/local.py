@@ -32,14 +32,14 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Mean, Sum
 from fedtorch.tree import Tree
-from fedtorch.trust.messages import like, rows
+from fedtorch.trust._messages import like, rows
+from fedtorch.trust.privacy._spending import Spending, check_delta_of
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import check_clip, clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import gaussian
-from fedtorch.trust.privacy.spending import Spending, check_delta_of
 
 ADJACENCY = "zero-out: one client sends zeros with its noise instead of its messages, in all rounds"
 ADVERSARY = "everybody who sees what clients send, the server included"

@@ -29,15 +29,15 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.tree import Tree
-from fedtorch.trust.messages import like, rows
+from fedtorch.trust._messages import like, rows
+from fedtorch.trust.privacy._spending import Spending, check_delta_of
+from fedtorch.trust.privacy._totals import numbers_of, with_numbers
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import check_clip, clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
-from fedtorch.trust.privacy.spending import Spending, check_delta_of
-from fedtorch.trust.privacy.totals import numbers_of, with_numbers
 
 ADJACENCY = "one node tells the common start with noise instead of what it has found, in all rounds"
 ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node together; not the node itself"

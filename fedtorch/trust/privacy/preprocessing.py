@@ -34,12 +34,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedtorch.trust.privacy._spending import on_grid
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.privacy.mechanisms import Mechanism, Uniforms, gaussian
 from fedtorch.trust.privacy.renyi import check_rate
-from fedtorch.trust.privacy.spending import on_grid
 
 MadeUp = Callable[[Tensor, Uniforms], Tensor]  # (labels (m,), source of uniform numbers) -> features (m, d)
 _CALLS = itertools.count()  # a seed repeats within a call only if the caller makes the entropy anew

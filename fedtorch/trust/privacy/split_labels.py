@@ -19,11 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedtorch.trust.privacy._spending import on_grid
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.privacy.mechanisms import gaussian
-from fedtorch.trust.privacy.spending import on_grid
 from fedtorch.vfl.model import summed
 from fedtorch.vfl.nodes import Gradient, ServerNode
 from fedtorch.vfl.protocol import Half, Receive, Send, wrapped

@@ -36,13 +36,13 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.local_solvers.least_squares import least_squares
 from fedtorch.models.linear import LinearHead, Spectral, SufficientStatistics, spectral
 from fedtorch.models.rows import regression_fields
+from fedtorch.trust.privacy._spending import Spending, on_grid, one_process
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.analytic import check_noise
 from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import gaussian
-from fedtorch.trust.privacy.spending import Spending, on_grid, one_process
 
 ADJACENCY = "zero-out: one row of one client has features and targets of zeros instead of its own"
 ADVERSARY = "everybody, the server included, who sees anything that is made of the sums"

@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedtorch.trust.robust._order import ascending
 from fedtorch.trust.robust.krum import scores
-from fedtorch.trust.robust.order import ascending
 from fedtorch.trust.robust.rule import Rule, by_columns, check_faulty, inner_products, squared_distances
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, indices, star as plain_star
 from fedtorch.tree import Rows, Tree
-from fedtorch.trust.messages import in_order, kept, like, rows
+from fedtorch.trust._messages import in_order, kept, like, rows
 from fedtorch.trust.robust.rule import Rule
 
 _LARGEST = 1e100  # squares of numbers beyond would not be finite when they are added up

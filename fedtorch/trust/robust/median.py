@@ -16,7 +16,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fedtorch.kernels import order_statistics
-from fedtorch.trust.robust.order import by_order
+from fedtorch.trust.robust._order import by_order
 from fedtorch.trust.robust.rule import Rule
 
 

@@ -32,7 +32,7 @@ from fedtorch.federation.algorithm import Algorithm, Reply, Turn, first_total
 from fedtorch.federation.exchange import Exchange, RowsOf, Sum, in_dtypes_of
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
-from fedtorch.trust.messages import kept, like, rows
+from fedtorch.trust._messages import kept, like, rows
 from fedtorch.trust.robust.exchange import credible, star
 from fedtorch.trust.robust.rule import Rule
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.kernels import order_statistics
-from fedtorch.trust.robust.order import by_order
+from fedtorch.trust.robust._order import by_order
 from fedtorch.trust.robust.rule import Rule
 
 

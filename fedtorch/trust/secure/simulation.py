@@ -19,7 +19,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, star
 from fedtorch.tree import Tree
-from fedtorch.trust.messages import in_order, kept, like, rows
+from fedtorch.trust._messages import in_order, kept, like, rows
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.secure.grid import ExactSums, Grid
 from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session, body_of

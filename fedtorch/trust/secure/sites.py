@@ -24,7 +24,7 @@ from fedtorch import tree
 from fedtorch.federation.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.masks import Parties
 from fedtorch.tree import Tree
-from fedtorch.trust.messages import like, rows
+from fedtorch.trust._messages import like, rows
 from fedtorch.trust.privacy.entropy import from_system
 from fedtorch.trust.secure import ring
 from fedtorch.trust.secure.grid import ExactSums, Grid

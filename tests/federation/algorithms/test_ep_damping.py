@@ -9,8 +9,8 @@ import torch
 from support.closed_forms import ROUNDING, distance
 from torch import Tensor
 
-from fedtorch.federation.algorithms.ep import damping
-from fedtorch.federation.algorithms.ep.damping import Moved, Pace
+from fedtorch.federation.algorithms.ep import _damping as damping
+from fedtorch.federation.algorithms.ep._damping import Moved, Pace
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
 

@@ -147,7 +147,7 @@ def test_the_same_in_every_chunking_and_order() -> None:
 def test_parts_of_a_block_are_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     data = signals()
     one = ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4).last
-    monkeypatch.setattr("fedtorch.federation.algorithms.multi_output_gp.steps._MOST_NUMBERS", 1)
+    monkeypatch.setattr("fedtorch.federation.algorithms.multi_output_gp._steps._MOST_NUMBERS", 1)
     two = ft.run(exact(batch_size=8), ft.InProcess(data), rounds=4).last
     assert distance(one.server, two.server) < CLOSE
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, StepLR
 
-from fedtorch.federation.local_solvers.configured import check_independent, configure
+from fedtorch.federation.local_solvers._configured import check_independent, configure
 from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
 from fedtorch.optimisers import rebind
 

@@ -9,8 +9,8 @@ from support.stacked_losses import block_of, linear, stacked
 from torch import nn
 
 from fedtorch import functional
+from fedtorch.federation.local_solvers._probe import probe
 from fedtorch.federation.local_solvers.batches import is_ragged
-from fedtorch.federation.local_solvers.probe import probe
 
 
 def weighted(output, target):

@@ -17,9 +17,9 @@ from support.loopback import Clock, Killed, Loopback
 from support.sites import offers
 
 import fedtorch as ft
-from fedtorch import files, tree, wire
+from fedtorch import _files as files, tree, wire
 from fedtorch.federation import checkpoint
-from fedtorch.federation.remote import Remote, Terms, frames, sites as meeting
+from fedtorch.federation.remote import Remote, Terms, _frames as frames, _sites as meeting
 from fedtorch.trust import privacy
 
 SIZES = [5, 2, 9, 4, 17, 6]

@@ -18,7 +18,7 @@ from experiments.benchmarks import remote_flower
 from experiments.benchmarks.remote_problem import ALGORITHMS, clients
 from fedtorch import tree
 from fedtorch.federation import checkpoint
-from fedtorch.federation.remote import Offer, Remote, Visit, deliver, flower as site, frames
+from fedtorch.federation.remote import Offer, Remote, Visit, _frames as frames, deliver, flower as site
 from fedtorch.transport import flower as transport
 
 

@@ -21,7 +21,7 @@ from support.sites import offers
 
 import fedtorch as ft
 from fedtorch import tree, wire
-from fedtorch.federation.remote import Remote, frames, sealed, sites as meeting
+from fedtorch.federation.remote import Remote, _frames as frames, _sites as meeting, sealed
 from fedtorch.federation.remote.site import Site
 from fedtorch.trust import secure
 

@@ -21,7 +21,7 @@ from fedtorch import tree
 from fedtorch.federation import run as running
 from fedtorch.federation.exchange import Sum
 from fedtorch.federation.masks import Parties
-from fedtorch.federation.remote import Remote, Terms, frames, sites as meeting
+from fedtorch.federation.remote import Remote, Terms, _frames as frames, _sites as meeting
 from fedtorch.transport import Roster, book, identity
 from fedtorch.trust import secure
 from fedtorch.trust.secure import Aborted, ExactSums, Grid

@@ -17,7 +17,7 @@ from support.loopback import Clock, Loopback
 from support.sites import offers
 
 import fedtorch as ft
-from fedtorch.federation.remote import Remote, Terms, sites as meeting
+from fedtorch.federation.remote import Remote, Terms, _sites as meeting
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.trust import privacy, secure

@@ -17,7 +17,7 @@ from test_conformance import ALGORITHMS, population, start
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.remote import Remote, frames, sealed, sites as meeting
+from fedtorch.federation.remote import Remote, _frames as frames, _sites as meeting, sealed
 from fedtorch.models.gibbs import sparse
 from fedtorch.transport import book
 from fedtorch.trust import privacy

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch.models.gaussian_process import ConvolvedGP, fit, join, stable_cholesky
+from fedtorch.models.gaussian_process._rows import row_fit
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, Coregionalisation, EmbedCategories
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.rows import row_fit
 
 DTYPE = torch.float64
 UNITS, ROWS = 4, 12

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedtorch import random
-from fedtorch.models.gibbs.gaussian_conditional import columns, from_columns, least_norm
+from fedtorch.models.gibbs._gaussian_conditional import columns, from_columns, least_norm
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (3, 6), (0, 3)])

@@ -14,7 +14,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import exact, random
 from fedtorch.models.gaussian import unpack
-from fedtorch.models.gibbs import deviations, global_priors, interweaving, logistic, sparse
+from fedtorch.models.gibbs import _interweaving as interweaving, deviations, global_priors, logistic, sparse
 
 SIZES = [12, 5, 9, 30]
 

@@ -11,7 +11,7 @@ from support import geweke
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.models.gibbs import deviations, gaussian_conditional, global_priors, sparse
+from fedtorch.models.gibbs import _gaussian_conditional as gaussian_conditional, deviations, global_priors, sparse
 
 LENGTHS = [pytest.param((40, 16), id="short"), pytest.param((250, 400), id="long", marks=pytest.mark.slow)]
 SHAPE = 2.0

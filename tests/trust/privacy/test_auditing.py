@@ -13,9 +13,9 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy import clients, nodes, totals
+from fedtorch.trust.privacy import _totals as totals, clients, nodes
+from fedtorch.trust.privacy._per_example import PrivateLoss
 from fedtorch.trust.privacy.auditing import clopper_pearson
-from fedtorch.trust.privacy.per_example import PrivateLoss
 
 DELTA = 1e-5
 NOISE = privacy.gaussian_noise(1.0, DELTA)  # ε = 1

@@ -16,8 +16,8 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy.layers import ghost_squares, linear_layers
-from fedtorch.trust.privacy.per_example import PrivateLoss, poisson_batch
+from fedtorch.trust.privacy._layers import ghost_squares, linear_layers
+from fedtorch.trust.privacy._per_example import PrivateLoss, poisson_batch
 
 SIZES = [7, 3, 12, 5]
 DATA = linear_clients(SIZES, outputs=2)

@@ -15,7 +15,7 @@ The first round is a summed one: clients tell a summary, from which the server m
 starts with an equal share of it, so that the first cavities are neither the bare prior nor narrow. Printed from zero
 sites (Algorithm 3), the method breaks in its first step. Whoever joins later starts from a zero site.
 
-How far a step goes, and when all clients go back to sites that were good, is in `damping`. Where a client's cavity is
+How far a step goes, and when all clients go back to sites that were good, is in `_damping`. Where a client's cavity is
 no density after some retreats, as with few clients of very different sizes, that client keeps its site, and the report
 says so.
 
@@ -26,10 +26,10 @@ Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study o
 Vehtari et al. (2020), "Expectation propagation as a way of life".
 """
 
+from fedtorch.federation.algorithms.ep._damping import Moved as Moved, Pace as Pace
+from fedtorch.federation.algorithms.ep._start import Factors as Factors
 from fedtorch.federation.algorithms.ep.algorithm import ep as ep
 from fedtorch.federation.algorithms.ep.correction import Corrected as Corrected, corrected as corrected
-from fedtorch.federation.algorithms.ep.damping import Moved as Moved, Pace as Pace
 from fedtorch.federation.algorithms.ep.devices import devices as devices
 from fedtorch.federation.algorithms.ep.fitting import converged as converged, posterior as posterior, settled as settled
-from fedtorch.federation.algorithms.ep.start import Factors as Factors
 from fedtorch.federation.algorithms.ep.state import Outbox as Outbox, Server as Server, State as State, Told as Told

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.algorithms.ep import damping as pacing
-from fedtorch.federation.algorithms.ep.start import Completed, Factors, completed
+from fedtorch.federation.algorithms.ep import _damping as pacing
+from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
 from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, State, Told
 from fedtorch.federation.exchange import Mean
 from fedtorch.models import gaussian

@@ -28,8 +28,8 @@ from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithms.ep._start import as_prior
 from fedtorch.federation.algorithms.ep.fitting import checked
-from fedtorch.federation.algorithms.ep.start import as_prior
 from fedtorch.federation.exchange import Sum
 from fedtorch.federation.population import Population
 from fedtorch.federation.run import Run

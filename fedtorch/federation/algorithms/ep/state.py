@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fedtorch.federation.algorithms.ep.damping import Moved, Pace
+from fedtorch.federation.algorithms.ep._damping import Moved, Pace
 from fedtorch.federation.exchange import Mean
 from fedtorch.models.gaussian import Natural
 from fedtorch.tree import Tree

@@ -12,8 +12,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
-from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
-from fedtorch.federation.algorithms.multi_output_gp.steps import (
+from fedtorch.federation.algorithms.multi_output_gp._steps import (
     AdamMoments,
     UnitSteps,
     adam,
@@ -21,6 +20,7 @@ from fedtorch.federation.algorithms.multi_output_gp.steps import (
     no_moments,
     some_rows,
 )
+from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
 from fedtorch.federation.exchange import Exchange, star
 from fedtorch.tree import Tree

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
-from fedtorch.federation.algorithms.multi_output_gp.steps import (
+from fedtorch.federation.algorithms.multi_output_gp._steps import (
     AdamMoments,
     UnitSteps,
     adam,
@@ -20,6 +19,7 @@ from fedtorch.federation.algorithms.multi_output_gp.steps import (
     no_moments,
     some_rows,
 )
+from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
 from fedtorch.federation.exchange import Mean
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree

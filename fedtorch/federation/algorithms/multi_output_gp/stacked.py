@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedtorch import functional, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithms.multi_output_gp.steps import in_parts
+from fedtorch.federation.algorithms.multi_output_gp._steps import in_parts
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedtorch.report.chart import Chart, Series, chart, size
+from fedtorch.report._chart import Chart, Series, chart, size
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fedtorch.federation.exchange import Exchange
-from fedtorch.federation.remote.keyring import BOOK, Ask, Keyring
-from fedtorch.federation.remote.masked import SumOfSites, parties_of
+from fedtorch.federation.remote._keyring import BOOK, Ask, Keyring
+from fedtorch.federation.remote._masked import SumOfSites, parties_of
 from fedtorch.federation.remote.sealed import Letters
 from fedtorch.tree import Tree
 

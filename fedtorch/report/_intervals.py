@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedtorch.report.chart import Chart, Series, Table, Tick, chart, number, ticks
+from fedtorch.report._chart import Chart, Series, Table, Tick, chart, number, ticks
 
 _PANELS, _ROWS = 8, 16  # variables whose intervals are drawn, and components of each
 _WORST = 10  # components that the table names

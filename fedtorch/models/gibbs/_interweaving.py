@@ -31,7 +31,7 @@ from torch import Tensor
 from fedtorch import linalg, random
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
-from fedtorch.models.gibbs.gaussian_conditional import Design, Fold, columns, from_columns
+from fedtorch.models.gibbs._gaussian_conditional import Design, Fold, columns, from_columns
 
 
 def nothing(start: Tensor) -> Natural:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from fedtorch import expected, files
+from fedtorch import _files as files, expected
 from fedtorch.transport.rates import Bucket, Rate
 
 _DAY = 86_400.0

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, indices
-from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.frames import Frame
+from fedtorch.federation.remote import _frames as frames
+from fedtorch.federation.remote._frames import Frame
 from fedtorch.tree import Rows, Tree
 
 _INBOX = "inbox"

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation._answers import joined
+from fedtorch.federation._clients import LocalClients, Pending
 from fedtorch.federation.algorithm import Algorithm, Turn
-from fedtorch.federation.answers import joined
-from fedtorch.federation.clients import LocalClients, Pending
-from fedtorch.federation.remote import frames, inbox
-from fedtorch.federation.remote.account import Account
-from fedtorch.federation.remote.frames import Frame
-from fedtorch.federation.remote.hidden import Hidden
-from fedtorch.federation.remote.inbox import Inboxes
-from fedtorch.federation.remote.keyring import Keyring
-from fedtorch.federation.remote.masked import digest_of
-from fedtorch.federation.remote.plan import Plan
-from fedtorch.federation.remote.reading import Answer, Reader
-from fedtorch.federation.remote.sites import LATE, Heard, Question
+from fedtorch.federation.remote import _frames as frames, _inbox as inbox
+from fedtorch.federation.remote._account import Account
+from fedtorch.federation.remote._frames import Frame
+from fedtorch.federation.remote._hidden import Hidden
+from fedtorch.federation.remote._inbox import Inboxes
+from fedtorch.federation.remote._keyring import Keyring
+from fedtorch.federation.remote._masked import digest_of
+from fedtorch.federation.remote._plan import Plan
+from fedtorch.federation.remote._reading import Answer, Reader
+from fedtorch.federation.remote._sites import LATE, Heard, Question
 from fedtorch.federation.remote.visit import fingerprint
 from fedtorch.tree import Tree
 

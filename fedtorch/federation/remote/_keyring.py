@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.frames import Frame
-from fedtorch.federation.remote.sites import Heard
+from fedtorch.federation.remote import _frames as frames
+from fedtorch.federation.remote._frames import Frame
+from fedtorch.federation.remote._sites import Heard
 from fedtorch.federation.remote.terms import Refusal
 from fedtorch.transport import book
 from fedtorch.transport.book import Book, Speaker

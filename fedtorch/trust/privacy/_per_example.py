@@ -32,9 +32,9 @@ from fedtorch.federation.local_solvers.objective import Objective
 from fedtorch.federation.local_solvers.stacked_loss import Gradients, StackedLoss
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
+from fedtorch.trust.privacy._layers import ghost_squares, linear_layers, recorded
+from fedtorch.trust.privacy._spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
-from fedtorch.trust.privacy.layers import ghost_squares, linear_layers, recorded
-from fedtorch.trust.privacy.spending import Spending, on_grid
 
 
 class PrivateLoss(StackedLoss):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.remote.sites import Sites
+from fedtorch.federation.remote._sites import Sites
 
 
 class Plan(NamedTuple):

@@ -11,9 +11,9 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import rows_weight
 from fedtorch.federation.exchange import Sum, is_finite, not_finite
-from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.frames import Frame
-from fedtorch.federation.remote.plan import Plan
+from fedtorch.federation.remote import _frames as frames
+from fedtorch.federation.remote._frames import Frame
+from fedtorch.federation.remote._plan import Plan
 from fedtorch.tree import Tree
 
 

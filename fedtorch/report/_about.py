@@ -15,8 +15,8 @@ import torch
 from fedtorch.federation.evaluation import Score
 from fedtorch.federation.run import Run
 from fedtorch.networks import Network
-from fedtorch.report import posteriors
-from fedtorch.report.drawing import reduced
+from fedtorch.report import _posteriors as posteriors
+from fedtorch.report._drawing import reduced
 from fedtorch.trust import record
 
 FORMAT = 1

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fedtorch import random, tree
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
-from fedtorch.trust.privacy.layers import Layer
-from fedtorch.trust.privacy.per_example import PrivateLoss
+from fedtorch.trust.privacy._layers import Layer
+from fedtorch.trust.privacy._per_example import PrivateLoss
 
 
 def refuse_batch_norm(module: nn.Module) -> None:

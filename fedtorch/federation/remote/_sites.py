@@ -11,8 +11,8 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
-from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.frames import PROTOCOL, Frame
+from fedtorch.federation.remote import _frames as frames
+from fedtorch.federation.remote._frames import PROTOCOL, Frame
 from fedtorch.transport.hub import Hub
 from fedtorch.wire import PayloadError
 

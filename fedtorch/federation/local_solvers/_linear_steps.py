@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from fedtorch.federation.algorithm import Local, Quadratic
+from fedtorch.federation.local_solvers._configured import Configured
+from fedtorch.federation.local_solvers._linear_form import LinearForm, linear_form
+from fedtorch.federation.local_solvers._state import LocalState
 from fedtorch.federation.local_solvers.batches import Batches
-from fedtorch.federation.local_solvers.configured import Configured
-from fedtorch.federation.local_solvers.linear_form import LinearForm, linear_form
 from fedtorch.federation.local_solvers.objective import Loss
-from fedtorch.federation.local_solvers.state import LocalState
 from fedtorch.kernels import choice, glm_steps
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family
 from fedtorch.models.linear import LinearHead, raw

@@ -4,7 +4,7 @@ Source: Batagelj and Brandes (2005), "Efficient generation of large random netwo
 pairs from edge to edge.
 
 >>> import fedtorch as ft
->>> from fedtorch.networks import random_edges
+>>> from fedtorch.networks import _random_edges as random_edges
 >>> random_edges.independent_pairs(4, 1.0, ft.random.key(0)).tolist()
 [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
 """

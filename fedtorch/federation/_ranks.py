@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.streams import Streams
+from fedtorch._streams import Streams
 from fedtorch.tree import Tree
 
 _PATIENCE = 2.0  # seconds in which the end of a lost process is seen by all

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedtorch.federation.algorithm import Quadratic
-from fedtorch.federation.local_solvers.clock import RoundTrainer, catch_up
+from fedtorch.federation.local_solvers._clock import RoundTrainer, catch_up
 
 
 class Watch(L.Callback):

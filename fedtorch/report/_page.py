@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fedtorch.report import history_charts as charts
-from fedtorch.report.chart import Chart, Series, Table, chart, number, size
-from fedtorch.report.drawing import Drawing, drawing
-from fedtorch.report.intervals import posterior
+from fedtorch.report import _history_charts as charts
+from fedtorch.report._chart import Chart, Series, Table, chart, number, size
+from fedtorch.report._drawing import Drawing, drawing
+from fedtorch.report._intervals import posterior
 from fedtorch.trust.record import Check
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Story(NamedTuple):
 
     table: pd.DataFrame  # a row per round, see `History.frame`
     losses: pd.DataFrame  # `round`, `client`, `train_loss`
-    about: dict[str, Any]  # see `fedtorch.report.about`
+    about: dict[str, Any]  # see `fedtorch.report._about`
     records: list[tuple[str, list[Check]]]  # files of records, and whether they hold
 
 

@@ -15,9 +15,9 @@ from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.exchange import RowsOf
 from fedtorch.federation.masks import MaskedPart, MaskedSum, Masks, Parties
-from fedtorch.federation.remote import frames
-from fedtorch.federation.remote.frames import Frame
-from fedtorch.federation.remote.keyring import Ask, SiteKeys
+from fedtorch.federation.remote import _frames as frames
+from fedtorch.federation.remote._frames import Frame
+from fedtorch.federation.remote._keyring import Ask, SiteKeys
 from fedtorch.federation.remote.terms import Refusal
 from fedtorch.tree import Tree
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fedtorch import functional, random, tree
 from fedtorch.data import BadClients, described_rows
+from fedtorch.federation.local_solvers._state import refuse_changed_buffers
 from fedtorch.federation.local_solvers.batches import is_ragged
 from fedtorch.federation.local_solvers.captured import IndexUsed, capture
 from fedtorch.federation.local_solvers.stacked_loss import StackedLoss
-from fedtorch.federation.local_solvers.state import refuse_changed_buffers
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedtorch import functional, tree
 from fedtorch.federation.local_solvers.captured import CapturedStep
-from fedtorch.vfl.bound import bound
+from fedtorch.vfl._bound import bound
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.guide import Guide, Parameters
 from fedtorch.vfl.model import VerticalModel

@@ -29,9 +29,9 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, first_total
 from fedtorch.tree import Tree
+from fedtorch.trust.privacy._spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import clip_rows
 from fedtorch.trust.privacy.mechanisms import Mechanism
-from fedtorch.trust.privacy.spending import Spending, on_grid
 
 
 class State(NamedTuple):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedtorch.kernels import gp_statistics
+from fedtorch.models.gaussian_process._units import UnitModel
 from fedtorch.models.gaussian_process.algebra import block_diagonal, solve, stable_cholesky
-from fedtorch.models.gaussian_process.units import UnitModel
 
 
 class Features(NamedTuple):

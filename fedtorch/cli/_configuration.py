@@ -19,8 +19,8 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from torch import Tensor
 
-from fedtorch import files
-from fedtorch.cli.building import built, check
+from fedtorch import _files as files
+from fedtorch.cli._building import built, check
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep import Factors

@@ -51,14 +51,14 @@ def _run(name: str, options: argparse.Namespace) -> None:
         return
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # where a module of the user's own may lie, as for `python -m`
-    from fedtorch.cli.configuration import FederationCLI
+    from fedtorch.cli._configuration import FederationCLI
 
     FederationCLI(name, options.arguments)
 
 
 def _keys() -> str:
     """The arguments of `configuration.federation` by its docstring, which is read and not imported."""
-    source = ast.parse((Path(__file__).parent / "configuration.py").read_text("utf-8"))
+    source = ast.parse((Path(__file__).parent / "_configuration.py").read_text("utf-8"))
     (function,) = (n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == "federation")
     text = ast.get_docstring(function) or ""
     return text.partition("Args:\n")[2].partition("\n    seed:")[0]
