@@ -10,6 +10,10 @@ the result need not be a density: Q may be indefinite, and `is_proper` tells.
 >>> one = gaussian.natural(gaussian.Moments(torch.tensor([1.0, 0.0]), torch.eye(2)))
 >>> gaussian.moments(tree.add(one, one)).mean.round(decimals=3)
 tensor([1., 0.])
+>>> gaussian.distribution(tree.add(one, one)).variance  # half of each one's
+tensor([0.5000, 0.5000])
+>>> gaussian.is_proper(tree.subtract(one, one))  # a quotient of precision zero
+tensor(False)
 
 Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study on linear models", Lemma 1.
 """
@@ -26,7 +30,12 @@ from fedtorch.kernels.moments import solved
 
 
 class Natural(NamedTuple):
-    """Natural parameters of normal densities, or of quotients of them."""
+    """Natural parameters of normal densities, or of quotients of them.
+
+    >>> one = natural(Moments(torch.tensor([3.0]), torch.tensor([[0.5]])))
+    >>> round(float(one.shift), 4), round(float(one.precision), 4)  # m / v and 1 / v
+    (6.0, 2.0)
+    """
 
     shift: Tensor  # (..., p) r = Q m
     precision: Tensor  # (..., p (p + 1) / 2) the lower triangle of Q
@@ -46,7 +55,14 @@ def pack(matrix: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The inverse of `pack`: symmetric matrices `(..., p, p)`, exactly."""
+    """The inverse of `pack`: symmetric matrices `(..., p, p)`, exactly.
+
+    >>> pack(torch.tensor([[1.0, 2.0], [2.0, 5.0]]))
+    tensor([1., 2., 5.])
+    >>> unpack(torch.tensor([1.0, 2.0, 5.0]))
+    tensor([[1., 2.],
+            [2., 5.]])
+    """
     size = int((8 * packed.shape[-1] + 1) ** 0.5 / 2)
     row, column = _triangle(size, packed.device)
     matrix = packed.new_zeros((*packed.shape[:-1], size, size))

@@ -13,8 +13,11 @@ of zeros gets the coefficient zero.
 >>> from fedtorch.models.linear import LinearHead, polynomial, ridge, sufficient_statistics
 >>> head = LinearHead(2, polynomial(2))  # 1, x, x²
 >>> x = torch.linspace(-1, 1, 9)[:, None]
->>> ridge(sufficient_statistics(head.design(x), 1 - 3 * x[:, 0] ** 2)).round(decimals=3) + 0.0
+>>> statistics = sufficient_statistics(head.design(x), 1 - 3 * x[:, 0] ** 2)
+>>> ridge(statistics).round(decimals=3) + 0.0
 tensor([ 0.,  -3.,  1.], dtype=torch.float64)
+>>> residual_sum(statistics, torch.tensor([0.0, -3.0, 2.0]).double()).round(decimals=6)  # 9 rows, each off by 1
+tensor(9., dtype=torch.float64)
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relati
 
 
 def raw(x: Tensor) -> Tensor:
-    """The inputs as they are, `(..., q)`."""
+    """The inputs as they are, `(..., q)`.
+
+    >>> LinearHead(2, raw).design(torch.tensor([[5.0, 7.0]]))  # and the intercept's 1
+    tensor([[5., 7., 1.]])
+    """
     return x
 
 
@@ -107,7 +114,12 @@ class LinearHead(nn.Module):
 
 
 class SufficientStatistics(NamedTuple):
-    """What a linear model with squared loss has to know of the rows, in float64; `(...)` are the clients, if any."""
+    """What a linear model with squared loss has to know of the rows, in float64; `(...)` are the clients, if any.
+
+    >>> found = sufficient_statistics(torch.tensor([[1.0], [2.0]]), torch.tensor([3.0, 4.0]))
+    >>> found.gram.tolist(), found.cross.tolist(), float(found.power), float(found.count)
+    ([[5.0]], [11.0], 25.0, 2.0)
+    """
 
     gram: Tensor  # (..., p, p) X'X
     cross: Tensor  # (..., p) X'y, or (..., p, o) of o responses
@@ -155,7 +167,13 @@ def block_statistics(data: Any, features: int | None = None) -> SufficientStatis
 
 
 def client_statistics(data: FederatedData) -> SufficientStatistics:
-    """Sufficient statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block."""
+    """Sufficient statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block.
+
+    >>> import fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2)), (torch.ones(1, 1), torch.ones(1))])
+    >>> client_statistics(data).cross.tolist(), block_statistics(data.stack([1])).cross.tolist()
+    ([[2.0], [1.0]], [[1.0]])
+    """
     ids, blocks = zip(*data.buckets())
     found = [sufficient_statistics(*regression_fields(block.batch))._replace(count=block.count) for block in blocks]
     joined = tree.take(tree.concatenate(found), torch.cat(ids).argsort())  # padding is zeros, and all are finite
@@ -201,7 +219,13 @@ def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
 
 
 class Spectral(NamedTuple):
-    """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns."""
+    """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns.
+
+    >>> found = spectral(sufficient_statistics(torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.tensor([1.0, 6.0])))
+    >>> torch.stack([found.values, found.vectors @ (found.cross / found.values)]).round(decimals=6)  # m, least squares
+    tensor([[1., 9.],
+            [1., 2.]], dtype=torch.float64)
+    """
 
     statistics: SufficientStatistics
     values: Tensor  # (..., p) m, zero where the rows leave a direction open
@@ -236,7 +260,14 @@ def _most(statistics: SufficientStatistics) -> Tensor:
 
 
 def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
-    """Warns where X has a smaller rank `(...)` than its rows and its columns that are not zeros let it have."""
+    """Warns where X has a smaller rank `(...)` than its rows and its columns that are not zeros let it have.
+
+    >>> twice = sufficient_statistics(torch.ones(3, 2), torch.ones(3))  # a column that is there twice
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
+    ...     warn_of_dependence(twice, torch.tensor(1))
+    >>> print(caught[0].message)
+    Expected columns of rank 2, but got rank 1 in data set 0 of 1 (1 have dependent columns): ...
+    """
     most = _most(statistics).flatten()
     missing = most - rank.flatten()
     if bool((missing > 0).any()):
@@ -250,7 +281,12 @@ def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
 
 
 class LeastSquares(NamedTuple):
-    """Least squares with what the rows leave open."""
+    """Least squares with what the rows leave open.
+
+    >>> found = least_norm(sufficient_statistics(torch.tensor([[1.0, 1.0]]), torch.tensor([4.0])))  # one row
+    >>> found.solution.round(decimals=6), int(found.rank)
+    (tensor([2., 2.], dtype=torch.float64), 1)
+    """
 
     solution: Tensor  # (..., p) of least norm where it is not unique
     rank: Tensor  # (...) of X
@@ -269,33 +305,6 @@ def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     return LeastSquares(solution, parts.rank, root.square().sum((-2, -1)) / parts.rank.clamp(min=1))
 
 
-class Reduced(NamedTuple):
-    """d rows that stand for all rows of a linear model: ‖y − Xθ‖² = rest + ‖response − root'θ‖²."""
-
-    root: Tensor  # (..., d, d) B with BB' = X'X
-    response: Tensor  # (..., d) z with B z = X'y
-    rest: Tensor  # (...) ‖y‖² − ‖z‖²
-    count: Tensor  # type: ignore[assignment]  # (...) n
-
-
-def reduced(statistics: SufficientStatistics) -> Reduced:
-    """A triangular B, columns in the order of their size; directions that the rows leave open are zero.
-
-    Its columns then differ in size as those of X do, which a symmetric root would mix up.
-    """
-    gram, cross, power, rows = statistics
-    scale, values, vectors = linalg.equilibrated(gram)
-    known = values > 0
-    response = (vectors.mT @ (scale * cross)[..., None])[..., 0]
-    response = torch.where(known, response / torch.where(known, values, 1.0).sqrt(), 0.0)
-    order = scale.argsort(dim=-1, stable=True)
-    half = (vectors * values.sqrt()[..., None, :]).take_along_dim(order[..., None], -2)
-    turn, upper = torch.linalg.qr(half.mT)
-    root = upper.mT.take_along_dim(order.argsort(-1)[..., None], -2) / scale[..., None]
-    rest = (power - response.square().sum(-1)).clamp(min=0)
-    return Reduced(root, (turn.mT @ response[..., None])[..., 0], rest, rows)
-
-
 def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:
     """‖y − Xθ‖² `(...)` of coefficients `(..., p)`, not negative."""
     fitted = ((statistics.gram @ coefficients[..., None])[..., 0] - 2 * statistics.cross) * coefficients
@@ -307,6 +316,10 @@ def residual_variance(statistics: SufficientStatistics) -> Tensor:
 
     Raises:
         ValueError: no degree of freedom is left, because there are not more rows than features.
+
+    >>> statistics = sufficient_statistics(torch.ones(3, 1), torch.tensor([1.0, 2.0, 3.0]))
+    >>> round(float(residual_variance(statistics)), 6)  # 2 / (3 − 1)
+    1.0
     """
     fit = least_norm(statistics)
     freedom = statistics.count - fit.rank

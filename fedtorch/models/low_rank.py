@@ -12,6 +12,8 @@ columns come last, so that a covariance whose rank grows keeps its shape.
 >>> covariance = low_rank.from_factor(torch.tensor(1.0), torch.tensor([[1.0], [1.0]]), rank=1)
 >>> low_rank.solve(covariance, torch.tensor([[3.0], [3.0]])).flatten().round(decimals=4)
 tensor([1., 1.])
+>>> low_rank.eigenvalue_bound(covariance).round(decimals=4)  # Ω⁻¹ = (2 −1; −1 2) / 3 ≼ 1.5 diag Ω⁻¹
+tensor(1.5000)
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from torch import Tensor
 
 
 class LowRank(NamedTuple):
-    """Ω = aI + V diag(s) V'. An infinite multiple a means that nothing is known: Ω⁻¹ = 0."""
+    """Ω = aI + V diag(s) V'. An infinite multiple a means that nothing is known: Ω⁻¹ = 0.
+
+    >>> covariance = LowRank(torch.tensor(1.0), torch.tensor([[0.6], [0.8]]), torch.tensor([25.0]))
+    >>> covariance.dense().round(decimals=3)
+    tensor([[10., 12.],
+            [12., 17.]])
+    """
 
     multiple: Tensor  # () a > 0
     vectors: Tensor  # (K, r) V
@@ -75,7 +83,12 @@ class LowRank(NamedTuple):
 
 
 def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
-    """A multiple of the identity for `units` units, with room for `rank` directions."""
+    """A multiple of the identity for `units` units, with room for `rank` directions.
+
+    >>> start = identity(units=3, rank=2, multiple=4.0)
+    >>> start.diagonal(), start.vectors.shape
+    (tensor([4., 4., 4.], dtype=torch.float64), torch.Size([3, 2]))
+    """
     multiple = torch.as_tensor(multiple, dtype=torch.float64)
     rank = min(units, rank)
     return LowRank(multiple, multiple.new_zeros(units, rank), multiple.new_zeros(rank))
@@ -121,6 +134,11 @@ def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tenso
         rows: S, `(M,)`.
         diagonal: `(M,)`, positive.
         right: `(M, d)`.
+
+    >>> independent = identity(units=3, rank=1, multiple=0.5)  # Ω⁻¹ = 2 I
+    >>> solve_rows(independent, torch.tensor([0, 2]), torch.ones(2), torch.tensor([[3.0], [6.0]]).double())
+    tensor([[1.],
+            [2.]], dtype=torch.float64)
     """
     base = (1 / covariance.multiple + diagonal)[:, None]
     shrunk = covariance.values / (covariance.multiple + covariance.values) / covariance.multiple

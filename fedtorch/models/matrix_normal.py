@@ -13,6 +13,23 @@ m Σ (log w + 1/w) there, and every w moves straight to 1.
 Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on linear models", section 3 (equation (2), L
 and the update of Ω); Zhang and Yeung (2012), "A convex formulation for learning task relationships in multi-task
 learning".
+
+>>> import torch
+>>> from fedtorch.models import low_rank
+>>> from fedtorch.models.linear import sufficient_statistics
+>>> x = torch.eye(2).double().expand(3, 2, 2)  # three units with two rows each
+>>> statistics = sufficient_statistics(x, torch.tensor([[4.0, 0.0], [2.0, 2.0], [0.0, 0.0]]).double())
+>>> noise = torch.ones(3).double()
+>>> mode = posterior_mode(statistics, noise, low_rank.identity(3, rank=2))  # Θ ~ MN(0, I, I): shrunk by half
+>>> mode.coefficients.round(decimals=6)
+tensor([[2., 0.],
+        [1., 1.],
+        [0., 0.]], dtype=torch.float64)
+>>> round(float(data_misfit(statistics, noise, mode.coefficients)), 6)  # Σ ‖y − θ‖²
+6.0
+>>> learnt = inverse_wishart().update(low_rank.identity(3, rank=2), mode.coefficients, torch.tensor(1.0).double(), 3)
+>>> round(float(learnt.correlation(torch.tensor([0, 1]))[0, 1]), 3)  # 2 / √(10 · 8)
+0.224
 """
 
 from __future__ import annotations
@@ -36,6 +53,12 @@ class CovarianceUpdate(NamedTuple):
 
     Both functions take (Ω, Θ `(K, d)`, variance (), units): `variance` is the typical sampling variance of a
     coefficient, which sets the scale, and `units` how many of the K rows are known, the others being zero.
+
+    >>> keep = CovarianceUpdate(
+    ...     update=lambda covariance, theta, variance, units: covariance,  # Ω stays as it is
+    ...     penalty=lambda covariance, theta, variance, units: covariance.quadratic_form(theta))
+    >>> keep.penalty(low_rank.identity(3, rank=2), torch.ones(3, 2).double(), torch.tensor(1.0).double(), 3)
+    tensor(6., dtype=torch.float64)
     """
 
     update: Callable[[LowRank, Tensor, Tensor, int], LowRank]  # -> the new Ω, of the same rank at most
@@ -72,6 +95,13 @@ def exponential_average(alpha: float = 0.1, *, floor: float = 1e-6) -> Covarianc
     Args:
         alpha: how far to go, in (0, 1].
         floor: the least eigenvalue of Ω in units of the sampling variance, positive.
+
+    >>> theta = torch.tensor([[2.0, 0.0], [2.0, 0.0]]).double()
+    >>> start = low_rank.identity(2, rank=2)
+    >>> learnt = exponential_average(0.1).update(start, theta, torch.tensor(1.0).double(), 2)
+    >>> learnt.dense().round(decimals=3)  # 0.9 I + 0.05 ΘΘ'
+    tensor([[1.1000, 0.2000],
+            [0.2000, 1.1000]], dtype=torch.float64)
     """
     _check_alpha(alpha)
     _check_floor(floor)
@@ -92,6 +122,11 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
     Args:
         trace: t, positive; Zhang and Yeung's is 1.
         floor: in units of the sampling variance, positive.
+
+    >>> theta = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).double()
+    >>> learnt = zhang_yeung().update(low_rank.identity(2, rank=2), theta, torch.tensor(1.0).double(), 2)
+    >>> learnt.diagonal().round(decimals=3)  # in proportion to the lengths 3 and 1
+    tensor([0.7500, 0.2500], dtype=torch.float64)
     """
     if not trace > 0:
         raise ValueError(f"Expected a positive trace, but got {trace}")
@@ -153,7 +188,14 @@ def data_misfit(statistics: SufficientStatistics, noise: Tensor, theta: Tensor) 
 
 
 class Mode(NamedTuple):
-    """The most probable coefficients, and how they were found."""
+    """The most probable coefficients, and how they were found.
+
+    >>> from fedtorch.models.linear import sufficient_statistics
+    >>> statistics = sufficient_statistics(torch.ones(2, 4, 1), torch.tensor([[5.0] * 4, [0.0] * 4]))  # two units
+    >>> mode = posterior_mode(statistics, torch.ones(2), low_rank.identity(2, rank=1))
+    >>> mode.coefficients.round(decimals=6).tolist(), mode.residual < 1e-10  # Σ y / (4 + 1)
+    ([[4.0], [0.0]], True)
+    """
 
     coefficients: Tensor  # (K, d)
     iterations: int

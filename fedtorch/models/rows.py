@@ -1,4 +1,15 @@
-"""Clients' rows as models take them in: the shapes that are expected, float64, finite."""
+"""Clients' rows as models take them in: the shapes that are expected, float64, finite.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.models import rows
+>>> data = ft.data.from_tensors([(torch.ones(3, 2), torch.ones(3, 1)), (torch.ones(1, 2), torch.ones(1, 1))])
+>>> x, y = rows.regression_rows(data.stack([0, 1]))
+>>> x.shape, y.tolist()  # zeros where there is no row
+(torch.Size([2, 3, 2]), [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+>>> rows.client_by_client(lambda own: own.mean(0), data.counts, x)  # each from its own rows
+tensor([[1., 1.],
+        [1., 1.]], dtype=torch.float64)
+"""
 
 from __future__ import annotations
 
@@ -29,7 +40,12 @@ def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Ten
 
 
 def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor, Tensor]:
-    """x `(K, N, d)` and y `(K, N)` of a block's batch as they are; errors as for `regression_rows`, but for NaN."""
+    """x `(K, N, d)` and y `(K, N)` of a block's batch as they are; errors as for `regression_rows`, but for NaN.
+
+    >>> x, y = regression_fields((torch.ones(2, 5, 3), torch.ones(2, 5, 1)), features=3)
+    >>> x.shape, y.shape
+    (torch.Size([2, 5, 3]), torch.Size([2, 5]))
+    """
     leaves = tree.leaves(batch)
     shapes = [tuple(leaf.shape[2:]) for leaf in leaves]
     wanted = [len(shape) == 1 for shape in shapes[:1]] if features is None else [shapes[:1] == [(features,)]]
@@ -50,6 +66,11 @@ def variable_rows(data: Any) -> Tensor:
 
     Raises:
         ValueError: rows of another form; `BadClients`: NaN or Inf in them.
+
+    >>> import fedtorch as ft
+    >>> variable_rows(ft.data.from_tensors([torch.ones(1, 2), torch.ones(2, 2)]).stack([0, 1])).sum(2)
+    tensor([[2., 0.],
+            [2., 2.]], dtype=torch.float64)
     """
     shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(data.batch)]
     if len(shapes) != 1 or len(shapes[0]) != 1:
@@ -61,7 +82,12 @@ def variable_rows(data: Any) -> Tensor:
 
 
 def refuse(bad: Tensor, message: str) -> None:
-    """Raises `BadClients` with this message if any of the clients `(K,)` is bad."""
+    """Raises `BadClients` with this message if any of the clients `(K,)` is bad.
+
+    >>> refuse(torch.tensor([False, True, False]), "Expected counts of at least 0, but got negative ones")
+    Traceback (most recent call last):
+    fedtorch.data.bad_clients.BadClients: Expected counts of at least 0, but got negative ones
+    """
     if bool(bad.any()):
         raise BadClients(bad.nonzero()[:, 0], message)
 

@@ -96,3 +96,31 @@ def pair(number: Tensor, nodes: int | Tensor) -> Tensor:
     i = i - (before(i) > number).to(torch.int64)
     i = i + (before(i + 1) <= number).to(torch.int64)
     return torch.stack((i, number - before(i) + i + 1), -1)
+
+
+def distinct(keys: Tensor, bound: int, count: int) -> Tensor:
+    """Different integers below `bound` for each key, `(K, count)`, every subset equally likely.
+
+    Repetitions are drawn anew until there are none; no integer is treated unlike another.
+    """
+    drawn = random.randint(keys, bound, (count,)).sort(1).values
+    attempt = 0
+    rows = torch.arange(len(keys))
+    while True:
+        again = torch.zeros_like(drawn[rows], dtype=torch.bool)
+        again[:, 1:] = drawn[rows].diff(dim=1) == 0
+        left = again.any(1)
+        if not bool(left.any()):
+            return drawn
+        rows, again, attempt = rows[left], again[left], attempt + 1
+        fresh = random.randint(random.fold_in(keys[rows], attempt), bound, (count,))
+        drawn[rows] = torch.where(again, fresh, drawn[rows]).sort(1).values
+
+
+def repeated(edges: Tensor, nodes: int) -> Tensor:
+    """The places of loops, and of edges that there are already."""
+    low, high = edges.amin(1), edges.amax(1)
+    code, order = (low * nodes + high).sort(stable=True)
+    again = torch.zeros(len(edges), dtype=torch.bool)
+    again[order[1:]] = code.diff() == 0
+    return (again | (low == high)).nonzero().flatten()

@@ -3,6 +3,15 @@ r"""What the eigenvalues of a GTV problem promise: error bounds, and the rounds 
 Equation numbers are those of Jung, "Federated learning: from theory to practice". Q is the matrix of the problem
 (`fedtorch.networks.solvers.LinearProblem.matrix`), λ_max the largest eigenvalue of any node's Q_i, λ̄_min the smallest
 of their average (5.4), and λ₂ that of the Laplacian.
+
+>>> from fedtorch.networks import bounds
+>>> bounds.contraction(learning_rate=0.1, smallest=1.0, largest=9.0)  # at the best rate, 1 / (1 + 9)
+0.8
+>>> condition, tolerance = 9.0, 1e-3
+>>> bounds.gradient_rounds(condition, tolerance)  # 0.8³¹ < 0.001
+31
+>>> bounds.chebyshev_rounds(condition, tolerance), bounds.conjugate_gradient_rounds(condition, tolerance)
+(11, 13)
 """
 
 from __future__ import annotations
@@ -14,7 +23,12 @@ from typing import NamedTuple
 
 
 class ClusterBound(NamedTuple):
-    """The bound (6.4) on how far the solutions of a cluster C are from their mean."""
+    """The bound (6.4) on how far the solutions of a cluster C are from their mean.
+
+    >>> triangle = ClusterBound(nodes=3, connectivity=3.0, boundary=1.0, alpha=0.5)  # one edge leaves it
+    >>> triangle.deviation(noise=6.0, centre=1.0, outside=2.0)  # (6 + 2 · 0.5 · (1 + 2)) / (0.5 · 3)
+    6.0
+    """
 
     nodes: int
     connectivity: float  # λ₂ of the network within C
@@ -37,7 +51,14 @@ class ClusterBound(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What `fedtorch.networks.diagnose` found; `print` shows it as a table."""
+    """What `fedtorch.networks.diagnose` found; `print` shows it as a table.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.zeros(1))] * 2)
+    >>> report = ft.networks.diagnose(ft.networks.solvers.linear_problem(data, ft.Network([[0, 1]]), alpha=1.0))
+    >>> round(report.smallest, 6), round(report.largest, 6), round(report.learning_rate, 6)  # of Q = (2 −1; −1 2)
+    (1.0, 3.0, 0.25)
+    """
 
     nodes: int
     edges: int

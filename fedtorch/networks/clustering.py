@@ -55,6 +55,11 @@ def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
         network: of n nodes.
         clusters: how many, at most n.
         key: of the starts.
+
+    >>> import fedtorch as ft
+    >>> triangles = ft.Network([(0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5), (2, 3)])  # and an edge between them
+    >>> spectral(triangles, 2, ft.random.key(0))
+    tensor([0, 0, 0, 1, 1, 1])
     """
     _check_clusters(clusters, network.nodes)
     vectors = _leading_vectors(network, clusters)

@@ -92,6 +92,9 @@ def cluster_boundary(network: Network, inside: Tensor) -> float:
     Args:
         network: of n nodes.
         inside: `(n,)` bool, which nodes C has.
+
+    >>> cluster_boundary(Network.ring(4), torch.tensor([True, True, False, False]))
+    2.0
     """
     ends = inside[network.edges]
     return float(network.weights[ends[:, 0] != ends[:, 1]].sum())

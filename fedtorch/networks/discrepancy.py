@@ -15,6 +15,10 @@ Vectors leave the nodes, and tell about their data: a mean, a histogram or a gra
 [[1.0], [5.0], [1.0]]
 >>> ft.Network.k_nearest(discrepancy.mean_label(data), 1).edges.tolist()
 [[0, 1], [0, 2]]
+>>> discrepancy.distances(discrepancy.mean_label(data))  # all pairs
+tensor([[0., 4., 0.],
+        [4., 0., 4.],
+        [0., 4., 0.]], dtype=torch.float64)
 """
 
 from __future__ import annotations
@@ -55,7 +59,13 @@ def mean_label(data: FederatedData, label: int | str = 1) -> Tensor:
 
 
 def label_histogram(data: FederatedData, label: int | str = 1) -> Tensor:
-    """The share of each label among a node's rows, `(n, labels)`, labels in ascending order."""
+    """The share of each label among a node's rows, `(n, labels)`, labels in ascending order.
+
+    >>> labels = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+    >>> data = FederatedData((torch.zeros(8, 1), labels), counts=torch.tensor([4, 4]))
+    >>> label_histogram(data).tolist()
+    [[0.75, 0.25, 0.0], [0.0, 0.5, 0.5]]
+    """
     counts = _label_counts(data, label)
     return counts / counts.sum(1, keepdim=True)
 
@@ -64,6 +74,11 @@ def label_overlap(data: FederatedData, label: int | str = 1) -> Tensor:
     """One minus the share of two nodes' rows whose labels both nodes have, `(n, n)` between 0 and 1.
 
     Source: the second example of section 7.3.
+
+    >>> labels = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+    >>> data = FederatedData((torch.zeros(8, 1), labels), counts=torch.tensor([4, 4]))
+    >>> label_overlap(data).tolist()  # three of the eight rows have the label 1, which both nodes have
+    [[0.0, 0.625], [0.625, 0.0]]
     """
     counts = _label_counts(data, label)
     present = (counts > 0).to(counts.dtype)
@@ -78,13 +93,24 @@ def maximum_likelihood(data: FederatedData, fit: Callable[[Tree], Tensor] | None
     Args:
         data: the nodes' rows.
         fit: takes one node's rows and returns its parameters; default: `linear_regression`.
+
+    >>> x, y = torch.tensor([[1.0], [2.0], [1.0]]), torch.tensor([2.0, 4.0, 5.0])
+    >>> data = FederatedData((x, y), counts=torch.tensor([2, 1]))
+    >>> maximum_likelihood(data).round(decimals=6).flatten()  # the slopes
+    tensor([2., 5.], dtype=torch.float64)
+    >>> maximum_likelihood(data, fit=lambda rows: rows[1].mean()).flatten()
+    tensor([3., 5.], dtype=torch.float64)
     """
     nodes = tracked(data, _TITLE, unit="node")
     return torch.stack([(fit or linear_regression)(rows).detach().flatten().to(torch.float64) for rows in nodes])
 
 
 def linear_regression(rows: Tree) -> Tensor:
-    """Least squares without intercept of rows (x `(m, d)`, y `(m,)` or `(m, p)`); of minimum norm if there are many."""
+    """Least squares without intercept of rows (x `(m, d)`, y `(m,)` or `(m, p)`); of minimum norm if there are many.
+
+    >>> linear_regression((torch.tensor([[1.0, 1.0]]), torch.tensor([4.0]))).round(decimals=6)
+    tensor([2., 2.], dtype=torch.float64)
+    """
     x, y = rows
     found = torch.linalg.pinv(x.to(torch.float64)) @ (y[:, None] if y.ndim == 1 else y).to(torch.float64)
     return found.flatten()
@@ -99,6 +125,10 @@ def pooled_gradient(data: FederatedData) -> Tensor:
 
     Args:
         data: rows (x `(total, d)`, y `(total,)`).
+
+    >>> data = FederatedData((torch.ones(4, 1), torch.tensor([0.0, 0.0, 4.0, 4.0])), counts=torch.tensor([2, 2]))
+    >>> pooled_gradient(data).round(decimals=6).flatten()  # 2 (ŵ − y) at ŵ = 2
+    tensor([ 4., -4.], dtype=torch.float64)
     """
     x, y = (leaf.to(torch.float64) for leaf in (_field(data, 0), _field(data, 1)))
     residual = x @ linear_regression((x, y)) - y
@@ -112,6 +142,11 @@ def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: Fede
         loss: takes parameters and one node's rows, and returns a scalar.
         parameters: a tree, such as a module's after training on all nodes.
         data: the nodes' rows.
+
+    >>> data = FederatedData((torch.ones(4, 1), torch.tensor([0.0, 0.0, 4.0, 4.0])), counts=torch.tensor([2, 2]))
+    >>> gradients(lambda w, rows: (rows[0] @ w["slope"] - rows[1]).square().mean(), {"slope": torch.ones(1)}, data)
+    tensor([[ 2.],
+            [-6.]])
     """
     found = []
     for rows in tracked(data, _TITLE, unit="node"):
@@ -137,6 +172,11 @@ def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str 
 
     Raises:
         ValueError: a node with fewer rows than components.
+
+    >>> data = FederatedData((torch.tensor([[0.0], [2.0], [4.0], [8.0]]),), counts=torch.tensor([2, 2]))
+    >>> gaussian_mixture(data).round(decimals=3)  # weight, mean and variance
+    tensor([[1., 1., 1.],
+            [1., 6., 4.]], dtype=torch.float64)
     """
     from sklearn.mixture import GaussianMixture
 
@@ -168,6 +208,12 @@ def autoencoder_code(
         code: the width of the code.
         hidden: the width of the hidden layers.
         iterations: of L-BFGS.
+
+    >>> import fedtorch as ft
+    >>> data = FederatedData((torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]]),), counts=torch.tensor([1, 1, 1]))
+    >>> apart = distances(autoencoder_code(data, ft.random.key(0), code=1, hidden=0))
+    >>> round(float(apart[1, 2] / apart[0, 1]), 3)  # along the first principal component, 2 → 4 and 1 → 2
+    2.0
     """
     rows = torch.cat([leaf.flatten(1) if leaf.ndim > 1 else leaf[:, None] for leaf in tree.leaves(data.rows)], 1)
     rows = rows.detach().to(torch.float64)

@@ -16,6 +16,10 @@ millions of nodes. Networks that spread values fast at few edges a node, whateve
 [[0, 1], [0, 3], [2, 3]]
 >>> learning.regular(D, 2).edges.tolist()
 [[0, 1], [0, 3], [1, 2], [2, 3]]
+>>> learning.regular_by_projection(D, 2).edges.tolist()
+[[0, 1], [0, 3], [1, 2], [2, 3]]
+>>> learning.nearest(D, 1).edges.tolist()
+[[0, 1], [2, 3]]
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.networks import _random_edges as random_edges
 from fedtorch.networks.network import Network
 from fedtorch.progress import Progress, tracked
 
@@ -151,6 +156,11 @@ def nearest_of_random(
 
     Raises:
         ValueError: numbers out of range, or vectors that are not finite.
+
+    >>> import fedtorch as ft
+    >>> network = nearest_of_random(torch.arange(9.0)[:, None], k=2, candidates=4, key=ft.random.key(0))
+    >>> int(network.neighbour_counts.min())  # each has chosen two of four
+    2
     """
     found = torch.as_tensor(vectors).detach()
     if found.ndim != 2 or not found.is_floating_point() or not bool(found.isfinite().all()):
@@ -165,7 +175,7 @@ def nearest_of_random(
     edges = []
     for start in tracked(range(0, n, step), _TITLE, unit="block"):
         nodes = torch.arange(start, min(start + step, n))
-        others = _distinct(random.fold_in(key, nodes), n - 1, candidates)
+        others = random_edges.distinct(random.fold_in(key, nodes), n - 1, candidates)
         others = others + (others >= nodes[:, None])  # a number among the others, not the node itself
         apart = (found[others] - found[nodes, None]).square().sum(2)
         chosen = others.gather(1, apart.topk(k, largest=False).indices)
@@ -188,13 +198,17 @@ def random_regular(nodes: int, degree: int, key: Tensor) -> Network:
 
     Raises:
         ValueError: degree out of range, or n · degree odd.
+
+    >>> import fedtorch as ft
+    >>> random_regular(nodes=8, degree=3, key=ft.random.key(0)).neighbour_counts
+    tensor([3, 3, 3, 3, 3, 3, 3, 3])
     """
     if not 1 <= degree <= nodes / 2 or nodes * degree % 2:
         raise ValueError(f"Expected a degree from 1 to {nodes // 2} with an even n · degree, but got {degree}")
     ends = random.permutation(random.fold_in(key, 0), nodes * degree) % nodes
     edges = ends.reshape(-1, 2)
     attempt = 0
-    while len(bad := _repeated(edges, nodes)):
+    while len(bad := random_edges.repeated(edges, nodes)):
         attempt += 1
         other = random.randint(random.fold_in(key, attempt), len(edges), (len(bad),))
         for first, second in zip(bad.tolist(), other.tolist()):
@@ -213,6 +227,10 @@ def greedy_connected(nodes: int, degree: int) -> Network:
     Args:
         nodes: n, at least 3.
         degree: from 2 to n − 1.
+
+    >>> grown, ring = greedy_connected(nodes=8, degree=3), Network.ring(8)
+    >>> int(grown.neighbour_counts.max()), grown.algebraic_connectivity > 2 * ring.algebraic_connectivity
+    (3, True)
     """
     if nodes < 3 or not 2 <= degree < nodes:
         raise ValueError(f"Expected three nodes or more and a degree from 2 to n − 1, but got {nodes} and {degree}")
@@ -230,19 +248,31 @@ def greedy_connected(nodes: int, degree: int) -> Network:
 
 
 def connectivity_bound(network: Network) -> float:
-    """(7.3): λ₂ is at most n/(n − 1) times the smallest weighted degree."""
+    """(7.3): λ₂ is at most n/(n − 1) times the smallest weighted degree.
+
+    >>> round(connectivity_bound(Network.ring(5)), 3), round(Network.ring(5).algebraic_connectivity, 3)
+    (2.5, 1.382)
+    """
     if network.nodes < 2:
         raise ValueError(f"Expected at least two nodes for λ₂, but got {network.nodes}")
     return network.nodes / (network.nodes - 1) * float(network.degrees.min())
 
 
 def erdos_renyi_degree(nodes: int, p: float) -> float:
-    """(7.1): the expected degree p(n − 1), which the largest is near to when it is well above log n."""
+    """(7.1): the expected degree p(n − 1), which the largest is near to when it is well above log n.
+
+    >>> erdos_renyi_degree(nodes=101, p=0.5)
+    50.0
+    """
     return p * (nodes - 1)
 
 
 def erdos_renyi_connectivity(nodes: int, p: float) -> float:
-    """(7.2): λ₂ of the expected Laplacian, n p; the network's own is less by some √(2 n p log n)."""
+    """(7.2): λ₂ of the expected Laplacian, n p; the network's own is less by some √(2 n p log n).
+
+    >>> erdos_renyi_connectivity(nodes=100, p=0.5)
+    50.0
+    """
     return nodes * p
 
 
@@ -304,31 +334,3 @@ def _project(matrix: Tensor, degree: float, rounds: int = 200) -> Tensor:
             size /= 2
         shift = shift + size * direction
     return weights(shift)
-
-
-def _distinct(keys: Tensor, bound: int, count: int) -> Tensor:
-    """Different integers below `bound` for each key, `(K, count)`, every subset equally likely.
-
-    Repetitions are drawn anew until there are none; no integer is treated unlike another.
-    """
-    drawn = random.randint(keys, bound, (count,)).sort(1).values
-    attempt = 0
-    rows = torch.arange(len(keys))
-    while True:
-        again = torch.zeros_like(drawn[rows], dtype=torch.bool)
-        again[:, 1:] = drawn[rows].diff(dim=1) == 0
-        left = again.any(1)
-        if not bool(left.any()):
-            return drawn
-        rows, again, attempt = rows[left], again[left], attempt + 1
-        fresh = random.randint(random.fold_in(keys[rows], attempt), bound, (count,))
-        drawn[rows] = torch.where(again, fresh, drawn[rows]).sort(1).values
-
-
-def _repeated(edges: Tensor, nodes: int) -> Tensor:
-    """The places of loops, and of edges that there are already."""
-    low, high = edges.amin(1), edges.amax(1)
-    code, order = (low * nodes + high).sort(stable=True)
-    again = torch.zeros(len(edges), dtype=torch.bool)
-    again[order[1:]] = code.diff() == 0
-    return (again | (low == high)).nonzero().flatten()

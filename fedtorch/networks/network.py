@@ -38,7 +38,11 @@ _DENSE = 400  # nodes up to which the eigenvalues come from the whole matrix
 
 
 class Components(NamedTuple):
-    """The connected components of a network."""
+    """The connected components of a network.
+
+    >>> Network([(0, 2), (1, 3)]).components
+    Components(labels=tensor([0, 1, 0, 1]), number=2)
+    """
 
     labels: Tensor  # (n,) int64, the component of each node, numbered by their first nodes
     number: int
@@ -311,11 +315,7 @@ class Network:
 
     @classmethod
     def erdos_renyi(cls, nodes: int, p: float, key: Tensor) -> Network:
-        """Every pair of nodes has an edge with probability p, on its own.
-
-        Edges are found by skipping a geometric number of pairs each, so that the time is that of the edges (Batagelj
-        and Brandes, 2005, "Efficient generation of large random networks").
-        """
+        """Every pair of nodes has an edge with probability p, on its own; as Batagelj and Brandes (2005) draw them."""
         random_edges.check_count(nodes)
         return cls(random_edges.independent_pairs(nodes, p, key), nodes=nodes)
 

@@ -46,6 +46,11 @@ def smallest_positive_eigenvalue(
         project: takes a vector `(N,)` to the complement of the null space.
         top: a number that is not less than the largest eigenvalue.
         small: the share of `top` below which the eigenvalue is found by factorising the matrix.
+
+    >>> from scipy.sparse import csr_matrix
+    >>> path = csr_matrix([[1.0, -1.0, 0.0], [-1.0, 2.0, -1.0], [0.0, -1.0, 1.0]])  # eigenvalues 0, 1 and 3
+    >>> round(smallest_positive_eigenvalue(path, project=lambda x: x - x.mean(), top=4.0), 6)
+    1.0
     """
     reverse = lambda x: top * project(x) - matrix @ x
     value, vector = _largest(reverse, project(_start(matrix.shape[0])), _ROUGH)

@@ -10,12 +10,12 @@ from support.closed_forms import ROUNDING, clock_clients, distance, linear_clien
 from torch import Tensor, nn
 
 import fedtorch as ft
+from fedtorch.models._reduced import reduced
 from fedtorch.models.linear import (
     LinearHead,
     SufficientStatistics,
     least_norm,
     polynomial,
-    reduced,
     residual_sum,
     residual_variance,
     ridge,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch.networks import discrepancy, learning
+from fedtorch.networks import _random_edges as random_edges, discrepancy, learning
 
 
 def random_discrepancy(nodes, seed=0):
@@ -95,7 +95,7 @@ def test_candidates_restrict_the_linear_program():
 def test_random_candidates_are_distinct_and_as_likely():
     nodes, count = 9, 4
     keys = ft.random.fold_in(ft.random.key(0), torch.arange(20_000))
-    drawn = learning._distinct(keys, nodes, count)
+    drawn = random_edges.distinct(keys, nodes, count)
     assert bool((drawn.diff(dim=1) > 0).all())
     code = (2**drawn).sum(1)
     subsets = math.comb(nodes, count)
@@ -110,7 +110,7 @@ def test_neighbours_among_random_candidates(monkeypatch):
     vectors = ft.random.normal(ft.random.key(0), (50, 2), torch.float64)
     key = ft.random.key(1)
     found = learning.nearest_of_random(vectors, 3, 10, key)
-    others = learning._distinct(ft.random.fold_in(key, torch.arange(50)), 49, 10)
+    others = random_edges.distinct(ft.random.fold_in(key, torch.arange(50)), 49, 10)
     expected = torch.zeros(50, 50, dtype=torch.bool)
     for i in range(50):
         candidates = others[i] + (others[i] >= i)

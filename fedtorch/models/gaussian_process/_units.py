@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,14 @@ from torch import Tensor, nn
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 _START_NOISE = 0.3  # standard deviation of the noise before training, in standard deviations of the outputs
+
+
+class Observed(NamedTuple):
+    """Rows of the units themselves, which never leave them."""
+
+    x: Tensor  # (*b, N, d)
+    y: Tensor  # (*b, N)
+    mask: Tensor  # (*b, N)
 
 
 class UnitModel(gpytorch.Module):

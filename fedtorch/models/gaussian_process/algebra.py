@@ -1,4 +1,14 @@
-"""Normal factors of whitened values: what units say of them, their posterior and evidence, and Cholesky factors."""
+"""Normal factors of whitened values: what units say of them, their posterior and evidence, and Cholesky factors.
+
+>>> import torch
+>>> from fedtorch.models.gaussian_process.algebra import Site, at_first_go, evidence, posterior
+>>> sites = Site(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[4.0], [4.0]]), torch.zeros(2))  # of two units
+>>> mean, root, log_evidence = posterior(torch.eye(1), *sites.total())  # 8 / (1 + 1 + 2), √(1 / (1 + 1 + 2))
+>>> mean, root, torch.allclose(log_evidence, evidence(sites.total()))
+(tensor([2.]), tensor([[0.5000]]), True)
+>>> at_first_go(evidence, sites.total()) == evidence(sites.total())  # a device is asked once only whether it went well
+tensor(True)
+"""
 
 from __future__ import annotations
 
@@ -74,6 +84,11 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
 
     Raises:
         ValueError: a matrix that 10⁶ times the jitter does not mend; the message names its place in a batch.
+
+    >>> singular = torch.ones(2, 2, dtype=torch.float64)
+    >>> factor = stable_cholesky(singular, jitter=1e-8)
+    >>> torch.allclose(factor @ factor.mT, singular, rtol=0, atol=1e-6)
+    True
     """
     smallest = torch.finfo(matrix.dtype).eps
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -118,7 +133,12 @@ def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
 
 
 def block_diagonal(blocks: Tensor) -> Tensor:
-    """`(*b, I, J, J)` as `(*b, IJ, IJ)`."""
+    """`(*b, I, J, J)` as `(*b, IJ, IJ)`.
+
+    >>> block_diagonal(torch.tensor([[[2.0]], [[3.0]]]))
+    tensor([[2., 0.],
+            [0., 3.]])
+    """
     count, size = blocks.shape[-3], blocks.shape[-1]
     if count == 1:
         return blocks[..., 0, :, :]
@@ -128,10 +148,19 @@ def block_diagonal(blocks: Tensor) -> Tensor:
 
 
 def log_determinant(factor: Tensor) -> Tensor:
-    """log |factor factor'| of triangular factors."""
+    """log |factor factor'| of triangular factors.
+
+    >>> log_determinant(torch.tensor([[2.0, 0.0], [5.0, 3.0]])).exp().round(decimals=3)  # (2 · 3)²
+    tensor(36.)
+    """
     return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def solve(factor: Tensor, right: Tensor) -> Tensor:
-    """factor⁻¹ right, of lower triangular factors."""
+    """factor⁻¹ right, of lower triangular factors.
+
+    >>> solve(torch.tensor([[2.0, 0.0], [1.0, 1.0]]), torch.tensor([[2.0], [4.0]]))
+    tensor([[1.],
+            [3.]])
+    """
     return torch.linalg.solve_triangular(factor, right, upper=False)

@@ -1,4 +1,20 @@
-"""Checks of a model's parts where it is made, and of rows where they come in."""
+"""Checks of a model's parts where it is made, and of rows where they come in.
+
+>>> import gpytorch, torch
+>>> from fedtorch.models.gaussian_process import ConvolvedGP, checks
+>>> from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
+>>> model = ConvolvedGP(torch.zeros(3, 1))  # one unit, three inducing inputs of one dimension
+>>> checks.check_rows(model, torch.zeros(5, 1), torch.zeros(4))
+Traceback (most recent call last):
+ValueError: Expected inputs (N, 1) and outputs (N,), but got (5, 1) and (4,); ...
+>>> checks.check_gaussian(gpytorch.likelihoods.LaplaceLikelihood(), "exact units", "leave exact_units away")
+Traceback (most recent call last):
+TypeError: Expected a GaussianLikelihood for exact units, but got LaplaceLikelihood; leave exact_units away
+>>> model.kernel = ConvolutionProcess(dims=1, batch_shape=torch.Size([2]))  # of two units
+>>> checks.check_parts(model)
+Traceback (most recent call last):
+ValueError: Expected a kernel of batch shape (), but got (2,); make it with batch_shape= of the units
+"""
 
 from __future__ import annotations
 
@@ -50,8 +66,8 @@ def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
     if y.ndim != len(batch) + 1 or y.shape[:-1] != batch or x.shape[-2:] != (y.shape[-1], dims):
         raise ValueError(
             f"Expected inputs ({', '.join(map(str, (*batch, 'N', dims)))}) and outputs "
-            f"({', '.join(map(str, (*batch, 'N')))}), but got {tuple(x.shape)} and {tuple(y.shape)}; the model's "
-            "batch_shape is that of its units"
+            f"({', '.join(map(str, (*batch, 'N')))}{',' * (not batch)}), but got {tuple(x.shape)} and "
+            f"{tuple(y.shape)}; the model's batch_shape is that of its units"
         )
     if (x.dtype, y.dtype) != (dtype, dtype):
         raise ValueError(f"Expected rows in the model's {dtype}, but got {x.dtype} and {y.dtype}; use .to({dtype})")
@@ -61,7 +77,15 @@ def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
 
 
 def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
-    """Asks the model's features about inputs and its likelihood about `extra`, where they have a `check`."""
+    """Asks the model's features about inputs and its likelihood about `extra`, where they have a `check`.
+
+    >>> from fedtorch.models.gaussian_process import ConvolvedGP
+    >>> from fedtorch.models.gaussian_process.kernels import EmbedCategories
+    >>> model = ConvolvedGP(torch.zeros(3, 1), features=EmbedCategories(dims=1, levels={0: 4}))
+    >>> check_values(model, torch.tensor([[3.0], [4.0]]))
+    Traceback (most recent call last):
+    ValueError: Expected codes 0…3 in column 0, but got 4.0
+    """
     for part, values in ((model.features, (x,)), (model.likelihood, extra)):
         check = getattr(part, "check", None)
         if check is not None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fedtorch.models.gaussian_process._kernel_parts import gaussian, positive
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 
@@ -26,6 +27,11 @@ class OutputKernel(Protocol):
         latents: the number I of latent processes.
         dims: the number d of input dimensions.
         units: names of the parameters and buffers that belong to a unit.
+
+    >>> kernel: OutputKernel = ConvolutionProcess(dims=1, latents=2, batch_shape=torch.Size([3]))  # of three units
+    >>> x, w = torch.zeros(3, 5, 1), torch.zeros(3, 4, 1)
+    >>> kernel.latent(w).shape, kernel.cross(x, w).shape, kernel.covariance(x, x).shape
+    (torch.Size([3, 2, 4, 4]), torch.Size([3, 2, 5, 4]), torch.Size([3, 5, 5]))
     """
 
     latents: int
@@ -59,11 +65,6 @@ class OutputKernel(Protocol):
     def rescale(self, scale: Tensor) -> None:
         """Sets the units' scales `(*b,)`, the standard deviations of their outputs."""
         ...
-
-
-def positive(lower: float = 0.0) -> Any:
-    """The constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free."""
-    return gpytorch.constraints.GreaterThan(lower, transform=torch.exp, inv_transform=torch.log)
 
 
 class _Mixture(gpytorch.Module):
@@ -117,6 +118,13 @@ class ConvolutionProcess(_Mixture):
         weight_prior: on the units' weights `(*b, I)`, amplitudes in units of their scales. A unit that has seen a part
             of the inputs then leans towards what is usual where its own outputs do not tell; the common `scale` of
             `ConvolvedGP` makes weights of different units comparable.
+
+    >>> kernel = ConvolutionProcess(dims=1).double()
+    >>> kernel.raw_smoothing.data -= 20  # hardly any; S = 1
+    >>> x = torch.tensor([[0.0], [2**0.5]]).double()
+    >>> kernel.covariance(x, x).log().detach().round(decimals=4) + 0.0  # −½ Δ² / S
+    tensor([[ 0., -1.],
+            [-1.,  0.]], dtype=torch.float64)
     """
 
     units = ("raw_smoothing", "weight", "scale")
@@ -159,12 +167,12 @@ class ConvolutionProcess(_Mixture):
 
     def latent(self, w: Tensor) -> Tensor:
         """See `OutputKernel.latent`."""
-        return self.latent_variance[..., None, None] * _gaussian(w, w, self.lengthscale.square())
+        return self.latent_variance[..., None, None] * gaussian(w, w, self.lengthscale.square())
 
     def cross(self, x: Tensor, w: Tensor) -> Tensor:
         """See `OutputKernel.cross`."""
         both, height = self.smoothed()
-        return height[..., None, None] * _gaussian(x, w, both)
+        return height[..., None, None] * gaussian(x, w, both)
 
     def smoothed(self) -> tuple[Tensor, Tensor]:
         """See `OutputKernel.smoothed`."""
@@ -183,7 +191,7 @@ class ConvolutionProcess(_Mixture):
         latent = self.lengthscale.square()
         both = latent + 2 * self.smoothing.square()
         heights = self.amplitude * self._height(latent, both)
-        return (heights[..., None, None] * _gaussian(x, z, both)).sum(-3)
+        return (heights[..., None, None] * gaussian(x, z, both)).sum(-3)
 
     def spread(self, extent: Tensor) -> None:
         """See `OutputKernel.spread`: the finest is a tenth of the extent, the next twice that, and so on."""
@@ -210,6 +218,13 @@ class Coregionalisation(_Mixture):
 
     Raises:
         ValueError: the kernel has no batch shape of one dimension.
+
+    >>> import gpytorch
+    >>> latent = gpytorch.kernels.MaternKernel(nu=1.5, batch_shape=torch.Size([2]))
+    >>> kernel = Coregionalisation(latent, dims=1, batch_shape=torch.Size([3]))
+    >>> kernel.weight.data = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])  # of units in the two processes
+    >>> kernel.variance(torch.zeros(3, 1, 1)).flatten().tolist()  # sums of squares
+    [1.0, 4.0, 2.0]
     """
 
     units = ("weight", "scale")
@@ -284,6 +299,11 @@ class EmbedCategories(nn.Module):
 
     Source: Zhang, Tao, Chen and Apley (2020), "A latent variable approach to Gaussian process modeling with
     qualitative and quantitative factors"; the source of this package's model names such kernels as future work.
+
+    >>> embed = EmbedCategories(dims=2, levels={1: 4})  # a number, and a category of four levels
+    >>> embed(torch.tensor([[0.7, 0.0], [0.7, 2.0]])).detach().round(decimals=4) + 0.0  # levels start on a circle
+    tensor([[ 0.7000,  0.5000,  0.0000],
+            [ 0.7000, -0.5000,  0.0000]])
     """
 
     def __init__(self, dims: int, levels: dict[int, int], size: int = 2) -> None:
@@ -327,22 +347,3 @@ def _circle(count: int, size: int) -> Tensor:
     if size > 1:
         points[:, 1] = angle.sin()
     return 0.5 * points if size > 1 else torch.linspace(-0.5, 0.5, count)[:, None]
-
-
-def _gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
-    """exp(−½ Σ_d (x_d − z_d)² / square_d): x `(*b, N, d)`, z `(*b, Z, d)`, square `(*b, I, d)` -> `(*b, I, N, Z)`."""
-    centre = z.detach().mean(-2, keepdim=True)
-    width = square.rsqrt()[..., None, :]
-    one, two = (x - centre)[..., None, :, :] * width, (z - centre)[..., None, :, :] * width
-    # One product of matrices gives −½‖·‖², so that nothing of size N × Z is kept for the gradient but the result.
-    half_one, half_two = -0.5 * one.square().sum(-1, keepdim=True), -0.5 * two.square().sum(-1, keepdim=True)
-    left = torch.cat([one, half_one, torch.ones_like(half_one)], -1)
-    right = torch.cat([two, torch.ones_like(half_two), half_two], -1)
-    return (left @ right.mT).clamp(max=0).exp()
-
-
-def extent_of(x: Tensor) -> Tensor:
-    """The range of each column of x `(..., N, d)`, 1 where it is constant: `(d,)`."""
-    rows: Any = x.reshape(-1, x.shape[-1])
-    width = rows.amax(0) - rows.amin(0)
-    return torch.where(width > 0, width, torch.ones_like(width))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,24 +11,17 @@ from torch import Tensor, nn
 from fedtorch.kernels.choice import possible
 from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process._geometry import Features, Geometry
+from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
 from fedtorch.models.gaussian_process._rows import row_fit, row_sites
-from fedtorch.models.gaussian_process._units import full
+from fedtorch.models.gaussian_process._units import Observed, full
 from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_parts
-from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel, extent_of, positive
+from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
 
 MultivariateNormal = gpytorch.distributions.MultivariateNormal
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
 _LEAST_NOISE = 1e-8
-
-
-class Observed(NamedTuple):
-    """Rows of the units themselves, which never leave them."""
-
-    x: Tensor  # (*b, N, d)
-    y: Tensor  # (*b, N)
-    mask: Tensor  # (*b, N)
 
 
 class ConvolvedGP(Geometry):

@@ -77,6 +77,15 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
     Raises:
         ValueError: rows that do not fit the model.
         TypeError: a likelihood that is not Gaussian.
+
+    >>> x = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
+    >>> wave, model = (6 * x[:, 0]).sin(), ConvolvedGP(x[::2])
+    >>> model.start(wave)
+    >>> model.kernel.spread(torch.tensor([4.0]))  # lengthscale 0.4
+    >>> model.condition(x, wave)  # a unit that has seen the whole wave
+    >>> new = join(model, x[:3], -wave[:3], iterations=6)  # one that mirrors it, with three points
+    >>> bool((new(x).mean + wave).abs().mean() < 0.2)  # it knows the rest, too
+    True
     """
     check_rows(model, x, y)
     new = copy.deepcopy(model)

@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import linalg, tree
+from fedtorch.models._reduced import Reduced, reduced
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
-from fedtorch.models.linear import Reduced, SufficientStatistics, block_statistics, reduced, residual_sum
+from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
 from fedtorch.models.quadrature import Rule
 from fedtorch.models.rows import refuse
 

@@ -6,11 +6,16 @@ Source: Jung, "Federated learning: from theory to practice", Algorithm 5.1 and e
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks.solvers import linear_problem
->>> from fedtorch.networks.solvers.fedgd import fedgd
+>>> from fedtorch.networks.solvers.fedgd import fedgd, gradient_step, safe_rate
 >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
 >>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
 >>> fedgd(problem).parameters.flatten().round(decimals=6)
 tensor([1., 2.], dtype=torch.float64)
+>>> step, w = gradient_step(problem, rate=0.25), torch.tensor([[0.0], [2.0]]).double()
+>>> step(w, torch.empty_like(w)).flatten()  # w + 0.5 (0 − 0 + 2, 3 − 2 − 2)
+tensor([1.0000, 1.5000], dtype=torch.float64)
+>>> round(safe_rate(problem), 4)  # 0.95 / (1 + 2)
+0.3167
 """
 
 from __future__ import annotations

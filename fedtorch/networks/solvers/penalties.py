@@ -3,10 +3,12 @@ r"""What the difference of two neighbours' parameters costs, and how to step tow
 The proximal operator of a penalty φ with strength t is :math:`\arg\min_s t\,\phi(s) + \tfrac12 \|s - v\|^2`.
 
 >>> import torch
->>> from fedtorch.networks.solvers import norm1, norm2, squared
+>>> from fedtorch.networks.solvers import huber, norm1, norm2, squared
 >>> v, t = torch.tensor([[3.0, 4.0]]), torch.tensor([2.5])
 >>> norm2.prox(v, t), norm1.prox(v, t), squared.prox(v, t)
 (tensor([[1.5000, 2.0000]]), tensor([[0.5000, 1.5000]]), tensor([[0.5000, 0.6667]]))
+>>> huber(1.0).value(torch.tensor([[0.5], [3.0]]))  # ½ 0.5², and 3 − ½
+tensor([0.1250, 2.5000])
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from torch import Tensor
 
 
 class Penalty(NamedTuple):
-    """A convex function of differences, even and zero at zero."""
+    """A convex function of differences, even and zero at zero.
+
+    >>> half = Penalty(value=lambda s: 0.5 * s.square().sum(1), prox=lambda v, t: v / (1 + t)[:, None])
+    >>> half.prox(torch.tensor([[3.0]]), torch.tensor([0.5]))
+    tensor([[2.]])
+    """
 
     value: Callable[[Tensor], Tensor]  # differences (E, d) -> (E,)
     prox: Callable[[Tensor, Tensor], Tensor]  # (differences (E, d), strengths (E,)) -> (E, d)

@@ -45,6 +45,13 @@ class LinearProblem:
         network: n nodes.
         alpha: strength α of the coupling.
         statistics: of the nodes, per row: Q_i `(n, d, d)`, b_i `(n, d)` and ‖y_i‖² / m_i `(n,)`, beside m_i.
+
+    >>> from fedtorch.models.linear import sufficient_statistics
+    >>> rows = torch.ones(2, 1, 1), torch.tensor([[0.0], [3.0]])  # y of two nodes, x = 1
+    >>> problem = LinearProblem(Network([[0, 1]]), alpha=1.0, statistics=sufficient_statistics(*rows).per_row())
+    >>> w = torch.tensor([[1.0], [2.0]], dtype=torch.float64)
+    >>> problem.objective(w), problem.optimality(w)  # 1² + 1² + (2 − 1)²
+    (3.0, 0.0)
     """
 
     network: Network

@@ -1,4 +1,23 @@
-"""What a solver returns, and when it stops."""
+"""What a solver returns, and when it stops.
+
+A solver of one's own starts, counts and stops as the others do:
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.networks.solvers.solution import Monitor, Solution, start_at, within
+>>> def jacobi(problem, *, rounds=100, tolerance=1e-10, start=None, watch=None) -> Solution:
+...     monitor, w = Monitor(problem, tolerance, rounds, watch=watch), start_at(problem, start)
+...     own, stop = problem.blocks.diagonal(dim1=1, dim2=2), False
+...     while not stop:
+...         residual = problem.cross - problem.product(w)
+...         stop = monitor.small(residual, w) or monitor.tell(w := w + residual / own)
+...     return monitor.solution(w, "local")
+>>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
+>>> found = jacobi(ft.networks.solvers.linear_problem(data, ft.Network([[0, 1]]), alpha=1.0))
+>>> found.parameters.flatten().round(decimals=6)
+tensor([1., 2.], dtype=torch.float64)
+>>> found.reason, within(found.optimality, 1e-10, found.parameters)
+('converged', True)
+"""
 
 from __future__ import annotations
 

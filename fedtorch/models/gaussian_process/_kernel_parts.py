@@ -1,0 +1,42 @@
+"""What kernels are made of: squared exponentials, the constraint of positive parameters, the extent of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+
+
+def gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
+    """exp(−½ Σ_d (x_d − z_d)² / square_d): x `(*b, N, d)`, z `(*b, Z, d)`, square `(*b, I, d)` -> `(*b, I, N, Z)`."""
+    centre = z.detach().mean(-2, keepdim=True)
+    width = square.rsqrt()[..., None, :]
+    one, two = (x - centre)[..., None, :, :] * width, (z - centre)[..., None, :, :] * width
+    # One product of matrices gives −½‖·‖², so that nothing of size N × Z is kept for the gradient but the result.
+    half_one, half_two = -0.5 * one.square().sum(-1, keepdim=True), -0.5 * two.square().sum(-1, keepdim=True)
+    left = torch.cat([one, half_one, torch.ones_like(half_one)], -1)
+    right = torch.cat([two, torch.ones_like(half_two), half_two], -1)
+    return (left @ right.mT).clamp(max=0).exp()
+
+
+def positive(lower: float = 0.0) -> Any:
+    """The constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free.
+
+    >>> positive(2.0).transform(torch.tensor([-50.0, 0.0]))  # 2 + exp(raw)
+    tensor([2., 3.])
+    """
+    return gpytorch.constraints.GreaterThan(lower, transform=torch.exp, inv_transform=torch.log)
+
+
+def extent_of(x: Tensor) -> Tensor:
+    """The range of each column of x `(..., N, d)`, 1 where it is constant: `(d,)`.
+
+    >>> extent_of(torch.tensor([[2.0, 7.0], [5.0, 7.0]]))
+    tensor([3., 1.])
+    """
+    rows: Any = x.reshape(-1, x.shape[-1])
+    width = rows.amax(0) - rows.amin(0)
+    return torch.where(width > 0, width, torch.ones_like(width))
