@@ -4,6 +4,22 @@ A file is taken from the folder that the environment variable `FEDTORCH_DATA_DIR
 `<folder>/<file>`; otherwise from the cache, into which it is downloaded once, if its publisher offers it at an
 address of its own. The cache is the operating system's usual one, or the folder that `FEDTORCH_CACHE` names.
 Checksums are verified in every case.
+
+>>> import tempfile
+>>> from unittest import mock
+>>> from fedtorch.data import DataSet, File, cache
+>>> from fedtorch.data.download import digest
+>>> with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, FEDTORCH_DATA_DIR=folder):
+...     given = Path(folder, "wells", "depths.csv")  # a data set of one's own
+...     given.parent.mkdir()
+...     _ = given.write_text("3,5\\n")
+...     file = File("depths.csv", sha256=(digest(given),), size=4)
+...     wells = DataSet("wells", "depths", "1 client", "CC0", "https://example.org", "", folder="wells", files=(file,))
+...     print(cache.present(wells, file), cache.path(wells, file).read_text())
+...     print(cache.present(wells, file._replace(name="heights.csv")))
+True 3,5
+<BLANKLINE>
+False
 """
 
 from __future__ import annotations
@@ -16,7 +32,13 @@ from fedtorch.data.download import digest, download
 
 
 def cache_folder() -> Path:
-    """The folder that downloads go to."""
+    """The folder that downloads go to.
+
+    >>> from unittest import mock
+    >>> with mock.patch.dict(os.environ, FEDTORCH_CACHE="~/big"):
+    ...     cache_folder() == Path.home() / "big"
+    True
+    """
     import pooch  # here, because data that is at hand does not need it
 
     return Path(os.environ.get("FEDTORCH_CACHE") or pooch.os_cache("fedtorch")).expanduser()

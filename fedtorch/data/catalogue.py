@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 
 class File(NamedTuple):
-    """A file of a data set."""
+    """A file of a data set.
+
+    >>> file = describe("heart_failure").files[0]
+    >>> file.name, file.size, len(file.sha256[0])
+    ('heart.csv', 35921, 64)
+    """
 
     name: str
     sha256: tuple[str, ...]  # several where copies differ in their packing, the publisher's first
@@ -21,7 +26,11 @@ class File(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """A data set and where it comes from; without files it ships inside scikit-learn."""
+    """A data set and where it comes from; without files it ships inside scikit-learn.
+
+    >>> [data_set.name for data_set in data_sets() if not data_set.files]
+    ['breast_cancer', 'diabetes', 'digits']
+    """
 
     name: str  # of the loader too
     what: str

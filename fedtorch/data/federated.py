@@ -32,7 +32,13 @@ from fedtorch.tree import Tree
 
 
 class ClientData(NamedTuple):
-    """The data of `K` clients as one block, padded to the largest of them."""
+    """The data of `K` clients as one block, padded to the largest of them.
+
+    >>> block = FederatedData(torch.tensor([5, 6, 7]), counts=torch.tensor([1, 2])).stack([0, 1])
+    >>> block.batch, block.count
+    (tensor([[5, 0],
+            [6, 7]]), tensor([1, 2]))
+    """
 
     batch: Tree  # leaves (K, N, ...); rows beyond a client's count are zeros
     count: Tensor  # type: ignore[assignment]  # (K,) int64, on the device of the batch
@@ -252,7 +258,11 @@ class FederatedData:
 
 
 def described_rows(rows: Tree, dims: int = 2) -> str:
-    """The fields of stacked rows with dtype and shape, without the leading `dims` dimensions."""
+    """The fields of stacked rows with dtype and shape, without the leading `dims` dimensions.
+
+    >>> described_rows({"x": torch.zeros(4, 9, 3), "y": torch.zeros(4, 9, dtype=torch.int64)})
+    'x: float32 (3,), y: int64 ()'
+    """
     fields = (
         f"{path + ': ' if path else ''}{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape[dims:])}"
         for path, leaf in tree.items(rows)
@@ -261,7 +271,11 @@ def described_rows(rows: Tree, dims: int = 2) -> str:
 
 
 def field_name(path: str) -> str:
-    """How messages call the leaf at `path`."""
+    """How messages call the leaf at `path`.
+
+    >>> field_name("0"), field_name("")
+    ("field '0'", 'the tensor of rows')
+    """
     return f"field {path!r}" if path else "the tensor of rows"
 
 

@@ -19,7 +19,6 @@ tensor([3, 2, 2])
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -28,13 +27,19 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch.data import _shares
 from fedtorch.data.federated import FederatedData
 from fedtorch.data.sources import as_rows
 from fedtorch.tree import Tree
 
 
 class Partitioner(Protocol):
-    """The signature of a partitioner; it returns the client of each row, `(total,)` int64 on the CPU."""
+    """The signature of a partitioner; it returns the client of each row, `(total,)` int64 on the CPU.
+
+    >>> alternate: Partitioner = lambda rows, clients, key: torch.arange(len(rows[0])) % clients
+    >>> partition((torch.arange(5.0),), alternate, clients=2)[1]
+    (tensor([1., 3.]),)
+    """
 
     def __call__(self, rows: Tree, clients: int | None, key: Tensor, /) -> Tensor: ...
 
@@ -97,7 +102,7 @@ def dirichlet(alpha: float, label: Hashable | Sequence[int] | Tensor = 1, minimu
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         codes = _labels(rows, label)
-        return _cut(codes, alpha, _check_clients(clients, len(codes), minimum), minimum, key)
+        return _shares.cut(codes, alpha, _check_clients(clients, len(codes), minimum), minimum, key)
 
     return assign
 
@@ -109,13 +114,16 @@ def quantity_skew(alpha: float, minimum: int = 1) -> Partitioner:
         alpha: the concentration, above 0: a small one gives few clients most of the rows.
         minimum: the least number of rows of a client, at least 1; smaller ones are filled up from the
             largest.
+
+    >>> partition((torch.zeros(1000, 2),), quantity_skew(0.3, minimum=10), clients=5, seed=0)
+    FederatedData(5 clients, 1000 rows, ...–... per client, fields 0: float32 (2,))
     """
     _check_alpha(alpha)
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         total = _count_rows(rows)
         count = _check_clients(clients, total, minimum)
-        return _cut(torch.zeros(total, dtype=torch.int64), alpha, count, minimum, key)
+        return _shares.cut(torch.zeros(total, dtype=torch.int64), alpha, count, minimum, key)
 
     return assign
 
@@ -130,16 +138,20 @@ def labels_per_client(count: int, label: Hashable | Sequence[int] | Tensor = 1) 
     Args:
         count: labels per client.
         label: the index, key or name of the field of classes `(total,)`, integers or booleans; or the classes.
+
+    >>> rows = torch.zeros(60, 1), torch.arange(60) % 3
+    >>> [len(y.unique()) for _, y in partition(rows, labels_per_client(2), clients=6, seed=0)]
+    [2, 2, 2, 2, 2, 2]
     """
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         codes = _labels(rows, label)
         k = _check_clients(clients, len(codes))
         sizes = codes.bincount()
-        shards = _apportion(sizes, k, count)
-        owner = _deal(shards, k, count, random.fold_in(key, 0))  # (shards,) clients, ordered by label
+        shards = _shares.apportion(sizes, k, count)
+        owner = _shares.deal(shards, k, count, random.fold_in(key, 0))  # (shards,) clients, ordered by label
         first = (shards.cumsum(0) - shards)[codes]
-        rank = _ranks(codes, random.fold_in(key, 1))
+        rank = _shares.ranks(codes, random.fold_in(key, 1))
         return owner[first + rank * shards[codes] // sizes[codes]]
 
     return assign
@@ -151,6 +163,10 @@ def by_column(values: Any) -> Partitioner:
     Args:
         values: one per row, as a tensor, array or list of integers, booleans or strings `(total,)`, or a
             function of the rows that returns them.
+
+    >>> data = partition((torch.tensor([36.5, 38.2, 37.0]),), by_column(["Oulu", "Turku", "Oulu"]))
+    >>> data[0], data[1]
+    ((tensor([36.5000, 37.0000]),), (tensor([38.2000]),))
     """
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
@@ -181,6 +197,10 @@ def split_features(x: Tensor, parties: int | Sequence[Sequence[int]]) -> list[Te
 
     Returns:
         One tensor `(..., d_p)` per party.
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0]])
+    >>> split_features(x, 2), split_features(x, [[2], [0, 1]])
+    ([tensor([[1., 2.]]), tensor([[3.]])], [tensor([[3.]]), tensor([[1., 2.]])])
     """
     columns = x.shape[-1]
     if isinstance(parties, int):
@@ -243,103 +263,3 @@ def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
             f"shape {tuple(values.shape)}; pass label=… (of a Dataset its classes), or put real targets into bins first"
         )
     return values.cpu().unique(return_inverse=True)[1]
-
-
-def _ranks(codes: Tensor, key: Tensor) -> Tensor:
-    """The place of each row in a random order of the rows of its class, 0…n_c−1."""
-    order = random.permutation(key, len(codes))
-    order = order[codes[order].argsort(stable=True)]
-    sizes = codes.bincount()
-    rank = torch.empty_like(codes)
-    rank[order] = torch.arange(len(codes)) - (sizes.cumsum(0) - sizes)[codes[order]]
-    return rank
-
-
-def _cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) -> Tensor:
-    """Cuts the rows of each class, in random order, by Dirichlet proportions over the clients."""
-    sizes = codes.bincount()
-    bounds = _dirichlet(alpha, (len(sizes), clients), random.fold_in(key, 0)).cumsum(1)  # (C, K)
-    place = (_ranks(codes, random.fold_in(key, 1)).double() + 0.5) / sizes[codes]  # in (0, 1)
-    assignment = torch.empty_like(codes)
-    for c in range(len(sizes)):
-        members = codes == c
-        assignment[members] = torch.searchsorted(bounds[c], place[members], right=True)
-    return _fill_up(assignment.clamp(max=clients - 1), clients, minimum, random.fold_in(key, 2))
-
-
-def _dirichlet(alpha: float, shape: tuple[int, int], key: Tensor) -> Tensor:
-    generator = numpy.random.Generator(numpy.random.Philox(key=int(key) & (2**64 - 1)))
-    return torch.from_numpy(generator.dirichlet(numpy.full(shape[1], alpha), shape[0]))
-
-
-def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Tensor:
-    """Moves random rows of the largest clients to those with fewer than `minimum`."""
-    counts = assignment.bincount(minlength=clients)
-    target = _level(counts, minimum)
-    moved = (_ranks(assignment, key) >= target[assignment]).nonzero().squeeze(1)
-    assignment = assignment.clone()
-    assignment[moved] = torch.arange(clients).repeat_interleave((target - counts).clamp(min=0))
-    return assignment
-
-
-def _level(counts: Tensor, minimum: int) -> Tensor:
-    """The sizes once small clients have `minimum` rows and the largest, lowered to one level, paid for it."""
-    total, raised = int(counts.sum()), counts.clamp(min=minimum)
-    low, high = minimum, int(raised.max())  # the highest level at which the sizes fit into the total
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if int(raised.clamp(max=middle).sum()) <= total else (low, middle - 1)
-    target = raised.clamp(max=low)
-    above = (raised > low).nonzero().squeeze(1)
-    target[above[: total - int(target.sum())]] += 1
-    return target
-
-
-def _apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
-    """How many shards each label is cut into: `clients · count` in all, by the divisor method of Webster.
-
-    Every label has one at least, and no more than there are clients (a client gets a label once) or rows.
-    """
-    labels, shards = len(sizes), clients * count
-    if not 1 <= count <= labels:
-        raise ValueError(f"Expected between 1 and {labels} labels per client, as many as there are, but got {count}")
-    if shards < labels:
-        raise ValueError(
-            f"Expected at least {labels} shards, so that every label is given away, but got {clients} "
-            f"clients × {count} labels; take more of either"
-        )
-    bound = sizes.clamp(max=clients)
-    if int(bound.sum()) < shards:
-        raise ValueError(
-            f"Expected rows for {clients} clients × {count} labels, but the labels have {sizes.tolist()} "
-            "rows; take fewer clients or labels per client"
-        )
-    n, most, result = sizes.tolist(), bound.tolist(), [1] * labels
-    queue = [(-n[c] / 3, c) for c in range(labels) if most[c] > 1]
-    heapq.heapify(queue)
-    for _ in range(shards - labels):
-        _, c = heapq.heappop(queue)
-        result[c] += 1
-        if result[c] < most[c]:
-            heapq.heappush(queue, (-n[c] / (2 * result[c] + 1), c))
-    return torch.tensor(result)
-
-
-def _deal(shards: Tensor, clients: int, count: int, key: Tensor) -> Tensor:
-    """Deals shards, `count` of different labels to every client: each shard's client, ordered by label.
-
-    A label with as many shards left as there are clients left must be taken; the others are drawn without
-    replacement, in proportion to the shards left. This never runs out: no label ever has more shards than
-    there are clients left.
-    """
-    draws = random.exponential(key, (clients, len(shards)), torch.float64).numpy()
-    left = shards.numpy().astype(numpy.float64)
-    owners: list[list[int]] = [[] for _ in range(len(shards))]
-    for client in range(clients):
-        race = numpy.divide(draws[client], left, out=numpy.full_like(left, numpy.inf), where=left > 0)
-        race[left == clients - client] = -1.0
-        chosen = race.argsort(kind="stable")[:count]
-        left[chosen] -= 1
-        for c in chosen:
-            owners[c].append(client)
-    return torch.tensor([client for owner in owners for client in owner])

@@ -80,6 +80,11 @@ def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None) -
         TypeError: a data set has no length and is not iterable, or a loader with its own sampler or
             `collate_fn`.
         ValueError: an empty data set, or items that do not stack; and what `from_tensors` raises.
+
+    >>> north = TensorDataset(torch.zeros(3, 2), torch.zeros(3))
+    >>> south = DataLoader(TensorDataset(torch.ones(5, 2), torch.ones(5)), batch_size=2)
+    >>> from_datasets([north, south], names=["north", "south"])
+    FederatedData(2 clients, 8 rows, 3–5 per client, fields 0: float32 (2,), 1: float32 ())
     """
     labels = [str(name) for name in (range(len(datasets)) if names is None else names)]
     if len(labels) != len(datasets):
@@ -113,6 +118,14 @@ def from_frame(
         ValueError: a column is missing, or a cell is; the message names the client, the column and the row's
             label.
         TypeError: a feature is not numeric, or the target mixes types.
+
+    >>> import pandas
+    >>> frame = pandas.DataFrame(
+    ...     {"hospital": ["A", "B", "A"], "age": [50, 60, 70], "sbp": [120, 130, 140], "state": ["ill", "ill", "well"]})
+    >>> data = from_frame(frame, client="hospital", features=["age", "sbp"], target="state")
+    >>> data.names, data[0]
+    (('A', 'B'), (tensor([[ 50., 120.],
+            [ 70., 140.]]), tensor([0, 1])))
     """
     import pandas as pd  # here, because few need it and it takes long to import
 
@@ -158,6 +171,10 @@ def as_tensors(value: Any, where: str = "", path: str = "") -> Tree:
         value: a tree of tensors and arrays.
         where: what messages add to the field, such as `" of client 'a'"`.
         path: the name of this leaf so far.
+
+    >>> as_tensors({"x": numpy.ones((2, 1)), "y": torch.tensor([3, 4])})
+    {'x': tensor([[1.],
+            [1.]], dtype=torch.float64), 'y': tensor([3, 4])}
     """
     if value is None:
         return None
@@ -249,6 +266,10 @@ def stack_items(items: list[Any], where: str = "") -> Tree:
 
     Raises:
         ValueError: they do not stack.
+
+    >>> stack_items([(torch.ones(2), 5), (torch.zeros(2), 7)])
+    (tensor([[1., 1.],
+            [0., 0.]]), tensor([5, 7]))
     """
     try:
         return _tuples(default_collate(items))
@@ -260,7 +281,12 @@ def stack_items(items: list[Any], where: str = "") -> Tree:
 
 
 def as_rows(value: Any) -> Tree:
-    """Tensors and arrays as `as_tensors`; a map-style data set of anything but tensors as the numbers of its items."""
+    """Tensors and arrays as `as_tensors`; a map-style data set of anything but tensors as the numbers of its items.
+
+    >>> tensors = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    >>> as_rows(torch.utils.data.ConcatDataset([tensors, tensors]))  # items are read later
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
     if isinstance(value, Dataset) or hasattr(value, "__getitems__"):
         if not hasattr(value, "__len__"):
             raise TypeError(f"Expected a data set with a length, but got {type(value).__name__}; see from_datasets")

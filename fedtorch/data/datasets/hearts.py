@@ -64,7 +64,14 @@ def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32)
 
 
 class VerticalTable(NamedTuple):
-    """A table whose columns several parties hold; `fedtorch.vfl.from_table` makes the parties."""
+    """A table whose columns several parties hold; `fedtorch.vfl.from_table` makes the parties.
+
+    >>> from fedtorch.data import split_features
+    >>> parties = (0,), (1, 2)
+    >>> table = VerticalTable(torch.ones(5, 3), torch.ones(5), ("age", "smokes", "sbp"), parties, continuous=(0, 2))
+    >>> [list(x.shape) for x in split_features(table.x, table.parties)]
+    [[5, 1], [5, 2]]
+    """
 
     x: Tensor  # (n, d)
     y: Tensor  # (n,)
