@@ -114,6 +114,9 @@ def audit(
     Returns:
         The bound, at the δ that the solver claims.
 
+    Raises:
+        ValueError: a solver without a budget, or one that draws the same noise in every block, from a seed.
+
     Example:
         >>> from functools import partial
         >>> from fedtorch.trust import privacy
@@ -137,6 +140,10 @@ def audit(
         run = go(separate(local), InProcess(data), rounds=rounds, progress=False)
         delta = float(run.log["delta"][-1])
         found.append(tree.leaves(run.tensors())[0].reshape(2, half, width))
+        if len(found) > 1 and torch.equal(found[0], found[-1]):
+            raise ValueError(
+                "Expected other noise in every block of runs, but got the first block's again; see entropy="
+            )
     inside, outside = torch.cat(found, 1)[:, : runs + choosing]
     return audit_outputs(inside, outside, delta=delta, choosing=choosing, confidence=confidence, score=score)
 
