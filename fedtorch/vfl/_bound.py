@@ -20,8 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtorch.vfl._draws import draw_theta, fixed
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.guide import Guide, Parameters, draw_theta, fixed
+from fedtorch.vfl.guide import Guide, Parameters
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.noise import Noise
 

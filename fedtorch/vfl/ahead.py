@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Iterable
 
 from fedtorch import expected
-from fedtorch.vfl.iteration import taking_part
 from fedtorch.vfl.nodes import Gradient, Iteration, PartyNode, Value
 from fedtorch.vfl.protocol import Half, Receive, Send
 
@@ -54,7 +53,7 @@ def ahead_half(party: PartyNode, iterations: Iterable[Iteration], delay: int, lo
     late: deque[tuple[int, Iteration, Value]] = deque()
     for number, iteration in enumerate(iterations):
         known = [party.values[party.index - 1] is not None] * len(party.values)
-        if taking_part(iteration, known)[party.index - 1]:
+        if iteration.taking_part(known)[party.index - 1]:
             value = party.propose(iteration)
             yield Send(0, value)
             late.append((number, iteration, value))

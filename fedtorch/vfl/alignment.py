@@ -17,7 +17,7 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
 - *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
-  whoever asks and however often (`_allowance`): every point that it multiplies is a guess that the other can test. What
+  whoever asks and however often (`allowance`): every point that it multiplies is a guess that the other can test. What
   is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
   learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
   new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
@@ -43,7 +43,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
 from fedtorch.progress import tracked
-from fedtorch.vfl._allowance import Allowance
+from fedtorch.vfl.allowance import Allowance
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
@@ -91,7 +91,7 @@ class Holder:
     def __init__(
         self, identifiers: Sequence[str], name: str, most: int = 10_000_000, allowance: Allowance | None = None
     ) -> None:
-        self.name, self.identifiers, self.most = name, normalised(identifiers, name), most
+        self.name, self.identifiers, self.most = name, _normalised(identifiers, name), most
         self.allowance = allowance
         self._secret = ec.generate_private_key(_CURVE)
         self.order = list(range(len(self.identifiers)))
@@ -230,7 +230,7 @@ def intersect(
     return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
 
 
-def normalised(identifiers: Sequence[str], name: str) -> list[str]:
+def _normalised(identifiers: Sequence[str], name: str) -> list[str]:
     """Identifiers in Unicode's normal form C.
 
     Raises:

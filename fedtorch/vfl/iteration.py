@@ -63,7 +63,7 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
     """
     model, own = party.model, party.index - 1
     for iteration in iterations:
-        here = taking_part(iteration, [party.values[own] is not None] * len(party.values))[own]
+        here = iteration.taking_part([party.values[own] is not None] * len(party.values))[own]
         if here:
             yield Send(0, party.propose(iteration))
         value = party.values[own].value  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def server_half(server: ServerNode, iterations: Iterable[Iteration]) -> Half:
     """The server's side of every iteration; see `party_half`."""
     model, ranks = server.model, range(1, len(server.model.predictors) + 1)
     for iteration in tracked(iterations, "Vertical training", unit="iteration"):
-        here = taking_part(iteration, [value is not None for value in server.values])
+        here = iteration.taking_part([value is not None for value in server.values])
         awake = [rank for rank, takes_part in zip(ranks, here) if takes_part]
         server.begin(iteration)
         for rank in awake:
@@ -143,18 +143,6 @@ def exchange(
     halves = {0: server_half(server, [iteration])}
     halves |= {party.index: party_half(party, [iteration], local_steps) for party in parties}
     return together(halves)[1]
-
-
-def taking_part(iteration: Iteration, heard: Sequence[bool]) -> list[bool]:
-    """Which parties take part, of which the server has `heard` before or not.
-
-    Raises:
-        ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
-    """
-    here = [True] * len(heard) if iteration.active is None else list(iteration.active)
-    if not all(here) and (iteration.rows is not None or not all(h or known for h, known in zip(here, heard))):
-        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
-    return here
 
 
 def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> Iterator[list[bool]]:

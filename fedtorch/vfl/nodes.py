@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch.vfl._adam import RestartingAdam
 from fedtorch.vfl._bound import ascend, party_bound, server_bound, shared_terms
-from fedtorch.vfl.data import VerticalData, check_known
+from fedtorch.vfl._checks import check_response, check_rows
+from fedtorch.vfl._draws import draw_own, fixed
+from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.gaussians import Shares, cholesky
-from fedtorch.vfl.guide import draw_own, fixed
-from fedtorch.vfl.model import check_response, check_rows, summed
+from fedtorch.vfl.model import summed
 from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import Part
 
@@ -32,6 +33,17 @@ class Iteration(NamedTuple):
     rows: Tensor | None = None  # (m,) of a minibatch; all by default
     active: Sequence[bool] | None = None  # which parties take part; all by default
     step: int = 0
+
+    def taking_part(self, heard: Sequence[bool]) -> list[bool]:
+        """Which parties take part, of which the server has `heard` before or not.
+
+        Raises:
+            ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
+        """
+        here = [True] * len(heard) if self.active is None else list(self.active)
+        if not all(here) and (self.rows is not None or not all(h or known for h, known in zip(here, heard))):
+            raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
+        return here
 
 
 class Value(NamedTuple):
@@ -187,7 +199,7 @@ class PartyNode(_Node):
 
     def check(self, data: VerticalData) -> None:
         """Raises `ValueError` unless the data are what this party needs."""
-        check_known(data)
+        data.check_known()
         check_rows(self.model.predictors[self.index - 1], data.features[0], data.response.shape[-1], self.part.name)
         needed = self.response_shared or self.guide.auxiliary.sees_response or (self.model.power and self.apart)
         if needed and bool(data.response.isnan().all()):

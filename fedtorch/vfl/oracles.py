@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.model import VerticalModel
 
 
 class Draws(NamedTuple):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import _files as files, random, wire
-from fedtorch.vfl.guide import Guide, Parameters, draw_own
+from fedtorch.vfl._blocks import NodeNoise
+from fedtorch.vfl._draws import draw_own
+from fedtorch.vfl.guide import Guide, Parameters
 from fedtorch.vfl.model import VerticalModel
-from fedtorch.vfl.noise import NodeNoise, Noise
+from fedtorch.vfl.noise import Noise
 
 _PREDICT = 3  # purpose of a node's key
 

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.sfvi import VariationalFit
 
 

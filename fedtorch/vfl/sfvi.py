@@ -21,12 +21,15 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.progress import Progress
 from fedtorch.vfl._adam import Drift, RestartingAdam
+from fedtorch.vfl._blocks import iterations
 from fedtorch.vfl._bound import ascend, bound, climb
 from fedtorch.vfl._captured import CapturedBound
+from fedtorch.vfl._checks import prepared
+from fedtorch.vfl._draws import draw_theta
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.guide import Guide, Parameters, draw_theta, initial
-from fedtorch.vfl.model import VerticalModel, prepared
-from fedtorch.vfl.noise import draw_noise, iterations
+from fedtorch.vfl.guide import Guide, Parameters, initial
+from fedtorch.vfl.model import VerticalModel
+from fedtorch.vfl.noise import draw_noise
 
 _START = 0  # purpose of the key
 _TAIL = 8  # the last eighth of the steps, in which a learning rate that falls to zero has all but done so

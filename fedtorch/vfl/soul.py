@@ -30,8 +30,9 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.progress import tracked
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.sfvi import Schedule
 
 _LANGEVIN = 0  # purpose of the key

@@ -53,13 +53,14 @@ from fedtorch import random
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.vfl._bound import bound
 from fedtorch.vfl._captured import CapturedBound
+from fedtorch.vfl._checks import check_features, check_response
 from fedtorch.vfl.auxiliary import noiseless
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.gaussians import point
 from fedtorch.vfl.guide import Guide, Parameters, initial
 from fedtorch.vfl.hierarchical_bayes import HierarchicalBayes
 from fedtorch.vfl.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model import VerticalModel, check_features, check_response, summed
+from fedtorch.vfl.model import VerticalModel, summed
 from fedtorch.vfl.nodes import Optimizers, PartyNode, ServerNode
 from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import Part, draw_noises, parts
