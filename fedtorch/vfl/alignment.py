@@ -69,7 +69,14 @@ _POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
 
 
 class Intersection(NamedTuple):
-    """What all know in the end."""
+    """What all know in the end.
+
+    >>> found = intersect({"clinic": ["b", "c", "a"], "laboratory": ["a", "d", "b"]}, leader="clinic")
+    >>> found.rows
+    (tensor([0, 2]), tensor([2, 0]))
+    >>> found.bytes > 9 * 32  # three points of each, the clinic's once more by the laboratory, and two positions
+    True
+    """
 
     rows: tuple[Tensor, ...]  # (m,) one per party: its rows in the common order, −1 for a row that it lacks
     bytes: int  # that were sent
@@ -86,6 +93,18 @@ class Holder:
 
     Raises:
         ValueError: an identifier that comes twice, or is no Unicode text.
+
+    >>> clinic, laboratory = Holder(["ann", "bob"], "clinic"), Holder(["bob"], "laboratory")
+    >>> sent = clinic.own_points()  # what the laboratory sees of the clinic's list: a `Points`
+    >>> sent.x.shape
+    torch.Size([2, 32])
+    >>> clinic.places("laboratory", laboratory.own_points(), laboratory.blind(sent)).tolist()
+    [-1, 0]
+    >>> laboratory.rows(Positions(torch.tensor([0])))
+    tensor([0])
+    >>> laboratory.blind(Points(torch.zeros(1, 32, dtype=torch.uint8) + 255))
+    Traceback (most recent call last):
+    ValueError: Expected x-coordinates of points of P-256 at 'laboratory', but got another number
     """
 
     def __init__(
@@ -181,6 +200,12 @@ def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | No
 
     Raises:
         ValueError: an unknown required member, or no row that all required ones have.
+
+    >>> clinic, laboratory = Holder(["b", "c", "a"], "clinic"), Holder(["a", "d", "b"], "laboratory")
+    >>> halves = {"clinic": leading(clinic, ["laboratory"]), "laboratory": following(laboratory, "clinic")}
+    >>> rows, traffic = together(halves)
+    >>> rows["clinic"], rows["laboratory"]  # of a and b, in the clinic's order
+    (tensor([0, 2]), tensor([2, 0]))
     """
     needed = list(members if required is None else required)
     for name in needed:

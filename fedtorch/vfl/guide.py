@@ -56,7 +56,17 @@ class Guide:
 
 
 class Parameters(NamedTuple):
-    """Variational parameters, `(B, ...)` each."""
+    """Variational parameters, `(B, ...)` each.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.diagonal())
+    >>> start = initial(model, guide, rows=100, size=4, key=random.key(0))  # of four fits at once
+    >>> start.parties[1]["theta"]["mean"].shape
+    torch.Size([4, 3])
+    >>> count_parameters(start)  # a mean and a standard deviation of 1 + 2 + 3 coordinates
+    12
+    """
 
     joint: dict[str, Tensor] | None  # of q(γ, θ), where it is joint
     server: dict[str, dict[str, Tensor]]  # "theta", "z", "weights"

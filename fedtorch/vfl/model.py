@@ -21,7 +21,12 @@ from fedtorch.vfl.split_nn import Stacked
 
 
 def summed(values: Sequence[Tensor]) -> Tensor:
-    """Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has."""
+    """Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has.
+
+    >>> import torch
+    >>> summed([torch.ones(1, 1, 1, 3), 2 * torch.ones(1, 1, 1, 3)])
+    tensor([[[[3., 3., 3.]]]])
+    """
     return torch.stack(list(values)).sum(0) if len(values) > 2 else sum(values[1:], values[0])
 
 
@@ -50,6 +55,15 @@ class VerticalModel:
         active: which elements of the batch have noise and priors, `(B,)`; all by default. The others are plain.
         combine: of what the parties send at the cut layer, a sum or `concatenated`.
         top: networks at the server of the cut layer `(n, C)` to the likelihood's predictor.
+
+    >>> import torch, fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> model.sizes  # the server has an intercept and log σ
+    [2, 2, 3]
+    >>> data = ft.vfl.VerticalData((torch.ones(4, 2), torch.ones(4, 3)), torch.zeros(4))
+    >>> predictor, log_sd = model.predictor([torch.ones(1, 1, size) for size in model.sizes], data)
+    >>> predictor
+    tensor([[[[6., 6., 6., 6.]]]])
     """
 
     likelihood: ResponseLikelihood

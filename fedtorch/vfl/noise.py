@@ -16,7 +16,16 @@ _THETA, _Z = 0, 1  # purposes of a node's key in `draw_noise`
 
 
 class Noise(NamedTuple):
-    """What an iteration draws; the leading dimension is 1 where the batch shares it."""
+    """What an iteration draws; the leading dimension is 1 where the batch shares it.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> noise = draw_noise(model, Guide(ft.vfl.mean_field()), random.key(0).reshape(1), rows=5, draws=4)
+    >>> [tuple(own.shape) for own in noise.theta]  # of an intercept, two and three coefficients
+    [(1, 4, 1), (1, 4, 2), (1, 4, 3)]
+    >>> [tuple(own.shape) for own in noise.z]  # the parties draw z, the server does not
+    [(1, 4, 0, 0), (1, 4, 1, 5), (1, 4, 1, 5)]
+    """
 
     theta: tuple[Tensor, ...]  # (1 or B, M, noises), of the server and the parties
     z: tuple[Tensor, ...]  # (1 or B, M, noises · C, n), of the server and the parties

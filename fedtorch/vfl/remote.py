@@ -50,6 +50,19 @@ def over_hub(
         ConnectionError: a party did not come, was lost or late, or may not be here any more.
         fedtorch.wire.PayloadError: a message that is not what was expected.
         ValueError: two parties of one name.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from fedtorch.transport import memory
+    >>> from fedtorch.vfl.alignment import Holder, following, leading
+    >>> hub = Hub()
+    >>> link = memory.link(hub, "clinic")  # in another organisation: `transport.connect(address, identity)`
+    >>> with ThreadPoolExecutor() as pool:
+    ...     own = pool.submit(over_link, following(Holder(["ann", "bob"], "clinic"), "leader"), link)
+    ...     rows, traffic = over_hub(leading(Holder(["bob", "cem"], "leader"), ["clinic"]), hub, ["clinic"])
+    >>> rows, own.result()[0]
+    (tensor([0]), tensor([1]))
+    >>> traffic == own.result()[1]  # both count the same
+    True
     """
     expected.positive(seconds=seconds, patience=patience)
     check_names(parties)
@@ -96,6 +109,14 @@ def read_half(path: Path | str) -> Callable[[Any], Half]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it has no function `half`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "my_half.py")
+    ...     _ = path.write_text("def half(journal):\\n    return 3\\n    yield  # nothing is said\\n")
+    ...     half = read_half(path)
+    >>> drive(half(None), send=None, receive=None)
+    3
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected a file with the party's half, but {path} is not there")

@@ -70,6 +70,18 @@ def resuming_over_hub(
         fedtorch.wire.PayloadError: a message that is not what was expected.
         FileExistsError: another process works in the folder.
         ValueError: two parties of one name, or a folder of several runs.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from fedtorch.transport import memory
+    >>> from fedtorch.vfl.alignment import Holder, following, leading
+    >>> leader = lambda journal: journal.once(leading(Holder(["bob", "cem"], "leader"), ["clinic"]))
+    >>> clinic = lambda journal: journal.once(following(Holder(["ann", "bob"], "clinic"), "leader"))
+    >>> hub = Hub()
+    >>> with ThreadPoolExecutor() as pool:
+    ...     own = pool.submit(resuming_over_link, clinic, lambda: memory.link(hub, "clinic"))
+    ...     rows, traffic = resuming_over_hub(leader, hub, ["clinic"])
+    >>> rows, own.result()[0]
+    (tensor([0]), tensor([1]))
     """
     expected.positive(seconds=seconds, patience=patience)
     check_names(parties)
