@@ -38,7 +38,7 @@ Sites = list[tuple[Tensor, Tensor]]
 class Priors(NamedTuple):
     """The numbers of the priors, as in `sparse` and `global_priors.spike_and_slab`.
 
-    >>> import torch, fedtorch as ft
+    >>> import pyro, torch, fedtorch as ft
     >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])
     >>> program = regression(data, Priors(noise=(3.0, 1.0)))
     >>> pyro.poutine.trace(program).get_trace().nodes["sigma2"]["fn"].mean  # of IG(3, 1), for each site
@@ -86,7 +86,7 @@ def collapsed_regression(data: FederatedData, priors: Priors = PRIORS) -> Progra
     Returns:
         a Pyro program with sites `theta`, `lambda`, `tau`, `eta`, `rho`, `sigma2`.
 
-    >>> import torch, fedtorch as ft
+    >>> import pyro, torch, fedtorch as ft
     >>> data = ft.data.from_tensors([(torch.tensor([[1.0], [2.0]]), torch.tensor([0.5, 1.5]))])
     >>> one = torch.ones(1).double()
     >>> known = {"theta": 3 * one, "lambda": 2 * one[None], "tau": one, "sigma2": one, "eta": one, "rho": one[0] / 2}
