@@ -141,9 +141,7 @@ def audit(
         delta = float(run.log["delta"][-1])
         found.append(tree.leaves(run.tensors())[0].reshape(2, half, width))
         if len(found) > 1 and torch.equal(found[0], found[-1]):
-            raise ValueError(
-                "Expected other noise in every block of runs, but got the first block's again; see entropy="
-            )
+            raise ValueError("Expected other noise in every block of runs, but got the first block again; see entropy=")
     inside, outside = torch.cat(found, 1)[:, : runs + choosing]
     return audit_outputs(inside, outside, delta=delta, choosing=choosing, confidence=confidence, score=score)
 
