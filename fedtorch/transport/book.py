@@ -23,7 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedtorch.transport.identity import Identity, digest_of
+from fedtorch.transport._certificates import digest_of
+from fedtorch.transport.identity import Identity
 from fedtorch.transport.roster import Roster
 
 _KEY = 32  # bytes of a public key

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from fedtorch import _files as files, wire
 from fedtorch.transport import identity
-from fedtorch.transport.grpc_streams import dial, library, listen
+from fedtorch.transport._certificates import check_name, write_secret
+from fedtorch.transport._grpc import dial, library, listen
 from fedtorch.transport.hub import Limits
 from fedtorch.transport.identity import Identity
 from fedtorch.transport.rates import Gate, Rate
@@ -75,11 +76,11 @@ def invite(
     Raises:
         ValueError: no name for a site.
     """
-    identity.check_name(name)
+    check_name(name)
     folder, token = Path(authority), secrets.token_urlsafe(32)
     (folder / "tokens").mkdir(exist_ok=True, mode=0o700)
     promise = {"name": name, "expires": now() + seconds, "rows": rows}
-    identity.write_secret(_promise(folder, token), json.dumps(promise).encode())
+    write_secret(_promise(folder, token), json.dumps(promise).encode())
     return Token(address, name, identity.fingerprint((folder / "authority.pem").read_bytes()), token)
 
 

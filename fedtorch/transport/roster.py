@@ -10,7 +10,8 @@ from cryptography import x509
 from filelock import FileLock
 
 from fedtorch import _files as files
-from fedtorch.transport.identity import check_name, common_name, fingerprint
+from fedtorch.transport._certificates import check_name, common_name
+from fedtorch.transport.identity import fingerprint
 
 _SECONDS = 30.0  # for another process that writes the file
 

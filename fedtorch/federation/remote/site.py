@@ -11,11 +11,11 @@ from pathlib import Path
 
 from fedtorch import _files as files
 from fedtorch.federation.remote import _frames as frames
-from fedtorch.federation.remote._frames import PROTOCOL, Frame
+from fedtorch.federation.remote._frames import PROTOCOL, Frame, run_of
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import alone_in
-from fedtorch.federation.remote.visit import Visit, run_of
+from fedtorch.federation.remote.visit import Visit
 from fedtorch.transport.hub import Link
 from fedtorch.transport.identity import Identity
 from fedtorch.transport.patience import Patience
