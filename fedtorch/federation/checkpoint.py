@@ -3,6 +3,19 @@
 A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
 the device or the number of ranks, which change no result beyond rounding, and not the data, which may be too large to
 read for it. Functions count by their name and the values that they close over.
+
+>>> import tempfile, torch
+>>> folder = tempfile.TemporaryDirectory()
+>>> path = f"{folder.name}/round.safetensors"
+>>> write(path, {"server.weight": torch.ones(2), "round": torch.tensor(3)})
+>>> flat = read(path)
+>>> below("server.", flat)
+{'weight': tensor([1., 1.])}
+>>> check_structure(flat, {"server.weight": torch.zeros(2), "round": torch.tensor(0)})  # like this run's
+>>> check_fingerprint({"lr": describe(0.1)}, mine={"lr": describe(0.5)})
+Traceback (most recent call last):
+ValueError: Expected a checkpoint of a run with lr 0.5, but got one with 0.1; pass anyway=True to go on from it ...
+>>> folder.cleanup()
 """
 
 from __future__ import annotations

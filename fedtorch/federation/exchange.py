@@ -6,6 +6,18 @@ so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is ad
 
 A block's weighted sum is computed in the dtype of its values; sums of blocks and ranks are kept in float64, so that all
 of them agree up to that rounding. The server takes what is fresh in the dtype of the messages, and totals in float64.
+
+What an author of an exchange needs, for clients that are a slice or a tensor of numbers:
+
+>>> import torch
+>>> ids = slice(2, 4)
+>>> client_count(ids), indices(ids)
+(2, tensor([2, 3]))
+>>> told = torch.tensor([[1.0], [4.0]])
+>>> check_shapes(Sum(told), ids)  # a row of each
+>>> total = sum_over(star(), told, ids)
+>>> in_dtypes_of(Sum(told), Sum(total))  # of float64, as a server takes it
+Sum(value=tensor([5.]))
 """
 
 from __future__ import annotations
@@ -57,7 +69,12 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What clients of an algorithm with `told` send in a round."""
+    """What clients of an algorithm with `told` send in a round; the exchange treats both alike.
+
+    >>> import torch, fedtorch as ft
+    >>> ft.star().finish(ft.star().gather(Sent(Sum(torch.ones(3)), told=Sum(torch.tensor([1.0, 0.0, 4.0]))), slice(3)))
+    Sent(fresh=Sum(value=tensor(3., dtype=torch.float64)), told=Sum(value=tensor(5., dtype=torch.float64)))
+    """
 
     fresh: Tree  # the message of the `Reply`
     told: Sum  # by how much what it tells for good has changed
@@ -179,8 +196,13 @@ def private_rows() -> Exchange:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> ft.private_rows().scatter(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2]))  # client 2 hears row 2
+        >>> exchange = ft.private_rows()
+        >>> exchange.scatter(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2]))  # client 2 hears row 2
         tensor([[3.]])
+        >>> blocks = [exchange.gather(ft.Sum(torch.tensor([k + 1.0])), torch.tensor([k])) for k in (2, 0)]
+        >>> heard: RowsOf = exchange.finish(exchange.merge(blocks))
+        >>> heard
+        RowsOf(ids=tensor([0, 2]), message=Sum(value=tensor([1., 3.])))
     """
     return Exchange(
         scatter=tree.take,
@@ -218,6 +240,9 @@ def graph(network: Network) -> Exchange:
         >>> heard = exchange.finish(exchange.gather(ft.Sum(torch.tensor([1.0, 10.0, 100.0])), slice(0, 3)))
         >>> heard.value  # the middle node hears both ends
         tensor([ 10., 101.,  10.], dtype=torch.float64)
+        >>> inbox: Neighbourhood = exchange.scatter(heard.value, torch.tensor([1]))
+        >>> inbox
+        Neighbourhood(heard=tensor([101.], dtype=torch.float64), degree=tensor([2.], dtype=torch.float64))
     """
     degrees, neighbours = network.degrees, network.neighbour_counts
 

@@ -5,6 +5,22 @@ enrolled with. A *book* is what the server passes on: everybody's announcement, 
 signed it. Whoever reads it believes the authority that it was enrolled by, and nobody else. The authority's key is on
 the server's side, so that whoever steals it can invent sites: keep it elsewhere (`fedtorch admit` needs it, a run does
 not), and let a site say how many there have to be.
+
+>>> import tempfile
+>>> from fedtorch.transport import identity
+>>> folder = tempfile.TemporaryDirectory()
+>>> authority, site = identity.make_server(folder.name).authority, identity.make_site(folder.name, "ward 7")
+>>> roster = Roster(f"{folder.name}/roster.json")
+>>> roster.add("ward 7", identity.fingerprint(site.certificate))
+>>> keys = Keys(site, "run 1", first=0, clients=3)  # at the site
+>>> word, signed = keys.announcement(epoch=0), sign_roster(folder.name, roster)
+>>> heard: Speaker = speaker(word, signed, "run 1")  # at the server
+>>> heard.name, heard.clients, heard.sealing == keys.sealing.public_key().public_bytes_raw()
+('ward 7', 3, True)
+>>> book: Book = read(write(signed, [word]), authority, "run 1")  # at another site
+>>> book.speakers == (heard,)
+True
+>>> folder.cleanup()
 """
 
 from __future__ import annotations

@@ -6,6 +6,20 @@ itself by signing the request. The server keeps the secret's digest only. A toke
 has used it, and a name is bound to the key that came with it. It expires by the server's clock.
 
 The server answers on a port of its own, `Desk`, where it shows the authority's certificate and asks for none.
+
+>>> import tempfile
+>>> folder = tempfile.TemporaryDirectory()
+>>> server, roster = f"{folder.name}/server", Roster(f"{folder.name}/server/roster.json")
+>>> made = identity.make_server(server)
+>>> desk = Desk(server, "127.0.0.1:0", roster)
+>>> token: Token = invite(server, "ward 7", f"127.0.0.1:{desk.port}", rows=1000)
+>>> text = str(token)  # to be handed over
+>>> enrol(read_token(text), f"{folder.name}/site")
+Identity('ward 7')
+>>> desk.close()
+>>> roster.rows
+{'ward 7': 1000}
+>>> folder.cleanup()
 """
 
 from __future__ import annotations
@@ -166,6 +180,16 @@ def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Cal
     Raises:
         PermissionError: no such token, or it has been used or has expired.
         ValueError: the signing request is none; the token is as it was.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> server, roster = identity.make_server(folder.name), Roster(f"{folder.name}/roster.json")
+        >>> token, key = invite(folder.name, "ward 7", "server.example:8443"), identity.new_key()
+        >>> certificate = admit(Path(folder.name), roster, token.secret, identity.request(key, "ward 7"))
+        >>> Identity(key, certificate, server.authority), list(roster.sites)
+        (Identity('ward 7'), ['ward 7'])
+        >>> folder.cleanup()
     """
     promise, expected = _promise(authority, secret), "Expected a token that is new"
     try:

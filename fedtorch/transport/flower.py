@@ -11,6 +11,19 @@ and let them take apps of trusted entities only.
 
 flwr is imported when it is first needed. It wants older packages than others do: `pip install flwr==1.41.0` goes well
 in an environment of its own that has no newer `packaging`.
+
+Both ends, of which Flower calls `main`, and `said` for every message:
+
+>>> def main(grid, context):  # of a `ServerApp`
+...     host = serve(grid, {"ward 7": 1234})  # the number of its node
+...     host.receive(600.0)
+...     host.close()
+>>> def said(settings, opens, frames):  # says hello, and sends back what comes
+...     return settings["name"], [*[b"hello"] * opens, *frames]
+>>> said({"name": "ward 7"}, True, [b"model"])
+('ward 7', [b'hello', b'model'])
+>>> from importlib.util import find_spec
+>>> app = client_app(said) if find_spec("flwr") else None  # a `ClientApp`, where flwr is installed
 """
 
 from __future__ import annotations

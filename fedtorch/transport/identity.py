@@ -3,6 +3,21 @@
 The server's folder has an authority, which makes one certificate for serving and one for each site. Sites take no
 server with a certificate of anybody else, nor one that was made for a site. Keys are of the curve P-256, which
 every TLS library speaks; they never leave the folder in which they were made.
+
+>>> import tempfile
+>>> folder = tempfile.TemporaryDirectory()
+>>> server = make_server(folder.name)
+>>> read(folder.name) == server, make_site(folder.name, "ward 7")  # a site on the same machine
+(True, Identity('ward 7'))
+
+A site elsewhere makes its own key, and sends no more than a request; a renewed certificate has the same fingerprint:
+
+>>> key = new_key()
+>>> asked = request(key, "ward 8")
+>>> certificate, renewed = sign(folder.name, asked, "ward 8"), sign(folder.name, asked, "ward 8")
+>>> Identity(key, certificate, server.authority).name, fingerprint(certificate) == fingerprint(renewed)
+('ward 8', True)
+>>> folder.cleanup()
 """
 
 from __future__ import annotations

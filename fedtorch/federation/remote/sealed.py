@@ -29,6 +29,14 @@ def sealed(algorithm: Algorithm, network: Network) -> Algorithm:
     Raises:
         ValueError: an algorithm in which somebody has to know more than a sum over neighbours, such as
             `ft.without_server` or any over a star, or whose messages are fresh.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> network = ft.Network.from_edges([(0, 1)])
+        >>> plain = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
+        >>> algorithm = sealed(plain, network)  # for ft.Remote, in place of `plain`
+        >>> algorithm.exchange.sealed is network, plain.exchange.sealed
+        (True, None)
     """
     exchange = algorithm.exchange
     graph = hasattr(exchange.scatter(torch.zeros(network.nodes, 1), slice(0, 1)), "degree") and exchange.masks is None
