@@ -10,12 +10,13 @@ Functions must not change their arguments in place: inboxes, states and data may
 An algorithm of one's own, whose server takes the plain mean of what its clients have solved:
 
 >>> import torch, fedtorch as ft
->>> def plain_mean(local: LocalSolver) -> Algorithm:
+>>> from fedtorch.federation.algorithm import check_solver, identity, solved_by
+>>> def plain_mean(local: ft.LocalSolver) -> ft.Algorithm:
 ...     check_solver(local)
 ...     def client(inbox, state, data, turn):
 ...         solved = local.solve(inbox, state, data, None, turn)
-...         return Reply(ft.Mean(solved.parameters, torch.ones(len(turn.key))), solved.state, solved.info)
-...     return Algorithm(
+...         return ft.Reply(ft.Mean(solved.parameters, torch.ones(len(turn.key))), solved.state, solved.info)
+...     return ft.Algorithm(
 ...         init=lambda parameters, clients: (parameters, local.init(parameters)),
 ...         outbox=identity,
 ...         client=client,

@@ -5,14 +5,16 @@ the device or the number of ranks, which change no result beyond rounding, and n
 read for it. Functions count by their name and the values that they close over.
 
 >>> import tempfile, torch
+>>> from fedtorch.federation import checkpoint
 >>> folder = tempfile.TemporaryDirectory()
 >>> path = f"{folder.name}/round.safetensors"
->>> write(path, {"server.weight": torch.ones(2), "round": torch.tensor(3)})
->>> flat = read(path)
->>> below("server.", flat)
+>>> checkpoint.write(path, {"server.weight": torch.ones(2), "round": torch.tensor(3)})
+>>> flat = checkpoint.read(path)
+>>> checkpoint.below("server.", flat)
 {'weight': tensor([1., 1.])}
->>> check_structure(flat, {"server.weight": torch.zeros(2), "round": torch.tensor(0)})  # like this run's
->>> check_fingerprint({"lr": describe(0.1)}, mine={"lr": describe(0.5)})
+>>> checkpoint.check_structure(flat, {"server.weight": torch.zeros(2), "round": torch.tensor(0)})  # as here
+>>> theirs, mine = ({"lr": checkpoint.describe(lr)} for lr in (0.1, 0.5))
+>>> checkpoint.check_fingerprint(theirs, mine)
 Traceback (most recent call last):
 ValueError: Expected a checkpoint of a run with lr 0.5, but got one with 0.1; pass anyway=True to go on from it ...
 >>> folder.cleanup()

@@ -9,14 +9,15 @@ of them agree up to that rounding. The server takes what is fresh in the dtype o
 
 What an author of an exchange needs, for clients that are a slice or a tensor of numbers:
 
->>> import torch
+>>> import torch, fedtorch as ft
+>>> from fedtorch.federation import exchange
 >>> ids = slice(2, 4)
->>> client_count(ids), indices(ids)
+>>> exchange.client_count(ids), exchange.indices(ids)
 (2, tensor([2, 3]))
 >>> told = torch.tensor([[1.0], [4.0]])
->>> check_shapes(Sum(told), ids)  # a row of each
->>> total = sum_over(star(), told, ids)
->>> in_dtypes_of(Sum(told), Sum(total))  # of float64, as a server takes it
+>>> exchange.check_shapes(ft.Sum(told), ids)  # a row of each
+>>> total = exchange.sum_over(ft.star(), told, ids)
+>>> exchange.in_dtypes_of(ft.Sum(told), ft.Sum(total))  # of float64, as a server takes it
 Sum(value=tensor([5.]))
 """
 

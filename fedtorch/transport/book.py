@@ -7,18 +7,18 @@ the server's side, so that whoever steals it can invent sites: keep it elsewhere
 not), and let a site say how many there have to be.
 
 >>> import tempfile
->>> from fedtorch.transport import identity
+>>> from fedtorch.transport import Roster, book, identity
 >>> folder = tempfile.TemporaryDirectory()
 >>> authority, site = identity.make_server(folder.name).authority, identity.make_site(folder.name, "ward 7")
 >>> roster = Roster(f"{folder.name}/roster.json")
 >>> roster.add("ward 7", identity.fingerprint(site.certificate))
->>> keys = Keys(site, "run 1", first=0, clients=3)  # at the site
->>> word, signed = keys.announcement(epoch=0), sign_roster(folder.name, roster)
->>> heard: Speaker = speaker(word, signed, "run 1")  # at the server
+>>> keys = book.Keys(site, "run 1", first=0, clients=3)  # at the site
+>>> word, signed = keys.announcement(epoch=0), book.sign_roster(folder.name, roster)
+>>> heard: book.Speaker = book.speaker(word, signed, "run 1")  # at the server
 >>> heard.name, heard.clients, heard.sealing == keys.sealing.public_key().public_bytes_raw()
 ('ward 7', 3, True)
->>> book: Book = read(write(signed, [word]), authority, "run 1")  # at another site
->>> book.speakers == (heard,)
+>>> passed_on: book.Book = book.read(book.write(signed, [word]), authority, "run 1")  # at another site
+>>> passed_on.speakers == (heard,)
 True
 >>> folder.cleanup()
 """

@@ -8,6 +8,8 @@ has used it, and a name is bound to the key that came with it. It expires by the
 The server answers on a port of its own, `Desk`, where it shows the authority's certificate and asks for none.
 
 >>> import tempfile
+>>> from fedtorch.transport import Roster, identity
+>>> from fedtorch.transport.enrolment import Desk, Token, enrol, invite, read_token
 >>> folder = tempfile.TemporaryDirectory()
 >>> server, roster = f"{folder.name}/server", Roster(f"{folder.name}/server/roster.json")
 >>> made = identity.make_server(server)

@@ -14,8 +14,9 @@ in an environment of its own that has no newer `packaging`.
 
 Both ends, of which Flower calls `main`, and `said` for every message:
 
+>>> from fedtorch.transport import flower
 >>> def main(grid, context):  # of a `ServerApp`
-...     host = serve(grid, {"ward 7": 1234})  # the number of its node
+...     host = flower.serve(grid, {"ward 7": 1234})  # the number of its node
 ...     host.receive(600.0)
 ...     host.close()
 >>> def said(settings, opens, frames):  # says hello, and sends back what comes
@@ -23,7 +24,7 @@ Both ends, of which Flower calls `main`, and `said` for every message:
 >>> said({"name": "ward 7"}, True, [b"model"])
 ('ward 7', [b'hello', b'model'])
 >>> from importlib.util import find_spec
->>> app = client_app(said) if find_spec("flwr") else None  # a `ClientApp`, where flwr is installed
+>>> app = flower.client_app(said) if find_spec("flwr") else None  # a `ClientApp`, where flwr is installed
 """
 
 from __future__ import annotations

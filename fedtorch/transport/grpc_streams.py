@@ -7,18 +7,19 @@ made for serving, and the server no site that the roster does not have, with thi
 grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
 
 >>> import tempfile
->>> from fedtorch.transport import identity
+>>> from fedtorch.transport import Roster, connect, identity, serve
 >>> folder = tempfile.TemporaryDirectory()
 >>> server, site = identity.make_server(folder.name), identity.make_site(folder.name, "ward 7")
 >>> roster = Roster(f"{folder.name}/roster.json")
->>> roster.add("ward 7", fingerprint(site.certificate))
+>>> roster.add("ward 7", identity.fingerprint(site.certificate))
 >>> host = serve("127.0.0.1:0", server, roster)
 >>> link = connect(f"127.0.0.1:{host.port}", site)
 >>> link.send(b"hello")
 >>> host.receive(5.0)
 ('ward 7', b'hello')
->>> link.close(), host.close(), folder.cleanup()
-(None, None, None)
+>>> link.close()
+>>> host.close()
+>>> folder.cleanup()
 """
 
 from __future__ import annotations

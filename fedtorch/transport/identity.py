@@ -5,18 +5,21 @@ server with a certificate of anybody else, nor one that was made for a site. Key
 every TLS library speaks; they never leave the folder in which they were made.
 
 >>> import tempfile
+>>> from fedtorch.transport import identity
 >>> folder = tempfile.TemporaryDirectory()
->>> server = make_server(folder.name)
->>> read(folder.name) == server, make_site(folder.name, "ward 7")  # a site on the same machine
+>>> server = identity.make_server(folder.name)
+>>> identity.read(folder.name) == server, identity.make_site(folder.name, "ward 7")  # a site on the same machine
 (True, Identity('ward 7'))
 
 A site elsewhere makes its own key, and sends no more than a request; a renewed certificate has the same fingerprint:
 
->>> key = new_key()
->>> asked = request(key, "ward 8")
->>> certificate, renewed = sign(folder.name, asked, "ward 8"), sign(folder.name, asked, "ward 8")
->>> Identity(key, certificate, server.authority).name, fingerprint(certificate) == fingerprint(renewed)
-('ward 8', True)
+>>> key = identity.new_key()
+>>> asked = identity.request(key, "ward 8")
+>>> certificate, renewed = (identity.sign(folder.name, asked, "ward 8") for _ in range(2))
+>>> identity.fingerprint(certificate) == identity.fingerprint(renewed)
+True
+>>> identity.Identity(key, certificate, server.authority)
+Identity('ward 8')
 >>> folder.cleanup()
 """
 

@@ -12,6 +12,7 @@ What a site says when a stream opens:
 >>> import tempfile
 >>> from pathlib import Path
 >>> from fedtorch import wire
+>>> from fedtorch.federation.remote import flower
 >>> folder = tempfile.TemporaryDirectory()
 >>> lines = [
 ...     "import torch, fedtorch as ft",
@@ -20,12 +21,12 @@ What a site says when a stream opens:
 ... ]
 >>> _ = Path(f"{folder.name}/my_data.py").write_text("; ".join(lines))
 >>> settings = {"name": "ward 7", "data": f"{folder.name}/my_data.py", "states": f"{folder.name}/states"}
->>> name, (hello,) = take_part(settings, opens=True, payloads=[])
+>>> name, (hello,) = flower.take_part(settings, opens=True, payloads=[])
 >>> name, wire.metadata(hello)["clients"]
 ('ward 7', ['bed 1'])
 >>> folder.cleanup()
 >>> from importlib.util import find_spec
->>> made = app() if find_spec("flwr") else None  # the app that does so for every message, where flwr is installed
+>>> app = flower.app() if find_spec("flwr") else None  # does so for every message, where flwr is
 """
 
 from __future__ import annotations

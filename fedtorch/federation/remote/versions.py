@@ -5,6 +5,8 @@ party (`fedtorch.vfl.journal`). It is kept, on the disk where there is a folder,
 wherever either side is killed the node has what the others count on.
 
 >>> import tempfile, torch
+>>> from pathlib import Path
+>>> from fedtorch.federation.remote.versions import Kept, Versions, alone_in, clean, runs
 >>> folder = tempfile.TemporaryDirectory()
 >>> run = 32 * "a"
 >>> with alone_in(folder.name):  # no other process
