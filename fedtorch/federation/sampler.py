@@ -29,7 +29,14 @@ Draws = dict[str, Tensor]
 
 
 class RunningMoments(NamedTuple):
-    """Running moments of one quantity; chains in front, `(C, ...)`."""
+    """Running moments of one quantity; chains in front, `(C, ...)`.
+
+    Example:
+        >>> import torch
+        >>> moments = RunningMoments(torch.tensor(3.0), mean=torch.zeros(1, 2), squares=torch.tensor([[2.0, 8.0]]))
+        >>> moments.sd()  # of three draws of one chain
+        tensor([[1., 2.]])
+    """
 
     count: Tensor  # type: ignore[assignment]  # () draws per chain
     mean: Tensor
@@ -41,7 +48,17 @@ class RunningMoments(NamedTuple):
 
 
 def global_variables(round: Round) -> Draws:
-    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model."""
+    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import sparse
+        >>> data = ft.data.from_tensors([(torch.eye(3), torch.ones(3))] * 2)
+        >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), chains=2)
+        >>> round = ft.Run(algorithm, ft.InProcess(data), torch.zeros(3)).step()
+        >>> global_variables(round)["theta"].shape
+        torch.Size([2, 3])
+    """
     variables = round.server.variables
     return tree.flatten(variables.quantities() if hasattr(variables, "quantities") else variables)
 
@@ -144,23 +161,37 @@ class Sampler:
         return {name: leaf.transpose(0, 1) for name, leaf in tree.concatenate(parts).items()}
 
     def inference_data(self) -> Any:
-        """The draws as ArviZ's `InferenceData`, group `posterior`, variables named as they are watched."""
-        return load_arviz().from_dict(posterior={name: leaf.numpy() for name, leaf in self.draws().items()})
+        """The draws for ArviZ, group `posterior`, variables named as they are watched.
+
+        That is its `InferenceData`, and from ArviZ 1.0 on an xarray `DataTree`.
+        """
+        az, draws = load_arviz(), {name: leaf.numpy() for name, leaf in self.draws().items()}
+        return az.from_dict({"posterior": draws}) if _is_new(az) else az.from_dict(posterior=draws)
 
     def summary(self) -> pd.DataFrame:
-        """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component."""
-        az = load_arviz()
+        """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component.
+
+        Rows are named as ArviZ does, `theta[1]`; columns and numbers are the same with any ArviZ.
+        """
+        az, data = load_arviz(), self.inference_data()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what never moves, such as γ = 1, has no R-hat
-            return az.summary(self.inference_data(), hdi_prob=0.95, round_to="none")
+            if not _is_new(az):
+                return az.summary(data, hdi_prob=0.95, round_to="none")
+            with az.rc_context({"stats.ci_prob": 0.95}):  # of the interval, and of the tails whose effective size it is
+                table = az.summary(data, ci_kind="hdi", round_to="none")
+        return table.rename(columns={"hdi95_lb": "hdi_2.5%", "hdi95_ub": "hdi_97.5%"})
 
     def trace(self, *names: str) -> Figure:
         """Trace plots and densities of the named quantities, of all if none is named."""
-        az = load_arviz()
-        with warnings.catch_warnings():
+        az, data = load_arviz(), self.inference_data()
+        given = {"var_names": list(names) or None, "compact": True, "backend": "matplotlib"}
+        with warnings.catch_warnings(), az.rc_context({"plot.max_subplots": None}):
             warnings.simplefilter("ignore")
-            axes = az.plot_trace(self.inference_data(), var_names=list(names) or None, compact=True)
-        figure = axes.ravel()[0].figure
+            if _is_new(az):
+                figure = az.plot_trace_dist(data, **given).viz["figure"].item()
+            else:
+                figure = az.plot_trace(data, **given).ravel()[0].figure
         figure.tight_layout()
         return figure
 
@@ -219,9 +250,20 @@ def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
 
 
 def load_arviz() -> Any:
-    """ArviZ, whose import takes a second and announces its next version."""
+    """ArviZ, whose import takes a second and announces its next version.
+
+    Example:
+        >>> import numpy as np
+        >>> load_arviz().hdi(np.arange(101.0), hdi_prob=0.9).tolist()  # the shortest interval of nine tenths
+        [0.0, 90.0]
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import arviz
 
     return arviz
+
+
+def _is_new(az: Any) -> bool:
+    """Whether it is ArviZ 1.0 or later, which has other arguments and results."""
+    return int(az.__version__.partition(".")[0]) >= 1
