@@ -12,13 +12,12 @@ Checksums are verified in every case.
 >>> with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, FEDTORCH_DATA_DIR=folder):
 ...     given = Path(folder, "wells", "depths.csv")  # a data set of one's own
 ...     given.parent.mkdir()
-...     _ = given.write_text("3,5\\n")
-...     file = File("depths.csv", sha256=(digest(given),), size=4)
+...     _ = given.write_text("3,5")
+...     file = File("depths.csv", sha256=(digest(given),), size=3)
 ...     wells = DataSet("wells", "depths", "1 client", "CC0", "https://example.org", "", folder="wells", files=(file,))
 ...     print(cache.present(wells, file), cache.path(wells, file).read_text())
 ...     print(cache.present(wells, file._replace(name="heights.csv")))
 True 3,5
-<BLANKLINE>
 False
 """
 
