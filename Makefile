@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 PYTEST_ARGS ?=
 HALF := tests/federation tests/kernels tests/test_conformance.py fedtorch  # of the suite, by what it takes
 
-.PHONY: demo demo-sites test test-slow test-browser test-install lint format docs bench bench-peers clean
+.PHONY: demo demo-statistics demo-gp demo-sites test test-slow test-browser test-install lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -19,6 +19,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/python -m experiments.quickstart --out experiments/out
+
+# The same in a minute for statisticians, and for people of Gaussian processes.
+demo-statistics: $(STAMP)
+	$(BIN)/python -m experiments.demo_statistics --out experiments/out
+
+demo-gp: $(STAMP)
+	$(BIN)/python -m experiments.fedmgp_extrapolation --out experiments/out
 
 # A server and three sites as processes on this machine, enrolled on the spot.
 demo-sites: $(STAMP)

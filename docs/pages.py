@@ -1,6 +1,7 @@
 """Pages that are made of what stands elsewhere: the reference of the docstrings, results of what scripts have measured.
 
-A Sphinx extension. It writes the pages before Sphinx reads them and says at the end which public names no page has.
+A Sphinx extension. It writes the pages before Sphinx reads them, links each public name to the examples elsewhere that
+use it, and says at the end which public names no page has.
 """
 
 from __future__ import annotations
@@ -8,17 +9,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
+from operator import eq
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from public import contents, modules, public
+from public import contents, examples, modules, public
 from sphinx.util import logging
 
 import fedtorch
 
 HERE = Path(__file__).parent
 LOGGER = logging.getLogger(__name__)
+NEAREST = 4  # of all docstrings whose examples use a name, how many its text links to
 
 # page: (title, what it is about, modules and packages whose modules are on it, in this order)
 AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -132,9 +136,9 @@ def _is_package(name: str) -> bool:
 
 
 def missing(documented: set[str]) -> list[str]:
-    """Public names of the package that are not among the documented ones."""
+    """Public modules and names of the package that are not among the documented ones."""
     names = [f"{module}.{name}" for module in modules() for name, _ in public(importlib.import_module(module))]
-    return [name for name in names if name not in documented]
+    return [name for name in [*modules(), *names] if name not in documented]
 
 
 def check(app: Any, _: Any) -> None:
@@ -165,11 +169,24 @@ def _apart(match: re.Match[str]) -> str:
     return match[1] + (f"\\ {match[2]}" if match[2] else "")
 
 
+def used_in(_: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Adds links to where else examples use the name: the docstrings nearest to it, and all pages."""
+    places = [place for place in examples().get(name, []) if place != name]
+    pages = [place for place in places if not place.startswith("fedtorch.")]
+    nearness = lambda place: sum(map(eq, place.split("."), name.split(".")))
+    docstrings = sorted((place for place in places if place not in pages), key=nearness, reverse=True)[:NEAREST]
+    links = [f":py:{'mod' if place in sys.modules else 'obj'}:`~{place}`" for place in docstrings]
+    links += [f":doc:`/{place}`" for place in pages]
+    if links:
+        lines += ["", f"*Used in* {', '.join(links)}", ""]
+
+
 def setup(app: Any) -> dict[str, Any]:
     """What Sphinx calls."""
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("builder-inited", write)
     app.connect("builder-inited", write_results)
     app.connect("autodoc-process-docstring", as_restructured_text)
+    app.connect("autodoc-process-docstring", used_in, priority=600)  # after napoleon, whose sections it is not part of
     app.connect("env-updated", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -13,6 +13,7 @@ by the lost outputs themselves, nor the average curve of all units without noise
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Sequence
 
 from matplotlib.figure import Figure
@@ -30,6 +31,13 @@ PUBLISHED = {
     "ModularGP": (0.114, 0.109),
     "IndGP": (2.226, 2.112),
     "CenMGP": (0.010, 0.002),
+}
+WHY = {
+    "FedMGP": "borrows the other units' curves; the server's posterior is exact, so it equals CenMGP's",
+    "FedPoly": "a polynomial held to the shared one follows the average amplitude",
+    "ModularGP": "units are put together after each was trained alone",
+    "IndGP": "alone, nothing tells what comes next, and its intervals say so",
+    "CenMGP": "the reference: the same model with all units' points in one place",
 }
 LEVEL = 2.5758293035489004  # of 99 % intervals
 
@@ -110,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append([*line, cover, f"{average:.3f} ({spread:.3f})"])
     columns = ["", "MSE", "sd", "worst", "99 % intervals cover", "published MSE (sd)"]
     common.show(f"Unit 1's lost half, {options.seeds} seeds, {rounds} rounds", columns, lines)
+    sys.stderr.write("\n" + "".join(f"{name:<11}{why}\n" for name, why in WHY.items()))
     common.finish("fedmgp_extrapolation", rows, options, lambda: {"fedmgp_extrapolation": draw(0, first)})
 
 

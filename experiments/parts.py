@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import (
+    demo_statistics,
     fedlin_cmapss,
     fedlin_selection,
     fedlin_simulation,
@@ -50,6 +51,11 @@ def sparse_devices(case: str, seed: int) -> FederatedData:
     of_case, generator = fedlin_selection.CASES[case], torch.Generator().manual_seed(seed)
     truth = torch.tensor(of_case.coefficients, dtype=torch.float64).expand(len(of_case.rows), -1)
     return fedlin_selection.simulate(truth, of_case.rows, generator)
+
+
+def clinics(count: int, seed: int) -> FederatedData:
+    """Training rows of `demo_statistics`."""
+    return demo_statistics.clinics(count, seed)[0]
 
 
 def related_devices(case: str, devices: int, seed: int) -> FederatedData:

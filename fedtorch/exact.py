@@ -34,7 +34,14 @@ _NOT_FINITE = -(2**62)  # in place of limbs that are not finite; no sum of limbs
 
 
 class Whole(NamedTuple):
-    """Sums as whole numbers of 2⁻¹⁶⁰, which the host knows."""
+    """Sums as whole numbers of 2⁻¹⁶⁰, which the host knows.
+
+    Example:
+        >>> import torch
+        >>> (whole,) = read(limbs(torch.tensor([0.5, 3.0], dtype=torch.float64)))
+        >>> [number / 2**160 for number in whole.numbers]
+        [0.5, 3.0]
+    """
 
     numbers: list[int]  # in flat order
     like: Tensor  # (..., LIMBS) what they were read from
@@ -109,6 +116,16 @@ def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Te
     Returns:
         three tensors `(...)`, float64; the third is not negative when all weights are, but for products below 2⁻¹⁶⁰,
         which `limbs` cuts off.
+
+    Example:
+        >>> import torch
+        >>> w = torch.ones(2, dtype=torch.float64)
+        >>> x = torch.tensor([1e12 + 1, 1e12 + 3], dtype=torch.float64)
+        >>> centre = torch.tensor(1e12 + 2, dtype=torch.float64)
+        >>> total = lambda *terms: sum(limbs(term).sum(0) for term in terms)
+        >>> wx, wxx = products(w, x)  # x² = 10²⁴ would be rounded to a multiple of 10⁸
+        >>> [float(moment) for moment in about(*read(total(w), total(*wx), total(*wxx), limbs(centre)))]
+        [2.0, 0.0, 2.0]
     """
     sums: tuple[list[float], list[float], list[float]] = [], [], []
     d = 1 << _SCALE

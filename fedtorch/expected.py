@@ -28,13 +28,25 @@ def kind(value: Any, types: type | tuple[type, ...], what: str, advice: str) -> 
 
 
 def function(value: Any, what: str, advice: str) -> None:
-    """Raises TypeError unless `value` can be called."""
+    """Raises TypeError unless `value` can be called.
+
+    Example:
+        >>> function(3, "loss= as a function of (output, target)", "such as torch.nn.functional.mse_loss")
+        Traceback (most recent call last):
+        TypeError: Expected loss= as a function of (output, target), but got int; such as torch.nn.functional.mse_loss
+    """
     if not callable(value):
         raise TypeError(f"Expected {what}, but got {_described(value)}; {advice}")
 
 
 def dense(leaf: Tensor, where: str) -> None:
-    """Raises TypeError for sparse and quantised tensors, which cannot be stacked."""
+    """Raises TypeError for sparse and quantised tensors, which cannot be stacked.
+
+    Example:
+        >>> dense(torch.eye(2).to_sparse(), "x")
+        Traceback (most recent call last):
+        TypeError: Expected dense numbers in x, but got torch.sparse_coo of torch.float32; use to_dense or dequantize
+    """
     if leaf.layout != torch.strided or leaf.is_quantized:
         raise TypeError(
             f"Expected dense numbers in {where}, but got {leaf.layout} of {leaf.dtype}; use to_dense or dequantize"
@@ -49,14 +61,26 @@ def positive(**numbers: Any) -> None:
 
 
 def not_negative(**numbers: Any) -> None:
-    """Raises ValueError unless all are at least 0 and finite."""
+    """Raises ValueError unless all are at least 0 and finite.
+
+    Example:
+        >>> not_negative(momentum=0.0, weight_decay=-0.1)
+        Traceback (most recent call last):
+        ValueError: Expected weight_decay of at least 0, but got -0.1
+    """
     for name, value in numbers.items():
         if not _finite(name, value) or value < 0:
             raise ValueError(f"Expected {name} of at least 0, but got {value}")
 
 
 def like(values: Tree, example: Tree, what: str, advice: str) -> None:
-    """Raises ValueError unless `values` have the names and shapes of `example`."""
+    """Raises ValueError unless `values` have the names and shapes of `example`.
+
+    Example:
+        >>> like({"w": torch.zeros(3)}, {"w": torch.zeros(2)}, "parameter", "take those of the module")
+        Traceback (most recent call last):
+        ValueError: Expected parameter 'w' to be of shape (2,), but got it of shape (3,); take those of the module
+    """
     got, wanted = ({name: tuple(leaf.shape) for name, leaf in tree.items(each)} for each in (values, example))
     for name in {**wanted, **got}:
         if wanted.get(name) != got.get(name):

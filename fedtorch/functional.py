@@ -27,7 +27,13 @@ def parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers by name."""
+    """Copies of the buffers by name.
+
+    Example:
+        >>> net = nn.BatchNorm1d(3)
+        >>> {name: tuple(tensor.shape) for name, tensor in buffers(net).items()}
+        {'running_mean': (3,), 'running_var': (3,), 'num_batches_tracked': ()}
+    """
     return {name: b.detach().clone() for name, b in module.named_buffers()}
 
 
@@ -55,6 +61,12 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     Raises:
         KeyError: the module has no parameter or buffer of that name.
         ValueError: a tensor has another shape than the module's.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> trained = load(net, {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.tensor([0.5])})
+        >>> trained(torch.tensor([[3.0, 1.0]])).tolist(), net.weight is trained.weight
+        ([[5.5]], False)
     """
     result = copy.deepcopy(module)
     for (name, value), own in zip(tensors.items(), _named(result, list(tensors))):
@@ -66,7 +78,17 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How `module` is called on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are."""
+    """How `module` is called on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are.
+
+    Example:
+        >>> net = nn.Bilinear(2, 3, 1)
+        >>> batch = {"input1": torch.ones(4, 2), "input2": torch.ones(4, 3)}
+        >>> positional, named = arguments(net, batch)
+        >>> net(*positional, **named).shape
+        torch.Size([4, 1])
+        >>> len(arguments(nn.Linear(2, 1), batch["input1"])[0])  # the tensor itself, as the first argument
+        1
+    """
     if isinstance(inputs, dict):
         takes = inspect.signature(module.forward).parameters
         if inputs.keys() <= takes.keys() or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
@@ -78,6 +100,10 @@ def counted(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Means of counts or flags as whole numbers, rounded up: a flag that one of several clients has raised is raised.
 
     What lies above a whole number by less than 0.001 is taken for the rounding of a mean.
+
+    Example:
+        >>> counted(torch.tensor([0.25, 2.0001]), torch.int64)  # one of four has counted 1; all have 2, or nearly
+        tensor([1, 2])
     """
     return (value - 1e-3).ceil().to(dtype) if value.is_floating_point() else value.to(dtype)
 
@@ -105,6 +131,15 @@ class Swap:
 
     Raises:
         KeyError: the module has no parameter or buffer of that name.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> swap = Swap(net, ["weight", "bias"])
+        >>> with swap([torch.tensor([[1.0, 2.0]]), torch.tensor([0.5])]):
+        ...     net(torch.tensor([[3.0, 1.0]]))
+        tensor([[5.5000]])
+        >>> swap.current(0) is net.weight  # its own are back
+        True
     """
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy as copied
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch._lazy import loaded
+from fedtorch._torchmetrics import computed, summed_states, wide
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -52,6 +52,17 @@ class StackedMetric:
         compute: sums with any batch shape in front, `(K, ...)` or `()` -> values of that batch shape, in
             float64. Without rows the value is NaN.
         largest_is_best: whether it is large for good predictions, and not small as losses are; None if not known.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> def update(prediction, target, mask):
+        ...     squares = (prediction - target).double().square()
+        ...     return {"squares": (squares * mask).sum(1), "rows": mask.sum(1)}
+        >>> rmse = ft.metrics.StackedMetric(update, lambda sums: (sums["squares"] / sums["rows"]).sqrt(), False)
+        >>> mask = torch.tensor([[True, True], [True, False]])  # the second client has one row
+        >>> sums = rmse.update(torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [5.0, 0.0]]), mask)
+        >>> rmse.compute(sums), rmse.compute(ft.tree.map(lambda leaf: leaf.sum(0), sums))  # √(27 / 3) of all rows
+        (tensor([1., 5.], dtype=torch.float64), tensor(3., dtype=torch.float64))
     """
 
     update: Callable[[Tensor, Tensor, Tensor], Tree]
@@ -63,6 +74,12 @@ def mean_of(function: PerExample, largest_is_best: bool | None = None) -> Stacke
     """The mean over examples of `function(prediction, target) -> (K, N)`, one value per example.
 
     The function takes predictions and targets `(K, N, ...)` with zeros in the padding.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> near = ft.metrics.mean_of(lambda prediction, target: (prediction - target).abs() < 0.5, True)
+        >>> near.compute(near.update(torch.zeros(1, 4), torch.tensor([[0.1, 0.2, 0.3, 9.0]]), torch.ones(1, 4).bool()))
+        tensor([0.7500], dtype=torch.float64)
     """
 
     def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
@@ -171,6 +188,13 @@ def calibration_error(bins: int = 15) -> StackedMetric:
         bins: how many bins.
 
     Reference: Guo, Pleiss, Sun, Weinberger, On calibration of modern neural networks (2017), equation 5.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> rows = torch.zeros(1, 4, 2), torch.tensor([[0, 0, 0, 1]]), torch.ones(1, 4).bool()  # says ½, right in ¾
+        >>> error, entropy = ft.metrics.calibration_error(), ft.metrics.cross_entropy()
+        >>> error.compute(error.update(*rows)), entropy.compute(entropy.update(*rows))  # ¾ − ½, log 2
+        (tensor([0.2500], dtype=torch.float64), tensor([0.6931], dtype=torch.float64))
     """
     if bins < 1:
         raise ValueError(f"Expected at least one bin, but got {bins}")
@@ -203,19 +227,26 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
     Raises:
         TypeError: the metric keeps what sums cannot make up (lists of examples, running means, extremes),
             wraps other metrics, or gives more than one number; the message says what to use.
+
+    Example:
+        >>> import torch, torchmetrics, fedtorch as ft
+        >>> r2 = ft.metrics.from_torchmetrics(torchmetrics.R2Score())
+        >>> prediction, target = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 2.0, 4.0]])
+        >>> r2.compute(r2.update(prediction, target, torch.ones(1, 3).bool()))  # 1 − 2 / 8
+        tensor([0.7500], dtype=torch.float64)
     """
     name = type(metric).__name__
     copy = metric.clone()
     copy.reset()
     copy.compute_with_cache = False
     copy.distributed_available_fn = lambda: False  # the sums meet elsewhere, never by this metric's own all_gather
-    defaults = _summed_states(copy)
-    _value(copy)
+    defaults = summed_states(copy)
+    computed(copy)
 
     def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
         copy.to(prediction.device)
         states = {
-            state: torch.zeros(len(mask), *default.shape, dtype=_wide(default), device=mask.device)
+            state: torch.zeros(len(mask), *default.shape, dtype=wide(default), device=mask.device)
             for state, default in defaults.items()
         }
         for k in mask.any(1).nonzero().flatten().tolist():
@@ -240,7 +271,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
             if rows[index] > 0:
                 for state, default in defaults.items():
                     setattr(copy, state, states[state][index].to(default.dtype, copy=True))
-                values[index] = _value(copy)
+                values[index] = computed(copy)
         copy.reset()
         return values
 
@@ -252,6 +283,12 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
 
     Raises:
         TypeError: it is none of these.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> huber = ft.metrics.as_stacked(torch.nn.HuberLoss())
+        >>> huber.compute(huber.update(torch.zeros(1, 2), torch.tensor([[1.0, 3.0]]), torch.ones(1, 2).bool()))
+        tensor([1.5000], dtype=torch.float64)
     """
     if isinstance(metric, StackedMetric):
         return metric
@@ -302,49 +339,3 @@ def _classification(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]
     if prediction.shape[-1] == 1:
         prediction = torch.cat([torch.zeros_like(prediction), prediction], -1)
     return prediction, target.long()
-
-
-def _wide(state: Tensor) -> torch.dtype:
-    return torch.float64 if state.is_floating_point() else state.dtype
-
-
-def _summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
-    """The initial states of a metric, if sums over clients make them up."""
-    import torchmetrics  # here, because few need it and it takes long to import
-
-    name = type(metric).__name__
-    if any(isinstance(child, torchmetrics.Metric) for child in list(metric.modules())[1:]) or not metric._defaults:
-        raise TypeError(f"Expected a metric with states of its own, but got {name}; give the metric inside it")
-    advice = (
-        "give thresholds=… where the metric has them, use fedtorch.metrics.calibration_error() "
-        "for calibration, or give a function with one value per example"
-    )
-    defaults: dict[str, Tensor] = {}
-    for state, default in metric._defaults.items():
-        reduction = metric._reductions[state]
-        if not isinstance(default, Tensor):
-            raise TypeError(f"Expected states that are sums, but got {name}.{state}, a list of examples; {advice}")
-        if reduction is not torchmetrics.utilities.dim_zero_sum or bool((default != 0).any()):
-            how = str(getattr(reduction, "__name__", reduction)).removeprefix("dim_zero_")
-            raise TypeError(
-                f"Expected states that are sums from zero, but got {name}.{state}, reduced by {how}; {advice}"
-            )
-        defaults[state] = default.detach().clone()
-    return defaults
-
-
-def _value(metric: torchmetrics.Metric) -> Tensor:
-    """What a metric computes from its present states: one number, NaN where they do not suffice."""
-    metric._update_count = 1  # states were put in place without `update`
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            value = metric.compute()
-        except ValueError:
-            return torch.tensor(torch.nan)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(
-            f"Expected a metric of one number, but {type(metric).__name__} gives {shape}; choose an average"
-        )
-    return value.reshape(())

@@ -178,20 +178,25 @@ class TreeOptimizer:
     def _zero_step(self, tensors: dict[str, Tensor]) -> Optimizer:
         """A bound optimiser after a step with gradients of zero, which shows the state that it keeps."""
         name, optimizer = type(self.original).__name__, self.bind(tensors)
-        before = [options(group) for group in optimizer.param_groups]
+        before = [dict(group) for group in optimizer.param_groups]
         for tensor in tensors.values():
             tensor.grad = torch.zeros_like(tensor)
         try:
             optimizer.step()
         except TypeError as error:
             raise TypeError(f"Expected an optimiser that needs no closure, but got {name} ({error})") from error
-        if [options(group) for group in optimizer.param_groups] != before:
+        if [dict(group) for group in optimizer.param_groups] != before:
             raise TypeError(f"{name} keeps its state outside of the parameters; {self.advice}")
         return optimizer
 
 
 def check_maker(make: MakeOptimizer) -> None:
-    """Raises TypeError unless `make` is a function, which takes the parameters that it is to train."""
+    """Raises TypeError unless `make` is a function, which takes the parameters that it is to train.
+
+    >>> check_maker(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    Traceback (most recent call last):
+    TypeError: Expected a function of parameters that makes an optimiser, but got ...
+    """
     advice = "pass optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), for every client has its own"
     expected.function(make, "a function of parameters that makes an optimiser", advice)
 
@@ -201,6 +206,16 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
 
     Raises:
         TypeError: the constructor gives a parameter a state that is not one number everywhere.
+
+    >>> import torch
+    >>> x = torch.tensor([4.0])
+    >>> optimizer = rebind(torch.optim.SGD([torch.zeros(3)], lr=0.5), [[x]])
+    >>> options(optimizer.param_groups[0])["lr"]
+    0.5
+    >>> x.grad = torch.tensor([2.0])
+    >>> optimizer.step()
+    >>> x
+    tensor([3.])
     """
     clone = object.__new__(type(optimizer))
     clone.__dict__.update(vars(optimizer))
@@ -208,7 +223,7 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
     clone.state = defaultdict(dict)
     clone.param_groups = []
     for group, tensors in zip(optimizer.param_groups, groups):
-        clone.param_groups.append({"params": tensors, **{k: copied(v) for k, v in options(group).items()}})
+        clone.param_groups.append({"params": tensors, **options(group)})
         if _may_fuse(clone.param_groups[-1]):
             clone.param_groups[-1]["fused"] = True
         initial: dict[str, Any] = next((optimizer.state[p] for p in group["params"] if p in optimizer.state), {})
@@ -218,12 +233,11 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a parameter group."""
-    return {name: value for name, value in group.items() if name != "params"}
+    """Copies of the hyperparameters of a parameter group; schedulers fill a tensor of a learning rate."""
+    return {name: _copied(value) for name, value in group.items() if name != "params"}
 
 
-def copied(value: Any) -> Any:
-    """A hyperparameter of its own; schedulers fill a tensor of a learning rate."""
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -240,7 +254,7 @@ def _may_fuse(group: dict[str, Any]) -> bool:
 def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
     """A constructor's state (Adagrad's sums) for a tensor of another shape."""
     if not isinstance(value, Tensor) or value.ndim == 0:
-        return copied(value)
+        return _copied(value)
     if bool((value != value.flatten()[0]).any()):
         raise TypeError(
             f"{type(optimizer).__name__} starts with a state {name!r} that differs between elements; use "

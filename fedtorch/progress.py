@@ -43,6 +43,12 @@ class Progress:
 
     Attributes:
         done: steps so far.
+
+    >>> with Progress("Solving", total=10, unit="step") as shown:
+    ...     for loss in (0.5, 0.25):
+    ...         shown.update(tell=lambda: {"loss": loss})
+    >>> shown.done
+    2
     """
 
     def __init__(

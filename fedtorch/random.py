@@ -73,6 +73,11 @@ def split(key: Tensor, count: int) -> tuple[Tensor, ...]:
 
     Returns:
         `count` tensors of the shape of `key`.
+
+    Example:
+        >>> rows, noise = split(key(0), 2)
+        >>> bool(noise == fold_in(key(0), 1))
+        True
     """
     return fold_in(key.unsqueeze(-1), torch.arange(count, device=key.device)).unbind(-1)
 
@@ -82,6 +87,11 @@ def bits(key: Tensor, count: int) -> Tensor:
 
     Returns:
         `(*key.shape, count)`, int64 from 0 to 2³² − 1.
+
+    Example:
+        >>> words = bits(fold_in(key(0), torch.arange(3)), 4)
+        >>> words.shape, bool((words >> 32 == 0).all())
+        (torch.Size([3, 4]), True)
     """
     return philox.bits(key, count)
 
@@ -149,6 +159,11 @@ def gamma(
 
     Raises:
         ValueError: a number that is not finite and positive; tensors are not asked, which might be on a device.
+
+    Example:
+        >>> draws = gamma(key(0), torch.tensor([[0.5], [4.0]]), (2, 10_000), torch.float64)
+        >>> draws.mean(1).round(decimals=1), draws.var(1).round(decimals=1)  # both are a
+        (tensor([0.5000, 4.0000], dtype=torch.float64), tensor([0.5000, 4.0000], dtype=torch.float64))
     """
     check_key(key)
     _check_real(dtype)
@@ -172,6 +187,10 @@ def inverse_gamma(
     """Inverse gamma numbers of a given shape parameter a and scale one: 1 / `gamma(...)`, at most the largest finite.
 
     Args and errors as for `gamma`; IG(a, b) has density proportional to x^{−a−1} e^{−b/x} and is b times this.
+
+    Example:
+        >>> round(float(inverse_gamma(key(0), 5.0, (10_000,)).mean()), 2)  # 1 / (a − 1)
+        0.25
     """
     draws = gamma(key, concentration, shape, torch.float64).reciprocal_()
     return draws.clamp_max_(torch.finfo(dtype).max).to(dtype)
@@ -191,6 +210,10 @@ def beta(
 
     Returns:
         `(*key.shape, *shape)`, between 0 and 1.
+
+    Example:
+        >>> round(float(beta(key(0), 1.0, 3.0, (10_000,)).mean()), 2)  # a / (a + b)
+        0.25
     """
     one, other = split(key, 2)
     first, second = gamma(one, a, shape, torch.float64), gamma(other, b, shape, torch.float64)
@@ -210,6 +233,13 @@ def bernoulli(key: Tensor, probability: float | Tensor, shape: Sequence[int] = (
 
     Raises:
         ValueError: a number outside [0, 1]; tensors are not checked.
+
+    Example:
+        >>> clients = fold_in(key(0), torch.arange(10_000))
+        >>> round(float(bernoulli(clients, 0.2).float().mean()), 1)  # who takes part
+        0.2
+        >>> bernoulli(key(0), torch.tensor([0.0, 1.0]), (2,))
+        tensor([False,  True])
     """
     if isinstance(probability, Tensor):
         words = bits(key, math.prod(shape)).reshape((*key.shape, *shape))
@@ -229,6 +259,13 @@ def randint(key: Tensor, high: int | Tensor, shape: Sequence[int] = ()) -> Tenso
 
     Returns:
         `(*key.shape, *shape)`, int64.
+
+    Example:
+        >>> clients = fold_in(key(0), torch.arange(3))
+        >>> randint(clients, torch.tensor([2, 100, 0]), (4,))  # with replacement, of clients with 2, 100 and 0 rows
+        tensor([[ 0,  0,  1,  1],
+                [ 7, 66, 44, 71],
+                [ 0,  0,  0,  0]])
     """
     if isinstance(high, Tensor):
         modulus: int | Tensor = high.expand(key.shape).unsqueeze(-1).clamp_min(1)
@@ -268,6 +305,13 @@ def choice(key: Tensor, population: int, count: int) -> Tensor:
 
     Raises:
         ValueError: `count` is negative or greater than `population`.
+
+    Example:
+        >>> rounds = fold_in(key(0), torch.arange(3))
+        >>> choice(rounds, 5, 2)  # two of five clients in each of three rounds
+        tensor([[2, 3],
+                [0, 3],
+                [2, 3]])
     """
     if not 0 <= count <= population:
         raise ValueError(f"Expected a count between 0 and the population of {population}, but got {count}")

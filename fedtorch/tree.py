@@ -110,7 +110,12 @@ def _each(function: Callable[..., Any], node: Tree, kinds: tuple[Any, ...]) -> T
 
 
 def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Iterates over (path, leaf), depth first in the tree's own order."""
+    """Iterates over (path, leaf), depth first in the tree's own order.
+
+    Example:
+        >>> [(path, tuple(leaf.shape)) for path, leaf in items(({"w": torch.ones(2, 3), "b": None}, torch.ones(4)))]
+        [('0.w', (2, 3)), ('1', (4,))]
+    """
     if tree is None:
         return
     if isinstance(tree, Tensor):
@@ -150,6 +155,11 @@ def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:
 
     Raises:
         KeyError: a leaf of `like` has no value in `flat`; extra values are ignored.
+
+    Example:
+        >>> parameters = {"layer": {"w": torch.ones(2)}, "scale": (torch.zeros(1),)}
+        >>> unflatten({"scale.0": torch.tensor([5.0]), "layer.w": torch.tensor([1.0, 2.0])}, like=parameters)
+        {'layer': {'w': tensor([1., 2.])}, 'scale': (tensor([5.]),)}
     """
     if like is None:
         return None
@@ -162,7 +172,13 @@ def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:
 
 
 def refill(like: Tree, leaves: Sequence[Tensor]) -> Tree:
-    """A tree of the structure of `like` with other leaves, in the order of `leaves(like)`."""
+    """A tree of the structure of `like` with other leaves, in the order of `leaves(like)`.
+
+    Example:
+        >>> parameters = {"w": torch.ones(2), "b": torch.ones(1)}
+        >>> refill(parameters, [leaf.numel() * leaf for leaf in leaves(parameters)])
+        {'w': tensor([2., 2.]), 'b': tensor([1.])}
+    """
     remaining = iter(leaves)
     return map(lambda _: next(remaining), like)
 
@@ -172,14 +188,25 @@ def along(vector: Tensor, leaf: Tensor) -> Tensor: ...
 @overload
 def along(vector: float, leaf: Tensor) -> float: ...
 def along(vector: Tensor | float, leaf: Tensor) -> Tensor | float:
-    """`vector` `(K,)`, or of more leading dimensions, shaped to go with `leaf` `(K, ...)` row by row; numbers pass."""
+    """`vector` `(K,)`, or of more leading dimensions, shaped to go with `leaf` `(K, ...)` row by row; numbers pass.
+
+    Example:
+        >>> along(torch.tensor([1.0, 2.0]), torch.ones(2, 3, 4)).shape  # one number a client
+        torch.Size([2, 1, 1])
+    """
     if not isinstance(vector, Tensor) or vector.ndim == 0:
         return vector
     return vector.reshape(vector.shape + (1,) * (leaf.ndim - vector.ndim))
 
 
 def where(condition: Tensor, first: Tree, second: Tree) -> Tree:
-    """Rows of `first` where the condition, `(K,)` or of everybody `()`, holds, and of `second` elsewhere."""
+    """Rows of `first` where the condition, `(K,)` or of everybody `()`, holds, and of `second` elsewhere.
+
+    Example:
+        >>> before, after = {"w": torch.zeros(3, 2)}, {"w": torch.ones(3, 2)}
+        >>> where(torch.tensor([True, False, True]), after, before)["w"][:, 0]  # client 1 did not answer
+        tensor([1., 0., 1.])
+    """
     return map(lambda a, b: torch.where(torch.as_tensor(along(condition, a)), a, b), first, second)
 
 
@@ -201,12 +228,23 @@ def scale(tree: Tree, factor: Tensor | float) -> Tree:
 
 
 def add_scaled(tree: Tree, direction: Tree, factor: float | Tensor = 1.0) -> Tree:
-    """`tree + factor · direction`, computed in the wider dtype and returned in the dtype of `tree`."""
+    """`tree + factor · direction`, computed in the wider dtype and returned in the dtype of `tree`.
+
+    Example:
+        >>> parameters, gradient = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([10.0, -10.0])}
+        >>> add_scaled(parameters, gradient, -0.1)
+        {'w': tensor([0., 3.])}
+    """
     return map(lambda a, b: (a + along(factor, b) * b).to(a.dtype), tree, direction)
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Zeros in the structure, dtypes and devices of `tree`."""
+    """Zeros in the structure, dtypes and devices of `tree`.
+
+    Example:
+        >>> zeros_like({"w": torch.ones(2), "count": torch.tensor(7)})
+        {'w': tensor([0., 0.]), 'count': tensor(0)}
+    """
     return map(torch.zeros_like, tree)
 
 
@@ -216,7 +254,13 @@ def stack(trees: Sequence[Tree]) -> Tree:
 
 
 def concatenate(trees: Sequence[Tree]) -> Tree:
-    """Stacked trees one after the other along the clients."""
+    """Stacked trees one after the other along the clients.
+
+    Example:
+        >>> first, second = {"w": torch.zeros(2, 3)}, {"w": torch.ones(4, 3)}  # blocks of 2 and 4 clients
+        >>> concatenate([first, second])["w"].shape
+        torch.Size([6, 3])
+    """
     return map(lambda *each: torch.cat(each), trees[0], *trees[1:])
 
 
@@ -226,14 +270,26 @@ def expand(tree: Tree, count: int) -> Tree:
 
 
 def take(tree: Tree, rows: Rows) -> Tree:
-    """Rows of a stacked tree: a copy for indices, a view for a slice."""
+    """Rows of a stacked tree: a copy for indices, a view for a slice.
+
+    Example:
+        >>> clients = {"w": torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])}
+        >>> take(clients, torch.tensor([2, 0]))["w"][:, 0], take(clients, slice(1, 3))["w"][:, 0]
+        (tensor([2., 0.]), tensor([1., 2.]))
+    """
     if isinstance(rows, slice):
         return map(lambda leaf: leaf[rows], tree)
     return map(lambda leaf: leaf.index_select(0, rows.to(leaf.device)), tree)
 
 
 def to(tree: Tree, *args: Any, **kwargs: Any) -> Tree:
-    """`Tensor.to` on every leaf."""
+    """`Tensor.to` on every leaf.
+
+    Example:
+        >>> half = to({"w": torch.ones(3), "b": torch.ones(1)}, torch.bfloat16)
+        >>> half["w"].dtype, nbytes(half)
+        (torch.bfloat16, 8)
+    """
     return map(lambda leaf: leaf.to(*args, **kwargs), tree)
 
 

@@ -18,7 +18,7 @@ knows them without making them, and that what was checked is what is read. Any s
 tensor(6.)
 >>> wire.decode(payload, like={"weight": torch.empty(2, 4)}, client="ward-7", round=3)
 Traceback (most recent call last):
-fedtorch.safetensors_header.PayloadError: payload of client 'ward-7' in round 3, field 'weight':
+fedtorch.wire.PayloadError: payload of client 'ward-7' in round 3, field 'weight':
     expected shape (2, 4), but got (2, 3)
 
 Reference: https://github.com/huggingface/safetensors, section Format.
@@ -28,18 +28,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
-from fedtorch.safetensors_header import (
+from fedtorch._safetensors_header import (
     JSON,
     LENGTH,
     METADATA_LIMIT,
     Field,
-    PayloadError as PayloadError,
-    Sender,
+    Refuse,
     check_header,
     loads,
     make_header,
@@ -48,6 +47,20 @@ from fedtorch.safetensors_header import (
     texts,
 )
 from fedtorch.tree import Tree, flatten, unflatten
+
+
+class PayloadError(ValueError):
+    """A payload was refused; the message names client, round and field, what was expected and what came.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch import wire
+        >>> try:
+        ...     wire.decode(wire.encode({"weight": torch.ones(2)}), like={"weight": torch.ones(3)}, client="ward-7")
+        ... except wire.PayloadError as error:
+        ...     print(error)
+        payload of client 'ward-7', field 'weight': expected shape (3,), but got (2,)
+    """
 
 
 def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
@@ -99,17 +112,17 @@ def decode(
     Raises:
         PayloadError: the payload is not what was expected; the message says where and how.
     """
-    sender = Sender(client, round)
+    refuse = partial(_refused, client, round)
     fields = _fields(flatten(like))
     if isinstance(payload, bytes) and not payload and not fields:
         return unflatten({}, like)
-    _check_bytes(payload, limit, sender)
+    _check_bytes(payload, limit, refuse)
     longest = METADATA_LIMIT
     if int.from_bytes(payload[:LENGTH], "little") > longest:
         longest += 2 * len(make_header(fields))
-    header, data = read_header(payload, longest, sender)
-    places = check_header(header, fields, len(data), sender)
-    flat = {field.name: _from_bytes(data[places[field.name]], field, finite, sender) for field in fields}
+    header, data = read_header(payload, longest, refuse)
+    places = check_header(header, fields, len(data), refuse)
+    flat = {field.name: _from_bytes(data[places[field.name]], field, finite, refuse) for field in fields}
     return unflatten(flat, like)
 
 
@@ -131,13 +144,13 @@ def metadata(
     Raises:
         PayloadError: there is no header, or its metadata is not a JSON object.
     """
-    sender = Sender(client, round)
+    refuse = partial(_refused, client, round)
     if isinstance(payload, bytes) and not payload:
         return {}
-    _check_bytes(payload, len(payload), sender)
-    header, _ = read_header(payload, limit, sender)
-    text = texts(header, sender).get("fedtorch")
-    return {} if text is None else loads(text, "metadata", sender)
+    _check_bytes(payload, len(payload), refuse)
+    header, _ = read_header(payload, limit, refuse)
+    text = texts(header, refuse).get("fedtorch")
+    return {} if text is None else loads(text, "metadata", refuse)
 
 
 def size(tree: Tree) -> int:
@@ -150,6 +163,9 @@ def row_size(tree: Tree) -> int:
 
     Raises:
         ValueError: a leaf has no leading dimension.
+
+    >>> row_size({"weight": torch.zeros(50, 2, 3)}) == size({"weight": torch.zeros(2, 3)})  # of 50 clients, of one
+    True
     """
     flat = flatten(tree)
     for name, leaf in flat.items():
@@ -162,6 +178,16 @@ def row_size(tree: Tree) -> int:
 def _size(leaves: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
     fields = ordered(leaves)
     return len(make_header(fields)) + sum(field.nbytes for field in fields) if fields else 0
+
+
+def _refused(
+    client: str | int | None, round: int | None, expected: str, got: object, field: str | None = None
+) -> PayloadError:
+    """The error to raise."""
+    of_client = "" if client is None else f" of client {client!r}"
+    in_round = "" if round is None else f" in round {round}"
+    at = "" if field is None else f", field {field!r}"
+    return PayloadError(f"payload{of_client}{in_round}{at}: expected {expected}, but got {got}")
 
 
 def _fields(flat: Mapping[str, Tensor]) -> list[Field]:
@@ -182,26 +208,26 @@ def _to_bytes(leaf: Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-def _from_bytes(data: memoryview, field: Field, finite: bool, sender: Sender) -> Tensor:
+def _from_bytes(data: memoryview, field: Field, finite: bool, refuse: Refuse) -> Tensor:
     """A tensor with memory of its own, writable."""
     if not data:
         return torch.empty(field.shape, dtype=field.dtype)
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     if field.dtype == torch.bool and (largest := int(raw.max())) > 1:
-        raise sender.refuse("booleans stored as 0 and 1", f"the byte {largest}", field.name)
+        raise refuse("booleans stored as 0 and 1", f"the byte {largest}", field.name)
     leaf = raw.view(field.dtype).reshape(field.shape)
     if finite and (field.dtype.is_floating_point or field.dtype.is_complex):
         values = leaf.float() if field.dtype.itemsize == 1 else leaf  # torch has no isfinite for float8
         if not (is_finite := values.isfinite()).all():
             bad = leaf.numel() - int(is_finite.sum())
-            raise sender.refuse("finite numbers", f"{bad} NaN or Inf of {leaf.numel()}", field.name)
+            raise refuse("finite numbers", f"{bad} NaN or Inf of {leaf.numel()}", field.name)
     return leaf
 
 
-def _check_bytes(payload: object, limit: int, sender: Sender) -> None:
+def _check_bytes(payload: object, limit: int, refuse: Refuse) -> None:
     if not isinstance(payload, bytes):
-        raise sender.refuse("bytes", type(payload).__name__)
+        raise refuse("bytes", type(payload).__name__)
     if len(payload) > limit:
-        raise sender.refuse(f"at most {limit} bytes", f"{len(payload)}; raise the limit if that is right")
+        raise refuse(f"at most {limit} bytes", f"{len(payload)}; raise the limit if that is right")
     if len(payload) < LENGTH:
-        raise sender.refuse(f"{LENGTH} bytes that count the header", f"{len(payload)} bytes in all")
+        raise refuse(f"{LENGTH} bytes that count the header", f"{len(payload)} bytes in all")

@@ -15,6 +15,7 @@ from support.closed_forms import ROUNDING, distance, linear_clients, sgd
 import fedtorch as ft
 from experiments import (
     demo_sites,
+    demo_statistics,
     fedavg_family,
     fedlin_cmapss,
     fedlin_school,
@@ -87,6 +88,14 @@ def test_quickstart(tmp_path):
     assert 0 < found["the same, ε = 8", "epsilon"] <= 8
     assert [setting for setting, metric in found if metric == "epsilon"] == ["the same, ε = 8"]
     assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_demo_statistics(tmp_path):
+    demo_statistics.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["hierarchical Bayes", "error"] < found["one model for all", "error"]
+    assert found["effects", "furthest from one place, in sd"] < 0.05  # of four clinics after four rounds
+    assert (tmp_path / "demo_statistics.png").stat().st_size > 10_000
 
 
 def test_gtv_privacy(tmp_path):

@@ -144,23 +144,37 @@ class Sampler:
         return {name: leaf.transpose(0, 1) for name, leaf in tree.concatenate(parts).items()}
 
     def inference_data(self) -> Any:
-        """The draws as ArviZ's `InferenceData`, group `posterior`, variables named as they are watched."""
-        return load_arviz().from_dict(posterior={name: leaf.numpy() for name, leaf in self.draws().items()})
+        """The draws for ArviZ, group `posterior`, variables named as they are watched.
+
+        That is its `InferenceData`, and from ArviZ 1.0 on an xarray `DataTree`.
+        """
+        az, draws = load_arviz(), {name: leaf.numpy() for name, leaf in self.draws().items()}
+        return az.from_dict({"posterior": draws}) if _is_new(az) else az.from_dict(posterior=draws)
 
     def summary(self) -> pd.DataFrame:
-        """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component."""
-        az = load_arviz()
+        """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component.
+
+        Rows are named as ArviZ does, `theta[1]`; columns and numbers are the same with any ArviZ.
+        """
+        az, data = load_arviz(), self.inference_data()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # what never moves, such as γ = 1, has no R-hat
-            return az.summary(self.inference_data(), hdi_prob=0.95, round_to="none")
+            if not _is_new(az):
+                return az.summary(data, hdi_prob=0.95, round_to="none")
+            with az.rc_context({"stats.ci_prob": 0.95}):  # of the interval, and of the tails whose effective size it is
+                table = az.summary(data, ci_kind="hdi", round_to="none")
+        return table.rename(columns={"hdi95_lb": "hdi_2.5%", "hdi95_ub": "hdi_97.5%"})
 
     def trace(self, *names: str) -> Figure:
         """Trace plots and densities of the named quantities, of all if none is named."""
-        az = load_arviz()
-        with warnings.catch_warnings():
+        az, data = load_arviz(), self.inference_data()
+        given = {"var_names": list(names) or None, "compact": True, "backend": "matplotlib"}
+        with warnings.catch_warnings(), az.rc_context({"plot.max_subplots": None}):
             warnings.simplefilter("ignore")
-            axes = az.plot_trace(self.inference_data(), var_names=list(names) or None, compact=True)
-        figure = axes.ravel()[0].figure
+            if _is_new(az):
+                figure = az.plot_trace_dist(data, **given).viz["figure"].item()
+            else:
+                figure = az.plot_trace(data, **given).ravel()[0].figure
         figure.tight_layout()
         return figure
 
@@ -225,3 +239,8 @@ def load_arviz() -> Any:
         import arviz
 
     return arviz
+
+
+def _is_new(az: Any) -> bool:
+    """Whether it is ArviZ 1.0 or later, which has other arguments and results."""
+    return int(az.__version__.partition(".")[0]) >= 1

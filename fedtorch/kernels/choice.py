@@ -8,28 +8,38 @@ The environment variable `FEDTORCH_KERNELS` is read at every call:
 
 A tensor that is being differentiated, mapped over or traced goes to the reference, unless the operation has its own
 derivative.
+
+An operation asks for its program, and does without:
+
+>>> import torch
+>>> from fedtorch.kernels import choice
+>>> def doubled(x):
+...     module = choice.program("doubled", (x,), fits=x.numel() < 2**20)  # a module of Triton programs, or None
+...     return 2 * x if module is None else module.doubled(x)
+>>> x = torch.tensor([1.0, 2.0])  # on the CPU
+>>> doubled(x), choice.possible(x.device) and choice.installed()
+(tensor([2., 4.]), False)
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
-import sys
 from collections.abc import Container, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fedtorch.kernels import _launch
 
 VARIABLE = "FEDTORCH_KERNELS"
 MODES = ("on", "off", "interpret")
 FLOATS = (torch.float32, torch.float64)
 
 
-def mode() -> str:
+def _mode() -> str:
     """What `FEDTORCH_KERNELS` says.
 
     Raises:
@@ -42,8 +52,13 @@ def mode() -> str:
 
 
 def possible(device: torch.device) -> bool:
-    """Whether programs may run on a device at all; where they may not, nothing else need be asked."""
-    chosen = mode()
+    """Whether programs may run on a device at all; where they may not, nothing else need be asked.
+
+    >>> import torch
+    >>> possible(torch.device("cuda")), possible(torch.device("cpu"))
+    (True, False)
+    """
+    chosen = _mode()
     return chosen != "off" and device.type in ("cuda", "cpu") and (device.type == "cuda" or chosen == "interpret")
 
 
@@ -79,54 +94,10 @@ def program(
         return None
     if not installed():
         return None
-    return loaded(operation, interpreted=first.device.type == "cpu")
+    return _launch.loaded(operation, interpreted=first.device.type == "cpu")
 
 
 @functools.cache
 def installed() -> bool:
     """Whether Triton is."""
     return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def loaded(operation: str, *, interpreted: bool) -> ModuleType:
-    """The module of programs of an operation.
-
-    Raises:
-        RuntimeError: interpreted programs are asked for, but Triton has been imported to compile them.
-    """
-    if interpreted:
-        if "triton" not in sys.modules:
-            os.environ.setdefault("TRITON_INTERPRET", "1")
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            raise RuntimeError(
-                f"Expected TRITON_INTERPRET=1 before Triton's first import for {VARIABLE}=interpret; set both when you "
-                "start Python"
-            )
-    return importlib.import_module(f"fedtorch.kernels.programs.{operation}")
-
-
-def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
-    """Runs `programs` instances of a Triton kernel on the device of the first argument; rounding is never fused away.
-
-    Args:
-        kernel: a `triton.jit` function.
-        programs: how many; none is none.
-        arguments: tensors and numbers, the first one a tensor.
-        warps: of 32 threads, per program.
-        constants: its compile-time constants, by name.
-    """
-    if programs:
-        with torch.cuda.device_of(arguments[0]):
-            kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
-
-
-def tile(columns: int, size: int) -> tuple[int, int]:
-    """(rows, columns), powers of two, of a tile of `size` elements that covers few columns by many rows."""
-    across = min(power_of_two(columns), size)
-    return size // across, across
-
-
-def power_of_two(count: int) -> int:
-    """The smallest power of two of at least `count`, and at least 1."""
-    return 1 << max(count - 1, 0).bit_length()

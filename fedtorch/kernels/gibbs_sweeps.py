@@ -26,7 +26,8 @@ from torch import Tensor
 
 from fedtorch import linalg
 from fedtorch.kernels import philox
-from fedtorch.kernels.choice import launch, power_of_two, program
+from fedtorch.kernels._launch import launch, power_of_two
+from fedtorch.kernels.choice import program
 
 MOST = 16  # coefficients
 _SIZE = 256  # numbers of a program's matrices
@@ -59,7 +60,12 @@ class Chains(NamedTuple):
 
 
 def knows(keys: Tensor, coefficients: int) -> bool:
-    """Whether a program runs for these keys."""
+    """Whether a program runs for these keys.
+
+    >>> import torch, fedtorch as ft
+    >>> knows(ft.random.key(0)[None, None], coefficients=3)  # on the CPU
+    False
+    """
     return program("gibbs_sweeps", (keys,), (torch.int64,), fits=0 < coefficients <= MOST) is not None
 
 
@@ -72,6 +78,14 @@ def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps:
         chains: where they are; deviations are drawn first, so theirs are not looked at.
         keys: `(K, C)`.
         sweeps: L, at least 1.
+
+    >>> import torch, fedtorch as ft
+    >>> one = torch.ones(1, 1, 1).double()  # a client, a chain, a coefficient; 10⁹ rows are sure of 5
+    >>> rows = Rows(gram=1e9 * one, estimate=5 * one[0], rss=one[0, 0], degrees=one[0, 0])
+    >>> heard = Heard(centre=2 * one, precision=one, scale=one[0])
+    >>> chains = Chains(deviation=0 * one, precision=one, auxiliary=one, noise=one[0])
+    >>> gibbs_sweeps(rows, heard, chains, ft.random.key(0)[None, None], sweeps=2).deviation.round(decimals=3)  # 5 − 2
+    tensor([[[3.]]], dtype=torch.float64)
     """
     (clients, count, size), tensors = heard.centre.shape, (*rows, *heard, *chains[1:])
     double = all(tensor.dtype == torch.float64 for tensor in tensors)

@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch.kernels.choice import FLOATS, launch, power_of_two, program
+from fedtorch.kernels._launch import launch, power_of_two
+from fedtorch.kernels.choice import FLOATS, program
 
 MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
 _RESIDENT = 2**13  # numbers of a client's rows that stay in registers; of float64, whose logarithms need many, 2**11
@@ -33,7 +34,13 @@ _IGNORED = -100  # the label of rows that `cross_entropy` leaves out
 
 
 class Family(NamedTuple):
-    """A distribution with its canonical link."""
+    """A distribution with its canonical link.
+
+    >>> import torch
+    >>> eta, y = torch.zeros(2), torch.tensor([0.0, 1.0])
+    >>> BERNOULLI.misfit(eta, y), POISSON.misfit(eta, y)  # what is expected at η = 0, less y
+    (tensor([ 0.5000, -0.5000]), tensor([1., 0.]))
+    """
 
     code: int  # in the program
     loss: Callable[..., Tensor]  # of `torch.nn.functional`, of linear predictors and responses
@@ -47,7 +54,12 @@ CATEGORICAL = Family(3, F.cross_entropy, lambda eta, y: eta.softmax(-1) - F.one_
 
 
 def fits(family: Family, features: int, classes: int, dtype: torch.dtype) -> bool:
-    """Whether the program knows models of so many features, the constant included, and classes."""
+    """Whether the program knows models of so many features, the constant included, and classes.
+
+    >>> import torch
+    >>> fits(POISSON, 128, 1, torch.float64), fits(POISSON, 129, 1, torch.float64)
+    (True, False)
+    """
     if family.code == CATEGORICAL.code:
         return dtype == torch.float32 and 0 < features <= MOST_WITH_CLASSES and classes <= MOST_CLASSES
     return dtype in FLOATS and 0 < features <= MOST_FEATURES
@@ -84,6 +96,12 @@ def glm_steps(
 
     Raises:
         ValueError: shapes that do not fit together.
+
+    >>> import torch
+    >>> x, y = torch.ones(1, 2, 1), torch.tensor([[3.0, 5.0]])  # one client, two rows
+    >>> theta, loss = glm_steps(GAUSSIAN, x, y, torch.tensor([2]), torch.zeros(1, 1), steps=1, lr=0.5)
+    >>> theta, loss  # the mean of y; (9 + 25) / 2 before the step
+    (tensor([[4.]]), tensor([17.]))
     """
     _check(family, x, y, count, start, steps, batches)
     total = count.new_full(count.shape, steps) if total is None else total

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.kernels.choice import installed, launch, possible, power_of_two, program
+from fedtorch.kernels._launch import launch, power_of_two
+from fedtorch.kernels.choice import installed, possible, program
 
 MOST_POINTS, MOST_DIMS = 32, 16  # inducing inputs J, of which Triton 3.6 has registers for, and their dimensions
 _ROWS = 4096  # of B that the derivative makes at a time
@@ -32,7 +33,7 @@ _TILE = 32  # rows of B that a program makes at a time
 
 
 def runs(tensors: Sequence[Tensor]) -> bool:
-    """Whether a program takes these arguments of `gp_statistics`."""
+    """Whether a program takes these arguments of `gp_statistics`: on the CPU none."""
     x, inducing = tensors[0], tensors[3]
     fits = 0 < inducing.shape[-2] <= MOST_POINTS and 0 < x.shape[-1] <= MOST_DIMS
     return possible(x.device) and installed() and fits and {part.dtype for part in tensors} == {torch.float64}
@@ -54,6 +55,15 @@ def gp_statistics(
 
     Raises:
         ValueError: shapes that do not fit together.
+
+    >>> import torch
+    >>> one = torch.ones(1, 1, 1).double()
+    >>> x, y = torch.tensor([[[0.0], [0.0]]]).double(), torch.tensor([[1.0, 3.0]]).double()
+    >>> tensors = x, y, torch.ones(1, 2).double(), 0 * one[0], one, 2 * one[0], one  # both inputs at w, so that B = v
+    >>> gp_statistics(*tensors)  # 2 v², v Σ y
+    (tensor([[[8.]]], dtype=torch.float64), tensor([[8.]], dtype=torch.float64))
+    >>> runs(tensors)
+    False
     """
     tensors = (x, y, weight, inducing, width, height, whiten)
     _check(*tensors)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.kernels.choice import launch, power_of_two, program
+from fedtorch.kernels._launch import launch, power_of_two
+from fedtorch.kernels.choice import program
 
 MOST = 16  # dimensions
 _SIZE = 512  # numbers of a program's matrices
@@ -32,6 +33,11 @@ def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         matrix: A, symmetric, `(..., p, p)`.
         vector: v, `(..., p)`.
+
+    >>> import torch
+    >>> solution, inverse = solved(torch.tensor([[4.0, 0.0], [0.0, 0.25]]), torch.tensor([8.0, 1.0]))
+    >>> solution, inverse.diagonal()
+    (tensor([2., 4.]), tensor([0.2500, 4.0000]))
     """
     size = vector.shape[-1]
     same = matrix.shape[:-1] == vector.shape and vector.dtype == matrix.dtype
@@ -53,6 +59,10 @@ def tilted(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         nodes: `(K, R, p)`.
         weights: `(K, R)`, of sum 1.
+
+    >>> import torch
+    >>> tilted(torch.tensor([[[1.0], [5.0]]]), torch.tensor([[0.5, 0.5]]))  # mean 3, variance 4: r = 3/4, Q = 1/4
+    (tensor([[0.7500]]), tensor([[[0.2500]]]))
     """
     clients, many, size = nodes.shape
     programs = program("moments", (nodes, weights), (torch.float64,), fits=0 < size <= MOST)

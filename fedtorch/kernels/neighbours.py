@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.kernels.choice import FLOATS, launch, power_of_two, program
+from fedtorch.kernels._launch import launch, power_of_two
+from fedtorch.kernels.choice import FLOATS, program
 
 MOST = 64  # numbers of a row
 _SEGMENT = 64  # edges
@@ -28,7 +29,13 @@ _TILE = 256  # numbers of the sums of a program
 
 
 class Plan(NamedTuple):
-    """The segments of a network's edges."""
+    """The segments of a network's edges.
+
+    >>> import fedtorch as ft
+    >>> found = plan(ft.Network.star(100).adjacency())  # the hub's 99 edges are cut in two
+    >>> found.lengths[:4].tolist(), found.split.tolist(), found.pieces.tolist()
+    ([64, 35, 1, 1], [0], [2])
+    """
 
     starts: Tensor  # (S,) first edges, int64
     lengths: Tensor  # (S,) int32, falling
@@ -69,6 +76,11 @@ def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
     Args:
         matrix: A, symmetric, sparse CSR `(n, n)`.
         rows: w, `(n, d)`.
+
+    >>> import torch, fedtorch as ft
+    >>> path = ft.Network([[0, 1], [1, 2]]).adjacency()
+    >>> neighbours(path, torch.tensor([[1.0], [10.0], [100.0]])).flatten()
+    tensor([ 10., 101.,  10.], dtype=torch.float64)
     """
     if _programs(matrix, rows) is None:
         return matrix @ rows.to(matrix.dtype)
@@ -93,6 +105,12 @@ def descended(
         degrees: d, `(n,)`.
         alpha: α.
         lr: η.
+
+    >>> import torch, fedtorch as ft
+    >>> pair = ft.Network([[0, 1]])
+    >>> w, g = torch.tensor([[0.0], [4.0]]).double(), torch.zeros(2, 1).double()
+    >>> descended(pair.adjacency(), w, g, pair.degrees, alpha=0.5, lr=0.25).flatten()  # each a quarter of the way
+    tensor([1., 3.], dtype=torch.float64)
     """
     asked = torch.is_grad_enabled() and (rows.requires_grad or gradients.requires_grad)
     if _programs(matrix, rows, gradients, degrees) is None or asked:

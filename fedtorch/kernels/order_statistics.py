@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.kernels.choice import FLOATS, launch, power_of_two, program
+from fedtorch.kernels._launch import launch, power_of_two
+from fedtorch.kernels.choice import FLOATS, program
 
 MOST = 1024  # messages
 _SIZE = 2**15  # bytes of a program's messages

@@ -10,6 +10,22 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; B
 operations a block, not bandwidth; float64 logarithms for normal numbers. Not measured yet.
 
 Not differentiable: a draw depends on a key. Results: any floating-point dtype.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.kernels import philox
+>>> key, many, double = ft.random.key(7), (10_000,), torch.float64
+>>> mean = lambda drawn: round(abs(float(drawn.double().mean())), 1)
+>>> mean(philox.uniform(key, many, double)), mean(philox.normal(key, many, double))
+(0.5, 0.0)
+>>> mean(philox.exponential(key, many, double)), mean(philox.coins(key, many, threshold=2**32 // 5))
+(1.0, 0.2)
+>>> mean(philox.integers(key, many) / 2**63)
+0.5
+>>> mean(philox.gamma(key[None], torch.full((1, *many), 3.0).double(), double))
+3.0
+>>> children = philox.folded(key, torch.arange(3))  # a key for each of three clients
+>>> philox.uniform(children, (2,), torch.float32).shape
+torch.Size([3, 2])
 """
 
 from __future__ import annotations
@@ -23,7 +39,8 @@ from torch import Tensor
 
 from fedtorch import _philox as philox
 from fedtorch._philox import WORD, between, block_words, check_key, fill, words_per
-from fedtorch.kernels.choice import launch, program, tile
+from fedtorch.kernels._launch import launch, tile
+from fedtorch.kernels.choice import program
 
 FOLD, GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
@@ -31,7 +48,12 @@ _LANES = 256  # of a program
 
 
 def bits(key: Tensor, count: int) -> Tensor:
-    """32-bit words `(*key.shape, count)` as int64; word i is word i % 4 of the block i // 4."""
+    """32-bit words `(*key.shape, count)` as int64; word i is word i % 4 of the block i // 4.
+
+    >>> import torch
+    >>> [hex(word) for word in bits(torch.tensor(0), 4).tolist()]  # the known answer for zeros
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
     return _drawn("BITS", key, (count,), torch.int64, 1, lambda words: words)
 
 

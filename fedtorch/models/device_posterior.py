@@ -23,7 +23,16 @@ _BISECTIONS = 60
 
 
 class DevicePosterior(NamedTuple):
-    """The posteriors of `K` devices' coefficients θ_k `(d,)`."""
+    """The posteriors of `K` devices' coefficients θ_k `(d,)`.
+
+    Example:
+        >>> import torch
+        >>> one = torch.ones(1, 1, 1, 1).double()  # one device, one node, one coefficient ~ N(1, 1)
+        >>> device = DevicePosterior(one[0, 0], one[0], one, torch.full((1, 1), torch.nan))
+        >>> prediction = device.predictive(torch.tensor([[[3.0]]]), noise=0.5)  # of y = 3 θ + noise
+        >>> prediction.mean, prediction.variance  # 9 + 0.5
+        (tensor([[3.]], dtype=torch.float64), tensor([[9.5000]], dtype=torch.float64))
+    """
 
     weights: Tensor  # (K, R) of sum 1
     means: Tensor  # (K, R, d)
@@ -59,7 +68,15 @@ class DevicePosterior(NamedTuple):
 
 
 def quantile(distribution: MixtureSameFamily, probability: float) -> Tensor:
-    """Quantiles of univariate mixtures, in their batch shape, by bisection of the distribution function."""
+    """Quantiles of univariate mixtures, in their batch shape, by bisection of the distribution function.
+
+    >>> import torch
+    >>> from torch.distributions import Categorical, MixtureSameFamily, Normal
+    >>> places = Normal(torch.tensor([-1.0, 3.0]).double(), 0.1 * torch.ones(2).double())
+    >>> halves = MixtureSameFamily(Categorical(torch.tensor([0.5, 0.5]).double()), places)
+    >>> quantile(halves, 0.25).round(decimals=3), quantile(halves, 0.75).round(decimals=3)  # the median of each half
+    (tensor(-1., dtype=torch.float64), tensor(3., dtype=torch.float64))
+    """
     if not 0 < probability < 1:
         raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
     parts = distribution.component_distribution
@@ -110,6 +127,14 @@ def null_probability(distribution: MixtureSameFamily | Normal, width: float = 0.
     Args:
         distribution: of single coefficients.
         width: the null is |θ| ≤ width; with 0 it is that θ has not its more probable sign.
+
+    >>> import torch
+    >>> from torch.distributions import Normal
+    >>> coefficients = Normal(torch.tensor([0.0, 3.0]).double(), torch.ones(2).double())
+    >>> null_probability(coefficients).round(decimals=3)  # Φ(0) and Φ(−3)
+    tensor([0.5000, 0.0010], dtype=torch.float64)
+    >>> null_probability(coefficients, width=1.0).round(decimals=3)  # Φ(1) − Φ(−1) and Φ(−2) − Φ(−4)
+    tensor([0.6830, 0.0230], dtype=torch.float64)
     """
     if width < 0:
         raise ValueError(f"Expected a width of at least 0, but got {width}")
@@ -130,6 +155,10 @@ def discoveries(null: Tensor, rate: float = 0.1) -> Tensor:
 
     Raises:
         ValueError: a rate out of range.
+
+    >>> import torch
+    >>> discoveries(torch.tensor([0.01, 0.6, 0.15, 0.2]), rate=0.1)  # (0.01 + 0.15) / 2 is below, with 0.2 above
+    tensor([ True, False,  True, False])
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"Expected a rate between 0 and 1, but got {rate}")

@@ -1,7 +1,7 @@
 """Figures of federations and their data.
 
 Every function returns a matplotlib `Figure` that belongs to no window: save it with `figure.savefig`, or let a notebook
-show it. Where a function takes a run, that is a `Federation`, a `History`, or the table that either gives.
+show it. Where a function takes a run, that is a `Run`, a `Federation`, a `History`, or the table that they give.
 
 >>> import fedtorch as ft
 >>> data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3), clients=20, seed=0)

@@ -30,6 +30,12 @@ def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response
 
     Raises:
         ValueError: not a square matrix, or not a name for each of its rows.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> figure = ft.plots.inclusion_map(torch.tensor([[0.0, 0.75], [0.25, 0.0]]), ["age", "pressure"])
+        >>> figure.axes[0].images[0].get_array().tolist()
+        [[None, 0.75], [0.25, None]]
     """
     values = square(inclusion, names)
     np.fill_diagonal(values, np.nan)
@@ -56,6 +62,14 @@ def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) 
 
     Raises:
         ValueError: another number of names than of devices.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import low_rank
+        >>> covariance = low_rank.from_factor(torch.tensor(1.0), torch.tensor([[1.0], [-1.0]]), rank=1)
+        >>> figure = ft.plots.device_correlation(covariance)
+        >>> figure.axes[0].images[0].get_array().round(3).tolist()  # of [[2, −1], [−1, 2]]
+        [[1.0, -0.5], [-0.5, 1.0]]
     """
     devices = len(covariance.vectors)
     if names is not None and len(names) != devices:

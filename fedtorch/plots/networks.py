@@ -70,6 +70,13 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
 
     Raises:
         ValueError: not a square matrix, or not a name for each of its rows.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> inclusion = torch.tensor([[0.0, 0.0, 0.0], [0.9, 0.0, 0.0], [0.0, 0.6, 0.0]])  # salt → pressure → stroke
+        >>> figure = ft.plots.directed_network(inclusion, ["salt", "pressure", "stroke"])
+        >>> len(figure.axes[0].patches), [text.get_text() for text in figure.axes[0].texts]
+        (2, ['salt', 'pressure', 'stroke'])
     """
     from matplotlib.patches import FancyArrowPatch
 

@@ -1,4 +1,19 @@
-"""Curves of runs: losses and scores by round, for the worst client, and against what was sent."""
+"""Curves of runs: losses and scores by round, for the worst client, and against what was sent.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.trust import fairness
+>>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0])), (torch.eye(2), torch.tensor([3.0, 2.0]))])
+>>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data))
+>>> error, group = {"error": ft.metrics.mean_squared_error()}, lambda rows: rows[0][:, 0].long()
+>>> for _ in run.rounds(3):
+...     scores = fairness.watch_groups(run, data, error, group, groups=[0, 1])
+>>> [line.get_label() for line in ft.plots.groups(run, "error").axes[0].get_lines()]
+['group 0', 'group 1', 'all rows', 'mean over the worst tenth']
+>>> [line.get_label() for line in ft.plots.worst_client({"FedAvg": run}, "error", False).axes[0].get_lines()]
+['FedAvg: all rows', 'FedAvg: mean over clients', 'FedAvg: worst client']
+>>> ft.plots.bytes_against({"FedAvg": run}, "error").axes[0].get_xlabel()
+'bytes up and down so far (MB)'
+"""
 
 from __future__ import annotations
 
@@ -19,7 +34,7 @@ def curves(run: Any, values: Sequence[str] | None = None) -> Figure:
     """Training loss and scores by round, with the spread over clients as bands.
 
     Args:
-        run: a `Federation`, `History`, or table.
+        run: a `Run`, `Federation`, `History`, or table.
         values: columns of the history to draw, one panel each; default: `train_loss` and every `val_<metric>`.
 
     Raises:
@@ -55,7 +70,7 @@ def worst_client(runs: Mapping[str, Any], metric: str, largest_is_best: bool = T
     """The worst client's score beside that of all rows and the mean over clients, by round.
 
     Args:
-        runs: by name: `Federation`, `History`, or table.
+        runs: by name: `Run`, `Federation`, `History`, or table.
         metric: the name of a metric that was validated.
         largest_is_best: whether the worst client is the lowest.
     """
@@ -109,7 +124,7 @@ def bytes_against(runs: Mapping[str, Any], metric: str) -> Figure:
     """A score against the bytes sent so far, up and down together.
 
     Args:
-        runs: by name: `Federation`, `History`, or table.
+        runs: by name: `Run`, `Federation`, `History`, or table.
         metric: the name of a metric that was validated, or a column of the history such as `train_loss`.
     """
     figure = new_figure(6.4, 4.0)
@@ -144,10 +159,10 @@ def _two_legends(axes: Axes, names: list[str], styles: Mapping[str, str]) -> Non
 
 
 def _table(run: Any) -> pd.DataFrame:
-    """The history of a Federation or a History, or the table as it is."""
+    """The history of a Run, a Federation or a History, or the table as it is."""
     table = run.history if hasattr(run, "history") else run.frame() if hasattr(run, "frame") else run
     if not hasattr(table, "columns"):
-        raise TypeError(f"Expected a Federation, a History or its table, but got {type(run).__name__}")
+        raise TypeError(f"Expected a Run, a Federation, a History or its table, but got {type(run).__name__}")
     if len(table) == 0:
         raise ValueError("Expected a history with rounds, but got none; train first")
     return table

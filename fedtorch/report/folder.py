@@ -98,6 +98,15 @@ def render(folder: Path | str, out: Path | str | None = None) -> Path:
 
     Raises:
         ValueError: there is no history, or a file is damaged.
+
+    Example:
+        >>> import tempfile, torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
+        >>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run.save(f"{folder}/run.safetensors")
+        ...     ft.report.render(folder).name, ft.report.read(folder).table["round"].tolist()
+        ('report.html', [1, 2])
     """
     path, story = Path(folder) / PAGE if out is None else Path(out), read(folder)
     try:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchange import Exchange, RowsOf, indices
+from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, indices
 from fedtorch.tree import Tree
 
 
@@ -46,3 +46,22 @@ def like(found: Tensor, value: Tree) -> Tree:
     shapes = [leaf.shape[1:] for leaf in tree.leaves(value)]
     parts = found.split([shape.numel() for shape in shapes], -1)
     return tree.refill(value, [part.reshape((*found.shape[:-1], *shape)) for part, shape in zip(parts, shapes)])
+
+
+def as_sums(node: Mean | Sum) -> Mean | Sum:
+    """What of a message is added up, float64."""
+    wide: Tree = tree.to(node.value, torch.float64)
+    if isinstance(node, Sum):
+        return Sum(wide)
+    weight = node.weight.to(torch.float64)
+    return Mean(tree.scale(wide, weight), weight)
+
+
+def as_aggregate(node: Mean | Sum) -> Mean | Sum:
+    """What a star's server makes of what was added up."""
+    if isinstance(node, Sum):
+        return node
+    weight = node.weight
+    if not float(weight) > 0:
+        raise ValueError(f"Expected a positive total weight of the clients that answered, but got {float(weight)}")
+    return Mean(tree.scale(node.value, 1 / float(weight)), weight)

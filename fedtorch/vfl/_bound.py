@@ -20,10 +20,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtorch.vfl._draws import draw_theta, fixed
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.guide import Guide, Parameters, draw_theta, fixed
+from fedtorch.vfl.guide import Guide, Parameters
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.noise import Noise
+from fedtorch.vfl.predictors import NetworkPredictor
 
 Groups = dict[str, dict[str, Tensor]]
 
@@ -43,7 +45,8 @@ def party_bound(
         noise: of the iteration.
     """
     predictor = model.predictors[index - 1]
-    eta = predictor.forward(theta, data.features[0], *noise.keys[index : index + 1])
+    keys = noise.keys[index : index + 1] if isinstance(predictor, NetworkPredictor) else ()
+    eta = predictor.forward(theta, data.features[0], *keys)
     value, own = eta, model.masked(predictor.log_prior(theta), 0.0)
     if guide.auxiliary.party is not None:
         drawn, ratio = guide.auxiliary.party(q["z"], fixed(guide, q["z"]), eta, noise.z[index], data, model)

@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Iterable
 
 from fedtorch import expected
-from fedtorch.vfl.iteration import taking_part
 from fedtorch.vfl.nodes import Gradient, Iteration, PartyNode, Value
 from fedtorch.vfl.protocol import Half, Receive, Send
 
@@ -47,6 +46,15 @@ def ahead_half(party: PartyNode, iterations: Iterable[Iteration], delay: int, lo
 
     Raises:
         ValueError: a negative delay, or a model of whose iterations one cannot begin before the last has ended.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.vfl.VerticalData((torch.ones(3, 1),), torch.tensor([0.0, 1.0, 1.0]))
+    >>> keys = ft.random.key(0).reshape(1)
+    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> server, parties = network.nodes(data)
+    >>> half = ahead_half(parties[0], [Iteration(step=step) for step in range(10)], delay=2)
+    >>> [type(next(half)).__name__ for _ in range(4)]  # the values of three iterations go before the first gradient
+    ['Send', 'Send', 'Send', 'Receive']
     """
     expected.not_negative(delay=delay)
     if party.model.power or party.pooled or party.chained:
@@ -54,7 +62,7 @@ def ahead_half(party: PartyNode, iterations: Iterable[Iteration], delay: int, lo
     late: deque[tuple[int, Iteration, Value]] = deque()
     for number, iteration in enumerate(iterations):
         known = [party.values[party.index - 1] is not None] * len(party.values)
-        if taking_part(iteration, known)[party.index - 1]:
+        if iteration.taking_part(known)[party.index - 1]:
             value = party.propose(iteration)
             yield Send(0, value)
             late.append((number, iteration, value))

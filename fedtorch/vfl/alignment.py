@@ -17,7 +17,7 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
 - *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
-  whoever asks and however often (`_allowance`): every point that it multiplies is a guess that the other can test. What
+  whoever asks and however often (`allowance`): every point that it multiplies is a guess that the other can test. What
   is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
   learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
   new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
@@ -43,7 +43,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
 from fedtorch.progress import tracked
-from fedtorch.vfl._allowance import Allowance
+from fedtorch.vfl.allowance import Allowance
 from fedtorch.vfl.protocol import Half, Receive, Send, together
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
@@ -69,7 +69,14 @@ _POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
 
 
 class Intersection(NamedTuple):
-    """What all know in the end."""
+    """What all know in the end.
+
+    >>> found = intersect({"clinic": ["b", "c", "a"], "laboratory": ["a", "d", "b"]}, leader="clinic")
+    >>> found.rows
+    (tensor([0, 2]), tensor([2, 0]))
+    >>> found.bytes > 9 * 32  # three points of each, the clinic's once more by the laboratory, and two positions
+    True
+    """
 
     rows: tuple[Tensor, ...]  # (m,) one per party: its rows in the common order, −1 for a row that it lacks
     bytes: int  # that were sent
@@ -86,12 +93,24 @@ class Holder:
 
     Raises:
         ValueError: an identifier that comes twice, or is no Unicode text.
+
+    >>> clinic, laboratory = Holder(["ann", "bob"], "clinic"), Holder(["bob"], "laboratory")
+    >>> sent = clinic.own_points()  # what the laboratory sees of the clinic's list: a `Points`
+    >>> sent.x.shape
+    torch.Size([2, 32])
+    >>> clinic.places("laboratory", laboratory.own_points(), laboratory.blind(sent)).tolist()
+    [-1, 0]
+    >>> laboratory.rows(Positions(torch.tensor([0])))
+    tensor([0])
+    >>> laboratory.blind(Points(torch.zeros(1, 32, dtype=torch.uint8) + 255))
+    Traceback (most recent call last):
+    ValueError: Expected x-coordinates of points of P-256 at 'laboratory', but got another number
     """
 
     def __init__(
         self, identifiers: Sequence[str], name: str, most: int = 10_000_000, allowance: Allowance | None = None
     ) -> None:
-        self.name, self.identifiers, self.most = name, normalised(identifiers, name), most
+        self.name, self.identifiers, self.most = name, _normalised(identifiers, name), most
         self.allowance = allowance
         self._secret = ec.generate_private_key(_CURVE)
         self.order = list(range(len(self.identifiers)))
@@ -181,6 +200,12 @@ def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | No
 
     Raises:
         ValueError: an unknown required member, or no row that all required ones have.
+
+    >>> clinic, laboratory = Holder(["b", "c", "a"], "clinic"), Holder(["a", "d", "b"], "laboratory")
+    >>> halves = {"clinic": leading(clinic, ["laboratory"]), "laboratory": following(laboratory, "clinic")}
+    >>> rows, traffic = together(halves)
+    >>> rows["clinic"], rows["laboratory"]  # of a and b, in the clinic's order
+    (tensor([0, 2]), tensor([2, 0]))
     """
     needed = list(members if required is None else required)
     for name in needed:
@@ -230,7 +255,7 @@ def intersect(
     return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
 
 
-def normalised(identifiers: Sequence[str], name: str) -> list[str]:
+def _normalised(identifiers: Sequence[str], name: str) -> list[str]:
     """Identifiers in Unicode's normal form C.
 
     Raises:

@@ -65,5 +65,8 @@ def attenuation(variance: float | Tensor) -> float | Tensor:
 
     Args:
         variance: v of the noise on the predictor.
+
+    >>> round(attenuation(1.0), 3)
+    0.847
     """
     return 1 / (1 + math.pi * variance / 8) ** 0.5

@@ -23,6 +23,18 @@ close to the prior's where ρ is small; where it is large, draws from the prior 
 Log ratios are those of log p(z | θ) − log q(z | θ), `(B, M, n)`, with the parameters of log q taken from `fixed`:
 detached ones make the gradient stick the landing (equation 4).
 
+How many parameters they have besides those of q(θ), of 10 and of 1000 rows:
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.vfl.encoder import affine
+>>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+>>> def count(auxiliary, rows):
+...     start = ft.vfl.guide.initial(model, ft.vfl.Guide(auxiliary, ft.vfl.diagonal()), rows, 1, ft.random.key(0))
+...     return ft.vfl.count_parameters(start) - 2 * sum(model.sizes)
+>>> families = [noiseless(), mean_field(), amortised(affine()), sums(affine(), skewed=False)]
+>>> [(count(family, 10), count(family, 1000)) for family in families]
+[(0, 0), (40, 4000), (8, 8), (6, 6)]
+
 Source: Hassan et al., sections 4.1, 4.2; `sums` is ours.
 """
 
@@ -43,7 +55,17 @@ from fedtorch.vfl.model import VerticalModel
 
 
 class Sampled(NamedTuple):
-    """A draw at the server."""
+    """A draw at the server.
+
+    >>> import torch, fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
+    >>> data = ft.vfl.VerticalData((), torch.tensor([0.0, 1.5, 3.0]))
+    >>> family, zeros = sums(ft.vfl.encoder.affine(), skewed=False), torch.zeros(1, 1, 1, 3)
+    >>> q = family.init(model, 1, 1, 3, ft.random.key(0), torch.float32)
+    >>> drawn = family.server(q, q, zeros, torch.zeros(1, 1, 0), zeros, data, model)  # without noise: the mean
+    >>> drawn.total.round(decimals=4)  # of s given y, where s has variance 2 and y given s variance 1: 2/3 of y
+    tensor([[[[0., 1., 2.]]]])
+    """
 
     total: Tensor  # (B, M, C, n) intercept + offset + s
     deviations: Tensor | None  # (J, B, M, C, n) e_j, where the model needs them
@@ -61,6 +83,15 @@ class Auxiliary:
             model) -> `Sampled`, or None.
         noises: (model) -> how many standard normal numbers a row and output takes.
         sees_response: whether the parties need y.
+
+    >>> import fedtorch as ft
+    >>> def drawn(q, fixed, eta, noise, data, model):
+    ...     return eta + model.noise_sd.to(eta) * noise, torch.zeros_like(eta).sum(-2)
+    >>> prior = Auxiliary(lambda *_: {}, party=drawn, server=None, noises=lambda model: 1)  # q(z | θ) = p(z | θ)
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=2.0)
+    >>> data = ft.vfl.VerticalData((torch.zeros(3, 2), torch.zeros(3, 3)), torch.tensor([0.0, 1.0, 1.0]))
+    >>> ft.vfl.sfvi(model, ft.vfl.Guide(prior), data, key=ft.random.key(0), steps=2).bounds.shape
+    torch.Size([1, 1])
     """
 
     init: Callable[[VerticalModel, int, int, int, Tensor, torch.dtype], Tensors]

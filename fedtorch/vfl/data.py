@@ -132,6 +132,22 @@ class VerticalData(_Fields):
         """What the server may know: everything but the features."""
         return self._replace(features=(), present=None)
 
+    def check_known(self) -> None:
+        """Raises `ValueError` unless what is known of the rows fits them and is finite, and weights are from 0 on."""
+        rows = self.response.shape[-1]
+        if not rows:
+            raise ValueError("Expected at least one row, but got none; see how the parties' rows were aligned")
+        for name, value in (("offset", self.offset), ("weight", self.weight)):
+            if value is None:
+                continue
+            if value.shape[-1] != rows:
+                raise ValueError(f"Expected {name} of {rows} rows, but got shape {tuple(value.shape)}")
+            if not bool(value.isfinite().all()) or (name == "weight" and bool((value < 0).any())):
+                raise ValueError(f"Expected a finite offset and weights from 0 on, but got {name} with others")
+        if self.present is not None and self.present.shape != (rows, len(self.features)):
+            parties = len(self.features)
+            raise ValueError(f"Expected present of shape ({rows}, {parties}), but got {tuple(self.present.shape)}")
+
 
 def _check_parts(data: VerticalData) -> None:
     """Raises `ValueError` unless all parts have the response's rows, and features are finite."""
@@ -160,21 +176,4 @@ def _check_parts(data: VerticalData) -> None:
             f"Expected a response of numbers, or NaN everywhere where it is not known, but got NaN in row "
             f"{int(unknown.nonzero()[0, -1])}; leave such rows out"
         )
-    check_known(data)
-
-
-def check_known(data: VerticalData) -> None:
-    """Raises `ValueError` unless what is known of the rows fits them and is finite, and weights are from 0 on."""
-    rows = data.response.shape[-1]
-    if not rows:
-        raise ValueError("Expected at least one row, but got none; see how the parties' rows were aligned")
-    for name, value in (("offset", data.offset), ("weight", data.weight)):
-        if value is None:
-            continue
-        if value.shape[-1] != rows:
-            raise ValueError(f"Expected {name} of {rows} rows, but got shape {tuple(value.shape)}")
-        if not bool(value.isfinite().all()) or (name == "weight" and bool((value < 0).any())):
-            raise ValueError(f"Expected a finite offset and weights from 0 on, but got {name} with others")
-    if data.present is not None and data.present.shape != (rows, len(data.features)):
-        parties = len(data.features)
-        raise ValueError(f"Expected present of shape ({rows}, {parties}), but got {tuple(data.present.shape)}")
+    data.check_known()

@@ -38,6 +38,15 @@ class GaussianFamily:
         covariance: parameters -> Σ `(B, d, d)`.
         shares: (parameters, θ) of some of the coordinates -> what they add to `Shares`, where log q is a function of
             such sums, so that nodes may hold coordinates of one family each; None where it is not.
+
+    >>> family = diagonal()
+    >>> q = {"mean": torch.tensor([[1.0, 2.0]]), "log_sd": torch.tensor([[1.0, 3.0]]).log()}
+    >>> theta = family.draw(q, torch.tensor([[[0.0, 0.0], [1.0, -1.0]]]))  # the mean, and a standard deviation away
+    >>> theta
+    tensor([[[ 1.,  2.], [ 2., -1.]]])
+    >>> density = family.log_density(q, theta)
+    >>> round(float(density[0, 0] - density[0, 1]), 3)  # half a squared standard deviation for each coordinate
+    1.0
     """
 
     init: Callable[[int, int, float, torch.dtype, torch.device], Tensors]
@@ -49,7 +58,16 @@ class GaussianFamily:
 
 
 class Shares(NamedTuple):
-    """Sums over coordinates of which a density of low rank is a function."""
+    """Sums over coordinates of which a density of low rank is a function.
+
+    >>> family, theta = low_rank(1), torch.ones(1, 1, 4, dtype=torch.float64)
+    >>> q = family.init(1, 4, 1.0, torch.float64, "cpu")
+    >>> of = lambda own: family.shares({name: value[:, own] for name, value in q.items()}, theta[..., own])
+    >>> first, second = of(slice(0, 2)), of(slice(2, 4))  # of two nodes with two coordinates each
+    >>> whole = Shares(*(a + b for a, b in zip(first, second)))
+    >>> torch.allclose(whole.log_density(), family.log_density(q, theta))
+    True
+    """
 
     alone: Tensor  # (B, M) log-density as if there were no factor
     gram: Tensor  # (B, rank, rank) WᵀD⁻²W
@@ -89,7 +107,11 @@ def diagonal() -> GaussianFamily:
 
 
 def point() -> GaussianFamily:
-    """No spread at all, for what is maximised over: log q counts as 0."""
+    """No spread at all, for what is maximised over: log q counts as 0.
+
+    >>> point().draw({"mean": torch.tensor([[1.0, 2.0]])}, torch.zeros(1, 1, 0))
+    tensor([[[1., 2.]]])
+    """
     return GaussianFamily(
         init=lambda batch, size, sd, dtype, device: {"mean": torch.zeros(batch, size, dtype=dtype, device=device)},
         noises=lambda size: 0,
@@ -103,6 +125,12 @@ def cholesky(q: Tensors) -> Tensor:
     """L of `full_covariance`'s parameters, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
 
     So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
+
+    >>> q = {"log_sd": torch.tensor([[1.0, 2.0]]).log(), "lower": torch.tensor([[[0.0, 0.0], [3.0, 0.0]]])}
+    >>> cholesky(q)  # the second row is 2 times (3, 1)
+    tensor([[[1., 0.], [6., 2.]]])
+    >>> full_covariance().covariance(q)
+    tensor([[[ 1.,  6.], [ 6., 40.]]])
     """
     eye = torch.eye(q["lower"].shape[-1], dtype=q["lower"].dtype, device=q["lower"].device)
     return q["log_sd"].exp().unsqueeze(-1) * (q["lower"].tril(-1) + eye)

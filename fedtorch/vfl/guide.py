@@ -8,7 +8,6 @@ correlations between parties' parameters need no exchange of parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -57,7 +56,17 @@ class Guide:
 
 
 class Parameters(NamedTuple):
-    """Variational parameters, `(B, ...)` each."""
+    """Variational parameters, `(B, ...)` each.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.diagonal())
+    >>> start = initial(model, guide, rows=100, size=4, key=random.key(0))  # of four fits at once
+    >>> start.parties[1]["theta"]["mean"].shape
+    torch.Size([4, 3])
+    >>> count_parameters(start)  # a mean and a standard deviation of 1 + 2 + 3 coordinates
+    12
+    """
 
     joint: dict[str, Tensor] | None  # of q(γ, θ), where it is joint
     server: dict[str, dict[str, Tensor]]  # "theta", "z", "weights"
@@ -105,37 +114,3 @@ def initial(
 def count_parameters(parameters: Parameters) -> int:
     """Variational parameters of one element of the batch."""
     return sum(leaf[0].numel() for leaf in tree.leaves(parameters))
-
-
-def draw_theta(
-    model: VerticalModel, guide: Guide, parameters: Parameters, noise: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor]:
-    """Draws (γ, θ_1, …, θ_J), `(B, M, d_j)` each, and log q of them, `(B, M)`."""
-    if guide.joint:
-        q = parameters.joint
-        assert q is not None
-        # The coordinates' noise in the order of the nodes, and the server's surplus last.
-        own, surplus = noise[0].split([model.sizes[0], noise[0].shape[-1] - model.sizes[0]], -1)
-        theta = guide.theta.draw(q, torch.cat([own, *noise[1:], surplus], -1))
-        return list(theta.split(model.sizes, -1)), guide.theta.log_density(fixed(guide, q), theta)
-    nodes = [node["theta"] for node in (parameters.server, *parameters.parties)]
-    thetas = [draw_own(model, guide, j, q, e) for j, (q, e) in enumerate(zip(nodes, noise))]
-    densities = [
-        guide.family(j).log_density(fixed(guide, q), theta)
-        for j, (q, theta) in enumerate(zip(nodes, thetas))
-        if theta.shape[-1]
-    ]
-    return thetas, model.masked(torch.stack(densities).sum(0), 0.0) if densities else thetas[0].new_zeros(1, 1)
-
-
-def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor], noise: Tensor) -> Tensor:
-    """Draws of node `index` alone, `(B, M, d)`: of q, or of its mean in elements without priors."""
-    theta = guide.family(index).draw(q, noise)
-    if model.active is None or not theta.shape[-1]:
-        return theta
-    return model.masked(theta, q["mean"].unsqueeze(1))
-
-
-def fixed(guide: Guide, q: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters for log q: detached to stick the landing."""
-    return {name: value.detach() for name, value in q.items()} if guide.sticking else q

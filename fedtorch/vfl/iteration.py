@@ -34,6 +34,32 @@ hides nothing of z_j from the other nodes. Who does not know it sees g_j with ot
 over T steps has 1/√T of it: ρ hides little from who keeps what it was sent. Gradients go the other way: that of a row
 has the sign of its residual, so that parties of a plain split network are as good as told the labels.
 
+What a server makes of the messages of a power model and of a joint q(γ, θ), full and of low rank:
+
+>>> import fedtorch as ft
+>>> from fedtorch.vfl.nodes import Pooled, Share, Value
+>>> def begun(make, guide):
+...     key, model = random.key(0), make(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
+...     part = ft.vfl.parts(model, guide, ft.vfl.guide.initial(model, guide, 3, 1, key))[0]
+...     server = ServerNode(part, ft.vfl.VerticalData((), torch.tensor([0.0, 1.0, 1.0])))
+...     server.begin(Iteration(noise=ft.vfl.noise.draw_noise(model, guide, key.reshape(1), rows=3, draws=1)))
+...     return server
+>>> server, rows = begun(ft.vfl.power, ft.vfl.Guide()), torch.ones(1, 1, 1, 3)
+>>> server.values = [Value(rows), Value(rows)]
+>>> asked = server.share()  # the parties answer with gradients, of 1 and of 2 in every row
+>>> server.answers = [Share(each * rows, torch.zeros(1, 1, 0), None) for each in (1, 2)]
+>>> [told.gradient.flatten().tolist() for told in server.collect(rate=0.1)]  # each the others'
+[[2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]
+>>> server = begun(ft.vfl.augmented, ft.vfl.Guide(ft.vfl.noiseless(), joint=True, sd=0.5))
+>>> nobody_before = server.back_substitute(Backward(server.noise.theta[0] - 1))
+>>> server.pull.round()  # (ε − what it was told) / L, with L = 0.5
+tensor([[[2.]]])
+>>> server = begun(ft.vfl.augmented, ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.low_rank(1), joint=True))
+>>> own = server.pool()
+>>> server.hear(Pooled(own.gram + 3, own.moment))  # the sums over all nodes
+>>> server.rest.gram.round()  # of the parties
+tensor([[[3.]]])
+
 Source: Hassan et al., algorithms 1 and 2.
 """
 
@@ -60,10 +86,22 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
 
     Raises:
         ValueError: an idle party in the first iteration or with minibatches, whose rows would differ.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+    >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
+    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> before = network.losses(data, 0)
+    >>> server, parties = network.nodes(data, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
+    >>> iterations = [Iteration(step=step) for step in range(3)]
+    >>> halves = {0: server_half(server, iterations)}
+    >>> results, traffic = together(halves | {party.index: party_half(party, iterations) for party in parties})
+    >>> bool(network.losses(data, 0) < before), traffic.up == traffic.down  # as many gradients as values
+    (True, True)
     """
     model, own = party.model, party.index - 1
     for iteration in iterations:
-        here = taking_part(iteration, [party.values[own] is not None] * len(party.values))[own]
+        here = iteration.taking_part([party.values[own] is not None] * len(party.values))[own]
         if here:
             yield Send(0, party.propose(iteration))
         value = party.values[own].value  # type: ignore[union-attr]
@@ -91,7 +129,7 @@ def server_half(server: ServerNode, iterations: Iterable[Iteration]) -> Half:
     """The server's side of every iteration; see `party_half`."""
     model, ranks = server.model, range(1, len(server.model.predictors) + 1)
     for iteration in tracked(iterations, "Vertical training", unit="iteration"):
-        here = taking_part(iteration, [value is not None for value in server.values])
+        here = iteration.taking_part([value is not None for value in server.values])
         awake = [rank for rank, takes_part in zip(ranks, here) if takes_part]
         server.begin(iteration)
         for rank in awake:
@@ -145,18 +183,6 @@ def exchange(
     return together(halves)[1]
 
 
-def taking_part(iteration: Iteration, heard: Sequence[bool]) -> list[bool]:
-    """Which parties take part, of which the server has `heard` before or not.
-
-    Raises:
-        ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
-    """
-    here = [True] * len(heard) if iteration.active is None else list(iteration.active)
-    if not all(here) and (iteration.rows is not None or not all(h or known for h, known in zip(here, heard))):
-        raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
-    return here
-
-
 def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> Iterator[list[bool]]:
     """Which parties take part in each iteration: at random, but nobody is away more than `delay` times running.
 
@@ -168,6 +194,11 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
 
     Raises:
         ValueError: a negative delay, or a probability outside [0, 1].
+
+    >>> from itertools import islice
+    >>> never = bounded_delay(2, delay=1, probability=0.0, key=random.key(0))
+    >>> list(islice(never, 4))  # who never wants to come, comes every other time
+    [[True, True], [False, False], [True, True], [False, False]]
     """
     if delay < 0 or not 0 <= probability <= 1:
         raise ValueError(f"Expected delay ≥ 0 and a probability in [0, 1], but got {delay} and {probability}")

@@ -47,6 +47,19 @@ class Journal:
     Attributes:
         run: the identity of the run, in hexadecimal.
         versions: of the node's state, by the number of iterations and other work that was done.
+
+    >>> import torch
+    >>> from fedtorch.vfl.protocol import Receive, Send, together
+    >>> def answer():
+    ...     yield Send("clinic", torch.arange(3))
+    >>> def ask():
+    ...     return (yield Receive("server", torch.zeros(3, dtype=torch.int64)))
+    >>> journal = Journal()
+    >>> together({"server": answer(), "clinic": journal.once(ask())})[0]["clinic"]
+    tensor([0, 1, 2])
+    >>> journal.begin(1)  # after a cut: what lies before the point is read, and nobody is asked
+    >>> together({"clinic": journal.once(ask())})[0]["clinic"]
+    tensor([0, 1, 2])
     """
 
     def __init__(self, folder: Path | None = None) -> None:

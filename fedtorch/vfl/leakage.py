@@ -20,7 +20,16 @@ _MOST_CLASSES = 20
 
 
 class LabelLeakageWarning(UserWarning):
-    """A party's feature says what the label is."""
+    """A party's feature says what the label is.
+
+    >>> ill = torch.tensor([0.0, 1.0] * 20)
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", LabelLeakageWarning)
+    ...     warn_of_leakage(torch.stack([torch.arange(40.0) % 7, 1 - ill], 1), ill, "clinic", ["ward", "discharged"])
+    Traceback (most recent call last):
+    fedtorch.vfl.leakage.LabelLeakageWarning: Feature 'discharged' of party 'clinic' determines the label;
+    is it made from it, or known only after it?
+    """
 
 
 def warn_of_leakage(x: Tensor, response: Tensor, party: str, names: Sequence[str] = ()) -> None:

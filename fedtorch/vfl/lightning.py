@@ -83,6 +83,18 @@ class StackedEarlyStopping(L.Callback):
 
     Raises:
         ValueError: a patience that is not positive.
+
+    >>> import fedtorch as ft
+    >>> x, ill = torch.tensor([[-1.0], [1.0]]), torch.tensor([0.0, 1.0])
+    >>> train, other = ft.vfl.VerticalData((x,), ill), ft.vfl.VerticalData((x,), 1 - ill)
+    >>> keys = random.fold_in(random.key(0), torch.arange(2))
+    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> stopping = StackedEarlyStopping(patience=2)
+    >>> trainer = L.Trainer(max_epochs=50, callbacks=stopping, logger=False, enable_checkpointing=False,
+    ...                     enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+    >>> trainer.fit(network, VerticalLoader(train), VerticalLoader(other))
+    >>> stopping.epoch, trainer.current_epoch  # labels the other way round: the first epoch is the best of both
+    (tensor([0, 0]), 3)
     """
 
     def __init__(self, patience: int = 10) -> None:

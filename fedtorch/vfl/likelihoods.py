@@ -111,6 +111,10 @@ def negative_binomial(dispersion: float | None = None) -> ResponseLikelihood:
 
     Raises:
         ValueError: `dispersion` is not positive.
+
+    >>> counts = negative_binomial(dispersion=1.0)  # with r = 1 and mean 1: halves
+    >>> counts.log_prob(torch.arange(3.0), torch.zeros(1, 3), torch.zeros(0)).exp()
+    tensor([0.5000, 0.2500, 0.1250])
     """
     fixed = _fixed(dispersion, "dispersion")
 
@@ -139,6 +143,10 @@ def categorical(classes: int) -> ResponseLikelihood:
 
     Raises:
         ValueError: fewer than two classes.
+
+    >>> s = torch.tensor([1.0, 1.0, 2.0]).log().unsqueeze(-1)  # three numbers for one row
+    >>> categorical(3).log_prob(torch.tensor([2.0]), s, torch.zeros(0)).exp()
+    tensor([0.5000])
     """
     if classes < 2:
         raise ValueError(f"Expected at least 2 classes, but got {classes}")

@@ -14,16 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedtorch.vfl.data import VerticalData, check_known
+from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.likelihoods import ResponseLikelihood
 from fedtorch.vfl.predictors import NetworkPredictor, Predictor, Prior
 from fedtorch.vfl.split_nn import Stacked
 
-_CHECKED = 2**16  # rows that are checked at a time, so that checks take no memory that grows with the rows
-
 
 def summed(values: Sequence[Tensor]) -> Tensor:
-    """Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has."""
+    """Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has.
+
+    >>> import torch
+    >>> summed([torch.ones(1, 1, 1, 3), 2 * torch.ones(1, 1, 1, 3)])
+    tensor([[[[3., 3., 3.]]]])
+    """
     return torch.stack(list(values)).sum(0) if len(values) > 2 else sum(values[1:], values[0])
 
 
@@ -52,6 +55,15 @@ class VerticalModel:
         active: which elements of the batch have noise and priors, `(B,)`; all by default. The others are plain.
         combine: of what the parties send at the cut layer, a sum or `concatenated`.
         top: networks at the server of the cut layer `(n, C)` to the likelihood's predictor.
+
+    >>> import torch, fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> model.sizes  # the server has an intercept and log σ
+    [2, 2, 3]
+    >>> data = ft.vfl.VerticalData((torch.ones(4, 2), torch.ones(4, 3)), torch.zeros(4))
+    >>> predictor, log_sd = model.predictor([torch.ones(1, 1, size) for size in model.sizes], data)
+    >>> predictor
+    tensor([[[[6., 6., 6., 6.]]]])
     """
 
     likelihood: ResponseLikelihood
@@ -154,53 +166,3 @@ class VerticalModel:
             return self.likelihood.log_prob(y, total, shared)
         each = self.likelihood.log_prob(y, total - deviations, shared)
         return each.mean(0) if weights is None else (weights.T[:, :, None, None] * each).sum(0)
-
-
-def check_features(model: VerticalModel, data: VerticalData, names: Sequence[str]) -> None:
-    """Raises `ValueError` unless all parties have features, finite and of their shapes, of as many rows."""
-    check_known(data)
-    if len(data.features) != len(model.predictors):
-        raise ValueError(f"Expected features of {len(model.predictors)} parties, but got {len(data.features)}")
-    for predictor, x, name in zip(model.predictors, data.features, names):
-        check_rows(predictor, x, data.response.shape[-1], name)
-
-
-def check_rows(predictor: Predictor | NetworkPredictor, x: Tensor, rows: int, name: str) -> None:
-    """Raises `ValueError` unless one party's features are finite and of the shape `(rows, ...)` or `(B, rows, ...)`."""
-    dims, width = predictor.row_dims, predictor.width
-    fits = x.ndim in (dims + 1, dims + 2) and x.shape[-1 - dims] == rows
-    if not fits or (width is not None and x.shape[-1] != width):
-        expected = f"{rows} rows of {dims} dimensions" if width is None else f"features ({rows}, {width})"
-        raise ValueError(f"Expected {expected} of {name!r}, but got shape {tuple(x.shape)}; align the rows")
-    if not all(bool(part.isfinite().all()) for part in x.split(_CHECKED, -1 - dims)):
-        raise ValueError(f"Expected finite features of {name!r}, but got NaN or Inf; impute them first")
-
-
-def check_response(likelihood: ResponseLikelihood, data: VerticalData) -> None:
-    """Raises `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
-    y = data.response
-    if data.weight is not None:
-        y, weight = torch.broadcast_tensors(y, data.weight.to(y.device))
-        first = (weight > 0).long().argmax(-1, keepdim=True)  # stands in for those that do not count
-        y = torch.where(weight > 0, y, y.gather(-1, first))
-    likelihood.check(y)
-
-
-def prepared(model: VerticalModel, data: VerticalData) -> VerticalData:
-    """The data once they are checked against the model, all in the features' dtype.
-
-    Raises:
-        ValueError: parties, rows, widths or dtypes that do not fit, values that are not finite, negative weights, or a
-            response that the likelihood does not have.
-    """
-    check_features(model, data, [f"party {j}" for j in range(len(model.predictors))])
-    if data.present is not None and not bool(data.present.all()):
-        raise ValueError("Expected rows that all parties have, but got absent ones; align with all parties required")
-    dtype = data.features[0].dtype
-    if not dtype.is_floating_point or any(x.dtype != dtype for x in data.features):
-        raise ValueError(
-            f"Expected features of one floating-point dtype, but got {[str(x.dtype) for x in data.features]}; "
-            "convert them with .to(torch.float64)"
-        )
-    check_response(model.likelihood, data)
-    return data.to_dtype(dtype)._replace(present=None, weight_total=data.total)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch.vfl._adam import RestartingAdam
 from fedtorch.vfl._bound import ascend, party_bound, server_bound, shared_terms
-from fedtorch.vfl.data import VerticalData, check_known
+from fedtorch.vfl._checks import check_response, check_rows
+from fedtorch.vfl._draws import draw_own, fixed
+from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.gaussians import Shares, cholesky
-from fedtorch.vfl.guide import draw_own, fixed
-from fedtorch.vfl.model import check_response, check_rows, summed
+from fedtorch.vfl.model import summed
 from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import Part
 
@@ -32,6 +33,17 @@ class Iteration(NamedTuple):
     rows: Tensor | None = None  # (m,) of a minibatch; all by default
     active: Sequence[bool] | None = None  # which parties take part; all by default
     step: int = 0
+
+    def taking_part(self, heard: Sequence[bool]) -> list[bool]:
+        """Which parties take part, of which the server has `heard` before or not.
+
+        Raises:
+            ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
+        """
+        here = [True] * len(heard) if self.active is None else list(self.active)
+        if not all(here) and (self.rows is not None or not all(h or known for h, known in zip(here, heard))):
+            raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
+        return here
 
 
 class Value(NamedTuple):
@@ -183,11 +195,24 @@ class PartyNode(_Node):
 
     Raises:
         ValueError: features that do not fit the model or its weights, or a response that is needed and not given.
+
+    >>> import torch, fedtorch as ft
+    >>> flat = ft.vfl.predictors.flat_prior()
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1, flat)], rho=1.0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point()), ft.random.key(0)
+    >>> part = ft.vfl.parts(model, guide, ft.vfl.guide.initial(model, guide, 3, 1, key), key=key)[1]
+    >>> data = VerticalData((torch.tensor([[1.0], [0.0], [1.0]]),), torch.full((3,), torch.nan))
+    >>> party = PartyNode(part, data, optimizer=lambda leaves: torch.optim.SGD(leaves, lr=0.1))
+    >>> party.propose(Iteration()).value  # x θ, at θ = 0
+    tensor([[[[0., 0., 0.]]]])
+    >>> party.update(Gradient(torch.tensor([[[[1.0, 2.0, 3.0]]]])), None, rate=None)
+    >>> part.q["theta"]["mean"].data  # 0.1 times 1 + 3
+    tensor([[0.4000]])
     """
 
     def check(self, data: VerticalData) -> None:
         """Raises `ValueError` unless the data are what this party needs."""
-        check_known(data)
+        data.check_known()
         check_rows(self.model.predictors[self.index - 1], data.features[0], data.response.shape[-1], self.part.name)
         needed = self.response_shared or self.guide.auxiliary.sees_response or (self.model.power and self.apart)
         if needed and bool(data.response.isnan().all()):
@@ -262,6 +287,16 @@ class ServerNode(_Node):
 
     Raises:
         ValueError: a response that the likelihood does not have.
+
+    >>> import torch, fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1)], rho=1.0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point()), ft.random.key(0)
+    >>> part = ft.vfl.parts(model, guide, ft.vfl.guide.initial(model, guide, 3, 1, key), key=key)[0]
+    >>> server = ServerNode(part, VerticalData((), torch.tensor([1.0, 2.0, 3.0])))
+    >>> server.begin(Iteration())
+    >>> server.values = [Value(torch.ones(1, 1, 1, 3))]  # what the party has sent
+    >>> server.evaluate(rate=0.1)[0].gradient  # residuals: whoever is told them knows the response
+    tensor([[[[0., 1., 2.]]]])
     """
 
     def check(self, data: VerticalData) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,13 +13,19 @@ from fedtorch.vfl.guide import Guide
 from fedtorch.vfl.model import VerticalModel
 
 _THETA, _Z = 0, 1  # purposes of a node's key in `draw_noise`
-_DRAWS, _DROPOUT = 0, 1  # and in `NodeNoise`
-_STEPS, _ROWS = 1, 2  # purposes of the key of `iterations`
-_BLOCK, _NUMBERS = 64, 2**18  # iterations and normal numbers that are drawn at a time
 
 
 class Noise(NamedTuple):
-    """What an iteration draws; the leading dimension is 1 where the batch shares it."""
+    """What an iteration draws; the leading dimension is 1 where the batch shares it.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> noise = draw_noise(model, Guide(ft.vfl.mean_field()), random.key(0).reshape(1), rows=5, draws=4)
+    >>> [tuple(own.shape) for own in noise.theta]  # of an intercept, two and three coefficients
+    [(1, 4, 1), (1, 4, 2), (1, 4, 3)]
+    >>> [tuple(own.shape) for own in noise.z]  # the parties draw z, the server does not
+    [(1, 4, 0, 0), (1, 4, 1, 5), (1, 4, 1, 5)]
+    """
 
     theta: tuple[Tensor, ...]  # (1 or B, M, noises), of the server and the parties
     z: tuple[Tensor, ...]  # (1 or B, M, noises · C, n), of the server and the parties
@@ -54,70 +59,3 @@ def draw_noise(
         of_z = (draws, z_count * model.outputs[j], rows) if here else (draws, 0, 0)
         z.append(random.normal(random.fold_in(own, _Z), of_z, dtype))
     return Noise(tuple(theta), tuple(z))
-
-
-def iterations(
-    model: VerticalModel, guide: Guide, key: Tensor, like: Tensor, total: int, steps: int, draws: int, rows: int | None
-) -> Iterator[tuple[Tensor | None, Noise]]:
-    """Rows and noise of each iteration, drawn for a block of iterations at a time.
-
-    Args:
-        model: the model.
-        guide: the family.
-        key: `()` or `(B,)`.
-        like: has the noise's dtype.
-        total: rows of the data.
-        steps: iterations.
-        draws: M.
-        rows: of a minibatch, drawn uniformly with replacement; None for all.
-    """
-    keys = key.reshape(-1)
-    count = rows or total
-    parties = len(model.predictors) if guide.auxiliary.party is not None or model.power else 1
-    block = max(1, _NUMBERS // (len(keys) * draws * count * model.likelihood.outputs * parties))
-    for start in range(0, steps, block):
-        step = torch.arange(start, min(start + block, steps), device=key.device)[:, None]
-        of_block = random.fold_in(random.fold_in(keys, _STEPS), step)
-        theta, z, _ = draw_noise(model, guide, of_block, count, draws, like.dtype)
-        each = zip(zip(*(part.unbind(0) for part in theta)), zip(*(part.unbind(0) for part in z)))
-        chosen: list[Tensor | None] = [None] * len(step)
-        if rows is not None:
-            drawn = random.randint(random.fold_in(random.fold_in(keys[0], _ROWS), step[:, 0]), total, (rows,))
-            chosen = list(drawn)
-        for of_step, (own_theta, own_z) in zip(chosen, each):
-            yield of_step, Noise(own_theta, own_z)
-
-
-class NodeNoise:
-    """One node's noise by itself: a pure function of its key and the step, drawn for a block of steps.
-
-    Args:
-        key: of the node.
-        theta: numbers for its parameters.
-        z: numbers for a row.
-    """
-
-    def __init__(self, key: Tensor, theta: int, z: int) -> None:
-        self.key, self.theta, self.z = key, theta, z
-        self._blocks: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
-
-    def at(self, step: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise of the parameters `(1, 1, theta)` and of z `(1, 1, z, rows)`."""
-        count, block = self.theta + self.z * rows, step // _BLOCK
-        place = rows, like.dtype, like.device
-        if not count:
-            return like.new_zeros(1, 1, 0), like.new_zeros(1, 1, 0, rows)
-        if place not in self._blocks or self._blocks[place][0] != block:
-            steps = torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device=like.device)
-            keys = random.fold_in(random.fold_in(self.key.to(like.device), _DRAWS), steps)
-            self._blocks[place] = block, random.normal(keys, (count,), like.dtype)
-        own, rest = self._blocks[place][1][step % _BLOCK].split([self.theta, self.z * rows])
-        return own.reshape(1, 1, -1), rest.reshape(1, 1, self.z, rows)
-
-    def keys(self, step: int, like: Tensor) -> Callable[[], Tensor]:
-        """Makes the keys of a step's dropout, one for each element of `like` `(B, ...)`, where they are asked for."""
-        return partial(self._keys, step, len(like), like.device)
-
-    def _keys(self, step: int, size: int, device: torch.device) -> Tensor:
-        own = random.fold_in(random.fold_in(self.key.to(device), _DROPOUT), step)
-        return random.fold_in(own, torch.arange(size, device=device))

@@ -12,13 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.model import VerticalModel
 
 
 class Draws(NamedTuple):
-    """Draws of a sampler."""
+    """Draws of a sampler.
+
+    >>> draws = Draws(torch.arange(6.0).reshape(2, 3, 1), torch.ones(1), torch.tensor([6.0]))  # of two chains
+    >>> draws.flat.mean(0)
+    tensor([2.5000])
+    """
 
     values: Tensor  # (chains, draws, D) γ, θ_1, …, θ_J one after the other
     r_hat: Tensor  # (D,)
@@ -42,6 +48,15 @@ def log_joint(
             which the sum of the predictors is exact.
         points: of the quadrature.
         adaptive: whether its nodes follow the likelihood; see `collapsed_log_likelihood`.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.vfl.VerticalData((torch.ones(2, 1, dtype=torch.float64),), torch.tensor([1.0, 2.0]))
+    >>> flat = ft.vfl.predictors.flat_prior()
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1, flat)], rho=1.0, intercept=False)
+    >>> at = log_joint(model, data)
+    >>> mean, zero = torch.tensor([[1.5], [0.0]], dtype=torch.float64)
+    >>> round(float(at(mean) - at(zero)), 3)  # (1² + 2² − 2 · 0.5²) / (2 (σ² + ρ²))
+    1.125
     """
     batch = prepared(model, data)
 
@@ -76,6 +91,11 @@ def nuts(
         warmup: discarded before.
         chains: one after another.
         seed: of torch's global generator, from which Pyro draws.
+
+    >>> normal = lambda x: -0.5 * x.square().sum()
+    >>> found = nuts(normal, torch.zeros(2), draws=4, warmup=1, chains=1)
+    >>> found.values.shape, found.flat.shape, found.r_hat.shape
+    (torch.Size([1, 4, 2]), torch.Size([4, 2]), torch.Size([2]))
     """
     from pyro.infer import MCMC, NUTS
     from pyro.ops.stats import effective_sample_size, split_gelman_rubin
@@ -104,6 +124,13 @@ def nuts_posterior(
     start: Tensor | None = None,
     **settings: int,
 ) -> Draws:
-    """NUTS on `log_joint`, from `start` or from zero; `settings` are those of `nuts`."""
+    """NUTS on `log_joint`, from `start` or from zero; `settings` are those of `nuts`.
+
+    >>> import fedtorch as ft
+    >>> data = ft.vfl.VerticalData((torch.ones(3, 2),), torch.tensor([0.0, 1.0, 1.0]))
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2)], rho=1.0)
+    >>> nuts_posterior(model, data, draws=4, warmup=1, chains=1).values.shape  # of the intercept and two coefficients
+    torch.Size([1, 4, 3])
+    """
     begin = torch.zeros(sum(model.sizes), dtype=data.features[0].dtype) if start is None else start
     return nuts(log_joint(model, data, collapsed=collapsed, points=points, adaptive=adaptive), begin, **settings)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import _files as files, random, wire
-from fedtorch.vfl.guide import Guide, Parameters, draw_own
+from fedtorch.vfl._blocks import NodeNoise
+from fedtorch.vfl._draws import draw_own
+from fedtorch.vfl.guide import Guide, Parameters
 from fedtorch.vfl.model import VerticalModel
-from fedtorch.vfl.noise import NodeNoise, Noise
+from fedtorch.vfl.noise import Noise
 
 _PREDICT = 3  # purpose of a node's key
 
@@ -30,6 +32,14 @@ class Part(nn.Module):
 
     Raises:
         ValueError: parameters for every row and a key: minibatches that a key draws for change.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2)], rho=1.0)
+    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point())
+    >>> q = {"theta": {"mean": torch.tensor([[1.0, 2.0]])}}
+    >>> clinic = Part(model, guide, 1, q, name="clinic", key=random.key(0))
+    >>> clinic.propose(torch.ones(3, 2), random.key(1))  # of three new rows
+    tensor([[[[3., 3., 3.]]]])
     """
 
     rho: Tensor  # (1 or B,)
@@ -145,6 +155,19 @@ def parts(
 
     Raises:
         ValueError: a joint q that is neither full nor of low rank.
+
+    >>> import tempfile, fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> guide, key = Guide(), random.key(0)
+    >>> start = ft.vfl.guide.initial(model, guide, 5, 1, key)
+    >>> server, clinic, laboratory = parts(model, guide, start, names=["clinic", "laboratory"], key=key)
+    >>> [tuple(own.shape) for own in draw_noises([server, clinic, laboratory], step=0, rows=5).theta]
+    [(1, 1, 1), (1, 1, 2), (1, 1, 3)]
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
+    ...     clinic.save(f"{folder}/own.safetensors")
+    ...     laboratory.load(f"{folder}/own.safetensors")
+    Traceback (most recent call last):
+    ValueError: ...: Expected parameters of party 'laboratory', but got those of 'clinic'
     """
     called = ["server", *(names or (f"party {j}" for j in range(len(model.predictors))))]
     found, stop = [], 0

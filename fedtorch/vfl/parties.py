@@ -76,7 +76,16 @@ class Party:
 
 
 class Aligned(NamedTuple):
-    """Rows that parties share, in one order."""
+    """Rows that parties share, in one order.
+
+    >>> clinic = Party("clinic", ["ann", "bob"], torch.tensor([[1.0], [2.0]]))
+    >>> labels = Party("registry", ["bob", "cem"], response=torch.tensor([1.0, 0.0]))
+    >>> aligned = align([clinic, labels], required=["registry"])
+    >>> aligned.names, aligned.rows
+    (('clinic',), {'clinic': tensor([ 1, -1]), 'registry': tensor([0, 1])})
+    >>> aligned.data.present
+    tensor([[ True], [False]])
+    """
 
     data: VerticalData
     names: tuple[str, ...]  # of the parties with features, in the order of `data.features`
@@ -128,6 +137,11 @@ def joined(parties: Sequence[Party]) -> VerticalData:
 
     Warns:
         LabelLeakageWarning: a feature that determines the label.
+
+    >>> clinic = Party("clinic", ["ann", "bob"], torch.tensor([[1.0], [2.0]]), response=torch.tensor([0.0, 1.0]))
+    >>> laboratory = Party("laboratory", ["ann", "bob"], torch.zeros(2, 3))
+    >>> [x.shape for x in joined([clinic, laboratory]).features]
+    [torch.Size([2, 1]), torch.Size([2, 3])]
     """
     leader = _with_labels(parties)
     assert leader.response is not None
@@ -159,6 +173,13 @@ def from_table(
         table: such as `fedtorch.data.heart_failure()`.
         identifiers: of the rows; their numbers by default.
         names: of the parties; `party 0`, … by default.
+
+    >>> import fedtorch as ft
+    >>> columns = ("age", "sex", "pulse")
+    >>> table = ft.data.VerticalTable(torch.ones(2, 3), torch.tensor([0, 1]), columns, ((0, 2), (1,)), (0, 2))
+    >>> clinic, laboratory, labels = from_table(table, names=["clinic", "laboratory"])
+    >>> clinic.features, clinic.x.shape, labels.response
+    (['age', 'pulse'], torch.Size([2, 2]), tensor([0, 1]))
     """
     rows = [str(row) for row in range(len(table.y))] if identifiers is None else list(identifiers)
     called = [f"party {j}" for j in range(len(table.parties))] if names is None else list(names)
@@ -172,6 +193,10 @@ def party_named(parties: Sequence[Party], name: str) -> Party:
 
     Raises:
         ValueError: there is none.
+
+    >>> parties = [Party("clinic", ["ann"], torch.ones(1, 1)), Party("registry", ["ann"], response=torch.ones(1))]
+    >>> party_named(parties, "registry").response
+    tensor([1.])
     """
     for party in parties:
         if party.name == name:

@@ -3,6 +3,19 @@ r"""Predictions for rows that all parties hold, and scores by which models can b
 Bounds of the augmented and the power model are not comparable (the product of powers is not normalised over y),
 predictive log scores are. A model's own noise on the predictor is part of its prediction: variance Jρ² in the augmented
 model, and in the power model, by its Gaussian closed form, :math:`J\,[\rho(J-1)/J]^2`.
+
+>>> import torch, fedtorch as ft
+>>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
+>>> x = torch.tensor([[-1.0], [1.0]])
+>>> data = ft.vfl.VerticalData((x, x), torch.tensor([-2.0, 2.0]))
+>>> thetas = [torch.zeros(1, 1, 1), 2 * torch.ones(1, 1, 1), torch.zeros(1, 1, 1)]  # all comes from the first party
+>>> predictor(model, thetas, data)[0]
+tensor([[[[-2.,  2.]]]])
+>>> score = log_score(model, thetas, data, noise=0.0)
+>>> torch.allclose(score, torch.distributions.Normal(0.0, 1.0).log_prob(torch.zeros(1, 2)))
+True
+>>> lost_score(model, thetas, data, noise=0.0)  # without the first, both rows are two standard deviations away
+tensor([[[2., 2.], [0., 0.]]])
 """
 
 from __future__ import annotations
@@ -13,14 +26,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.collapsed import collapsed_log_likelihood
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.model import VerticalModel, prepared
+from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.sfvi import VariationalFit
 
 
 def noise_variance(model: VerticalModel) -> Tensor:
-    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`."""
+    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`.
+
+    >>> import fedtorch as ft
+    >>> of = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
+    >>> [float(noise_variance(make(*of))) for make in (ft.vfl.augmented, ft.vfl.power)]
+    [2.0, 0.5]
+    """
     parties = len(model.predictors)
     factor = (parties - 1) / parties if model.power else 1.0
     return parties * (model.rho * factor).square()
@@ -99,6 +119,16 @@ def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 10
     """How much each party moves the predictor: posterior mean of the standard deviation of g_j over rows, `(B, J)`.
 
     A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point()), ft.random.key(0)
+    >>> q = ft.vfl.guide.initial(model, guide, 3, 1, key)
+    >>> mean = q.parties[0]["theta"]["mean"].fill_(2.0)  # the second party's stays at 0
+    >>> x = torch.tensor([[-1.0], [0.0], [1.0]])
+    >>> fit = VariationalFit(model, guide, q, bounds=torch.zeros(0, 1), drift=torch.zeros(1))
+    >>> spread(fit, VerticalData((x, x), torch.zeros(3)), key)
+    tensor([[2., 0.]])
     """
     batch = prepared(fit.model, data)
     thetas = fit.sample(key, draws)

@@ -68,6 +68,14 @@ class NetworkPredictor(nn.Module):
 
     Attributes:
         start: θ of the networks as they were given, `(B, size)`.
+
+    >>> import torch, fedtorch as ft
+    >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))  # of three networks
+    >>> network = NetworkPredictor(Stacked(ft.vfl.split_nn.mlp(2, [4]), keys), outputs=1, random="last.*")
+    >>> network.size, network.start.shape  # four weights of the last layer and its bias are random
+    (5, torch.Size([3, 5]))
+    >>> network(torch.zeros(3, 10, 5), torch.ones(6, 2)).shape  # of ten draws, on six rows
+    torch.Size([3, 10, 1, 6])
     """
 
     start: Tensor
@@ -136,7 +144,11 @@ class NetworkPredictor(nn.Module):
 
 
 def flat_prior() -> Prior:
-    """A constant density, as for what is maximised over."""
+    """A constant density, as for what is maximised over.
+
+    >>> flat_prior()(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))  # of two draws
+    tensor([[0., 0.]])
+    """
     return lambda theta: theta.new_zeros(theta.shape[:-1])
 
 
@@ -158,6 +170,9 @@ def laplace_prior(scale: float = 1.0) -> Prior:
 
     Raises:
         ValueError: `scale` is not positive.
+
+    >>> laplace_prior(0.5)(torch.tensor([[[1.0], [-2.0]]]))  # of two draws
+    tensor([[-2., -4.]])
     """
     if not scale > 0:
         raise ValueError(f"Expected a positive scale, but got {scale}")
@@ -194,6 +209,9 @@ def by_level(x: Tensor, groups: Tensor, levels: int) -> Tensor:
 
     Raises:
         ValueError: a group out of range.
+
+    >>> by_level(torch.tensor([[1, 2], [3, 4]]), groups=torch.tensor([0, 1]), levels=2)
+    tensor([[1, 2, 0, 0], [0, 0, 3, 4]])
     """
     if not bool(((groups >= 0) & (groups < levels)).all()):
         raise ValueError(f"Expected groups from 0 to {levels - 1}, but got {int(groups.min())} to {int(groups.max())}")
@@ -214,6 +232,13 @@ def multilevel(
         mean_sd: prior standard deviation of μ.
         spread_sd: prior scale of σ.
         centred: parametrise by β, which is better where every level has many rows; u is better where it has few.
+
+    >>> predictor = multilevel(1, levels=2)
+    >>> theta = torch.tensor([[[10.0, 0.0, -1.0, 1.0]]])  # μ, log σ, and u of both levels
+    >>> slopes(theta, 1, levels=2).flatten()
+    tensor([ 9., 11.])
+    >>> predictor.forward(theta, by_level(torch.ones(3, 1), torch.tensor([0, 1, 0]), 2))
+    tensor([[[[ 9., 11.,  9.]]]])
     """
     normal = normal_prior()
     mean_prior = normal_prior(mean_sd)

@@ -53,7 +53,16 @@ class Receive(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Bytes of payloads, as `fedtorch.wire` sends them: up to the server (or leader) and down from it."""
+    """Bytes of payloads, as `fedtorch.wire` sends them: up to the server (or leader) and down from it.
+
+    >>> def server():
+    ...     return (yield Receive(1, torch.zeros(100)))
+    >>> def party():
+    ...     yield Send(0, torch.zeros(100))
+    >>> traffic = together({0: server(), 1: party()})[1]
+    >>> traffic == Traffic(up=wire.size(torch.zeros(100)), down=0)
+    True
+    """
 
     up: int
     down: int
@@ -101,6 +110,13 @@ def drive(half: Half, send: Callable[[Send], None], receive: Callable[[Receive],
         half: of this node.
         send: carries a message, usually by `encode`.
         receive: waits for one, usually by `decode`.
+
+    >>> def half():
+    ...     yield Send(1, torch.arange(3))
+    ...     return (yield Receive(1, torch.zeros(3, dtype=torch.int64)))
+    >>> line = deque()  # to somebody who sends back what comes
+    >>> drive(half(), lambda step: line.append(encode(step)), lambda step: decode(line.popleft(), step, "echo"))
+    tensor([0, 1, 2])
     """
     wanted, result = _advance(half, None, send)
     while wanted is not None:
@@ -114,6 +130,15 @@ def wrapped(half: Half, around: Callable[[Send | Receive], Half]) -> Half:
     Args:
         half: the other.
         around: from a step that it wants to a generator that takes it, by steps of its own, and returns the answer.
+
+    >>> def server():
+    ...     return (yield Receive(1, torch.zeros(2)))
+    >>> def party():
+    ...     yield Send(0, torch.tensor([1.2, 3.4]))
+    >>> def rounded(step):
+    ...     return (yield step._replace(message=step.message.round()) if isinstance(step, Send) else step)
+    >>> together({0: server(), 1: wrapped(party(), rounded)})[0][0]
+    tensor([1., 3.])
     """
     answer: Tree = None
     while True:

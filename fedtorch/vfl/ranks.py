@@ -17,15 +17,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from fedtorch import wire
-from fedtorch._streams import Streams
-from fedtorch.tree import Tree
-from fedtorch.vfl.protocol import Half, Receive, Send, Traffic, decode, drive, encode
+from fedtorch.vfl._rank_link import Link
+from fedtorch.vfl.protocol import Half, Traffic, drive
 
 TIMEOUT = timedelta(minutes=10)
-_LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
 
 
 def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) -> tuple[Any, Traffic]:
@@ -40,6 +35,13 @@ def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) 
     Raises:
         RuntimeError: no process group, another rank or number of processes, or a rank that has gone or is late.
         fedtorch.wire.PayloadError: a message that is not what was expected.
+
+    >>> import torch.distributed as dist
+    >>> from fedtorch.vfl.alignment import Holder, leading
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # without `torchrun`: alone
+    >>> over_ranks(leading(Holder(["ann", "bob"], "leader"), members=[]), rank=0, ranks=1)
+    (tensor([0, 1]), Traffic(up=0, down=0))
+    >>> dist.destroy_process_group()
     """
     link = Link(rank, ranks, timeout)
     try:
@@ -47,61 +49,3 @@ def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) 
     finally:
         link.close()
     return result, Traffic(link.sent, link.received) if rank else Traffic(link.received, link.sent)
-
-
-class Link:
-    """What one rank sends and receives.
-
-    Args:
-        rank: that this process has to be.
-        ranks: how many processes there have to be.
-        timeout: the longest wait for another rank.
-
-    Attributes:
-        sent: bytes of payloads so far.
-        received: bytes of payloads so far.
-
-    Raises:
-        RuntimeError: no process group, or another rank or number of processes.
-    """
-
-    def __init__(self, rank: int, ranks: int, timeout: timedelta = TIMEOUT) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError("Expected a process group, but got none; start with torchrun and init_process_group")
-        if (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
-            here = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-            raise RuntimeError(f"Expected node {rank} to run on its own rank of {ranks}, but got {here}")
-        self.sent = self.received = 0
-        self.streams = Streams(rank, ranks, timeout)
-
-    def send(self, step: Send) -> None:
-        """Sends a message.
-
-        Raises:
-            RuntimeError: it was not taken in time.
-        """
-        payload = encode(step)
-        self.streams.write(int(step.to), len(payload).to_bytes(8, "little") + payload)
-        self.sent += len(payload)
-
-    def receive(self, step: Receive) -> Tree:
-        """A message in the structure, shapes and dtypes of `step.like`, and on its device.
-
-        Raises:
-            RuntimeError: nothing came in time.
-            fedtorch.wire.PayloadError: what came is something else.
-        """
-        source = int(step.sender)
-        length = int.from_bytes(self.streams.read(source, 8), "little")
-        longest = _LONGEST if step.rows else wire.size(step.like)
-        if length > longest:
-            raise wire.PayloadError(
-                f"payload of rank {source}: expected {longest} bytes, but got {length}; start all ranks with the "
-                "same model, guide and number of rows"
-            )
-        self.received += length
-        return decode(self.streams.read(source, length), step, f"rank {source}")
-
-    def close(self) -> None:
-        """Ends the streams."""
-        self.streams.close()

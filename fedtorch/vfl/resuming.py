@@ -23,18 +23,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from fedtorch import expected
 from fedtorch.federation.remote.versions import FIRST, alone_in, runs
 from fedtorch.transport.hub import Hub, Link
 from fedtorch.transport.patience import Patience
+from fedtorch.vfl._peers import Lost, Peer, check_names, drive_with, give_up, meet
+from fedtorch.vfl._rollback import DONE, ENTERED, FROM, HELD, Entered, From, Held
 from fedtorch.vfl.journal import Journal
 from fedtorch.vfl.protocol import Half, Receive, Send, Traffic
-from fedtorch.vfl.remote import SECONDS, Lost, Peer, check_names, drive_with, give_up, meet, over_link
+from fedtorch.vfl.remote import SECONDS, over_link
 from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
@@ -43,36 +44,6 @@ PROTOCOL = 1  # what is said may not be understood by another
 _TRIES = 100  # from one point, before it is said that it goes nowhere
 _MOST = 1000  # points that a party may have
 _LOG = logging.getLogger(__name__)
-
-
-class Entered(NamedTuple):
-    """Down: which run it is, and how nodes speak about it."""
-
-    run: Tensor  # (16,) uint8
-    protocol: Tensor  # () int64
-
-
-class Held(NamedTuple):
-    """Up: the points of the run that a party can go on from."""
-
-    points: Tensor  # (m,) int64
-
-
-class From(NamedTuple):
-    """Down: the point from which all go on."""
-
-    point: Tensor  # () int64
-
-
-class Done(NamedTuple):
-    """Up and down: that everything is kept."""
-
-    point: Tensor  # () int64
-
-
-_NUMBER = torch.zeros((), dtype=torch.int64)
-_ENTERED, _HELD = Entered(torch.zeros(16, dtype=torch.uint8), _NUMBER), Held(torch.zeros(0, dtype=torch.int64))
-_FROM, _DONE = From(_NUMBER), Done(_NUMBER)
 
 
 def resuming_over_hub(
@@ -99,6 +70,18 @@ def resuming_over_hub(
         fedtorch.wire.PayloadError: a message that is not what was expected.
         FileExistsError: another process works in the folder.
         ValueError: two parties of one name, or a folder of several runs.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from fedtorch.transport import memory
+    >>> from fedtorch.vfl.alignment import Holder, following, leading
+    >>> leader = lambda journal: journal.once(leading(Holder(["bob", "cem"], "leader"), ["clinic"]))
+    >>> clinic = lambda journal: journal.once(following(Holder(["ann", "bob"], "clinic"), "leader"))
+    >>> hub = Hub()
+    >>> with ThreadPoolExecutor() as pool:
+    ...     own = pool.submit(resuming_over_link, clinic, lambda: memory.link(hub, "clinic"))
+    ...     rows, traffic = resuming_over_hub(leader, hub, ["clinic"])
+    >>> rows, own.result()[0]
+    (tensor([0]), tensor([1]))
     """
     expected.positive(seconds=seconds, patience=patience)
     check_names(parties)
@@ -177,7 +160,7 @@ class _Party:
 
     def half(self) -> Half:
         """From the point that the server says."""
-        told = yield Receive(0, _ENTERED)
+        told = yield Receive(0, ENTERED)
         if (protocol := int(told.protocol)) != PROTOCOL:
             raise PayloadError(
                 f"Expected a server that speaks protocol {PROTOCOL}, but got one of {protocol}; install the same "
@@ -186,10 +169,10 @@ class _Party:
         self.entered = True
         self.journal.enter(bytes(told.run.tolist()).hex())
         yield Send(0, Held(torch.tensor(sorted(self.journal.versions.numbers))), rows=True)
-        self.journal.begin(int((yield Receive(0, _FROM)).point))
+        self.journal.begin(int((yield Receive(0, FROM)).point))
         result = yield from self.begin(self.journal)
-        yield Send(0, _DONE)
-        yield Receive(0, _DONE)
+        yield Send(0, DONE)
+        yield Receive(0, DONE)
         self.journal.versions.finish()
         self.result, self.done = result, True
 
@@ -260,17 +243,17 @@ class _Server:
             yield Send(name, Entered(run, torch.tensor(PROTOCOL)))
         common = journal.versions.numbers
         for name in parties:
-            common &= set((yield Receive(name, _HELD, rows=True, most=_MOST)).points.tolist())
+            common &= set((yield Receive(name, HELD, rows=True, most=_MOST)).points.tolist())
         point = max(common | {FIRST})
         for name in parties:
             yield Send(name, From(torch.tensor(point)))
         journal.begin(point)
         result = yield from self.begin(journal)
         for name in parties:
-            yield Receive(name, _DONE)
+            yield Receive(name, DONE)
         journal.versions.finish()
         for name in parties:
-            yield Send(name, _DONE)
+            yield Send(name, DONE)
         return result
 
     def say_farewell(self, parties: Sequence[str], seconds: float) -> None:

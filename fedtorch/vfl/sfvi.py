@@ -21,12 +21,15 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.progress import Progress
 from fedtorch.vfl._adam import Drift, RestartingAdam
+from fedtorch.vfl._blocks import iterations
 from fedtorch.vfl._bound import ascend, bound, climb
 from fedtorch.vfl._captured import CapturedBound
+from fedtorch.vfl._checks import prepared
+from fedtorch.vfl._draws import draw_theta
 from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.guide import Guide, Parameters, draw_theta, initial
-from fedtorch.vfl.model import VerticalModel, prepared
-from fedtorch.vfl.noise import draw_noise, iterations
+from fedtorch.vfl.guide import Guide, Parameters, initial
+from fedtorch.vfl.model import VerticalModel
+from fedtorch.vfl.noise import draw_noise
 
 _START = 0  # purpose of the key
 _TAIL = 8  # the last eighth of the steps, in which a learning rate that falls to zero has all but done so
@@ -35,7 +38,19 @@ Schedule = Callable[[int], float]
 
 
 class VariationalFit(NamedTuple):
-    """What `sfvi` found."""
+    """What `sfvi` found.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
+    >>> fit = sfvi(model, Guide(ft.vfl.noiseless()), data, key=random.key(0), steps=4, every=2)
+    >>> fit.bounds.shape, [part.shape for part in fit.moments()]  # of an intercept and three coefficients
+    (torch.Size([2, 1]), [torch.Size([1, 4]), torch.Size([1, 4, 4])])
+    >>> [theta.shape for theta in fit.sample(random.key(1), draws=100)]
+    [torch.Size([1, 100, 1]), torch.Size([1, 100, 1]), torch.Size([1, 100, 2])]
+    >>> fit.converged()  # four steps cannot tell
+    tensor([False])
+    """
 
     model: VerticalModel  # with the networks of its predictors, if any, as they were trained
     guide: Guide
@@ -83,7 +98,12 @@ class VariationalFit(NamedTuple):
 
 
 def cosine(rate: float, steps: int, floor: float = 0.0) -> Schedule:
-    """A learning rate that falls from `rate` to `floor · rate` along half a cosine."""
+    """A learning rate that falls from `rate` to `floor · rate` along half a cosine.
+
+    >>> rate = cosine(0.1, steps=4)
+    >>> [round(rate(step), 3) for step in range(5)]
+    [0.1, 0.085, 0.05, 0.015, 0.0]
+    """
     return lambda step: rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0))))
 
 

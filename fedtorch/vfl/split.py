@@ -53,13 +53,14 @@ from fedtorch import random
 from fedtorch.federation.checkpoint_io import keep_plain
 from fedtorch.vfl._bound import bound
 from fedtorch.vfl._captured import CapturedBound
+from fedtorch.vfl._checks import check_features, check_response
 from fedtorch.vfl.auxiliary import noiseless
 from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.gaussians import point
 from fedtorch.vfl.guide import Guide, Parameters, initial
 from fedtorch.vfl.hierarchical_bayes import HierarchicalBayes
 from fedtorch.vfl.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model import VerticalModel, check_features, check_response, summed
+from fedtorch.vfl.model import VerticalModel, summed
 from fedtorch.vfl.nodes import Optimizers, PartyNode, ServerNode
 from fedtorch.vfl.noise import Noise
 from fedtorch.vfl.part import Part, draw_noises, parts
@@ -70,7 +71,14 @@ _WEIGHTS = 100  # purpose of an element's key
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam at 1e-3, as in the source."""
+    """Adam at 1e-3, as in the source.
+
+    >>> weight = nn.Parameter(torch.zeros(1))
+    >>> weight.grad = torch.tensor([5.0])
+    >>> adam([weight]).step()  # the first step is as long whatever the gradient
+    >>> weight.data
+    tensor([-0.0010])
+    """
     return torch.optim.Adam(parameters, lr=1e-3, fused=True)
 
 

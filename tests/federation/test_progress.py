@@ -23,7 +23,8 @@ from fedtorch.data.download import download
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import sparse
 from fedtorch.networks import discrepancy, learning, solvers
-from fedtorch.trust import attacks, privacy
+from fedtorch.trust import privacy
+from fedtorch.trust.attacks import _search
 from fedtorch.vfl import alignment
 from fedtorch.vfl.soul import soul
 
@@ -101,7 +102,7 @@ def solved() -> None:
 
 
 def inverted() -> None:
-    attacks.inversion.searched(lambda x: x.square().sum(), torch.ones(2), 5)
+    _search.descended(lambda x: x.square().sum(), torch.ones(2), 5)
 
 
 OTHERS: dict[str, Callable[[], object]] = {

@@ -10,7 +10,7 @@ import torch
 from support.closed_forms import distance, linear_clients, same_bits
 
 import fedtorch as ft
-from fedtorch.federation.sampler import RunningMoments
+from fedtorch.federation.sampler import RunningMoments, load_arviz
 from fedtorch.models.gibbs import sparse
 
 SIZES = [12, 5, 9]
@@ -71,14 +71,22 @@ def test_draws_on_disk_are_those_in_memory(tmp_path: Path) -> None:
 def test_summary_and_trace() -> None:
     made = sampler(45, burn_in=5)
     table = made.summary()
-    assert {"mean", "sd", "r_hat", "ess_bulk", "hdi_2.5%", "hdi_97.5%"} <= set(table.columns)
+    assert set(table.columns) == {
+        "mean", "sd", "hdi_2.5%", "hdi_97.5%", "mcse_mean", "mcse_sd", "ess_bulk", "ess_tail", "r_hat"
+    }  # fmt: skip
     assert table.loc["theta[1]", "mean"] == pytest.approx(float(made.mean()["theta"][1]), rel=1e-12)
+    draws = made.draws()["theta"][..., 1]
+    inside = (draws >= table.loc["theta[1]", "hdi_2.5%"]) & (draws <= table.loc["theta[1]", "hdi_97.5%"])
+    assert int(inside.sum()) == pytest.approx(0.95 * draws.numel(), abs=2)
     assert 0 < table.loc["theta[1]", "ess_bulk"] < 400
-    figure = made.trace("theta")
-    assert len(figure.axes) == 2
+    tails = load_arviz().ess(draws.numpy(), method="tail", prob=(0.05, 0.95))
+    assert table.loc["theta[1]", "ess_tail"] == pytest.approx(float(tails), rel=1e-12)
+    with load_arviz().rc_context({"plot.max_subplots": 2}):
+        figures = made.trace("theta"), made.trace("theta", "noise")
+    assert [len(figure.axes) for figure in figures] == [2, 4]
     import matplotlib.pyplot as plt
 
-    plt.close(figure)
+    plt.close("all")
 
 
 def test_quantities_of_the_model_are_watched() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.programs import launches
 
-from fedtorch.kernels import choice, moments, order_statistics
+from fedtorch.kernels import _launch, choice, moments, order_statistics
 from fedtorch.kernels.glm_steps import CATEGORICAL, GAUSSIAN, glm_steps
 from fedtorch.kernels.moments import solved
 
@@ -59,16 +59,16 @@ def test_mapped_and_traced_tensors_go_to_the_reference(device, monkeypatch) -> N
 
 def test_interpreting_after_compiling_is_refused(monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setitem(choice.sys.modules, "triton", choice)
+    monkeypatch.setitem(_launch.sys.modules, "triton", choice)
     with pytest.raises(RuntimeError, match="Expected TRITON_INTERPRET=1 before Triton's first import"):
-        choice.loaded.__wrapped__("moments", interpreted=True)
+        _launch.loaded.__wrapped__("moments", interpreted=True)
 
 
 def test_tiles_cover_rows_of_any_width() -> None:
-    assert choice.tile(1, 1024) == (1024, 1)
-    assert choice.tile(33, 1024) == (16, 64)
-    assert choice.tile(5000, 1024) == (1, 1024)
-    assert [choice.power_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
+    assert _launch.tile(1, 1024) == (1024, 1)
+    assert _launch.tile(33, 1024) == (16, 64)
+    assert _launch.tile(5000, 1024) == (1, 1024)
+    assert [_launch.power_of_two(n) for n in (0, 1, 2, 3, 8, 9)] == [1, 1, 2, 4, 8, 16]
 
 
 def linear_models(features: int, classes: int, dtype: torch.dtype, device: str):

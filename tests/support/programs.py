@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedtorch.kernels import choice
+from fedtorch.kernels import _launch, choice
 
 
 @contextmanager
@@ -30,13 +30,13 @@ def reference() -> Iterator[None]:
 def launches(monkeypatch: pytest.MonkeyPatch, at_least: int = 1) -> Iterator[list[str]]:
     """The operations whose programs run inside; fails if there are fewer, and so if the reference ran unseen."""
     seen: list[str] = []
-    original = choice.loaded
+    original = _launch.loaded
 
     def watched(operation: str, **options: Any) -> Any:
         seen.append(operation)
         return original(operation, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(choice, "loaded", watched)
+        patch.setattr(_launch, "loaded", watched)
         yield seen
     assert len(seen) >= at_least, f"Expected {at_least} launches of programs, but got {seen}"

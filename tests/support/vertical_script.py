@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from fedtorch import tree
+from fedtorch.vfl._rank_link import Link
 from fedtorch.vfl.iteration import exchange, party_half, server_half
 from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
 from fedtorch.vfl.protocol import Receive, Traffic
-from fedtorch.vfl.ranks import Link, over_ranks
+from fedtorch.vfl.ranks import over_ranks
 from support import splits
 from support.closed_forms import distance
 from support.verticals import GUIDES, ROWS, nodes, noises, some_model, some_parameters

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedtorch import random, tree, vfl
 from fedtorch.vfl import encoder, likelihoods
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.guide import initial
-from fedtorch.vfl.model import prepared
 from fedtorch.vfl.nodes import PartyNode, ServerNode
 from fedtorch.vfl.noise import draw_noise
 from fedtorch.vfl.protocol import Half, decode, drive, encode

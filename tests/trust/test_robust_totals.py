@@ -125,7 +125,7 @@ def test_secure_sums_are_refused_before_and_after() -> None:
     with pytest.raises(ValueError, match="leave out secure sums: a robust rule needs the messages that they hide"):
         robust.totals(hidden, robust.median())
     later = dataclasses.replace(robust.totals(ft.scaffold(sgd(0.1)), robust.median()), exchange=secure.secure_star())
-    with pytest.raises(TypeError, match="Expected every client's message, but got Said"):
+    with pytest.raises(TypeError, match="Expected every client's message, but got what another exchange"):
         ft.Run(later, clients).step()
 
 

@@ -11,8 +11,8 @@ import torch
 
 from fedtorch import wire
 from fedtorch.vfl import alignment
-from fedtorch.vfl._allowance import Allowance
 from fedtorch.vfl.alignment import Holder, Points, Positions, following, intersect, leading
+from fedtorch.vfl.allowance import Allowance
 from fedtorch.vfl.parties import Party
 from fedtorch.vfl.protocol import Half, Receive, Send, decode, drive, encode
 

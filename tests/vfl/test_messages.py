@@ -28,8 +28,8 @@ from support.verticals import (
 
 from fedtorch import random, tree, vfl, wire
 from fedtorch.vfl._bound import bound
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.iteration import bounded_delay, exchange
-from fedtorch.vfl.model import prepared
 from fedtorch.vfl.nodes import Backward, Gradient, Iteration, Pooled, Share, Value
 from fedtorch.vfl.noise import draw_noise
 from fedtorch.vfl.protocol import Half, Receive, Traffic, together

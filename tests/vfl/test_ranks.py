@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from fedtorch import wire
+from fedtorch.vfl._rank_link import Link
 from fedtorch.vfl.protocol import Receive, Send
-from fedtorch.vfl.ranks import Link
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))

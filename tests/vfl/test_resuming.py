@@ -27,12 +27,14 @@ from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import versions
 from fedtorch.transport import Hub, Limits, Link, Roster, connect, identity, memory, serve
 from fedtorch.vfl._node_state import packed, restore, state_of, unpacked
+from fedtorch.vfl._peers import Lost
+from fedtorch.vfl._rollback import Entered
 from fedtorch.vfl.iteration import party_half, server_half
 from fedtorch.vfl.journal import Journal
 from fedtorch.vfl.nodes import Iteration
 from fedtorch.vfl.protocol import Half, Receive, Send, together
-from fedtorch.vfl.remote import Lost, over_hub
-from fedtorch.vfl.resuming import Entered, resuming_over_hub, resuming_over_link
+from fedtorch.vfl.remote import over_hub
+from fedtorch.vfl.resuming import resuming_over_hub, resuming_over_link
 
 WAITS = {"seconds": 20.0, "patience": 20.0}
 

@@ -30,8 +30,8 @@ from fedtorch import random, tree, vfl
 from fedtorch.vfl import encoder, likelihoods
 from fedtorch.vfl._adam import RestartingAdam
 from fedtorch.vfl._bound import ascend, bound
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.guide import initial
-from fedtorch.vfl.model import prepared
 from fedtorch.vfl.noise import draw_noise
 from fedtorch.vfl.oracles import log_joint
 

@@ -11,7 +11,7 @@ from support.verticals import KEY, MODELS, SD, draw, gaussian_data, predictors, 
 
 from fedtorch import vfl
 from fedtorch.vfl import likelihoods
-from fedtorch.vfl.model import prepared
+from fedtorch.vfl._checks import prepared
 from fedtorch.vfl.soul import langevin, party_density, soul
 
 RHO, WIDTHS = 0.7, [2, 1]

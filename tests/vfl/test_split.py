@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
 from fedtorch.vfl import encoder, likelihoods
+from fedtorch.vfl._blocks import NodeNoise
 from fedtorch.vfl.iteration import exchange
 from fedtorch.vfl.nodes import Gradient, Iteration, Value
-from fedtorch.vfl.noise import NodeNoise
 from fedtorch.vfl.split_nn import Stacked, mlp
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedtorch._lazy import loaded
-from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, check_maker, copied, options, rebind
+from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, check_maker, options, rebind
 
 
 class Schedule:
@@ -64,7 +64,7 @@ class Schedule:
             self._changing.update(name for name in first if first[name] != last[name])
 
     def _snapshot(self) -> list[dict[str, Any]]:
-        return [{n: copied(value) for n, value in options(group).items()} for group in self._optimizer.param_groups]
+        return [options(group) for group in self._optimizer.param_groups]
 
 
 class Configured(NamedTuple):

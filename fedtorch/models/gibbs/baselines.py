@@ -30,7 +30,16 @@ from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
 
 
 class LoneSite(NamedTuple):
-    """A site's variables; `(K, C, ...)`."""
+    """A site's variables; `(K, C, ...)`.
+
+    >>> import torch, fedtorch as ft
+    >>> x = ft.random.normal(ft.random.key(0), (2, 50, 3))
+    >>> data = ft.data.from_tensors([(x[0], x[0, :, 0]), (x[1], x[1, :, 2])])  # each site has an effect of its own
+    >>> algorithm = ft.gibbs(lone_regression(), nothing_shared(), sweeps=9, chains=2)
+    >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=1)
+    >>> run.tensors().theta.mean(1).round().int().tolist(), run.bytes_up  # of (2, 2, 3) the mean of the chains
+    ([[1, 0, 0], [0, 0, 1]], 0)
+    """
 
     theta: Tensor  # (..., p)
     included: Tensor  # (..., p) γ, 0 or 1
@@ -123,6 +132,13 @@ def consensus(draws: Tensor) -> Tensor:
 
     Raises:
         ValueError: too few draws for a covariance.
+
+    >>> import torch
+    >>> sites = torch.tensor([[[-1.0], [0.0], [1.0]], [[8.0], [10.0], [12.0]]])  # variances 1 and 4
+    >>> consensus(sites)  # (4 θ_1 + θ_2) / 5
+    tensor([[0.8000],
+            [2.0000],
+            [3.2000]])
     """
     if draws.ndim != 3 or draws.shape[1] <= draws.shape[2]:
         raise ValueError(

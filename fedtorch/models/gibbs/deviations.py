@@ -27,6 +27,19 @@ class Deviation:
     Attributes:
         noise: (keys `(...)`, shape) -> random numbers `(..., *shape)` each, for many sweeps.
         update: (w, auxiliary u, δ²/(2τ²), one sweep's random numbers) -> (w, u), all of one shape.
+
+    A prior of your own, of which λ² ~ IG(2, 2), so that deviations are Student's t of four degrees of freedom:
+
+    >>> import torch, fedtorch as ft
+    >>> from fedtorch.models.gibbs import sparse
+    >>> student = Deviation(
+    ...     noise=lambda keys, shape: (ft.random.gamma(keys, 2.5, shape, torch.float64),),
+    ...     update=lambda w, u, energy, noise: (noise[0] / (2 + energy), u),
+    ... )
+    >>> w, u, energy = torch.ones(2), torch.ones(2), torch.tensor([0.5, 23.0])  # energy: δ²/(2τ²)
+    >>> student.update(w, u, energy, (torch.tensor([2.5, 2.5]),))[0]  # w = 1/λ² is small where δ is large
+    tensor([1.0000, 0.1000])
+    >>> local = sparse.regression(deviation=student)
     """
 
     noise: Callable[[Tensor, tuple[int, ...]], Noise]
@@ -70,6 +83,13 @@ def laplace() -> Deviation:
     (Park and Casella, "The Bayesian lasso", JASA 103, 2008, section 2), drawn as a root of a quadratic (Michael,
     Schucany and Haas, "Generating random variates using transformations with multiple roots", The American
     Statistician 30, 1976).
+
+    >>> import torch, fedtorch as ft
+    >>> prior, one = laplace(), torch.ones(10_000, dtype=torch.float64)
+    >>> noise = prior.noise(ft.random.key(0), (10_000,))
+    >>> w, _ = prior.update(one, one, 8 * one, noise)  # δ = 4τ
+    >>> round(float(w.mean()), 2)  # the mean of the inverse Gaussian, τ / |δ|
+    0.25
     """
 
     def noise(keys: Tensor, shape: tuple[int, ...]) -> Noise:
@@ -87,5 +107,11 @@ def laplace() -> Deviation:
 
 
 def normal() -> Deviation:
-    """λ = 1: normal deviations of standard deviation τ_j, the conjugate case."""
+    """λ = 1: normal deviations of standard deviation τ_j, the conjugate case.
+
+    >>> import torch
+    >>> prior, one = normal(), torch.ones(2)
+    >>> prior.update(one, one, torch.tensor([0.1, 100.0]), ())[0]  # 1/λ², whatever the deviations are
+    tensor([1., 1.])
+    """
     return Deviation(lambda keys, shape: (), lambda w, u, energy, noise: (w, u))

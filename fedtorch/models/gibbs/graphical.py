@@ -37,7 +37,7 @@ from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
 
-class Fields(NamedTuple):
+class _Fields(NamedTuple):
     """What the regressions of all variables need of each client's rows; float64."""
 
     gram: Tensor  # (K, p, p) Y'Y
@@ -83,13 +83,13 @@ def neighbourhoods(
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.models.gibbs import graphical, sparse
-        >>> z = ft.random.normal(ft.random.key(0), (5, 80, 3), torch.float64)
+        >>> z = ft.random.normal(ft.random.key(0), (5, 40, 3), torch.float64)
         >>> z[..., 1] += z[..., 0]
         >>> data = ft.data.from_tensors(list(z))
         >>> kernels = graphical.neighbourhoods(), graphical.every_response(sparse.hierarchy())
         >>> algorithm = ft.gibbs(*kernels, sweeps=5, chains=2)
-        >>> sampler = ft.Sampler(burn_in=20)
-        >>> run = ft.run(algorithm, ft.InProcess(data), graphical.start(3), rounds=70, record=sampler)
+        >>> sampler = ft.Sampler(burn_in=5)
+        >>> run = ft.run(algorithm, ft.InProcess(data), graphical.start(3), rounds=20, record=sampler)
         >>> inclusion = graphical.square(sampler.mean()["prior.included"])
         >>> graphical.edges(graphical.union(inclusion), 0.1).nonzero().tolist()
         [[0, 1], [1, 0]]
@@ -97,7 +97,7 @@ def neighbourhoods(
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
     def sweep(
-        heard: sparse.Heard, site: sparse.RegressionSite, data: Fields, keys: Tensor, sweeps: int
+        heard: sparse.Heard, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         p = data.gram.shape[-1]
         if heard.theta.ndim != 4:
@@ -111,7 +111,7 @@ def neighbourhoods(
 
     return LocalKernel(
         init=lambda start: _split(regression.init(_responses(start)), len(start)),
-        prepare=lambda data: fields(data, intercept, names),
+        prepare=lambda data: _fields(data, intercept, names),
         sweep=sweep,
         report=regression.report,
     )
@@ -153,6 +153,10 @@ def by_response(values: Tensor) -> Tensor:
 
     Raises:
         ValueError: there is no such p.
+
+    >>> import torch
+    >>> by_response(torch.arange(6))
+    tensor([[0, 1], [2, 3], [4, 5]])
     """
     return values.unflatten(-1, (variables(values.shape[-1]), -1))
 
@@ -163,7 +167,12 @@ def union(inclusion: Tensor) -> Tensor:
 
 
 def intersection(inclusion: Tensor) -> Tensor:
-    """Symmetrised by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`."""
+    """Symmetrised by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`.
+
+    >>> import torch
+    >>> intersection(torch.tensor([[0.0, 0.9], [0.4, 0.0]]))
+    tensor([[0.0000, 0.4000], [0.4000, 0.0000]])
+    """
     return torch.minimum(inclusion, inclusion.mT)
 
 
@@ -200,6 +209,10 @@ def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
 
     Raises:
         ValueError: a rate out of range.
+
+    >>> import torch
+    >>> arrows(torch.tensor([[0.0, 0.2], [0.97, 0.0]]), rate=0.05)  # 0 acts on 1
+    tensor([[False, False], [ True, False]])
     """
     off = ~torch.eye(len(inclusion), dtype=torch.bool, device=inclusion.device)
     found = torch.zeros_like(off)
@@ -207,7 +220,7 @@ def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
     return found
 
 
-def fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> Fields:
+def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> _Fields:
     """The clients' rows as the regressions need them, each computed from the client's own rows only.
 
     Args:
@@ -220,11 +233,21 @@ def fields(data: Any, intercept: bool = False, names: Sequence[str] | None = Non
     """
     own = partial(_one_site, intercept=intercept)
     gram, estimate, rss, count = client_by_client(own, data.count, rows(data, names))
-    return Fields(gram, estimate, rss, count - int(intercept), count)
+    return _Fields(gram, estimate, rss, count - int(intercept), count)
 
 
-def designs(data: Fields) -> Design:
-    """The regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place."""
+def designs(data: _Fields) -> Design:
+    """The regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place.
+
+    Args:
+        data: as `neighbourhoods(...)` prepares it.
+
+    >>> import torch, fedtorch as ft
+    >>> y = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
+    >>> prepared = neighbourhoods().prepare(ft.data.from_tensors([y]).stack([0]))
+    >>> designs(prepared).statistics.cross  # of 1 client 3 regressions; first, variable 0 with 1 and 2
+    tensor([[2., 0.], [2., 1.], [0., 1.]], dtype=torch.float64)
+    """
     p = data.gram.shape[-1]
     others = other_variables(p).to(data.gram.device)
     each = lambda leaf: leaf.repeat_interleave(p, 0)
@@ -238,7 +261,14 @@ def designs(data: Fields) -> Design:
 
 
 def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
-    """y `(K, N, p)` of a block as `variable_rows` takes it in; `BadClients` are also those with a constant variable."""
+    """y `(K, N, p)` of a block as `variable_rows` takes it in; `BadClients` are also those with a constant variable.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([torch.tensor([[1.0, 2.0], [3.0, 2.0]])])
+    >>> rows(data.stack([0]), names=["weight", "height"])
+    Traceback (most recent call last):
+    fedtorch.data.bad_clients.BadClients: Expected variables that vary, but got constant height; leave them out...
+    """
     y = variable_rows(data)
     inside = data.mask[..., None]
     constant = (torch.where(inside, y, y[:, :1]) == y[:, :1]).all(1) & (data.count > 1)[:, None]
@@ -249,7 +279,11 @@ def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
 
 
 def other_variables(p: int) -> Tensor:
-    """The variables but j in row j, `(p, p − 1)`."""
+    """The variables but j in row j, `(p, p − 1)`.
+
+    >>> other_variables(3)
+    tensor([[1, 2], [0, 2], [0, 1]])
+    """
     column = torch.arange(p - 1).expand(p, p - 1)
     return column + (column >= torch.arange(p)[:, None])
 
@@ -259,6 +293,9 @@ def variables(coefficients: int) -> int:
 
     Raises:
         ValueError: there is no such p.
+
+    >>> variables(6)
+    3
     """
     p = (1 + math.isqrt(1 + 4 * coefficients)) // 2
     if p < 2 or p * (p - 1) != coefficients:

@@ -31,7 +31,16 @@ class Normal(NamedTuple):
 
 
 class Incomplete(NamedTuple):
-    """Rows with gaps."""
+    """Rows with gaps.
+
+    >>> import torch
+    >>> data = incomplete([(torch.tensor([[1.0], [torch.nan]]), torch.tensor([5.0, 6.0]))])
+    >>> rows = incomplete_rows(data[0])  # one covariate and the response
+    >>> rows.observed
+    tensor([[ True,  True], [False,  True]])
+    >>> rows.values
+    tensor([[1., 5.], [0., 6.]], dtype=torch.float64)
+    """
 
     values: Tensor  # (..., p + 1) covariates and response, zero where missing
     observed: Tensor  # (..., p + 1) bool
@@ -102,15 +111,15 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.models.gibbs import imputation, sparse
-        >>> x = ft.random.normal(ft.random.key(0), (3, 60, 2), torch.float64)
+        >>> x = ft.random.normal(ft.random.key(0), (3, 40, 2), torch.float64)
         >>> y = x[..., 0] + x[..., 1]
         >>> x[:, ::2, 0] = torch.nan
         >>> data = imputation.incomplete([(x[k], y[k]) for k in range(3)])
         >>> normal = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
         >>> local = imputation.imputing(sparse.regression(), normal)
-        >>> algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=5, chains=2)
-        >>> sampler = ft.Sampler(burn_in=20)
-        >>> _ = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=60, record=sampler)
+        >>> algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=3, chains=2)
+        >>> sampler = ft.Sampler(burn_in=5)
+        >>> _ = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=20, record=sampler)
         >>> sampler.mean()["theta"].round()
         tensor([1., 1.], dtype=torch.float64)
     """
@@ -209,6 +218,13 @@ def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tenso
 
     Raises:
         ValueError: a normal distribution of another number of columns.
+
+    >>> import torch
+    >>> normal = Normal(torch.zeros(2), torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
+    >>> rows = Incomplete(torch.tensor([0.0, 2.0]), observed=torch.tensor([False, True]))
+    >>> expected, covariance, _ = conditional(rows, normal)
+    >>> expected, covariance  # of the first, ½ · 2 and 1 − ½²
+    (tensor([1., 2.]), tensor([[0.7500, 0.0000], [0.0000, 0.0000]]))
     """
     seen = rows.observed.to(normal.covariance.dtype)
     p = seen.shape[-1]

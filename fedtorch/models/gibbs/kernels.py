@@ -7,6 +7,28 @@ any pair of them over a federation; stacked in one process they are an ordinary 
 
 Several chains are a batch dimension after the clients: a client's variables are `(K, C, ...)`, global ones `(C, ...)`,
 and keys `(K, C)` and `(C,)`, so that a chain draws the same numbers whatever runs beside it. All numbers are float64.
+
+A sampler of your own, of levels y_ki ~ N(θ_k, 1) around a mean, θ_k ~ N(θ, 1), under a flat prior of θ:
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch import exact
+>>> from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
+>>> normal = lambda keys: ft.random.normal(keys, (), torch.float64)
+>>> def sweep(heard, level, data, keys, sweeps):  # θ_k ~ N((θ + Σ y) / (1 + n), 1 / (1 + n))
+...     precision = 1 + data.count[:, None]
+...     return (heard + data.batch.sum(1)[:, None]) / precision + normal(keys) / precision**0.5
+>>> def update(theta, sums, keys):  # θ ~ N(Σ θ_k / M, 1 / M)
+...     total, clients = exact.values(sums["levels"], sums["clients"])
+...     return total / clients + normal(keys) / clients**0.5
+>>> report = lambda level: {"levels": (level,), "clients": (torch.ones_like(level),)}
+>>> local = LocalKernel(lambda start: start[:, 0], lambda data: data, sweep, report)
+>>> shared = GlobalKernel(lambda start: start[:, 0], lambda theta: theta, update)
+>>> data = ft.data.from_tensors([torch.full((99,), level).double() for level in (1.0, 2.0, 6.0)])
+>>> algorithm = ft.gibbs(local, shared, sweeps=1, chains=1000)
+>>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(1), rounds=3)
+>>> theta = run.server.variables  # (1000,)
+>>> round(float(theta.mean()), 1), round(float(theta.std()), 1)  # the mean of all levels, √((1 + 1/99) / 3)
+(3.0, 0.6)
 """
 
 from __future__ import annotations
@@ -62,6 +84,10 @@ def check_start(coefficients: int, expected: int) -> None:
 
     Raises:
         ValueError: it has.
+
+    >>> check_start(2, expected=3)
+    Traceback (most recent call last):
+    ValueError: Expected a start of 3 coefficients for these rows, but got 2; pass torch.zeros(3)
     """
     if coefficients != expected:
         raise ValueError(

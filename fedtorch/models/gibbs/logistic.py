@@ -24,7 +24,17 @@ from fedtorch.tree import Tree
 
 
 class LogisticSite(NamedTuple):
-    """A client's variables; `(K, C, ...)`."""
+    """A client's variables; `(K, C, ...)`.
+
+    >>> import torch, fedtorch as ft
+    >>> from fedtorch.models.gibbs import sparse
+    >>> x = ft.random.normal(ft.random.key(0), (2, 60, 1), torch.float64)
+    >>> data = ft.data.from_tensors([(x[0], (x[0, :, 0] > 1) * 1.0), (x[1], (x[1, :, 0] > -1) * 1.0)])
+    >>> algorithm = ft.gibbs(logistic_regression(), sparse.hierarchy(), sweeps=9, chains=2)
+    >>> site = ft.run(algorithm, ft.InProcess(data), torch.zeros(1), rounds=1).tensors()
+    >>> site.intercept.mean(1).sign(), site.theta.mean(1).sign().flatten()  # ones are rare, and frequent
+    (tensor([-1.,  1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
+    """
 
     theta: Tensor  # (..., p) θ_k
     place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
@@ -78,7 +88,7 @@ def logistic_regression(
             found.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
         return tree.stack(found)
 
-    return LocalKernel(init, prepare, sweep, sparse.report)
+    return LocalKernel(init, _prepare, sweep, sparse.report)
 
 
 def _sweep_one(
@@ -119,7 +129,7 @@ def _sweep_one(
     return LogisticSite(theta, place, precision, u, site.noise, likelihood, coefficients[:, 0])
 
 
-def prepare(data: Any) -> _Rows:
+def _prepare(data: Any) -> _Rows:
     """The rows with a column of ones, checked."""
     x, y = regression_rows(data)
     refuse(((y != 0) & (y != 1)).any(-1), "Expected responses of 0 and 1, but got others; recode y")

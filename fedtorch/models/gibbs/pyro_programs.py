@@ -36,7 +36,14 @@ Sites = list[tuple[Tensor, Tensor]]
 
 
 class Priors(NamedTuple):
-    """The numbers of the priors, as in `sparse` and `global_priors.spike_and_slab`."""
+    """The numbers of the priors, as in `sparse` and `global_priors.spike_and_slab`.
+
+    >>> import pyro, torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])
+    >>> program = regression(data, Priors(noise=(3.0, 1.0)))
+    >>> pyro.poutine.trace(program).get_trace().nodes["sigma2"]["fn"].mean  # of IG(3, 1), for each site
+    tensor([0.5000], dtype=torch.float64)
+    """
 
     spike: float = 0.01  # c₀
     variance: tuple[float, float] = (2.0, 0.5)  # (a_η, b_η)
@@ -78,6 +85,15 @@ def collapsed_regression(data: FederatedData, priors: Priors = PRIORS) -> Progra
 
     Returns:
         a Pyro program with sites `theta`, `lambda`, `tau`, `eta`, `rho`, `sigma2`.
+
+    >>> import pyro, torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.tensor([[1.0], [2.0]]), torch.tensor([0.5, 1.5]))])
+    >>> one = torch.ones(1).double()
+    >>> known = {"theta": 3 * one, "lambda": 2 * one[None], "tau": one, "sigma2": one, "eta": one, "rho": one[0] / 2}
+    >>> program = pyro.poutine.condition(collapsed_regression(data), known)
+    >>> law = pyro.poutine.trace(program).get_trace().nodes["y_0"]["fn"]
+    >>> law.mean, law.covariance_matrix  # x θ, and σ² I + λ² τ² x x'
+    (tensor([3., 6.], dtype=torch.float64), tensor([[ 5.,  8.], [ 8., 17.]], dtype=torch.float64))
     """
     sites = _in_double(data)
 
@@ -98,6 +114,14 @@ def site_coefficients(data: FederatedData, samples: dict[str, Tensor], key: Tens
         data: as the program's.
         samples: draws of the program.
         key: of the randomness.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([4.0]))])
+    >>> one = torch.ones(10_000, 1).double()
+    >>> samples = {"theta": 2 * one, "lambda": one[..., None], "tau": one, "sigma2": one}
+    >>> drawn = site_coefficients(data, samples, ft.random.key(0))
+    >>> drawn.shape, round(float(drawn.mean()), 1), round(float(drawn.var()), 1)  # N(3, ½): between 2 and 4
+    (torch.Size([10000, 1, 1]), 3.0, 0.5)
     """
     precision = (samples["lambda"] * samples["tau"].unsqueeze(-2)).square().reciprocal()
     found = []
@@ -119,6 +143,12 @@ def logistic_regression(data: FederatedData, priors: Priors = PRIORS) -> Program
 
     Returns:
         a Pyro program with sites as `regression`, `intercept` instead of `sigma2`.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([0.0, 1.0]))] * 3)
+    >>> draws = nuts(logistic_regression(data), draws=2, warmup=2, depth=2)
+    >>> draws["theta"].shape, draws["intercept"].shape
+    (torch.Size([2, 1]), torch.Size([2, 3]))
     """
     sites = _in_double(data)
 
@@ -172,7 +202,13 @@ def nuts(
 
 
 def inclusion(samples: dict[str, Tensor], spike: float = 0.01) -> Tensor:
-    """The posterior inclusion probabilities, P(γ_j = 1 | θ_j, η_j, ρ) averaged over draws: `(p,)`."""
+    """The posterior inclusion probabilities, P(γ_j = 1 | θ_j, η_j, ρ) averaged over draws: `(p,)`.
+
+    >>> import torch
+    >>> one_draw = {"theta": torch.tensor([[0.0, 3.0]]), "eta": torch.ones(1, 2), "rho": torch.tensor([0.5])}
+    >>> inclusion(one_draw, spike=0.01)  # at 0 the spike is ten times as high: 1 / 11
+    tensor([0.0909, 1.0000])
+    """
     theta, eta, rho = samples["theta"], samples["eta"], samples["rho"].unsqueeze(-1)
     slab = dist.Normal(0.0, eta.sqrt()).log_prob(theta) + rho.log()
     zero = dist.Normal(0.0, (spike * eta).sqrt()).log_prob(theta) + torch.log1p(-rho)

@@ -8,6 +8,26 @@ moments of μ need (Stein's identities), with C = V A' the covariance of μ and 
     \mathrm{Cov}[\mu \mid \zeta, y] = V + C\, \ell''(m)\, C' .
 
 Nodes are needed over ζ only (`quadrature.tilt`).
+
+A likelihood of your own, of one row y ~ N(θ_k, 1) per device:
+
+>>> import torch, fedtorch as ft
+>>> from torch.distributions import MultivariateNormal
+>>> from fedtorch.models import hierarchical
+>>> from fedtorch.models.gaussian import Moments
+>>> from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, derivatives
+>>> def local(y, mean, covariance, zeta, log_noise):
+...     gain = covariance / (covariance + 1)
+...     found = Moments(mean + gain[..., 0] * (y[:, None] - mean), covariance - gain * covariance)
+...     evidence = MultivariateNormal(mean, covariance + 1).log_prob(y[:, None])
+...     return Conditional(evidence, lambda w: derivatives(mean, covariance, found, w), lambda: found)
+>>> likelihood = DeviceLikelihood(lambda data: data.batch[0][:, 0], local, None, lambda y: y.new_ones(len(y)), len)
+>>> model = hierarchical.of(hierarchical.normal(1), likelihood)
+>>> data = ft.data.from_tensors([(torch.tensor([[level]]).double(),) for level in (1.0, 5.0)])
+>>> prepared = model.prepare(data.stack([0, 1]))
+>>> at = torch.zeros(2, 1, 2).double()  # φ: μ = 0, log τ = 0
+>>> model.given(at, torch.ones(2, 1).double(), prepared).means.flatten()  # halfway between μ and y
+tensor([0.5000, 2.5000], dtype=torch.float64)
 """
 
 from __future__ import annotations
@@ -52,7 +72,18 @@ class DeviceLikelihood(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A hierarchical model, ready for `ft.ep(model)`."""
+    """A hierarchical model, ready for `ft.ep(model)`.
+
+    >>> import torch, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
+    >>> model = hierarchical.linear(hierarchical.normal(1), noise=1.0)
+    >>> model.names
+    ('mean 0', 'log variance 0')
+    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([2.0]))])
+    >>> log_factor = model.log_factor(torch.zeros(1, 1, 2).double(), model.prepare(data.stack([0])))
+    >>> float(log_factor.exp() * (4 * torch.pi) ** 0.5)  # N(2; 0, τ + σ²) with τ = σ² = 1, and e⁻¹
+    0.36787944...
+    """
 
     names: tuple[str, ...]  # of the coordinates of φ
     prior: Prior
@@ -199,7 +230,14 @@ class _Given(NamedTuple):
 
 
 def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`Conditional.derivatives` from the moments of θ_k before and after the rows."""
+    """`Conditional.derivatives` from the moments of θ_k before and after the rows.
+
+    >>> import torch
+    >>> one = torch.ones(1, 1, 1).double()  # θ ~ N(1, 1), and N(2, ½) after a row y ~ N(θ, 1), y = 3
+    >>> gradient, information = derivatives(one, one[None], Moments(2 * one, one[None] / 2), one[0])
+    >>> float(gradient), float(information)  # of log N(3; m, 2) at m = 1
+    (1.0, 0.5)
+    """
     factor = torch.linalg.cholesky_ex(covariance).L
     gradient = torch.cholesky_solve((found.mean - mean)[..., None], factor)[..., 0]
     lost = torch.cholesky_solve(torch.cholesky_solve(covariance - found.covariance, factor).mT, factor)

@@ -31,7 +31,7 @@ _PRODUCT = 2  # dimensions of θ up to which the default inner rule is a product
 _FURTHEST = 30.0  # of a linear predictor, before its exponential
 
 
-class Rows(NamedTuple):
+class _Rows(NamedTuple):
     """The rows of `K` clients, in float64."""
 
     x: Tensor  # (K, N, d), zero beyond a client's count
@@ -41,8 +41,8 @@ class Rows(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # (K,)
 
 
-class _Terms(NamedTuple):
-    """log p(y | η) up to a constant, its first derivative, and minus its second."""
+class Terms(NamedTuple):
+    """log p(y | η) up to a constant, its first derivative in the linear predictor η, and minus its second."""
 
     log: Tensor
     score: Tensor
@@ -50,28 +50,44 @@ class _Terms(NamedTuple):
 
 
 def logistic(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str | None = "default") -> Model:
-    """y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments."""
+    """y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
 
-    def terms(y: Tensor, eta: Tensor) -> _Terms:
+    >>> import torch, fedtorch as ft
+    >>> model = logistic(hierarchical.normal(1, names=["slope"]))
+    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])
+    >>> phi = torch.tensor([[[1.0, -30.0]]]).double()  # mean, log variance
+    >>> model.log_factor(phi, model.prepare(data.stack([0]))).exp().round(decimals=3)  # 1 / (1 + e⁻¹)
+    tensor([[0.7310]], dtype=torch.float64)
+    """
+
+    def terms(y: Tensor, eta: Tensor) -> Terms:
         p = torch.sigmoid(eta)
-        return _Terms(y * eta - softplus(eta), y - p, p * (1 - p))
+        return Terms(y * eta - softplus(eta), y - p, p * (1 - p))
 
     return generalised(hierarchy, terms, _binary, rule=rule, inner=inner)
 
 
 def poisson(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str | None = "default") -> Model:
-    """Counts y with log mean x'θ_k; see `generalised` for the arguments."""
+    """Counts y with log mean x'θ_k; see `generalised` for the arguments.
 
-    def terms(y: Tensor, eta: Tensor) -> _Terms:
+    >>> import torch, fedtorch as ft
+    >>> model = poisson(hierarchical.normal(1))
+    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([2.0]))])
+    >>> phi = torch.tensor([[[0.0, -30.0]]]).double()  # mean, log variance
+    >>> model.log_factor(phi, model.prepare(data.stack([0]))).exp().round(decimals=3)  # e⁻¹ / 2!
+    tensor([[0.1840]], dtype=torch.float64)
+    """
+
+    def terms(y: Tensor, eta: Tensor) -> Terms:
         rate = eta.clamp(max=_FURTHEST).exp()
-        return _Terms(y * eta - rate, y - rate, rate)
+        return Terms(y * eta - rate, y - rate, rate)
 
     return generalised(hierarchy, terms, _counts, rule=rule, inner=inner)
 
 
 def generalised(
     hierarchy: Hierarchy,
-    terms: Callable[[Tensor, Tensor], Any],
+    terms: Callable[[Tensor, Tensor], Terms],
     constant: Callable[[Tensor], Tensor],
     *,
     rule: Rule | None = None,
@@ -81,21 +97,33 @@ def generalised(
 
     Args:
         hierarchy: of the coefficients, such as `hierarchical.normal(d)`.
-        terms: (y, linear predictor η) -> log p(y | η) up to a constant, its derivative in η, minus its second one.
+        terms: (y, linear predictor η) -> `Terms`.
         constant: y -> the rest of log p; raises ValueError for responses that do not fit.
         rule: nodes over the shared scales ζ.
         inner: nodes over θ_k, to correct its normal approximation; None for Laplace's method. Default: five points a
             coordinate for up to two, designs on two spheres beyond.
+
+    Waiting times y > 0, exponential with log rate x'θ_k:
+
+    >>> import torch, fedtorch as ft
+    >>> def terms(y, eta):
+    ...     hazard = y * eta.exp()
+    ...     return Terms(log=eta - hazard, score=1 - hazard, information=hazard)
+    >>> model = generalised(hierarchical.normal(1), terms, constant=torch.zeros_like)
+    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([3.0]))])
+    >>> phi = torch.tensor([[[0.0, -30.0]]]).double()  # mean, log variance
+    >>> model.log_factor(phi, model.prepare(data.stack([0]))).round(decimals=3)  # log e⁻³
+    tensor([[-3.]], dtype=torch.float64)
     """
     features = hierarchy.mean.shape[0]
     if isinstance(inner, str):
         inner = gauss_hermite(features, 7) if features <= _PRODUCT else two_shells(features)
 
-    def prepare(data: Any) -> Rows:
+    def prepare(data: Any) -> _Rows:
         x, y = regression_rows(data, features)
-        return Rows(x, y, data.mask, (constant(y) * data.mask).sum(1), data.count)
+        return _Rows(x, y, data.mask, (constant(y) * data.mask).sum(1), data.count)
 
-    def local(data: Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
+    def local(data: _Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         root = torch.linalg.cholesky_ex(covariance).L
         design, offset = data.x[:, None] @ root, mean @ data.x.mT
         y, mask = data.y[:, None], data.mask[:, None]
@@ -117,7 +145,7 @@ def generalised(
         found = Moments(centre, whole @ spread @ whole.mT)
         return Conditional(log_evidence, lambda weights: derivatives(mean, covariance, found, weights), lambda: found)
 
-    def size(data: Rows) -> int:
+    def size(data: _Rows) -> int:
         return data.x.shape[1] * (features + (1 if inner is None else len(inner.weights)))
 
     return hierarchical.of(hierarchy, DeviceLikelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
@@ -129,7 +157,7 @@ def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:
 
 
 def _mode(
-    objective: Callable[[Tensor], Tensor], terms: Callable[[Tensor], Any], design: Tensor, mask: Tensor, like: Tensor
+    objective: Callable[[Tensor], Tensor], terms: Callable[[Tensor], Terms], design: Tensor, mask: Tensor, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Newton's method with halved steps: û `(K, R, d)`, and minus the second derivatives there."""
     u = torch.zeros_like(like)

@@ -18,7 +18,18 @@ from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 
 
 class Hierarchy(NamedTuple):
-    """How θ_k depends on φ = (μ, ζ)."""
+    """How θ_k depends on φ = (μ, ζ).
+
+    >>> import torch
+    >>> hierarchy = normal(2, correlated=True)
+    >>> hierarchy.names[2:]
+    ('log variance 0', 'log variance 1', 'dependence 1 on 0')
+    >>> zeta = hierarchy.scales(torch.tensor([[4.0, 2.0], [2.0, 10.0]]), torch.tensor(0.0))
+    >>> zeta[:2].exp().round(decimals=3), zeta[2]  # 9 of 10 are beyond what the first explains
+    (tensor([4., 9.]), tensor(0.3333))
+    >>> hierarchy.covariance(zeta).round(decimals=3)
+    tensor([[ 4.,  2.], [ 2., 10.]])
+    """
 
     names: tuple[str, ...]  # of the coordinates of φ
     mean: Tensor  # (d, m) E θ_k = mean · μ

@@ -32,7 +32,15 @@ _WIDEST = 60.0  # of a factor on its own
 
 
 class Hyperprior(NamedTuple):
-    """The prior of one coordinate x: exp(shift · x − ½ precision · x²) times an optional factor."""
+    """The prior of one coordinate x: exp(shift · x − ½ precision · x²) times an optional factor.
+
+    >>> import torch
+    >>> from torch.distributions import Gamma
+    >>> gamma = Gamma(torch.tensor(2.0).double(), torch.tensor(4.0).double())  # of the variance exp(x)
+    >>> own = Hyperprior(0.0, 0.0, lambda x: gamma.log_prob(x.exp()) + x)
+    >>> float(own.log_density(torch.tensor(0.0).double()).exp())  # 16 e⁻⁴
+    0.293050...
+    """
 
     shift: float
     precision: float
@@ -40,14 +48,21 @@ class Hyperprior(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """A part of a prior that is not normal."""
+    """A part of a prior that is not normal: of coordinate number `coordinate` of φ."""
 
     coordinate: int
     log_density: Callable[[Tensor], Tensor]
 
 
 class Prior(NamedTuple):
-    """A prior of φ."""
+    """A prior of φ.
+
+    >>> import torch
+    >>> normal = gaussian.natural(gaussian.Moments(torch.zeros(2).double(), torch.eye(2).double()))
+    >>> twice = Prior(normal, (Factor(1, lambda x: -0.5 * (x - 4).square()),))  # N(0, 1) times N(4, 1)
+    >>> gaussian.moments(twice.completed()).mean.round(decimals=3)
+    tensor([0., 2.], dtype=torch.float64)
+    """
 
     normal: Natural  # its normal part, which may be improper
     factors: tuple[Factor, ...] = ()
@@ -90,7 +105,12 @@ def log_normal(mean: float = 0.0, sd: float = 1.0) -> Hyperprior:
 
 
 def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
-    """exp(x · power) is half-Cauchy with this scale."""
+    """exp(x · power) is half-Cauchy with this scale.
+
+    >>> import torch
+    >>> half_cauchy(power=1.0).log_density(torch.tensor(0.0)).exp()  # s / (1 + s²), s = eˣ = 1
+    tensor(0.5000)
+    """
     if not scale > 0 or not power > 0:
         raise ValueError(f"Expected a positive scale and power, but got {scale} and {power}")
     location = 2 * float(torch.tensor(scale, dtype=torch.float64).log())
@@ -98,12 +118,24 @@ def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
 
 
 def non_informative(power: float = 0.5) -> Hyperprior:
-    """The density of exp(x · power) is flat; improper, so that it needs more than one client."""
+    """The density of exp(x · power) is flat; improper, so that it needs more than one client.
+
+    >>> non_informative(power=0.5)[:2]  # of x = log τ: exp(x / 2)
+    (0.5, 0.0)
+    """
     return Hyperprior(power, 0.0)
 
 
 def prior(mean: Tensor, covariance: Tensor, hyperpriors: Sequence[Hyperprior]) -> Prior:
-    """The prior of φ = (μ, x): μ ~ N(mean `(m,)`, covariance `(m, m)`), and independent hyperpriors of the x_j."""
+    """The prior of φ = (μ, x): μ ~ N(mean `(m,)`, covariance `(m, m)`), and independent hyperpriors of the x_j.
+
+    >>> import torch
+    >>> of_phi = prior(torch.tensor([1.0]), torch.tensor([[4.0]]), [log_normal(), half_cauchy()])
+    >>> of_phi.normal.shift, gaussian.unpack(of_phi.normal.precision).diagonal()
+    (tensor([0.2500, 0.0000, 0.0000], dtype=torch.float64), tensor([0.2500, 1.0000, 0.0000], dtype=torch.float64))
+    >>> [factor.coordinate for factor in of_phi.factors]
+    [2]
+    """
     first = len(mean)
     normal = gaussian.natural(gaussian.Moments(mean.to(torch.float64), covariance.to(torch.float64)))
     shift = torch.cat([normal.shift, torch.tensor([h.shift for h in hyperpriors], dtype=torch.float64)])
@@ -122,6 +154,12 @@ def renewed(base: Natural, sites: Natural, factors: Sequence[Factor]) -> Natural
         base: all of q but these sites.
         sites: as they are, `(F,)`.
         factors: what they stand for.
+
+    >>> import torch
+    >>> base, none = Natural(torch.zeros(1).double(), torch.ones(1).double()), torch.zeros(1).double()
+    >>> found = renewed(base, Natural(none, none), [Factor(0, lambda x: -1.5 * (x - 2).square())])  # N(2, 1/3)
+    >>> found.shift.round(decimals=3), found.precision.round(decimals=3)
+    (tensor([6.], dtype=torch.float64), tensor([3.], dtype=torch.float64))
     """
     shift, precision = sites.shift.clone(), sites.precision.clone()
     place = [factor.coordinate for factor in factors]

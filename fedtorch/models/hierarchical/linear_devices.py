@@ -95,6 +95,15 @@ def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePos
         model: that q(φ) was learnt with.
         posterior: q(φ).
         data: a block of the new devices' rows, such as `data.stack([0, 1])`; a device may have none.
+
+    >>> import torch, fedtorch as ft
+    >>> from fedtorch.models.hierarchical import normal
+    >>> model = linear(normal(1), noise=1.0)
+    >>> sure = MultivariateNormal(torch.zeros(2).double(), 1e-9 * torch.eye(2).double())  # θ_k ~ N(0, 1)
+    >>> rows, counts = (torch.ones(3, 1), torch.full((3,), 4.0)), torch.tensor([3, 0])
+    >>> new = ft.data.FederatedData(rows, counts, allow_empty=True)
+    >>> adapted(model, sure, new.stack([0, 1])).marginals().mean.round(decimals=3).flatten()  # 3 · 4 / (3 + 1)
+    tensor([3., 0.], dtype=torch.float64)
     """
     count = len(data.count)
     moments = Moments(posterior.mean, posterior.covariance_matrix)
@@ -102,7 +111,14 @@ def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePos
 
 
 def expected_residual(data: SufficientStatistics, mean: Tensor, covariance: Tensor) -> Tensor:
-    """E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`."""
+    """E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`.
+
+    >>> import torch
+    >>> from fedtorch.models.linear import sufficient_statistics
+    >>> data = sufficient_statistics(torch.ones(1, 2, 1), torch.tensor([[1.0, 3.0]]))
+    >>> expected_residual(data, torch.tensor([[2.0]]).double(), torch.tensor([[[0.5]]]).double())  # 2 · (1 + ½)
+    tensor([3.], dtype=torch.float64)
+    """
     return residual_sum(data, mean) + (data.gram * covariance).sum((1, 2))
 
 

@@ -27,7 +27,14 @@ _FUSED_REACH, _FUSED_POINTS = 40.0, 16_001  # of the grid of the fused lasso's n
 
 
 class ShrinkagePrior(NamedTuple):
-    """A prior of θ_k given the logarithms ζ of its penalties and log σ²."""
+    """A prior of θ_k given the logarithms ζ of its penalties and log σ².
+
+    >>> import torch
+    >>> penalty, flat = lasso(features=1), torch.tensor([1e9]).double()
+    >>> found = penalty.site(torch.zeros(1).double(), flat, torch.tensor([2.0]).double())  # N(u; 0, 10⁹) exp(−2|u|)
+    >>> found.variance.round(decimals=3)  # of the Laplace density, 2 / 2²
+    tensor([0.5000], dtype=torch.float64)
+    """
 
     names: tuple[str, ...]  # of the penalties
     contrasts: Tensor  # (m, d) A
@@ -39,7 +46,14 @@ class ShrinkagePrior(NamedTuple):
 
 
 def ridge(features: int) -> ShrinkagePrior:
-    """θ_kj ~ N(0, σ²/λ)."""
+    """θ_kj ~ N(0, σ²/λ).
+
+    >>> import torch
+    >>> penalty = ridge(features=2)
+    >>> precision = penalty.ridge(torch.tensor([0.0]), torch.tensor(2.0).log())
+    >>> penalty.names, round(float(precision), 3)  # λ/σ² of λ = 1, σ² = 2
+    (('log l2',), 0.5)
+    """
     return elastic_net(features, l1=0.0)
 
 
@@ -61,6 +75,12 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
     Args:
         features: d.
         l1, l2: values of λ₁ and λ₂; None for those that are learnt. With `l1=0` it is the ridge, with `l2=0` the lasso.
+
+    >>> import torch
+    >>> penalty, log_noise = elastic_net(features=2, l1=3.0), torch.tensor(0.0).double()  # σ = 1
+    >>> zeta = torch.tensor([5.0]).double().log()  # λ₂ = 5 is learnt
+    >>> penalty.names, penalty.rates(zeta, log_noise), float(penalty.ridge(zeta, log_noise).round(decimals=3))
+    (('log l2',), tensor([3., 3.], dtype=torch.float64), 5.0)
     """
     if (l1 == 0 and l2 == 0) or min(l1 or 0.0, l2 or 0.0) < 0:
         raise ValueError(f"Expected penalties of at least 0, not both 0, but got l1={l1} and l2={l2}")
@@ -99,7 +119,11 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
 
 
 def fused_lasso(features: int) -> ShrinkagePrior:
-    """exp(−λ₁ Σ|θ_j|/σ − λ₂ Σ|θ_j − θ_{j−1}|/σ); coefficients in an order that means something."""
+    """exp(−λ₁ Σ|θ_j|/σ − λ₂ Σ|θ_j − θ_{j−1}|/σ); coefficients in an order that means something.
+
+    >>> fused_lasso(features=2).contrasts  # each coefficient, and their difference
+    tensor([[ 1.,  0.], [ 0.,  1.], [-1.,  1.]], dtype=torch.float64)
+    """
     if features < 2:
         raise ValueError(f"Expected at least 2 features to fuse, but got {features}; use lasso")
     eye = torch.eye(features, dtype=torch.float64)
@@ -124,7 +148,13 @@ def fused_lasso(features: int) -> ShrinkagePrior:
 
 
 def horseshoe(features: int) -> ShrinkagePrior:
-    """θ_kj ~ N(0, s_kj² τ² σ²), s_kj half-Cauchy; τ is learnt."""
+    """θ_kj ~ N(0, s_kj² τ² σ²), s_kj half-Cauchy; τ is learnt.
+
+    >>> import torch
+    >>> penalty = horseshoe(features=2)
+    >>> penalty.names, penalty.rates(torch.tensor([2.0]).log(), torch.tensor(9.0).log()).round(decimals=3)  # τ σ
+    (('log tau',), tensor([6., 6.]))
+    """
     return ShrinkagePrior(
         ("log tau",),
         torch.eye(features, dtype=torch.float64),

@@ -29,21 +29,48 @@ _HALVINGS = 12
 
 
 class Projected(NamedTuple):
-    """Moments `(K, p)`, `(K, p, p)`."""
+    """Moments `(K, p)`, `(K, p, p)`; `Projection` and `quadrature` have examples."""
 
     tilted: Moments  # of cavity times factor
     reference: Moments  # of the cavity, as the same nodes see it
 
 
 class Start(NamedTuple):
-    """How the summed round makes the first estimate."""
+    """How the summed round makes the first estimate.
+
+    >>> import torch, fedtorch as ft
+    >>> from fedtorch.federation.algorithms.ep import Factors, posterior, settled
+    >>> def summary(data, prior):  # the clients' means; zeros of one client before there are any data
+    ...     return torch.zeros(1).double() if data is None else data.batch[0].mean(1)
+    >>> def estimate(total, count, prior):  # around their mean with the precision of that many rows
+    ...     return Natural(total, count[None])
+    >>> factor = lambda phi, data: -0.5 * (phi - data.batch[0][:, None, 0]).square().sum(-1)  # y_k ~ N(φ, 1)
+    >>> prior = Natural(torch.zeros(1).double(), torch.ones(1).double())  # N(0, 1)
+    >>> factors = Factors(laplace(factor), prior, Start(summary, estimate))
+    >>> data = ft.InProcess(ft.data.from_tensors([(torch.tensor([[y]]).double(),) for y in (1.0, 8.0)]))
+    >>> posterior(ft.run(ft.ep(factors), data, rounds=9, until=settled())).mean.round(decimals=3)  # (0 + 1 + 8) / 3
+    tensor([3.], dtype=torch.float64)
+    """
 
     summary: Callable[[Any, Prior], Tree]  # (prepared data, prior) -> a tree, (K, ...)
     estimate: Callable[[Tree, Tensor, Prior], Natural]  # (sum of summaries, how many, prior) -> all sites' sum
 
 
 class Projection(Protocol):
-    """(cavity, prepared data, keys `(K,)`) -> moments of cavity times factor."""
+    """(cavity, prepared data, keys `(K,)`) -> moments of cavity times factor.
+
+    One of your own, exact for y_k ~ N(φ, 1):
+
+    >>> import torch
+    >>> def exact(cavity, y, key):
+    ...     precision = 1 / cavity.covariance + 1
+    ...     mean = (cavity.mean / cavity.covariance[..., 0] + y) / precision[..., 0]
+    ...     return Projected(Moments(mean, 1 / precision), cavity)
+    >>> project: Projection = exact  # as `Factors(project, prior)` takes it
+    >>> cavity = Moments(torch.zeros(1, 1), torch.ones(1, 1, 1))
+    >>> project(cavity, torch.tensor([[4.0]]), torch.zeros(1, dtype=torch.int64)).tilted.mean
+    tensor([[2.]])
+    """
 
     def __call__(self, cavity: Moments, data: Any, key: Tensor) -> Projected: ...
 
@@ -57,6 +84,13 @@ def quadrature(log_factor: LogFactor, rule: Rule | None = None) -> Projection:
     Args:
         log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
         rule: for all p dimensions; default: a product rule for up to four, quasi-random points beyond.
+
+    >>> import torch
+    >>> factor = lambda phi, y: -0.5 * (phi[..., 0] - y).square()  # y ~ N(φ, 1)
+    >>> cavity = Moments(torch.zeros(1, 1).double(), torch.ones(1, 1, 1).double())
+    >>> found = quadrature(factor)(cavity, torch.tensor([[4.0]]), torch.zeros(1, dtype=torch.int64))
+    >>> found.tilted.mean.round(decimals=3), found.tilted.covariance.round(decimals=3)
+    (tensor([[2.]], dtype=torch.float64), tensor([[[0.5000]]], dtype=torch.float64))
     """
 
     def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
@@ -73,6 +107,13 @@ def importance(log_factor: LogFactor, draws: int = 2000) -> Projection:
     Args:
         log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
         draws: R, in antithetic pairs.
+
+    >>> import torch, fedtorch as ft
+    >>> factor = lambda phi, y: -0.5 * (phi[..., 0] - y).square()  # y ~ N(φ, 1)
+    >>> cavity = Moments(torch.zeros(1, 1).double(), torch.ones(1, 1, 1).double())
+    >>> found = importance(factor, draws=10_000)(cavity, torch.tensor([[1.0]]), ft.random.key(0)[None])
+    >>> round(float(found.tilted.mean), 1), round(float(found.reference.mean), 1)
+    (0.5, 0.0)
     """
     if draws < 2 or draws % 2:
         raise ValueError(f"Expected an even number of draws of at least 2, but got {draws}")
@@ -92,6 +133,13 @@ def laplace(log_factor: LogFactor) -> Projection:
     """Mode and curvature of cavity times factor in place of its moments; two derivatives of `log_factor` are needed.
 
     A client whose curvature at the mode is not positive gets NaN, so that it keeps its site for the round.
+
+    >>> import torch
+    >>> factor = lambda phi, y: y * phi[..., 0] - phi[..., 0].exp()  # a count of log mean φ
+    >>> cavity = Moments(torch.zeros(1, 1).double(), torch.ones(1, 1, 1).double())
+    >>> found = laplace(factor)(cavity, torch.tensor([[1.0]]), torch.zeros(1, dtype=torch.int64)).tilted
+    >>> found.mean.abs().round(decimals=3), found.covariance  # 1 − e^φ − φ = 0 at 0, where the curvature is 2
+    (tensor([[0.]], dtype=torch.float64), tensor([[[0.5000]]], dtype=torch.float64))
     """
 
     def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
@@ -117,6 +165,12 @@ def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tens
         objective: `(K, p)` -> `(K,)`, each from its own row.
         start: `(K, p)`.
         metric: `(K, p, p)` positive definite, used for a step where the second derivatives are not.
+
+    >>> import torch
+    >>> goal = torch.tensor([[1.0, 5.0], [0.0, -3.0]]).double()
+    >>> at, curvature = minimised(lambda x: (x - goal).square().sum(1), torch.zeros_like(goal), torch.eye(2).double())
+    >>> at, curvature[0]
+    (tensor([[ 1.,  5.], [ 0., -3.]], dtype=torch.float64), tensor([[2., 0.], [0., 2.]], dtype=torch.float64))
     """
     at = start
     for _ in range(_NEWTON_STEPS):

@@ -41,6 +41,18 @@ def pyro_factor(model: Callable[..., Any], *, rule: Rule | None = None) -> LogFa
 
     Raises:
         ValueError: when it is used, a latent variable is discrete.
+
+    >>> import pyro, torch, fedtorch as ft
+    >>> from pyro.distributions import Normal
+    >>> def model(phi, y):
+    ...     level = pyro.sample("level", Normal(phi[0], 1.0))
+    ...     with pyro.plate("rows", len(y)):
+    ...         pyro.sample("y", Normal(level, 1.0), obs=y)
+    >>> data = ft.data.from_tensors([(torch.tensor([2.0]),)])
+    >>> phi = torch.tensor([[[0.0], [2.0]]]).double()  # of one client, two nodes
+    >>> log_factor = pyro_factor(model)(phi, data.stack([0]))
+    >>> (log_factor[0, 0] - log_factor[0, 1]).round(decimals=3)  # of N(2; φ, 2): −2² / 4
+    tensor(-1., dtype=torch.float64)
     """
 
     def log_factor(phi: Tensor, data: Any) -> Tensor:

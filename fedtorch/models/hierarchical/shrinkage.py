@@ -61,6 +61,15 @@ def penalised(
             λ itself, `half_cauchy(scale, power=1)`.
         noise: hyperprior of log σ²; default: log-normal(0, 5).
         rule: nodes over φ.
+
+    >>> import torch, fedtorch as ft
+    >>> model = penalised(ridge(features=1))
+    >>> model.names
+    ('log l2', 'log noise')
+    >>> data = ft.data.from_tensors([(torch.ones(3, 1), torch.full((3,), 4.0))])
+    >>> phi = torch.zeros(1, 1, 2).double()  # λ = 1, σ = 1
+    >>> model.given(phi, torch.ones(1, 1).double(), model.prepare(data.stack([0]))).means  # 3 · 4 / (3 + λ)
+    tensor([[[3.]]], dtype=torch.float64)
     """
     own = hyperpriors.log_normal(0.0, 5.0) if penalties is None else penalties
     features = penalty.contrasts.shape[1]

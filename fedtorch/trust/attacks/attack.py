@@ -39,6 +39,16 @@ class Attack:
         alone: how each of them lies; None for not.
         together: what they agree on, None for nothing.
         weight: the factor by which they exaggerate their weight.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import attacks
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 2.0, 3.0)])
+        >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        >>> double = attacks.Attack((2,), "double", alone=lambda said, key: ft.tree.scale(said, 2.0))
+        >>> run = ft.run(average | double, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
+        >>> run.server["weight"]  # (1 + 2 + 2 · 3) / 3
+        tensor([[3.]])
     """
 
     clients: tuple[int, ...]
@@ -70,14 +80,14 @@ class Attack:
         )
 
 
-class Marked(NamedTuple):
+class _Marked(NamedTuple):
     """An inbox, and who attacks."""
 
     inbox: Tree
     attacks: Tensor  # (K,) bool
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
     own: Tree
@@ -85,19 +95,19 @@ class State(NamedTuple):
     key: Tensor  # () with which it lies about what it tells for good
 
 
-def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, State]:
+def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, _State]:
     server, state = algorithm.init(parameters, clients)
-    return server, State(state, torch.tensor(False), torch.tensor(0))
+    return server, _State(state, torch.tensor(False), torch.tensor(0))
 
 
-def _client(algorithm: Algorithm, attack: Attack, marked: Marked, state: State, data: Any, turn: Turn) -> Reply:
-    if not isinstance(marked, Marked):
+def _client(algorithm: Algorithm, attack: Attack, marked: _Marked, state: _State, data: Any, turn: Turn) -> Reply:
+    if not isinstance(marked, _Marked):
         raise TypeError(
             "Expected the attack's own exchange, but it was replaced; join attacks last: algorithm | attack"
         )
     reply = algorithm.client(marked.inbox, state.own, data, turn)
     said = tree.map(partial(_lie, attack, marked.attacks, turn.key), reply.message, is_leaf=(Mean, Sum))
-    return reply._replace(message=said, state=State(reply.state, marked.attacks, turn.key))
+    return reply._replace(message=said, state=_State(reply.state, marked.attacks, turn.key))
 
 
 def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
@@ -117,7 +127,7 @@ def _instead(attack: Attack, attacks: Tensor, key: Tensor, said: Tree) -> Tree:
     return tree.where(attacks, lies, said)
 
 
-def _told(told: Callable[[Tree], Tree], attack: Attack, state: State) -> Tree:
+def _told(told: Callable[[Tree], Tree], attack: Attack, state: _State) -> Tree:
     return _instead(attack, state.attacks, state.key, told(state.own))
 
 
@@ -125,10 +135,10 @@ def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
     """`exchange` that says beside every inbox whether it is an attacker's."""
     wrong = torch.tensor(clients, dtype=torch.int64)
 
-    def scatter(outbox: Tree, ids: Rows) -> Marked:
+    def scatter(outbox: Tree, ids: Rows) -> _Marked:
         leaves = tree.leaves(outbox)
         attacks = torch.isin(indices(ids), wrong)
-        return Marked(exchange.scatter(outbox, ids), attacks.to(leaves[0].device if leaves else "cpu"))
+        return _Marked(exchange.scatter(outbox, ids), attacks.to(leaves[0].device if leaves else "cpu"))
 
     return exchange._replace(scatter=scatter)
 

@@ -14,9 +14,13 @@ attacks and defenses for federated learning", section IV (equation 5, which they
 
 >>> import torch
 >>> from fedtorch.trust import attacks
->>> honest, own = torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0]])
+>>> honest, own = torch.tensor([[1.0], [3.0]]).double(), torch.tensor([[2.0]]).double()  # μ = 2, σ = 1
 >>> attacks.inner_product_manipulation([2], epsilon=0.5).together(honest, own)
-tensor([[-1.]])
+tensor([[-1.]], dtype=torch.float64)
+>>> attacks.a_little_is_enough([2], z=1.5).together(honest, own)
+tensor([[0.5000]], dtype=torch.float64)
+>>> attacks.min_max([2]).together(honest, own)  # as far from 3 as 1 is
+tensor([[1.]], dtype=torch.float64)
 """
 
 from __future__ import annotations
@@ -56,7 +60,11 @@ def min_max(clients: Sequence[int]) -> Attack:
 
 
 def usual_z(clients: int, attackers: int) -> float:
-    """The z of `a_little_is_enough` among so many clients of a round: Φ⁻¹((n − f − s)/(n − f)), s = ⌊n/2 + 1⌋ − f."""
+    """The z of `a_little_is_enough` among so many clients of a round: Φ⁻¹((n − f − s)/(n − f)), s = ⌊n/2 + 1⌋ − f.
+
+    >>> round(usual_z(clients=50, attackers=24), 3)  # Φ⁻¹(24/26)
+    1.426
+    """
     supporters = math.floor(clients / 2 + 1) - attackers
     honest = clients - attackers
     part = (honest - supporters) / honest

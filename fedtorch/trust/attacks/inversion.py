@@ -25,16 +25,28 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedtorch import random
 from fedtorch.federation.local_solvers.objective import Loss
-from fedtorch.progress import Progress
+from fedtorch.trust.attacks._search import descended, least
 
-_NOTHING = 1e-12  # of a squared distance, relative
 Predict = Callable[[Tensor], Tensor]  # rows (n, ...) -> outputs (n, ...)
 
 
 class Inversion(NamedTuple):
-    """What a search has found."""
+    """What a search has found.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import attacks
+        >>> module = torch.nn.Linear(2, 1)
+        >>> module.weight.data, module.bias.data = torch.zeros(1, 2), torch.zeros(1)
+        >>> change = {"weight": torch.tensor([[0.6, 0.8]]), "bias": torch.tensor([0.2])}  # −lr · 2(0 − y) (x, 1)
+        >>> attacks.linear_inputs(change["weight"], change["bias"]).round(decimals=3)
+        tensor([[3., 4.]], dtype=torch.float64)
+        >>> found = attacks.gradient_inversion(
+        ...     module, change, torch.nn.functional.mse_loss, shape=(1, 2), targets=torch.ones(1, 1), lr=0.1)
+        >>> found.inputs.round(decimals=3), found.distance < 1e-9
+        (tensor([[3., 4.]]), True)
+    """
 
     inputs: Tensor  # (n, ...) rows, in an order of their own
     targets: Tensor | None  # (n, ...) labels, as given or as logits that were found; None where there are none
@@ -104,16 +116,16 @@ def gradient_inversion(
 
     def apart(found: Tensor) -> Tensor:
         inputs, labels = parted(found)
-        made = trained(module, start, inputs, labels, loss, lr, steps)
+        made = _trained(module, start, inputs, labels, loss, lr, steps)
         wrong = torch.stack([(made[name] - start[name] - change[name]).square().sum() for name in start])
         return wrong.sum() / torch.stack([value.square().sum() for value in change.values()]).sum()
 
-    found = best(apart, (rows, width + (classes or 0)), dtype, restarts, iterations, seed)
-    inputs, labels = parted(found.inputs)
-    return Inversion(inputs, labels, found.distance)
+    found = least(apart, (rows, width + (classes or 0)), dtype, restarts, iterations, seed)
+    inputs, labels = parted(found.point)
+    return Inversion(inputs, labels, found.value)
 
 
-def trained(
+def _trained(
     module: nn.Module,
     start: Mapping[str, Tensor],
     inputs: Tensor,
@@ -129,47 +141,6 @@ def trained(
         slopes = torch.autograd.grad(value, list(weights.values()), create_graph=True)
         weights = {name: weight - lr * slope for (name, weight), slope in zip(weights.items(), slopes)}
     return weights
-
-
-def best(
-    objective: Callable[[Tensor], Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    restarts: int,
-    iterations: int,
-    seed: int,
-) -> Inversion:
-    """The least of several searches by L-BFGS from normal draws, the first that leaves nothing if one does."""
-    least = Inversion(torch.zeros(shape, dtype=dtype), None, torch.inf)
-    for restart in range(restarts):
-        start = random.normal(random.fold_in(random.key(seed), restart), shape, torch.float64).to(dtype)
-        found = searched(objective, start, iterations)
-        least = min(least, found, key=lambda each: each.distance)
-        if least.distance < _NOTHING:
-            break
-    return least
-
-
-def searched(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Inversion:
-    """Where L-BFGS from `start` has brought an objective at its least."""
-    point = start.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([point], max_iter=iterations, line_search_fn="strong_wolfe",
-                                  tolerance_grad=1e-14, tolerance_change=1e-16, history_size=50)  # fmt: skip
-    lowest = Inversion(start, None, torch.inf)
-
-    def evaluate() -> Tensor:
-        nonlocal lowest
-        optimizer.zero_grad()
-        value = objective(point)
-        value.backward()
-        if float(value.detach()) < lowest.distance:
-            lowest = Inversion(point.detach().clone(), None, float(value.detach()))
-        shown.update()
-        return value
-
-    with Progress("Inversion", unit="evaluation") as shown:
-        optimizer.step(evaluate)
-    return lowest
 
 
 def model_inversion(
@@ -194,6 +165,12 @@ def model_inversion(
 
     Returns:
         `(n, S)` posterior probabilities, float64.
+
+    >>> import math, torch
+    >>> known, outputs = torch.tensor([[1.0, torch.nan]]), torch.tensor([2.0])  # a row, its second column private
+    >>> likelihood = lambda said, told: -math.log(3.0) * (said - told).square()
+    >>> model_inversion(lambda rows: rows.sum(1), known, outputs, torch.tensor([[0.0], [1.0]]), [1], likelihood)
+    tensor([[0.2500, 0.7500]], dtype=torch.float64)
     """
     if candidates.ndim != 2 or candidates.shape[1] != len(columns) or known.ndim != 2:
         raise ValueError(
@@ -221,8 +198,15 @@ def representative(
         start: a row `(...)`, such as the mean of what is known to come.
         ridge: of the penalty.
         iterations: at most.
+
+    >>> import torch
+    >>> module = torch.nn.Linear(2, 2)
+    >>> module.weight.data, module.bias.data = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]), torch.zeros(2)
+    >>> ridge = float(torch.tensor(-2.0).sigmoid())  # so that the slopes at 1 balance: 2σ(−2) = 2 · ridge · 1
+    >>> representative(module, 0, torch.zeros(2), ridge=ridge).round(decimals=2)
+    tensor([1., 0.])
     """
-    return searched(partial(_doubt, module, label, start, ridge), start, iterations).inputs
+    return descended(partial(_doubt, module, label, start, ridge), start, iterations).point
 
 
 def _doubt(module: nn.Module, label: int, start: Tensor, ridge: float, row: Tensor) -> Tensor:

@@ -6,8 +6,15 @@ learning", section 3; denial of service in Jung, "Federated learning: from theor
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.trust import attacks
->>> attacks.sign_flip([0], scale=3.0).alone({"weight": torch.tensor([[1.0, -2.0]])}, ft.random.key(0))
+>>> said, keys = {"weight": torch.tensor([[1.0, -2.0]])}, ft.random.key(0)[None]  # of one client
+>>> attacks.sign_flip([0], scale=3.0).alone(said, keys)
 {'weight': tensor([[-3.,  6.]])}
+>>> attacks.free_rider([0]).alone(said, keys)
+{'weight': tensor([[0., 0.]])}
+>>> attacks.denial_of_service([0]).alone(said, keys)
+{'weight': tensor([[nan, nan]])}
+>>> attacks.noise([0], sd=0.5).alone(torch.zeros(1, 10_000), keys).std().round(decimals=1)
+tensor(0.5000)
 """
 
 from __future__ import annotations

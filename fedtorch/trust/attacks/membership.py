@@ -34,7 +34,17 @@ from fedtorch.trust.privacy.auditing import area, roc
 
 
 class Membership(NamedTuple):
-    """Attacks on S models about n rows."""
+    """Attacks on S models about n rows.
+
+    Example:
+        >>> import torch
+        >>> member = torch.tensor([[True, False], [False, True]])
+        >>> found = Membership(torch.tensor([[3.0, -1.0], [1.0, 0.0]]), member)
+        >>> found.area()  # of four pairs of a member and another, the member is ahead in three
+        0.75
+        >>> found.detections(false_alarms=0.0)
+        0.5
+    """
 
     scores: Tensor  # (S, n) float64, large where the attack says "member"
     member: Tensor  # (S, n) bool, the truth
@@ -68,6 +78,16 @@ def membership(
 
     Raises:
         ValueError: too few rows or shadows, or an odd number of either.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import attacks
+        >>> local = ft.gradient_descent(
+        ...     torch.nn.Linear(4, 2, bias=False), steps=1, loss=torch.nn.functional.cross_entropy,
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        >>> found = attacks.membership(local, torch.eye(4), torch.tensor([0, 1, 0, 1]), shadows=8)
+        >>> found.scores.shape, found.area()  # each row moves weights of its own: who has seen it is plain
+        (torch.Size([8, 4]), 1.0)
     """
     count = len(targets)
     if shadows < 8 or shadows % 2 or count < 4 or count % 2:
@@ -92,6 +112,12 @@ def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
     """The attack's scores `(S, n)` from values of the models and who has seen which row.
 
     Means and variances of a model's attack are those of all other models.
+
+    >>> import torch
+    >>> values = torch.tensor([[4.0], [5.0], [6.0], [0.0], [1.0], [2.0]])
+    >>> scores = likelihood_ratios(values, member=torch.tensor([[True]] * 3 + [[False]] * 3))
+    >>> scores[0]  # ((4 − 1)² − (4 − 5.5)²) / 2σ², where σ² = (½ + 2) / 5
+    tensor([6.7500])
     """
     means, squares = [], torch.zeros_like(values)
     for seen in (member, ~member):

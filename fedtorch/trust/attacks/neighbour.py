@@ -65,7 +65,13 @@ def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Qu
 
 
 def nearest_problem(found: Quadratics, known: Quadratics) -> Tensor:
-    """The known problems `(n, d, d)` from the nearest on, by relative distances of Q and q: indices `(n,)`."""
+    """The known problems `(n, d, d)` from the nearest on, by relative distances of Q and q: indices `(n,)`.
+
+    >>> import torch
+    >>> known = Quadratics(q=torch.tensor([[[1.0]], [[2.0]], [[4.0]]]), linear=torch.tensor([[1.0], [1.0], [4.0]]))
+    >>> nearest_problem(Quadratics(torch.tensor([[3.9]]), torch.tensor([3.8])), known)
+    tensor([2, 1, 0])
+    """
     apart = [
         (theirs - own).flatten(1).square().sum(1) / theirs.flatten(1).square().mean(0).sum()
         for own, theirs in zip(found, known)
@@ -83,6 +89,12 @@ def learnt_attribute(models: Tensor, attributes: Tensor, ridge: float = 1e-3) ->
 
     Returns:
         A function of `(n, D)` to `(n,)`.
+
+    >>> import torch
+    >>> models = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    >>> guess = learnt_attribute(models, attributes=2 * models[:, 0] + models[:, 1], ridge=1e-9)
+    >>> guess(torch.tensor([[2.0, 2.0]])).round(decimals=3)
+    tensor([6.], dtype=torch.float64)
     """
     if models.ndim != 2 or attributes.shape != (len(models),) or not ridge > 0:
         raise ValueError(

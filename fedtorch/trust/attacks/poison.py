@@ -91,6 +91,16 @@ def backdoor(
         target: the label.
         fraction: of the rows, drawn at random.
         seed: of the draw.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import attacks
+        >>> data = ft.data.from_tensors([(torch.zeros(2, 3), torch.tensor([0, 1]))])
+        >>> corner = lambda x: torch.cat([x[:, :-1], torch.ones_like(x[:, -1:])], 1)
+        >>> list(data | attacks.backdoor([0], corner, target=1, fraction=1.0))
+        [(tensor([[0., 0., 1.], [0., 0., 1.]]), tensor([1, 1]))]
+        >>> list(data | attacks.clean_label([0], corner, target=1))  # labels stay
+        [(tensor([[0., 0., 0.], [0., 0., 1.]]), tensor([0, 1]))]
     """
     return _of_some(clients, fraction, seed, lambda x, y: (trigger(x), torch.full_like(y, target)))
 
@@ -110,6 +120,11 @@ def zero_loss(clients: Sequence[int]) -> Poison:
     """Nodes of a network that throw their rows away, and so copy their cluster's model to look into it (10.2).
 
     Their local loss is zero; use it with `ft.unlabelled(local)`.
+
+    >>> import torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3)
+    >>> (data | zero_loss([1])).counts
+    tensor([2, 0, 2])
     """
     return Poison(tuple(clients), lambda rows, key: tree.map(lambda leaf: leaf[:0], rows))
 

@@ -29,7 +29,8 @@ from torch.func import functional_call
 
 from fedtorch import functional
 from fedtorch.tree import Tree
-from fedtorch.trust.attacks.inversion import Inversion, best
+from fedtorch.trust.attacks._search import least
+from fedtorch.trust.attacks.inversion import Inversion
 from fedtorch.vfl.protocol import Half, Name, Receive, Send, wrapped
 
 
@@ -39,6 +40,20 @@ def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
     Args:
         half: from `fedtorch.vfl.iteration.server_half` or `party_half`.
         heard: (the other node, message, whether it was sent by this node) -> anything.
+
+    >>> import torch
+    >>> from fedtorch.vfl.protocol import Receive, Send, together
+    >>> def party():
+    ...     yield Send(0, torch.tensor([3.0]))
+    ...     return (yield Receive(0, torch.zeros(1)))
+    >>> def server():
+    ...     value = yield Receive(1, torch.zeros(1))
+    ...     yield Send(1, 2 * value)
+    >>> log = []
+    >>> overhear = lambda node, message, sent: log.append(("sent" if sent else "received", float(message)))
+    >>> _ = together({0: server(), 1: tapped(party(), overhear)})
+    >>> log
+    [('sent', 3.0), ('received', 6.0)]
     """
 
     def show(step: Send | Receive) -> Half:
@@ -61,6 +76,10 @@ def label_scores(gradients: Tensor) -> Tensor:
 
     Returns:
         `(..., n)` of one output, whose sign is the guess; `(..., C, n)` of several, whose largest entry is.
+
+    >>> import torch
+    >>> label_scores(torch.tensor([[[0.5, -0.75]], [[0.25, -0.25]]]))  # y - p of two rows, in two steps
+    tensor([ 0.3750, -0.5000], dtype=torch.float64)
     """
     mean = gradients.to(torch.float64).mean(0)
     return mean[..., 0, :] if gradients.shape[-2] == 1 else mean
@@ -99,6 +118,12 @@ def gram_matrix(values: Tensor, gradients: Tensor, lr: float) -> Tensor:
 
     Returns:
         `(n, n)`, symmetric; exact once the gradients span all rows, and until then on what they span.
+
+    >>> import torch
+    >>> x, gradients = torch.tensor([[1.0, 0.0], [1.0, 2.0]]), torch.eye(2)
+    >>> weights = torch.cat([torch.zeros(1, 2), 0.5 * (gradients @ x).cumsum(0)])  # of a party that takes two steps
+    >>> gram_matrix(weights @ x.T, gradients, lr=0.5).round(decimals=3)
+    tensor([[1., 1.], [1., 5.]], dtype=torch.float64)
     """
     if values.ndim != 2 or gradients.shape != (len(values) - 1, values.shape[1]) or not lr > 0:
         raise ValueError(
@@ -132,9 +157,18 @@ def split_inversion(
         restarts: of the search, from other normal draws.
         iterations: of each search at most.
         seed: of these draws.
+
+    >>> import torch
+    >>> bottom = torch.nn.Linear(2, 2, bias=False, dtype=torch.float64)
+    >>> bottom.weight.data = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    >>> values = torch.tensor([[[3.0], [-1.0]]], dtype=torch.float64)  # before any step: the sum and the difference
+    >>> found = split_inversion(bottom, values, values[:0], shape=(1, 2), lr=0.1)
+    >>> found.inputs.round(decimals=3)
+    tensor([[1., 2.]], dtype=torch.float64)
     """
     follow = partial(_off, bottom, functional.parameters(bottom), values, gradients, lr)
-    return best(follow, shape, values.dtype, restarts, iterations, seed)
+    found = least(follow, shape, values.dtype, restarts, iterations, seed)
+    return Inversion(found.point, None, found.value)
 
 
 def _off(

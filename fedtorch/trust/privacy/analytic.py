@@ -19,12 +19,18 @@ from collections.abc import Callable, Iterable
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
+from fedtorch.trust.privacy._checks import check_delta, check_noise, check_rounds
+
 
 def gaussian_delta(noise: float, epsilon: float) -> float:
     """The least δ at which noise of standard deviation `noise` sensitivities is (ε, δ)-private.
 
     Raises:
         ValueError: noise that is not positive, or a negative ε.
+
+    Example:
+        >>> round(gaussian_delta(1.0, 0.0), 4)  # the total variation of normals one apart, 2 Φ(½) − 1
+        0.3829
     """
     check_noise(noise)
     if not epsilon >= 0:
@@ -77,26 +83,13 @@ def gaussian_noise(epsilon: float, delta: float, rounds: int = 1) -> float:
 
 
 def composed_noise(releases: Iterable[tuple[float, int]]) -> float:
-    """The noise of the one release that says as much as releases of (noise, how often) together."""
+    """The noise of the one release that says as much as releases of (noise, how often) together.
+
+    Example:
+        >>> round(composed_noise([(3.0, 1), (4.0, 1)]), 6), composed_noise([(2.0, 4)])  # 12 / 5, and 2 / √4
+        (2.4, 1.0)
+    """
     return float(sum(count * noise**-2 for noise, count in releases) ** -0.5)
-
-
-def check_noise(noise: float) -> None:
-    """Raises ValueError unless noise is positive and finite."""
-    if not 0 < noise < math.inf:
-        raise ValueError(f"Expected positive finite noise, in units of the sensitivity, but got {noise}")
-
-
-def check_delta(delta: float) -> None:
-    """Raises ValueError unless δ is between 0 and 1."""
-    if not 0 < delta < 1:
-        raise ValueError(f"Expected delta above 0 and below 1, but got {delta}")
-
-
-def check_rounds(rounds: int) -> None:
-    """Raises ValueError unless there is at least one round."""
-    if not (isinstance(rounds, int) and rounds >= 1):
-        raise ValueError(f"Expected a whole number of rounds of at least 1, but got {rounds}")
 
 
 def _crossing(increasing: Callable[[float], float]) -> float:

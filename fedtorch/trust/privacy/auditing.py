@@ -38,7 +38,7 @@ from fedtorch.federation.algorithms.separate import separate
 from fedtorch.federation.population import InProcess
 from fedtorch.federation.run import run as go
 from fedtorch.progress import tracked
-from fedtorch.trust.privacy.analytic import check_delta, check_noise
+from fedtorch.trust.privacy._checks import check_delta, check_noise
 
 Score = Callable[[Tensor], Tensor]  # what was released (R, D) -> (R,), large with the canary
 _CANARY = 1e3  # times any clip that leaves the others visible
@@ -46,7 +46,7 @@ _CHOICES = 200  # thresholds among which one is chosen
 
 
 class Region(NamedTuple):
-    """Where a score speaks for one of two neighbours."""
+    """Where a score speaks for one of two neighbours; see `Audit`."""
 
     threshold: float
     above: bool  # whether it is the scores above the threshold
@@ -54,7 +54,17 @@ class Region(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What an audit has found."""
+    """What an audit has found.
+
+    Example:
+        >>> from fedtorch.trust import privacy
+        >>> inside, outside = torch.ones(1000, 1), torch.zeros(1000, 1)  # of a mechanism without noise
+        >>> found = privacy.audit_outputs(inside, outside, delta=1e-5, choosing=100, score=lambda told: told[:, 0])
+        >>> found.hits, found.false_alarms, found.runs, round(found.epsilon, 1)  # so much can 900 runs show
+        (900, 0, 900, 5.5)
+        >>> found.region == Region(threshold=0.0, above=True, canary=True)
+        True
+    """
 
     epsilon: float  # at least so large, with the confidence; 0 if nothing was found
     hits: int  # runs in the region, of the neighbour that it speaks for
@@ -103,6 +113,18 @@ def audit(
 
     Returns:
         The bound, at the δ that the solver claims.
+
+    Raises:
+        ValueError: a solver without a budget, or one that draws the same noise in every block, from a seed.
+
+    Example:
+        >>> from functools import partial
+        >>> from fedtorch.trust import privacy
+        >>> solver = partial(
+        ...     privacy.example_level, clip=1.0, noise=1.0, rate=1.0, steps=1, delta=1e-5, entropy=privacy.from_seed(0))
+        >>> found = audit(solver, runs=200, choosing=200, block=800)
+        >>> 0 < found.epsilon < privacy.gaussian_epsilon(1.0, delta=1e-5)
+        True
     """
     score = (lambda released: -released[:, 0]) if score is None else score
     canary, nothing = torch.zeros(rows, width, dtype=torch.float64), torch.zeros(rows, width, dtype=torch.float64)
@@ -118,6 +140,8 @@ def audit(
         run = go(separate(local), InProcess(data), rounds=rounds, progress=False)
         delta = float(run.log["delta"][-1])
         found.append(tree.leaves(run.tensors())[0].reshape(2, half, width))
+        if len(found) > 1 and torch.equal(found[0], found[-1]):
+            raise ValueError("Expected other noise in every block of runs, but got the first block again; see entropy=")
     inside, outside = torch.cat(found, 1)[:, : runs + choosing]
     return audit_outputs(inside, outside, delta=delta, choosing=choosing, confidence=confidence, score=score)
 
@@ -176,6 +200,13 @@ def learnt_attack(
         ridge: of the covariance, relative to its diagonal.
         features: of what was released `(R, D)`, `(R, F)`; with squares and products, a canary that only changes how far
             numbers spread is found, too.
+
+    Example:
+        >>> import torch
+        >>> outside = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+        >>> score = learnt_attack(outside + torch.tensor([0.0, 5.0]), outside)  # the canary moves the second number
+        >>> score(torch.eye(2)).round()
+        tensor([0., 5.], dtype=torch.float64)
     """
     inside, outside = features(inside), features(outside)
     spread = torch.cat([inside - inside.mean(0), outside - outside.mean(0)]).to(torch.float64)
@@ -186,7 +217,15 @@ def learnt_attack(
 
 
 def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """The neighbour test at every threshold: (false alarms, detections), both ascending, from scores `(R,)` each."""
+    """The neighbour test at every threshold: (false alarms, detections), both ascending, from scores `(R,)` each.
+
+    >>> import torch
+    >>> inside, outside = torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0])
+    >>> [rates.tolist() for rates in roc(inside, outside)]
+    [[0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0]]
+    >>> area(inside, outside)  # three of four pairs are in order, and one is a tie
+    0.875
+    """
     thresholds = torch.cat([inside, outside]).unique().flip(0)
     below = [torch.searchsorted(each.sort().values, thresholds).to(torch.float64) for each in (outside, inside)]
     rates = [1 - number / len(each) for number, each in zip(below, (outside, inside))]
@@ -201,7 +240,15 @@ def area(inside: Tensor, outside: Tensor) -> float:
 
 
 def most_detections(false_alarms: Tensor, epsilon: float, delta: float) -> Tensor:
-    """The largest rate of detections that (9.5) leaves at these rates of false alarms, if a claim holds."""
+    """The largest rate of detections that (9.5) leaves at these rates of false alarms, if a claim holds.
+
+    >>> import torch
+    >>> alarms = torch.tensor([0.0, 0.25, 0.5, 1.0])
+    >>> most_detections(alarms, epsilon=math.log(2), delta=0.0)
+    tensor([0.0000, 0.5000, 0.7500, 1.0000])
+    >>> gaussian_detections(alarms, noise=1.0)  # at ½ the test is right with probability Φ(1)
+    tensor([0.0000, 0.6276, 0.8413, 1.0000], dtype=torch.float64)
+    """
     other = 1 - math.exp(-epsilon) * (1 - delta - false_alarms)
     return torch.minimum(delta + math.exp(epsilon) * false_alarms, other).clamp(0, 1)
 

@@ -43,15 +43,14 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Exchange, Mean, Sent, Sum
 from fedtorch.tree import Rows, Tree
+from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate
 from fedtorch.trust.privacy._spending import Spending, check_delta_of, on_grid
 from fedtorch.trust.privacy._totals import check_total, noised_totals
 from fedtorch.trust.privacy.accountant import Release
-from fedtorch.trust.privacy.analytic import check_noise
-from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip, bounds_of, check_clip, clip_rows
+from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip, bounds_of, clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
-from fedtorch.trust.privacy.renyi import check_rate
 
 ADJACENCY = "zero-out: one client sends zeros instead of its messages, in all rounds"
 ADVERSARY = "everybody who sees the server's states and models; not the server itself, which sees every message"
@@ -63,27 +62,37 @@ SAMPLED = f"{ADVERSARY}, and nobody who knows which clients were asked"
 
 
 class State(NamedTuple):
-    """The server's state with an adaptive clip."""
+    """The server's state with an adaptive clip.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+        >>> private = privacy.client_level(average, privacy.AdaptiveClip(start=0.1), noise=1.0, delta=1e-2)
+        >>> state, _ = private.init({"weight": torch.zeros(1, 2)}, 20)
+        >>> state.inner["weight"], float(state.clip)
+        (tensor([[0., 0.]]), 0.1)
+    """
 
     inner: Tree  # of the algorithm
     clip: Tensor  # () float64, the bound C
 
 
-class Outbox(NamedTuple):
+class _Outbox(NamedTuple):
     """What the server sends out with an adaptive clip."""
 
     parameters: Tree  # of the algorithm
     clip: Tensor  # () float64
 
 
-class Told(NamedTuple):
+class _Told(NamedTuple):
     """A client's message with an adaptive clip."""
 
     message: Tree
     within: Mean  # ½ where the norm was within the bound, −½ elsewhere
 
 
-class Settings(NamedTuple):
+class _Settings(NamedTuple):
     """What `client_level` was called with."""
 
     clip: Clip
@@ -140,7 +149,7 @@ def client_level(
             exchange that does not add up.
     """
     parts = 1 if algorithm.told is None else 2
-    settings = Settings(clip, noise, mechanism, rate, size, mechanism.join(parts))
+    settings = _Settings(clip, noise, mechanism, rate, size, mechanism.join(parts))
     _check(algorithm, settings, clip_told)
     entropy = from_system() if entropy is None else entropy
     adversary = LISTENERS if clip_told is not None else SAMPLED if rate < 1 else ADVERSARY
@@ -155,7 +164,7 @@ def client_level(
     return dataclasses.replace(
         algorithm,
         init=partial(_init, algorithm, settings),
-        outbox=(lambda state: Outbox(algorithm.outbox(state.inner), state.clip)) if adaptive else algorithm.outbox,
+        outbox=(lambda state: _Outbox(algorithm.outbox(state.inner), state.clip)) if adaptive else algorithm.outbox,
         client=partial(_client, algorithm, settings, not entropy.guarantees),
         server=partial(_server, algorithm, settings),
         model=(lambda inbox, state: algorithm.model(inbox.parameters, state)) if adaptive else algorithm.model,
@@ -166,7 +175,7 @@ def client_level(
     )
 
 
-def _check(algorithm: Algorithm, settings: Settings, clip_told: float | None) -> None:
+def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -> None:
     check_clip(settings.clip)
     check_noise(settings.noise)
     check_rate(settings.rate)
@@ -207,7 +216,7 @@ def _check_clients(delta: float, cohort: Any, clients: int) -> None:
     check_delta_of(delta, "clients", cohort, clients)
 
 
-def _init(algorithm: Algorithm, settings: Settings, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
+def _init(algorithm: Algorithm, settings: _Settings, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
     inner, state = algorithm.init(parameters, clients)
     if isinstance(settings.clip, AdaptiveClip):
         return State(inner, torch.tensor(settings.clip.start, dtype=torch.float64)), state
@@ -215,7 +224,7 @@ def _init(algorithm: Algorithm, settings: Settings, parameters: Tree, clients: i
 
 
 def _client(
-    algorithm: Algorithm, settings: Settings, losses: bool, inbox: Tree, state: Tree, data: Any, turn: Turn
+    algorithm: Algorithm, settings: _Settings, losses: bool, inbox: Tree, state: Tree, data: Any, turn: Turn
 ) -> Reply:
     """The algorithm's reply, its message clipped and in units of the bounds, its weights one."""
     clip = settings.clip
@@ -234,11 +243,11 @@ def _client(
     parts = iter(values)
     message: Tree = _map(lambda mean: Mean(next(parts), one), reply.message)
     if adaptive:
-        message = Told(message, Mean(torch.where(norm <= bound, 0.5, -0.5), one))
+        message = _Told(message, Mean(torch.where(norm <= bound, 0.5, -0.5), one))
     return Reply(message, reply.state, reply.info if losses else {})
 
 
-def _server(algorithm: Algorithm, settings: Settings, state: Tree, aggregate: Tree, key: Tensor) -> Tree:
+def _server(algorithm: Algorithm, settings: _Settings, state: Tree, aggregate: Tree, key: Tensor) -> Tree:
     """The algorithm's step with the noised means in their own units."""
     clip = settings.clip
     if isinstance(clip, AdaptiveClip):
@@ -258,7 +267,7 @@ def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
     return _map(scaled, aggregate)
 
 
-def _noised(exchange: Exchange, settings: Settings, spending: Spending) -> Exchange:
+def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exchange:
     """The exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
     clip, noise = settings.clip, settings.noise * settings.share
 
@@ -276,7 +285,7 @@ def _noised(exchange: Exchange, settings: Settings, spending: Spending) -> Excha
     def noised(aggregate: Tree) -> Tree:
         if isinstance(clip, AdaptiveClip):
             message = _released(aggregate.message, noise / math.sqrt(1 - clip.share), "values", spending)
-            return Told(message, _released(aggregate.within, 0.5 * noise / math.sqrt(clip.share), "bits", spending))
+            return _Told(message, _released(aggregate.within, 0.5 * noise / math.sqrt(clip.share), "bits", spending))
         parts = len(tree.leaves(tuple(mean.value for mean in _means(aggregate)))) if isinstance(clip, Mapping) else 1
         return _released(aggregate, noise * spending.release.mechanism.join(parts), "values", spending)
 

@@ -36,7 +36,17 @@ _ROUNDING = 1e-10  # of singular values and lengths, relative
 
 
 class Discriminant(NamedTuple):
-    """z = ⟨direction, x⟩, of variance one within the classes."""
+    """z = ⟨direction, x⟩, of variance one within the classes.
+
+    Example:
+        >>> import torch
+        >>> means, private = torch.tensor([[0.0, 0.0], [2.0, 1.0]]), torch.tensor([[0.0, 1.0]])  # s = x₁
+        >>> found = private_discriminant(means, torch.eye(2), private, leak=0.0)
+        >>> torch.allclose(found.direction, torch.tensor([1.0, 0.0], dtype=torch.float64))  # x₀ alone
+        True
+        >>> round(found.separation, 6), round(found.accuracy, 4), round(found.leak, 6)  # Φ(1) are right
+        (2.0, 0.8413, 0.0)
+    """
 
     direction: Tensor  # (d,) a
     separation: float  # of the classes' means

@@ -58,6 +58,14 @@ class Entropy:
 
     Attributes:
         guarantees: whether nobody can compute the numbers.
+
+    Example:
+        >>> entropy, purpose = from_seed(0), Purpose(b"run", round=3, attempt=0, phase="noise", roster=b"")
+        >>> len(entropy.key(purpose)), entropy.words(purpose, 4).shape
+        (32, torch.Size([4]))
+        >>> again = purpose._replace(attempt=1)  # the round is tried again, with other numbers
+        >>> bool((entropy.uniforms(purpose, 4) == entropy.uniforms(again, 4)).any())
+        False
     """
 
     def __init__(self, secret: bytes, guarantees: bool) -> None:
@@ -86,7 +94,11 @@ class Entropy:
 
 
 def expanded(key: bytes, count: int) -> Tensor:
-    """`(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once."""
+    """`(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once.
+
+    >>> expanded(bytes(32), 2).numpy().tobytes().hex()  # a block of zeros under a key of zeros
+    'dc95c078a2408989ad48a21492842087'
+    """
     stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
     words = torch.empty(count + 2, dtype=torch.int64)  # with room for a block beyond
     view, size = words.view(torch.uint8).numpy().data, 8 * count
@@ -97,7 +109,13 @@ def expanded(key: bytes, count: int) -> Tensor:
 
 
 def derived(secret: bytes, purpose: Purpose) -> bytes:
-    """32 bytes for one purpose, by HKDF-SHA256."""
+    """32 bytes for one purpose, by HKDF-SHA256.
+
+    >>> purpose = Purpose(b"run", round=0, attempt=0, phase="mask", roster=b"")
+    >>> one, same, other = (derived(bytes(32), each) for each in (purpose, purpose, purpose._replace(round=1)))
+    >>> one == same, one == other
+    (True, False)
+    """
     return HKDF(SHA256(), 32, _SALT, purpose.encoded()).derive(secret)
 
 

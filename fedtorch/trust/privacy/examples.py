@@ -28,15 +28,13 @@ from fedtorch.federation.local_solvers.objective import Loss
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.optimisers import MakeOptimizer
 from fedtorch.tree import Tree
+from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate, check_rounds
 from fedtorch.trust.privacy._per_example import PrivateLoss
 from fedtorch.trust.privacy._separable import check_separable, refuse_batch_norm
 from fedtorch.trust.privacy._spending import Spending, one_process
 from fedtorch.trust.privacy.accountant import Release
-from fedtorch.trust.privacy.analytic import check_noise, check_rounds
-from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
-from fedtorch.trust.privacy.renyi import check_rate
 
 ADJACENCY = "zero-out: one row of one client has gradients of zeros instead of its own, in all steps"
 ADVERSARY = "everybody who sees what clients send, the server included, and not which rows their steps draw"
@@ -48,6 +46,10 @@ class Cut(NamedTuple):
 
     A batch that would be larger keeps a random part of its rows. That is accounted for in δ: with n rows a batch is
     cut with the probability τ = P(Binomial(n, q) > batch), see `fedtorch.trust.privacy.accountant`.
+
+    Example:
+        >>> Cut(batch=2, rows=3).excess(rate=0.5)  # all three rows are drawn in one of eight batches
+        0.125
     """
 
     batch: int  # rows of a client in a step

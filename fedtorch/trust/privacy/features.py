@@ -77,7 +77,19 @@ def reconstruction_error(features: Tensor, private: Tensor, map: Tensor) -> floa
 
 
 class Funnel(NamedTuple):
-    """A map z = ⟨direction, x⟩ + N(0, noise), which leaks least for what it tells."""
+    """A map z = ⟨direction, x⟩ + N(0, noise), which leaks least for what it tells.
+
+    Example:
+        >>> import math, torch
+        >>> private, label = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([0.5, 0.5, 1.0])  # s knows x₀, y knows both
+        >>> most = privacy_funnel(torch.eye(2), private, label, information=0.5 * math.log(2))  # all that x knows of y
+        >>> most.direction.round(decimals=3).tolist(), round(most.noise, 4)
+        ([0.707, 0.707], 0.0)
+        >>> round(most.leak, 4), round(-0.5 * math.log(1 - 1 / 8), 4)  # of s along this direction, in nats
+        (0.0668, 0.0668)
+        >>> round(most.information, 4)
+        0.3466
+    """
 
     direction: Tensor  # (d,)
     noise: float  # variance, where ⟨direction, x⟩ has variance one
@@ -96,6 +108,13 @@ def privacy_funnel(covariance: Tensor, private: Tensor, label: Tensor, informati
 
     Raises:
         ValueError: shapes or variances that cannot be, or more information than x has about y, which the message says.
+
+    Example:
+        >>> import math, torch
+        >>> private, label = torch.tensor([0.5, 0.0, 1.0]), torch.tensor([0.5, 0.5, 1.0])  # s knows x₀, y knows both
+        >>> little = privacy_funnel(torch.eye(2), private, label, information=-0.5 * math.log(1 - 1 / 8))
+        >>> little.direction.tolist(), round(little.noise, 4), little.leak  # x₁ alone, and as much noise
+        ([0.0, 1.0], 1.0, 0.0)
     """
     size = len(covariance)
     if covariance.shape != (size, size) or private.shape != (size + 1,) or label.shape != (size + 1,):

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from fedtorch.trust.privacy._checks import check_delta
 from fedtorch.trust.privacy.accountant import COARSE, Release, spent
-from fedtorch.trust.privacy.analytic import check_delta
 from fedtorch.trust.privacy.mechanisms import MECHANISMS
 
 SYSTEM = "of the operating system"

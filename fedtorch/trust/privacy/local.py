@@ -33,10 +33,10 @@ from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchange import Mean, Sum
 from fedtorch.tree import Tree
 from fedtorch.trust._messages import like, rows
+from fedtorch.trust.privacy._checks import check_clip, check_noise
 from fedtorch.trust.privacy._spending import Spending, check_delta_of
 from fedtorch.trust.privacy.accountant import Release
-from fedtorch.trust.privacy.analytic import check_noise
-from fedtorch.trust.privacy.clipping import check_clip, clip_rows
+from fedtorch.trust.privacy.clipping import clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import gaussian

@@ -13,7 +13,13 @@ Uniforms = Callable[[int], Tensor]  # count -> (count,) uniform numbers of (0, 1
 
 
 class Mechanism(NamedTuple):
-    """A kind of noise."""
+    """A kind of noise.
+
+    Example:
+        >>> row = torch.tensor([[3.0, -4.0]])  # what one unit adds to a sum
+        >>> [(each.name, each.norm(row).tolist(), each.join(4)) for each in (gaussian, laplace)]
+        [('gaussian', [5.0], 2.0), ('laplace', [7.0], 4.0)]
+    """
 
     name: str  # in ledgers
     norm: Callable[[Tensor], Tensor]  # numbers (K, D) -> (K,), in which one unit's part is clipped

@@ -30,11 +30,11 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.tree import Tree
 from fedtorch.trust._messages import like, rows
+from fedtorch.trust.privacy._checks import check_clip, check_noise
 from fedtorch.trust.privacy._spending import Spending, check_delta_of
 from fedtorch.trust.privacy._totals import numbers_of, with_numbers
 from fedtorch.trust.privacy.accountant import Release
-from fedtorch.trust.privacy.analytic import check_noise
-from fedtorch.trust.privacy.clipping import check_clip, clip_rows
+from fedtorch.trust.privacy.clipping import clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
@@ -44,7 +44,18 @@ ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node toget
 
 
 class State(NamedTuple):
-    """A node's own; leaves `(K, ...)`."""
+    """A node's own; leaves `(K, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y])) for y in (30.0, -30.0)])
+        >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), ft.Network([[0, 1]]), alpha=0.5)
+        >>> private = privacy.node_level(exact, clip=1.0, noise=0.01, delta=1e-3, entropy=privacy.from_seed(0))
+        >>> state = ft.run(private, ft.InProcess(data), rounds=1).clients.table.read(slice(0, 2))
+        >>> (state.told["weight"] - state.start["weight"]).flatten().round()  # models are ±30
+        tensor([ 1., -1.])
+    """
 
     inner: Tree  # of the algorithm
     start: Tree  # what it tells before it has been asked

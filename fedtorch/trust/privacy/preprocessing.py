@@ -34,12 +34,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate
 from fedtorch.trust.privacy._spending import on_grid
-from fedtorch.trust.privacy.analytic import check_noise
-from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.privacy.mechanisms import Mechanism, Uniforms, gaussian
-from fedtorch.trust.privacy.renyi import check_rate
 
 MadeUp = Callable[[Tensor, Uniforms], Tensor]  # (labels (m,), source of uniform numbers) -> features (m, d)
 _CALLS = itertools.count()  # a seed repeats within a call only if the caller makes the entropy anew
@@ -119,6 +117,17 @@ def replaced_rows(
 
     Raises:
         ValueError: labels or settings out of range, or made-up features of another shape.
+
+    >>> import torch
+    >>> from fedtorch.trust import privacy
+    >>> public, kinds = torch.tensor([[1.0], [3.0], [-1.0], [-3.0]]), torch.tensor([0, 0, 1, 1])
+    >>> made_up = privacy.normal_rows(public, kinds, classes=2)  # with means of 2 and −2
+    >>> features, labels = torch.full((1000, 1), 2.0), torch.zeros(1000, dtype=torch.int64)
+    >>> rows, told = privacy.replaced_rows(features, labels, 2, 1.0, made_up, entropy=privacy.from_seed(0))
+    >>> round(float((rows == features).float().mean()), 1)  # p = (e − 1) / (e + 1) of them are as they were
+    0.5
+    >>> [round(float(rows[told == label].mean())) for label in (0, 1)]
+    [2, -2]
     """
     keeping(epsilon, classes)
     _check_labels(labels, classes)
@@ -136,6 +145,8 @@ def replaced_rows(
 
 def normal_rows(features: Tensor, labels: Tensor, classes: int, widen: float = 1.0) -> MadeUp:
     """Features made up of normal distributions, one a class, with the means and covariances of public rows.
+
+    See `replaced_rows`.
 
     Args:
         features: `(n, d)` of rows that are public; those that are to be protected must not be among them.
@@ -176,6 +187,14 @@ class RandomisedCrossEntropy(nn.Module):
     Args:
         classes: K.
         epsilon: of the randomised response.
+
+    >>> import math, torch
+    >>> from fedtorch.trust import privacy
+    >>> loss, logits = privacy.RandomisedCrossEntropy(classes=2, epsilon=math.log(3)), torch.tensor([[2.0, 0.0]])
+    >>> same, other = (loss(logits, torch.tensor([label])) for label in (0, 1))
+    >>> average = 0.75 * same + 0.25 * other  # of a label 0, which is kept with probability ¾
+    >>> torch.allclose(average, torch.nn.functional.cross_entropy(logits, torch.tensor([0])))
+    True
     """
 
     def __init__(self, classes: int, epsilon: float) -> None:
@@ -206,6 +225,13 @@ def noised_features(
 
     Raises:
         ValueError: clip or noise out of range.
+
+    >>> import torch
+    >>> from fedtorch.trust import privacy
+    >>> rows = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    >>> privacy.noised_features(rows, clip=1.0, noise=1e-4, entropy=privacy.from_seed(0)).round(decimals=1)
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
     """
     check_clip(clip)
     check_noise(noise)
@@ -220,7 +246,11 @@ def noised_features(
 
 
 def subsampling_delta(rate: float) -> float:
-    """The δ at which publishing each row with probability `rate`, as it is, is (0, δ)-private: the rate itself."""
+    """The δ at which publishing each row with probability `rate`, as it is, is (0, δ)-private: the rate itself.
+
+    >>> subsampling_delta(0.1)
+    0.1
+    """
     check_rate(rate)
     return rate
 

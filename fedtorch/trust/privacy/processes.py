@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
 
-class Released(NamedTuple):
+class _Released(NamedTuple):
     """A block's data: what its units tell, and no more; leaves `(K, ...)`."""
 
     told: Told
@@ -102,7 +102,7 @@ def _variance(gp: StackedGP) -> float:
         return float(gp.module.kernel.variance(inputs).max())
 
 
-def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> Released:
+def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
     """What the units of a block tell for good."""
     x, y, *_ = gp.check(data).batch
     module = gp.module
@@ -113,10 +113,10 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> Released:
     rest = found.count * _variance(gp) - found.gram.diagonal(dim1=1, dim2=2).sum(1)
     constant = found.count * (2 * math.pi * variance).log() + (found.power + rest.clamp(min=0)) / variance
     told = Told(pack(found.gram / variance), found.cross / variance, -0.5 * constant, torch.ones_like(constant))
-    return Released(tree.to(told, y.dtype), data.count)
+    return _Released(tree.to(told, y.dtype), data.count)
 
 
-def _client(gp: StackedGP, inbox: Any, state: State, data: Released, turn: Turn) -> Reply:
+def _client(gp: StackedGP, inbox: Any, state: State, data: _Released, turn: Turn) -> Reply:
     """The same in every round."""
     one = torch.ones_like(data.told.units)
     nothing = {name: gp.values[name].new_zeros(len(one), *gp.values[name].shape) for name in gp.shared}

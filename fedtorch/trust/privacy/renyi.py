@@ -22,14 +22,20 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-from fedtorch.trust.privacy.analytic import check_delta, check_noise, check_rounds
+from fedtorch.trust.privacy._checks import check_delta, check_noise, check_rate, check_rounds
 
 ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 65), 80, 96, 128, 192, 256, 512, 1024)
 _TAIL, _STEP = 12.0, 1 / 32  # in standard deviations; Gaussian integrands need no finer steps
 
 
 def renyi_divergence(noise: float, rate: float, order: float) -> float:
-    """The divergence of one release at an order above 1."""
+    """The divergence of one release at an order above 1.
+
+    >>> renyi_divergence(2.0, rate=1.0, order=8)  # α / 2σ²
+    1.0
+    >>> round(renyi_divergence(2.0, rate=0.5, order=2), 4) == round(math.log(1 + 0.5**2 * (math.exp(1 / 4) - 1)), 4)
+    True
+    """
     if rate == 1:
         return order / (2 * noise**2)
     moment = _binomial(noise, rate, int(order)) if order == int(order) else _quadrature(noise, rate, order)
@@ -70,15 +76,18 @@ def renyi_epsilon(noise: float, delta: float, rounds: int = 1, rate: float = 1.0
 
 
 def best_epsilon(divergences: Sequence[tuple[float, float]], delta: float) -> float:
-    """The least ε that (order, divergence) pairs give."""
+    """The least ε that (order, divergence) pairs give, such as those of any mechanisms, added up.
+
+    >>> orders = (2, 4, 8)
+    >>> both = [(order, renyi_divergence(3.0, 1.0, order) + renyi_divergence(4.0, 1.0, order)) for order in orders]
+    >>> one = [(order, renyi_divergence(12 / 5, 1.0, order)) for order in orders]
+    >>> round(best_epsilon(both, delta=1e-5), 6) == round(best_epsilon(one, delta=1e-5), 6)
+    True
+    >>> round(best_epsilon([(2, 1.0)], delta=1 / 4), 6)
+    1.0
+    """
     bounds = [
         divergence + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
         for order, divergence in divergences
     ]
     return max(0.0, min(bounds))
-
-
-def check_rate(rate: float) -> None:
-    """Raises ValueError unless a sampling rate is above 0 and at most 1."""
-    if not 0 < rate <= 1:
-        raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")

@@ -19,9 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedtorch.trust.privacy._checks import check_clip, check_noise
 from fedtorch.trust.privacy._spending import on_grid
-from fedtorch.trust.privacy.analytic import check_noise
-from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.privacy.mechanisms import gaussian
 from fedtorch.vfl.model import summed
@@ -49,6 +48,22 @@ def noised_gradients(
     Raises:
         ValueError: clip or noise out of range; a server that learns, as with a top network or `sums`; another cut layer
             than a sum; or a response that the parties share.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> from fedtorch.vfl import iteration, likelihoods, protocol, split_nn
+        >>> data = ft.vfl.VerticalData([torch.eye(2), torch.ones(2, 1)], torch.tensor([0.0, 1.0]))
+        >>> keys, bottoms = ft.random.key(0)[None], [split_nn.mlp(2, [], 1), split_nn.mlp(1, [], 1)]
+        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys)
+        >>> server, parties = network.nodes(data, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        >>> iterations = [iteration.Iteration(step=step) for step in range(2)]
+        >>> halves = {party.index: iteration.party_half(party, iterations) for party in parties}
+        >>> half = iteration.server_half(server, iterations)
+        >>> private = noised_gradients(server, half, clip=1.0, noise=4.0, entropy=privacy.from_seed(0))
+        >>> _, traffic = protocol.together({0: private, **halves})
+        >>> round(privacy.epsilon(noise=4.0, rounds=2, delta=1e-3), 2)  # what both steps tell of a label
+        0.89
     """
     check_clip(clip)
     check_noise(noise)
@@ -81,7 +96,14 @@ def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: 
 
 
 def release(gradient: Tensor, clip: float, noise: float, entropy: Entropy) -> Tensor:
-    """Gradients `(B, M, C, n)`, a row's all together of a norm of at most `clip`, with noise of 2·`clip`·`noise`."""
+    """Gradients `(B, M, C, n)`, a row's all together of a norm of at most `clip`, with noise of 2·`clip`·`noise`.
+
+    >>> from fedtorch.trust import privacy
+    >>> gradient = torch.tensor([[30.0, 0.3], [40.0, 0.4]]).reshape(1, 1, 2, 2)  # of two rows
+    >>> release(gradient, clip=1.0, noise=1e-4, entropy=privacy.from_seed(0))[0, 0].round(decimals=1)
+    tensor([[0.6000, 0.3000],
+            [0.8000, 0.4000]])
+    """
     rows = gradient.to("cpu", torch.float64)
     norm = rows.flatten(0, 2).norm(dim=0)
     rows = torch.where(norm.isfinite(), rows * (clip / norm).clamp(max=1), 0.0)

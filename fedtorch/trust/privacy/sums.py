@@ -36,10 +36,9 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.local_solvers.least_squares import least_squares
 from fedtorch.models.linear import LinearHead, Spectral, SufficientStatistics, spectral
 from fedtorch.models.rows import regression_fields
+from fedtorch.trust.privacy._checks import check_clip, check_noise
 from fedtorch.trust.privacy._spending import Spending, on_grid, one_process
 from fedtorch.trust.privacy.accountant import Release
-from fedtorch.trust.privacy.analytic import check_noise
-from fedtorch.trust.privacy.clipping import check_clip
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import gaussian
@@ -48,7 +47,7 @@ ADJACENCY = "zero-out: one row of one client has features and targets of zeros i
 ADVERSARY = "everybody, the server included, who sees anything that is made of the sums"
 
 
-class SpentOnce(Spending):
+class _SpentOnce(Spending):
     """A budget that is spent when a run is made, and not by its rounds."""
 
     _blocks = 0
@@ -136,7 +135,7 @@ class NoisedSums:
         entropy = from_system() if entropy is None else entropy
         claim = Claim("example", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
         self.clips, self.ridge, self.delta = (clip_features, clip_targets), ridge, delta
-        self.spending = SpentOnce(Ledger(ledger, claim, delta, budget), Release(float(noise)), 1, entropy, one_process)
+        self.spending = _SpentOnce(Ledger(ledger, claim, delta, budget), Release(float(noise)), 1, entropy, one_process)
         told = {"clip_features": clip_features, "clip_targets": clip_targets, "noise": noise, "delta": delta}
         self.settings = {f"privacy.{name}": value for name, value in {**told, "ridge": ridge}.items()}
 
@@ -169,7 +168,7 @@ class NoisedSums:
         if intercept:
             parts.insert(1, mask[..., None].to(torch.float64))
         joined, own = torch.cat(parts, 2), x.shape[2] + intercept
-        noised = released(joined.mT @ joined, intercept, x.shape[2], self.spending)
+        noised = _released(joined.mT @ joined, intercept, x.shape[2], self.spending)
         sizes = torch.ones(joined.shape[2], dtype=torch.float64, device=joined.device)
         sizes[: x.shape[2]], sizes[own:] = self.clips
         added = self.ridge * self.spending.release.noise * sensitivity(intercept) * math.sqrt(own)
@@ -239,11 +238,15 @@ def _prepare(module: nn.Linear | LinearHead, sums: NoisedSums, data: Any) -> Spe
 
 
 def sensitivity(intercept: bool) -> float:
-    """Δ: by how much one row, against a row of zeros, changes M, each pair off the diagonal counted once by √2."""
+    """Δ: by how much one row, against a row of zeros, changes M, each pair off the diagonal counted once by √2.
+
+    >>> sensitivity(intercept=False), round(sensitivity(intercept=True) ** 2, 12)
+    (2.0, 8.0)
+    """
     return math.sqrt((2 + intercept) ** 2 - intercept)
 
 
-def released(sums: Tensor, intercept: bool, constant: int, spending: SpentOnce) -> Tensor:
+def _released(sums: Tensor, intercept: bool, constant: int, spending: _SpentOnce) -> Tensor:
     """M `(K, m, m)` with noise on every number once, cut back to positive semidefinite; its constant is public."""
     clients, size = sums.shape[:2]
     row, column = torch.triu_indices(size, size)

@@ -35,7 +35,14 @@ _STIFF, _LEARNT = 10.0, 0.1  # by how much a missing nat raises λ at once, and 
 
 
 class Encoder(nn.Module):
-    """z of rows `(n, d)`, `(n, k)`: a network of standardised features, with noise of variance one for a key."""
+    """z of rows `(n, d)`, `(n, k)`: a network of standardised features, with noise of variance one for a key.
+
+    Example:
+        >>> x = torch.tensor([[3.0], [7.0]])
+        >>> encoder = Encoder(nn.Identity(), centre=torch.tensor([5.0]), scale=torch.tensor([2.0]))
+        >>> encoder(x).flatten().tolist(), encoder(x, random.key(0)).shape  # f(x), and a draw of z
+        ([-1.0, 1.0], torch.Size([2, 1]))
+    """
 
     centre: Tensor
     scale: Tensor
@@ -53,7 +60,16 @@ class Encoder(nn.Module):
 
 
 class LearntFunnel(NamedTuple):
-    """An encoder, and what new heads found on rows that they were not trained on."""
+    """An encoder, and what new heads found on rows that they were not trained on.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> x = ft.random.normal(ft.random.key(0), (100, 2))
+        >>> s, y = (x > 0).long().T
+        >>> found = variational_funnel(x, s, y, information=0.3, width=1, hidden=(), steps=5, inner=1, lr=0.5)
+        >>> found.encoder(x).shape, found.leak < 0.1 < found.information  # it has found the second feature
+        (torch.Size([100, 1]), True)
+    """
 
     encoder: Encoder
     leak: float  # Î(s; z) in nats

@@ -14,6 +14,8 @@ Karimireddy, He and Jaggi (2021), "Learning from history for Byzantine robust op
 >>> weights = torch.full((5,), 0.2, dtype=torch.float64)
 >>> robust.norm_bounding(radius=3.0).average(messages, weights)
 tensor([2.4000], dtype=torch.float64)
+>>> robust.centred_clipping(radius=4.0, steps=1).average(messages, weights)  # 3 + (−2 − 1 + 0 + 1 + 4) / 5
+tensor([3.4000], dtype=torch.float64)
 """
 
 from __future__ import annotations

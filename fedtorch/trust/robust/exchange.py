@@ -48,14 +48,24 @@ def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
 
 
 def bounded(weights: Tensor, spread: float) -> Tensor:
-    """Weights `(..., M)` between 1/spread and spread times their median, float64."""
+    """Weights `(..., M)` between 1/spread and spread times their median, float64.
+
+    >>> import torch
+    >>> bounded(torch.tensor([1.0, 2.0, 300.0]), spread=2.0)
+    tensor([1., 2., 4.], dtype=torch.float64)
+    """
     weights = weights.to(torch.float64)
     middle = weights.median(-1, keepdim=True).values
     return weights.clamp(middle / spread, middle * spread)
 
 
 def credible(values: Tensor) -> Tensor:
-    """Which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool."""
+    """Which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool.
+
+    >>> import torch
+    >>> credible(torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [0.0, -1e200]], dtype=torch.float64))
+    tensor([ True, False, False])
+    """
     return torch.maximum(-values.amin(-1), values.amax(-1)).to(torch.float64) <= _LARGEST  # false for NaN
 
 

@@ -29,10 +29,10 @@ _SMOOTHING = 1e-8  # of distances, relative to the messages' norms: the rounding
 
 def geometric_median() -> Rule:
     """The geometric median of whole messages; it stays bounded while less than half of the weight is wrong."""
-    return Rule("geometric_median", by_inner_products(weiszfeld), convex=True)
+    return Rule("geometric_median", by_inner_products(_weiszfeld), convex=True)
 
 
-def weiszfeld(products: Tensor, weights: Tensor) -> Tensor:
+def _weiszfeld(products: Tensor, weights: Tensor) -> Tensor:
     """The coefficients of the geometric median, `(..., M)`."""
     spread = squared_distances(products).sqrt().sum(-1)
     near = spread <= spread.median(-1, keepdim=True).values

@@ -30,6 +30,18 @@ class Rule(NamedTuple):
         convex: whether it is a convex combination of whole messages, so that a matrix that is positive definite in
             all of them is so in the average.
         reference: the client whose message is not averaged but the measure of the others; it comes first.
+
+    Example:
+        >>> import torch
+        >>> def medoid(faulty):  # the message with the least sum of distances to the others
+        ...     check_faulty(faulty)
+        ...     def coefficients(products, weights):
+        ...         far = (squared_distances(products).sqrt() * weights[..., None, :]).sum(-1)
+        ...         return one_hot(far.argmin(-1), far.shape[-1])
+        ...     return Rule("medoid", by_inner_products(coefficients), least=2 * faulty + 1, convex=True)
+        >>> messages = torch.tensor([[1.0, 7.0], [2.0, 7.0], [3.0, 7.0], [4.0, 7.0], [100.0, 0.0]])
+        >>> medoid(faulty=1).average(messages, torch.full((5,), 0.2, dtype=torch.float64))
+        tensor([3., 7.], dtype=torch.float64)
     """
 
     name: str
@@ -50,6 +62,11 @@ def by_columns(average: Average) -> Average:
 
     Args:
         average: (values `(..., D, M)`, weights `(..., M)`) -> `(..., D)`.
+
+    >>> import torch
+    >>> inner = by_columns(lambda values, weights: values.sort(-1).values[..., 1:-1].mean(-1))  # without the extremes
+    >>> inner(torch.tensor([[1.0, 9.0], [2.0, 8.0], [99.0, 7.0]]), torch.full((3,), 1 / 3))
+    tensor([2., 8.])
     """
 
     def blocks(values: Tensor, weights: Tensor) -> Tensor:
@@ -87,7 +104,16 @@ def squared_distances(products: Tensor) -> Tensor:
 
 
 def distances_from(products: Tensor, coefficients: Tensor) -> Tensor:
-    """‖x_i − Σ_j a_j x_j‖, `(..., M)`."""
+    """‖x_i − Σ_j a_j x_j‖, `(..., M)`.
+
+    >>> import torch
+    >>> messages, weights = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]]), torch.full((5,), 0.2).double()
+    >>> far = distances_from(inner_products(messages), weights)  # from the mean, 22
+    >>> far.round(decimals=3)
+    tensor([21., 20., 19., 18., 78.], dtype=torch.float64)
+    >>> combined(normalised(torch.where(far < far.max(), weights, 0.0)), messages)  # the mean without the farthest
+    tensor([2.5000], dtype=torch.float64)
+    """
     towards = (products @ coefficients[..., None])[..., 0]
     own = (towards * coefficients).sum(-1, keepdim=True)
     return (products.diagonal(dim1=-2, dim2=-1) - 2 * towards + own).clamp(min=0).sqrt()

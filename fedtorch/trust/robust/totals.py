@@ -40,20 +40,33 @@ _NUMBERS = 2**24  # of the neighbourhoods that are averaged at once
 
 
 class Table(NamedTuple):
-    """The server's state."""
+    """The server's state.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import robust
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 2.0, 3.0, 90.0)])
+        >>> network, start = ft.Network([[0, 1], [0, 2], [0, 3]]), {"weight": torch.zeros(1, 1)}
+        >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=1.0)
+        >>> run = ft.run(robust.totals(algorithm, robust.median(), network), ft.InProcess(data), start, rounds=1)
+        >>> run.server.told["weight"].flatten()
+        tensor([ 0.2500,  1.0000,  1.5000, 45.0000])
+        >>> run.server.algorithm.total["weight"].flatten()  # of node 0: three times the median of its neighbours
+        tensor([4.5000, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
+    """
 
     algorithm: Tree  # of the algorithm itself, with its total
     told: Tree  # (K, ...) what every client last told
 
 
-class Said(NamedTuple):
+class _Said(NamedTuple):
     """What clients send in a round."""
 
     fresh: Tree  # the message of the algorithm itself
     told: Sum  # all that they tell for good; the server keeps the rows
 
 
-class Ring(NamedTuple):
+class _Ring(NamedTuple):
     """Nodes with as many neighbours each."""
 
     nodes: Tensor  # (B,)
@@ -130,7 +143,7 @@ def _check(algorithm: Algorithm, rule: Rule) -> None:
         )
 
 
-def _rings(network: Network, rule: Rule) -> Iterator[Ring]:
+def _rings(network: Network, rule: Rule) -> Iterator[_Ring]:
     """The nodes of a network by their number of neighbours; those without any are left out."""
     counts = network.neighbour_counts
     small = ((counts > 0) & (counts < rule.least)).nonzero()[:, 0].tolist()
@@ -146,11 +159,11 @@ def _rings(network: Network, rule: Rule) -> Iterator[Ring]:
         entries = starts[nodes, None] + torch.arange(count)
         if count:
             degrees = network.degrees[nodes]
-            yield Ring(nodes, columns[entries], weights[entries] / degrees[:, None], degrees)
+            yield _Ring(nodes, columns[entries], weights[entries] / degrees[:, None], degrees)
 
 
 def _init(
-    algorithm: Algorithm, rule: Rule, rings: list[Ring] | None, parameters: Tree, clients: int
+    algorithm: Algorithm, rule: Rule, rings: list[_Ring] | None, parameters: Tree, clients: int
 ) -> tuple[Table, Tree]:
     assert algorithm.told is not None
     server, state = algorithm.init(parameters, clients)
@@ -168,22 +181,22 @@ def _init(
 def _client(algorithm: Algorithm, inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
     assert algorithm.told is not None
     reply = algorithm.client(inbox, state, data, turn)
-    return reply._replace(message=Said(reply.message, Sum(algorithm.told(reply.state))))
+    return reply._replace(message=_Said(reply.message, Sum(algorithm.told(reply.state))))
 
 
 def _server(
     algorithm: Algorithm,
     exchange: Exchange,
     rule: Rule,
-    rings: list[Ring] | None,
+    rings: list[_Ring] | None,
     table: Table,
     said: RowsOf,
     key: Tensor,
 ) -> Table:
     if not isinstance(said, RowsOf):
         raise TypeError(
-            f"Expected every client's message, but got {type(said).__name__}; leave robust totals their exchange, "
-            "which no secure sum can replace"
+            "Expected every client's message, but got what another exchange makes of them; leave robust totals their "
+            "own, which no secure sum can replace"
         )
     fresh, told = said.message.fresh, _written(table.told, said)
     aggregate = in_dtypes_of(fresh, exchange.finish(exchange.gather(fresh, said.ids)))
@@ -204,7 +217,7 @@ def _written(table: Tree, said: RowsOf) -> Tree:
     return tree.map(lambda old, leaf: old.index_copy(0, ids, leaf[good].to(old.dtype)), table, new)
 
 
-def _total(rule: Rule, rings: list[Ring] | None, told: Tree) -> Tree:
+def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
     """The robust total of a table, float64."""
     values = rows(told)
     if rings is None:

@@ -24,13 +24,13 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, graph
 from fedtorch.tree import Tree
-from fedtorch.trust._messages import in_order, kept, like, rows
+from fedtorch.trust._messages import as_sums, in_order, kept, like, rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
 from fedtorch.trust.secure.grid import Grid
 from fedtorch.trust.secure.messages import Aborted
 from fedtorch.trust.secure.neighbours import Neighbourhoods
 from fedtorch.trust.secure.simulation import secure_sum
-from fedtorch.trust.secure.sites import HereOnly, as_sums
+from fedtorch.trust.secure.sites import HereOnly
 
 if TYPE_CHECKING:
     from fedtorch.networks.network import Network
@@ -79,7 +79,16 @@ def secure_graph(
 
 
 def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None:
-    """Raises ValueError if `collusion` nodes could work out a combination of fewer than `minimum` others' values."""
+    """Raises ValueError if `collusion` nodes could work out a combination of fewer than `minimum` others' values.
+
+    >>> import fedtorch as ft
+    >>> everybody = ft.Network([[i, j] for i in range(4) for j in range(i)])
+    >>> check_neighbourhoods(everybody, minimum=3, collusion=1)
+    >>> check_neighbourhoods(everybody, minimum=3, collusion=2)  # nodes 0 and 1 know their own values
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected that no two nodes can work out fewer than 3 others' values, but nodes 0 and 1 ...
+    """
     parts = _parts(network)
     for one, own in enumerate(parts):
         if 0 < len(own) < minimum:

@@ -77,6 +77,16 @@ class ExactSums(NamedTuple):
     and its number is below 2⁻⁵³ of theirs, all of it. So masks hide which client it was, and that it was this small a
     number, no more than the sum does. With fewer `bits` all numbers are cut to multiples of 2^−bits first, so that
     these are of all alike; sums are then exactly those of the cut numbers, and no longer the plain ones to the bit.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch import exact
+        >>> from fedtorch.trust.secure import ring
+        >>> grid, values = ExactSums(), torch.tensor([[1e16], [1.0], [-1e16]], dtype=torch.float64)  # of three clients
+        >>> one, two, three = grid.encode(exact.limbs(values).flatten(1))
+        >>> total = ring.add(ring.add(one, two, grid.width), three, grid.width)
+        >>> exact.value(grid.decode(total))
+        tensor(1., dtype=torch.float64)
     """
 
     bits: int = _PLACES  # behind the point, that are kept

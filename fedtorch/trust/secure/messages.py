@@ -3,6 +3,31 @@
 Clients' messages are signed, and say of which session, phase and client they are. What the server passes on is a bundle
 of such messages, so that nobody has to believe it. All have a largest size that the session gives, `most_up` and
 `most_down`, for whoever carries them.
+
+>>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+>>> from fedtorch.trust.secure import Neighbourhoods, Session, messages
+>>> keys = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3)}
+>>> public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
+>>> session = Session(b"run", 0, 0, public, size=2, graph=Neighbourhoods(2, 2), minimum=3)
+>>> messages.session_of(session.encoded()) == session
+True
+>>> words = messages.NUMBER.pack(7) + messages.NUMBER.pack(8)  # 8 bytes each
+>>> message = messages.sign(session, messages.MASKED, 1, words, keys[1])
+>>> len(message) == messages.most_up(session, messages.MASKED) == 9 + 2 * 8 + 64  # head, words, signature
+True
+>>> messages.verified(session, messages.MASKED, message) == (1, messages.body_of(message))
+True
+>>> messages.records(messages.body_of(message), messages.NUMBER)
+[(7,), (8,)]
+>>> messages.verified(session._replace(attempt=1), messages.MASKED, message)
+Traceback (most recent call last):
+...
+ValueError: Expected a message that client 1 has signed in this session, but it has not
+>>> digests = [messages.sign(session, messages.CONFIRM, k, bytes(32), keys[k]) for k in keys]
+>>> messages.unbundle(messages.bundle(digests)) == digests
+True
+>>> len(messages.bundle(digests)) == messages.most_down(session, messages.REVEAL)
+True
 """
 
 from __future__ import annotations
@@ -33,7 +58,16 @@ _NAME = 1024  # bytes of a run's name, at most
 
 
 class Aborted(RuntimeError):
-    """The protocol ended without a sum, because it could not have been a right one or a safe one."""
+    """The protocol ended without a sum, because it could not have been a right one or a safe one.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import privacy, secure
+        >>> secure.secure_sum(torch.ones(2, 1), entropy=privacy.from_seed(0))  # each of two would know the other's
+        Traceback (most recent call last):
+        ...
+        fedtorch.trust.secure.messages.Aborted: Expected at least 3 clients for a sum, but got 2
+    """
 
 
 class Session(NamedTuple):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 
 class Neighbourhoods(NamedTuple):
-    """How many neighbours a client has, and how many of them recover its secrets."""
+    """How many neighbours a client has, and how many of them recover its secrets; see `neighbourhoods`."""
 
     neighbours: int
     threshold: int
@@ -64,7 +64,11 @@ def neighbourhoods(
 
 
 def around(clients: int) -> Neighbourhoods:
-    """`neighbourhoods`; where so few clients cannot bear its dropouts, all others, of whom everybody has to stay."""
+    """`neighbourhoods`; where so few clients cannot bear its dropouts, all others, of whom everybody has to stay.
+
+    >>> around(100) == neighbourhoods(100), around(3) == Neighbourhoods(neighbours=2, threshold=2)
+    (True, True)
+    """
     try:
         return neighbourhoods(clients)
     except ValueError:
@@ -72,7 +76,14 @@ def around(clients: int) -> Neighbourhoods:
 
 
 def circle(clients: list[int], neighbours: int, seed: bytes) -> dict[int, list[int]]:
-    """Every client's neighbours: the nearest on a circle in an order made of the seed, or all others."""
+    """Every client's neighbours: the nearest on a circle in an order made of the seed, or all others.
+
+    >>> near = circle([1, 2, 3, 4, 5], neighbours=2, seed=b"of all adverts")
+    >>> all(client in near[other] for client in near for other in near[client])
+    True
+    >>> circle([1, 2, 3], neighbours=2, seed=b"")
+    {1: [2, 3], 2: [1, 3], 3: [1, 2]}
+    """
     order = sorted(clients, key=lambda client: hashlib.sha256(seed + client.to_bytes(8, "big")).digest())
     if neighbours >= len(clients) - 1:
         return {client: sorted(set(clients) - {client}) for client in clients}

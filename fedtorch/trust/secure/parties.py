@@ -35,6 +35,7 @@ from torch import Tensor
 
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, derived, expanded
 from fedtorch.trust.secure import ring, shamir
+from fedtorch.trust.secure._both_sides import commitment, graph, opened_adverts, pair_mask
 from fedtorch.trust.secure.messages import (
     ADVERT,
     CONFIRM,
@@ -53,7 +54,6 @@ from fedtorch.trust.secure.messages import (
     unbundle,
     verified,
 )
-from fedtorch.trust.secure.neighbours import circle
 
 _NONCE = bytes(12)  # every letter has a key of its own
 
@@ -187,7 +187,7 @@ class Client:
                     f"The difference from an earlier sum is of {len(before ^ self._survivors)} clients, fewer than "
                     f"{self.session.apart}: subtracted, the sums would say too much of each"
                 )
-        return self._sign(CONFIRM, agreed(survivors, self._adverts))
+        return self._sign(CONFIRM, _agreed(survivors, self._adverts))
 
     def reveal(self, confirmations: Sequence[bytes]) -> bytes:
         """Phase 5: one share of each neighbour, once enough of them have confirmed the same survivors.
@@ -199,7 +199,7 @@ class Client:
         same = set()
         for message in confirmations:
             sender, body = verified(self.session, CONFIRM, message)
-            if body != agreed(sorted(self._survivors), self._adverts):
+            if body != _agreed(sorted(self._survivors), self._adverts):
                 raise Aborted(f"Client {sender} was told of other survivors than client {self.number}")
             same.add(sender)
         if len(same & set(self._neighbours) & self._survivors) < self.session.graph.threshold:
@@ -243,44 +243,7 @@ class Client:
         self._done = phase
 
 
-def opened_adverts(session: Session, adverts: Sequence[bytes]) -> dict[int, tuple[bytes, bytes, bytes]]:
-    """(mask key, letter key, commitment) of every client that has advertised.
-
-    Raises:
-        Aborted: too few, or one twice.
-        ValueError: some are not of this session.
-    """
-    found: dict[int, tuple[bytes, bytes, bytes]] = {}
-    for message in adverts:
-        sender, body = verified(session, ADVERT, message)
-        if sender in found:
-            raise Aborted(f"Expected one advert of client {sender}, but got two")
-        found[sender] = KEYS.unpack(body)
-    if len(found) < session.minimum:
-        raise Aborted(f"Expected at least {session.minimum} clients to begin, but got {len(found)}")
-    return found
-
-
-def graph(session: Session, adverts: dict[int, tuple[bytes, bytes, bytes]]) -> dict[int, list[int]]:
-    """Everybody's neighbours: an order that nobody knows before all keys are told."""
-    seed = hashlib.sha256(session.digest() + b"".join(b"".join(adverts[client]) for client in sorted(adverts))).digest()
-    return circle(sorted(adverts), session.graph.neighbours, seed)
-
-
-def pair_mask(session: Session, digest: bytes, shared: bytes, client: int, other: int) -> Tensor:
-    """What `client` adds for `other`; the other adds the negative."""
-    low, high = sorted((client, other))
-    purpose = Purpose(session.run, session.round, session.attempt, f"mask of {low} and {high}", digest)
-    mask = expanded(derived(shared, purpose), session.size)
-    return mask if client == low else ring.negate(mask, session.width)
-
-
-def commitment(secret: bytes) -> bytes:
-    """What is told of a secret before it."""
-    return hashlib.sha256(b"commitment " + secret).digest()
-
-
-def agreed(survivors: Sequence[int], adverts: dict[int, tuple[bytes, bytes, bytes]]) -> bytes:
+def _agreed(survivors: Sequence[int], adverts: dict[int, tuple[bytes, bytes, bytes]]) -> bytes:
     """What survivors sign: who has stayed, and of whom and with which keys they know that they began."""
     begun = [NUMBER.pack(client) + b"".join(adverts[client]) for client in sorted(adverts)]
     return hashlib.sha256(b"".join([*(NUMBER.pack(k) for k in sorted(survivors)), b"of", *begun])).digest()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedtorch.trust.privacy.entropy import expanded
 from fedtorch.trust.secure import ring, shamir
+from fedtorch.trust.secure._both_sides import commitment, graph, opened_adverts, pair_mask
 from fedtorch.trust.secure.messages import (
     ADVERT,
     CONFIRM,
@@ -26,7 +27,6 @@ from fedtorch.trust.secure.messages import (
     records,
     verified,
 )
-from fedtorch.trust.secure.parties import commitment, graph, opened_adverts, pair_mask
 
 
 class Server:
@@ -37,6 +37,22 @@ class Server:
 
     Attributes:
         refused: how many messages were refused.
+
+    Example:
+        >>> import torch
+        >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        >>> from fedtorch.trust import privacy
+        >>> from fedtorch.trust.secure import Client, Neighbourhoods, Session
+        >>> keys = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3, 4)}
+        >>> public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
+        >>> session = Session(b"run", 0, 0, public, size=2, graph=Neighbourhoods(3, 2), minimum=3)
+        >>> clients = {k: Client(session, k, keys[k], privacy.from_seed(k), torch.tensor([k, 10 * k])) for k in keys}
+        >>> server = Server(session)
+        >>> for phase in PHASES:
+        ...     for k in (1, 2, 3, 4) if phase < MASKED else (1, 2, 3):  # client 4 drops out
+        ...         assert server.take(phase, clients[k].answer(phase, server.request(phase, k)))
+        >>> server.survivors, server.total()
+        ([1, 2, 3], tensor([ 6, 60]))
     """
 
     def __init__(self, session: Session) -> None:

@@ -19,20 +19,33 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, star
 from fedtorch.tree import Tree
-from fedtorch.trust._messages import in_order, kept, like, rows
+from fedtorch.trust._messages import as_aggregate, as_sums, in_order, kept, like, rows
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.secure.grid import ExactSums, Grid
 from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session, body_of
 from fedtorch.trust.secure.neighbours import Neighbourhoods, around
 from fedtorch.trust.secure.parties import Client
 from fedtorch.trust.secure.server import Server
-from fedtorch.trust.secure.sites import SiteMasks, as_aggregate, as_sums
+from fedtorch.trust.secure.sites import SiteMasks
 
 Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number from 1, message) -> what arrives, or None
 
 
 class SecureSum(NamedTuple):
-    """What came out of a sum."""
+    """What came out of a sum.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import privacy, secure
+        >>> values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
+        >>> made = secure.secure_sum(values, secure.Grid(bits=8), entropy=privacy.from_seed(0))
+        >>> made.total
+        tensor([ 7., 70.], dtype=torch.float64)
+        >>> made.masked.shape, bool((made.masked == secure.Grid(bits=8).encode(values)).any())
+        (torch.Size([3, 2]), False)
+        >>> made.sent // 3  # bytes of a client: 16 of words, the others of keys, shares and signatures
+        971
+    """
 
     total: Tensor  # (D,) float64, exactly that of the survivors' numbers on the grid
     survivors: list[int]  # rows of those that are in it
@@ -78,6 +91,15 @@ def secure_sum(
         Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or differ from an earlier
             one by fewer than `apart`.
         ValueError: numbers off the grid's range, or too few clients.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import privacy, secure
+        >>> values = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+        >>> some = secure.Neighbourhoods(neighbours=3, threshold=2)
+        >>> made = secure_sum(values, gone={3: 3}, graph=some, entropy=privacy.from_seed(0))
+        >>> made.total, made.survivors  # client 3 has dropped out before it said its number
+        (tensor([7.], dtype=torch.float64), [0, 1, 2])
     """
     numbers = [client + 1 for client in (range(len(values)) if clients is None else clients)]
     grid.check(len(numbers))

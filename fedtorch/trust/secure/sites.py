@@ -24,7 +24,7 @@ from fedtorch import tree
 from fedtorch.federation.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.masks import Parties
 from fedtorch.tree import Tree
-from fedtorch.trust._messages import like, rows
+from fedtorch.trust._messages import as_aggregate, as_sums, like, rows
 from fedtorch.trust.privacy.entropy import from_system
 from fedtorch.trust.secure import ring
 from fedtorch.trust.secure.grid import ExactSums, Grid
@@ -37,7 +37,7 @@ _FEW = 64  # neighbours that a site can mask with without a thought
 
 
 class SiteMasks(NamedTuple):
-    """What a secure exchange brings to sites; see `fedtorch.federation.exchange.Masks`."""
+    """What a secure exchange brings to sites; see `fedtorch.federation.masks.Masks`, and `SiteSums`."""
 
     grid: Grid | ExactSums
     minimum: int  # sites of a sum, at least 3
@@ -87,12 +87,31 @@ class SiteMasks(NamedTuple):
 
 
 class SiteSums(Server):
-    """The server's side of a sum of sites.
+    """The server's side of a sum of sites, which `SiteMasks.server` makes.
 
     Args:
         session: what was agreed.
         grid: of the numbers.
         summed: what is added up, of no clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        >>> from fedtorch.federation.exchange import RowsOf
+        >>> from fedtorch.federation.masks import Parties
+        >>> from fedtorch.trust import secure
+        >>> masks = secure.SiteMasks(secure.Grid(), minimum=3, apart=1)  # those of `secure.secure_star()`
+        >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
+        >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
+        >>> agreed = Parties(b"run", 0, {site: key.public_key().public_bytes_raw() for site, key in signing.items()})
+        >>> message = ft.Mean(torch.tensor([[3.0], [5.0]]), torch.ones(2))  # of two clients of every site
+        >>> sites = {k: masks.party(agreed, k, secrets[k], RowsOf(torch.arange(2), message), ()) for k in secrets}
+        >>> server = masks.server(agreed, ft.Mean(torch.zeros(0, 1), torch.zeros(0)))
+        >>> for phase in masks.phases:
+        ...     for site, part in sites.items():
+        ...         assert server.take(phase, part.answer(phase, server.request(phase, site)))
+        >>> server.aggregate()
+        Mean(value=tensor([4.], dtype=torch.float64), weight=tensor(6., dtype=torch.float64))
     """
 
     def __init__(self, session: Session, grid: Grid | ExactSums, summed: Tree) -> None:
@@ -106,7 +125,14 @@ class SiteSums(Server):
 
 
 class HereOnly(NamedTuple):
-    """In the place of masks where there is no protocol between organisations: it is refused there."""
+    """In the place of masks where there is no protocol between organisations: it is refused there.
+
+    Example:
+        >>> HereOnly("one that runs in one process").check(clients=3)
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected an exchange that sites can keep among them, but got one that runs in one process
+    """
 
     why: str
     phases: tuple[int, ...] = ()
@@ -129,22 +155,3 @@ class HereOnly(NamedTuple):
     ) -> Client:
         """There is none."""
         raise Aborted(self.why)
-
-
-def as_sums(node: Mean | Sum) -> Mean | Sum:
-    """What of a message is added up, float64."""
-    wide: Tree = tree.to(node.value, torch.float64)
-    if isinstance(node, Sum):
-        return Sum(wide)
-    weight = node.weight.to(torch.float64)
-    return Mean(tree.scale(wide, weight), weight)
-
-
-def as_aggregate(node: Mean | Sum) -> Mean | Sum:
-    """What a star's server makes of what was added up."""
-    if isinstance(node, Sum):
-        return node
-    weight = node.weight
-    if not float(weight) > 0:
-        raise ValueError(f"Expected a positive total weight of the clients that answered, but got {float(weight)}")
-    return Mean(tree.scale(node.value, 1 / float(weight)), weight)

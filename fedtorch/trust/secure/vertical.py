@@ -10,6 +10,26 @@ In its first message each party says a key, signed, which the server passes on; 
 part in every iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
+
+>>> import torch
+>>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+>>> from fedtorch.trust import privacy, secure
+>>> from fedtorch.vfl.nodes import Value
+>>> from fedtorch.vfl.protocol import Receive, Send, together
+>>> def server():
+...     first = yield Receive(1, Value(torch.zeros(2)))
+...     second = yield Receive(2, Value(torch.zeros(2)))
+...     return first.value, second.value
+>>> def party(value):
+...     yield Send(0, Value(value))
+>>> keys = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
+>>> session = secure.vertical_session(b"run", {j: key.public_key().public_bytes_raw() for j, key in keys.items()})
+>>> values = {1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])}
+>>> halves = {0: secure.masked_server(server(), session, secure.Grid())}
+>>> for j, key in keys.items():
+...     halves[j] = secure.masked_party(party(values[j]), j, session, key, secure.Grid(), privacy.from_seed(j))
+>>> together(halves)[0][0]  # what the server hears: nothing of the first, and the sum
+(tensor([0., 0.]), tensor([11., 22.]))
 """
 
 from __future__ import annotations
@@ -22,10 +42,10 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from torch import Tensor
 
 from fedtorch.trust.privacy.entropy import Entropy, Purpose
+from fedtorch.trust.secure._both_sides import commitment, opened_adverts, pair_mask
 from fedtorch.trust.secure.grid import Grid
 from fedtorch.trust.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.trust.secure.neighbours import Neighbourhoods
-from fedtorch.trust.secure.parties import commitment, opened_adverts, pair_mask
 from fedtorch.vfl.nodes import Value
 from fedtorch.vfl.protocol import Half, Receive, Send, wrapped
 

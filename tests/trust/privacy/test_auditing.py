@@ -220,3 +220,11 @@ def test_audits_that_cannot_be_made_are_refused() -> None:
         privacy.audit_outputs(few, few, delta=DELTA, choosing=5, confidence=1.0)
     with pytest.raises(ValueError, match="solver with a budget"):
         privacy.audit(partial(ft.gradient_descent, steps=1), runs=10, choosing=5, block=4)
+
+
+def test_an_audit_whose_blocks_repeat_their_noise_is_refused() -> None:
+    """Runs that are counted twice would make the bound tighter than it is."""
+    seeded = partial(privacy.example_level, clip=1.0, noise=1.0, rate=1.0, steps=1, delta=DELTA,
+                     entropy=privacy.from_seed(0))  # fmt: skip
+    with pytest.raises(ValueError, match="other noise in every block"):
+        privacy.audit(seeded, runs=8, choosing=4, block=8)

@@ -30,6 +30,15 @@ class Allowance:
         path: of the file with the count; none yet is a full allowance.
         a_day: identifiers.
         now: seconds since 1970. A clock that is set back gives nothing until it has caught up.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     allowance = Allowance(f"{folder}/guesses.json", 3, now=lambda: 0.0)
+    ...     allowance.take(2, "clinic")
+    ...     allowance.take(2, "clinic")
+    Traceback (most recent call last):
+    ValueError: Expected at most 1 identifiers to be tested at 'clinic' now, at 3 a day, but got 2;
+    wait 8.0 hours, or agree on more
     """
 
     def __init__(self, path: Path | str, a_day: int, now: Callable[[], float] = time.time) -> None:

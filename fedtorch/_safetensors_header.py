@@ -1,6 +1,6 @@
 """The header of a safetensors payload: made from the fields that are expected, and compared with them when it arrives.
 
-Nothing of it is believed: a header that is not what was expected is refused, naming client, round and field.
+Nothing of it is believed: a header that is not what was expected is refused.
 
 Reference: https://github.com/huggingface/safetensors, section Format.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 JSON = Any  # None, bool, int, float, str, list or dict of these
+Refuse = Callable[..., Exception]  # (what was expected, what came, the field if it is one) -> the error to raise
 
 METADATA_LIMIT = 2**20  # bytes that a header may have beyond what its tensors need
 LENGTH = 8  # bytes that count the header
@@ -44,10 +45,6 @@ _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxstring = 2, 8, 8, 60
 
 
-class PayloadError(ValueError):
-    """A payload was refused; the message names client, round and field, what was expected and what came."""
-
-
 class Field(NamedTuple):
     """A leaf as the header describes it."""
 
@@ -59,20 +56,6 @@ class Field(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its numbers."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Sender(NamedTuple):
-    """Whom a payload came from, for the messages."""
-
-    client: str | int | None
-    round: int | None
-
-    def refuse(self, expected: str, got: object, field: str | None = None) -> PayloadError:
-        """The error to raise."""
-        of_client = "" if self.client is None else f" of client {self.client!r}"
-        in_round = "" if self.round is None else f" in round {self.round}"
-        at = "" if field is None else f", field {field!r}"
-        return PayloadError(f"payload{of_client}{in_round}{at}: expected {expected}, but got {got}")
 
 
 def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
@@ -100,21 +83,21 @@ def make_header(fields: Sequence[Field], text: str | None = None) -> bytes:
     return len(encoded).to_bytes(LENGTH, "little") + encoded
 
 
-def read_header(payload: bytes, limit: int, sender: Sender) -> tuple[dict[str, JSON], memoryview]:
+def read_header(payload: bytes, limit: int, refuse: Refuse) -> tuple[dict[str, JSON], memoryview]:
     """The header as a JSON object, and the numbers after it."""
     length = int.from_bytes(payload[:LENGTH], "little")
     longest = min(limit, len(payload) - LENGTH)
     if length > longest:
-        raise sender.refuse(f"a header of at most {longest} bytes", f"a header length of {length}")
+        raise refuse(f"a header of at most {longest} bytes", f"a header length of {length}")
     stop = LENGTH + length
     try:
         text = payload[LENGTH:stop].decode("utf-8")
     except UnicodeDecodeError as error:
-        raise sender.refuse("a header in UTF-8", f"{error.reason} at byte {error.start}") from None
-    return loads(text, "header", sender), memoryview(payload)[stop:]
+        raise refuse("a header in UTF-8", f"{error.reason} at byte {error.start}") from None
+    return loads(text, "header", refuse), memoryview(payload)[stop:]
 
 
-def loads(text: str, what: str, sender: Sender) -> dict[str, JSON]:
+def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
     """A JSON object; names that come twice and numbers outside JSON are errors, not choices."""
 
     def distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
@@ -131,54 +114,54 @@ def loads(text: str, what: str, sender: Sender) -> dict[str, JSON]:
     try:
         value = json.loads(text, object_pairs_hook=distinct, parse_constant=constant)
     except RecursionError:
-        raise sender.refuse(f"a {what} in JSON", "one nested too deeply") from None
+        raise refuse(f"a {what} in JSON", "one nested too deeply") from None
     except ValueError as error:
-        raise sender.refuse(f"a {what} in JSON", error) from None
+        raise refuse(f"a {what} in JSON", error) from None
     if not isinstance(value, dict):
-        raise sender.refuse(f"a {what} that is a JSON object", _short(value))
+        raise refuse(f"a {what} that is a JSON object", _short(value))
     return value
 
 
-def texts(header: dict[str, JSON], sender: Sender) -> dict[str, str]:
+def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:
     """The `__metadata__` of the format: texts by name."""
     found = header.get("__metadata__", {})
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise sender.refuse("__metadata__ to map names to texts", _short(found))
+        raise refuse("__metadata__ to map names to texts", _short(found))
     return found
 
 
-def check_header(header: dict[str, JSON], fields: Sequence[Field], available: int, sender: Sender) -> dict[str, slice]:
+def check_header(header: dict[str, JSON], fields: Sequence[Field], available: int, refuse: Refuse) -> dict[str, slice]:
     """Where each field lies in the data, once names, dtypes, shapes and offsets are the expected ones."""
-    texts(header, sender)
+    texts(header, refuse)
     got = header.keys() - {"__metadata__"}
     wanted = {field.name for field in fields}
     if got != wanted:
         differences = f"missing {_names(wanted - got)} and extra {_names(got - wanted)}"
-        raise sender.refuse("the fields of the tree", differences)
-    places = {field.name: _place(header[field.name], field, sender) for field in fields}
+        raise refuse("the fields of the tree", differences)
+    places = {field.name: _place(header[field.name], field, refuse) for field in fields}
     stop = 0
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
         if place.start != stop:
-            raise sender.refuse(f"no gap or overlap before it, a start at {stop}", _short(place.start), name)
+            raise refuse(f"no gap or overlap before it, a start at {stop}", _short(place.start), name)
         stop = place.stop
     if stop != available:
-        raise sender.refuse(f"{stop} bytes of numbers after the header", available)
+        raise refuse(f"{stop} bytes of numbers after the header", available)
     return places
 
 
-def _place(entry: JSON, field: Field, sender: Sender) -> slice:
+def _place(entry: JSON, field: Field, refuse: Refuse) -> slice:
     """Where a field lies in the data, by a header's entry that is otherwise as expected."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise sender.refuse("dtype, shape and data_offsets", _short(entry), field.name)
+        raise refuse("dtype, shape and data_offsets", _short(entry), field.name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if code != _CODES[field.dtype]:
         came = _DTYPES[code] if isinstance(code, str) and code in _DTYPES else _short(code)
-        raise sender.refuse(f"dtype {field.dtype}", came, field.name)
+        raise refuse(f"dtype {field.dtype}", came, field.name)
     if not _is_integers(shape) or tuple(shape) != field.shape:
         came = _short(tuple(shape) if isinstance(shape, list) else shape)
-        raise sender.refuse(f"shape {field.shape}", came, field.name)
+        raise refuse(f"shape {field.shape}", came, field.name)
     if not _is_integers(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != field.nbytes:
-        raise sender.refuse(f"two offsets {field.nbytes} bytes apart", _short(offsets), field.name)
+        raise refuse(f"two offsets {field.nbytes} bytes apart", _short(offsets), field.name)
     return slice(*offsets)
 
 
