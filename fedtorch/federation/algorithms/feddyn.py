@@ -46,8 +46,8 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
             the mean gradient by it, so that small values overshoot, above all with small cohorts.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.
 
-    Shapes: server state is `scaffold.Server`, outbox the parameters; client state has its
-    mean gradient, `(K, ...)`.
+    Shapes: server state is `scaffold.Server`, outbox the parameters; client state has its mean
+    gradient, `(K, ...)`.
 
     Raises:
         ValueError: `alpha` is not positive.

@@ -37,9 +37,9 @@ class Server(NamedTuple):
         >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
         >>> fedavgm = ft.fedopt(local, lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9))
         >>> run = ft.run(fedavgm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
-        >>> run.server.parameters["weight"], int(run.server.steps)
+        >>> run.server.parameters["weight"].round(decimals=3), int(run.server.steps)
         (tensor([[2.]]), 1)
-        >>> run.server.optimizer["weight"]["momentum_buffer"]  # the gradient, minus the mean change
+        >>> run.server.optimizer["weight"]["momentum_buffer"].round(decimals=3)  # the gradient, minus the mean change
         tensor([[-2.]])
     """
 
