@@ -16,19 +16,11 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation._answers import Answers, Gathered, joined
+from fedtorch.federation._finite import is_finite, not_finite
 from fedtorch.federation._memory import block_bytes
 from fedtorch.federation._state_table import StateTable
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import (
-    Sent,
-    Sum,
-    check_shapes,
-    client_count,
-    in_dtypes_of,
-    indices,
-    is_finite,
-    not_finite,
-)
+from fedtorch.federation.exchange import Sent, Sum, check_shapes, client_count, in_dtypes_of, indices
 from fedtorch.tree import Rows, Tree
 
 BLOCK_ROWS = 65_536  # rows of a block in evaluation

@@ -1,4 +1,4 @@
-"""What a Trainer can be told of a federation, and what would do nothing and is refused by name."""
+"""What a Trainer can be told of a federation, and what is refused by name: what would do nothing, or go wrong."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+
+from fedtorch.federation.client_sharding import ClientSharding
+from fedtorch.federation.distributed import Distributed
+from fedtorch.federation.population import Population
 
 _SOLVER = "tell the local solver: ft.gradient_descent({}) or ft.lightning_fit({})"
 _AVERAGING = "keep averages of the server's parameters in a recorder, record=, or take ft.fedopt"
@@ -62,6 +66,33 @@ def check_loader(given: object, own: object, name: str) -> None:
     if given is not None and given is not own:
         instead = "its population has the rows" if name == "train" else "validation= and metrics= at its construction"
         _refuse(f"a {name} loader", f"give it to the federation: {instead}, or call federation.evaluate(data)")
+
+
+def check_place(trainer: L.Trainer, population: Population) -> None:
+    """Refuses to train the same clients several times over, or to lose those of other ranks.
+
+    Raises:
+        ValueError: population, strategy and number of processes do not belong together; the message says what does.
+    """
+    place = trainer.global_rank, trainer.world_size
+    if isinstance(population, Distributed):
+        if place != (population.rank, population.world_size):
+            raise ValueError(
+                f"Expected the population and the Trainer in one place, but the population is rank "
+                f"{population.rank} of {population.world_size} and the Trainer {place[0]} of {place[1]}; start "
+                "with torchrun, and give the Trainer as many devices= and num_nodes="
+            )
+    elif trainer.world_size > 1:
+        raise ValueError(
+            f"Expected a ft.Distributed population for {trainer.world_size} processes, but got "
+            f"{type(population).__name__}, whose clients would all run in every process; use ft.Distributed(data) "
+            "and strategy=ft.ClientSharding()"
+        )
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharding):
+        raise ValueError(
+            f"Expected strategy=ft.ClientSharding() for {trainer.world_size} processes, but got "
+            f"{type(trainer.strategy).__name__}, which would save the clients of one rank only"
+        )
 
 
 def _refuse(setting: str, instead: str) -> None:

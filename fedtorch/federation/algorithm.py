@@ -6,6 +6,29 @@ takes the aggregate. The client axis is a batch dimension: every per-client tens
 and an empty block `K = 0`, so an algorithm is written once and runs stacked, in chunks, over ranks and elsewhere.
 
 Functions must not change their arguments in place: inboxes, states and data may be views of what others hold.
+
+An algorithm of one's own, whose server takes the plain mean of what its clients have solved:
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.federation.algorithm import check_solver, identity, solved_by
+>>> def plain_mean(local: ft.LocalSolver) -> ft.Algorithm:
+...     check_solver(local)
+...     def client(inbox, state, data, turn):
+...         solved = local.solve(inbox, state, data, None, turn)
+...         return ft.Reply(ft.Mean(solved.parameters, torch.ones(len(turn.key))), solved.state, solved.info)
+...     return ft.Algorithm(
+...         init=lambda parameters, clients: (parameters, local.init(parameters)),
+...         outbox=identity,
+...         client=client,
+...         server=lambda parameters, aggregate, key: aggregate.value,
+...         model=local.tensors,
+...         prepare=local.prepare,
+...         **solved_by(local, algorithm="plain mean"),
+...     )
+>>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+>>> algorithm = plain_mean(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+>>> ft.run(algorithm, ft.InProcess(data), rounds=1).server["weight"].round(decimals=3)
+tensor([[2., 3.]])
 """
 
 from __future__ import annotations
@@ -88,7 +111,20 @@ class Local(NamedTuple):
 
 
 class Solve(Protocol):
-    """The signature of a local solver."""
+    """The signature of a local solver.
+
+    Example:
+        >>> import dataclasses, torch, fedtorch as ft
+        >>> exact = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> def halfway(start, state, data, quadratic, turn):  # from where the client starts to its solution
+        ...     solved = exact.solve(start, state, data, quadratic, turn)
+        ...     return solved._replace(parameters=ft.tree.map(lambda a, b: (a + b) / 2, start, solved.parameters))
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([8.0]))])
+        >>> algorithm = ft.fedavg(dataclasses.replace(exact, solve=halfway))
+        >>> run = ft.run(algorithm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=2)
+        >>> run.server["weight"].round(decimals=3)
+        tensor([[6.]])
+    """
 
     def __call__(self, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local: ...
 
@@ -136,7 +172,14 @@ def check_solver(local: LocalSolver) -> None:
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raises TypeError unless it is an algorithm."""
+    """Raises TypeError unless it is an algorithm.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> check_algorithm(ft.fedavg)  # not called
+        Traceback (most recent call last):
+        TypeError: Expected an algorithm, but got function; make one with ft.fedavg(...) or another of the package
+    """
     advice = "make one with ft.fedavg(ft.gradient_descent(module, epochs=1)) or another of the package"
     expected.kind(algorithm, Algorithm, "an algorithm", advice)
 
@@ -217,6 +260,12 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
 
     Raises:
         ValueError: neither is given, or the parameters are not finite or have other names or shapes.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+        >>> start_of(algorithm, {"weight": torch.tensor([[1.0, 2.0]], dtype=torch.float64)})  # float32, as the module
+        {'weight': tensor([[1., 2.]])}
     """
     if parameters is None:
         if algorithm.start is None:
@@ -233,7 +282,16 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
 
 
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
-    """The total of what clients tell while all of them are in their initial `state`."""
+    """The total of what clients tell while all of them are in their initial `state`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> path = ft.Network.from_edges([(0, 1), (1, 2)])
+        >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), path, alpha=0.5)
+        >>> _, state = algorithm.init({"weight": torch.ones(1, 1)}, 3)
+        >>> first_total(algorithm, state, clients=3)["weight"].flatten()  # each hears ones of its neighbours
+        tensor([1., 2., 1.], dtype=torch.float64)
+    """
     assert algorithm.told is not None
     initial = algorithm.told(tree.expand(state, 1))
     everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)

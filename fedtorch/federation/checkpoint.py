@@ -3,6 +3,21 @@
 A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
 the device or the number of ranks, which change no result beyond rounding, and not the data, which may be too large to
 read for it. Functions count by their name and the values that they close over.
+
+>>> import tempfile, torch
+>>> from fedtorch.federation import checkpoint
+>>> folder = tempfile.TemporaryDirectory()
+>>> path = f"{folder.name}/round.safetensors"
+>>> checkpoint.write(path, {"server.weight": torch.ones(2), "round": torch.tensor(3)})
+>>> flat = checkpoint.read(path)
+>>> checkpoint.below("server.", flat)
+{'weight': tensor([1., 1.])}
+>>> checkpoint.check_structure(flat, {"server.weight": torch.zeros(2), "round": torch.tensor(0)})  # as here
+>>> theirs, mine = ({"lr": checkpoint.describe(lr)} for lr in (0.1, 0.5))
+>>> checkpoint.check_fingerprint(theirs, mine)
+Traceback (most recent call last):
+ValueError: Expected a checkpoint of a run with lr 0.5, but got one with 0.1; pass anyway=True to go on from it ...
+>>> folder.cleanup()
 """
 
 from __future__ import annotations

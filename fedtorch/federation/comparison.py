@@ -21,7 +21,7 @@ Predictor = Callable[[Tree], Tensor]  # inputs (K, N, ...) -> predictions (K, N,
 
 
 class Line(NamedTuple):
-    """One model on one set of rows under one metric."""
+    """One model on one set of rows under one metric; see `Comparison`."""
 
     model: str
     rows: str
@@ -30,7 +30,16 @@ class Line(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Scores of several models on several sets of rows; print it for a table."""
+    """Scores of several models on several sets of rows; print it for a table.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
+        >>> found = ft.compare({"mean": ft.constant(data)}, {"training": data}, {"mse": torch.nn.functional.mse_loss})
+        >>> line: Line = found.lines[0]
+        >>> line.model, line.rows, line.metric, line.score.overall
+        ('mean', 'training', 'mse', 1.0)
+    """
 
     lines: tuple[Line, ...]
 

@@ -77,7 +77,7 @@ class Distributed:
         spread = slice(None, None, 1 + tree.nbytes(self.data.rows) // _SAMPLE)
         return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
 
-    def bind(self, algorithm: Algorithm, state: Tree) -> DistributedClients:
+    def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
         """This rank's clients for one run of `algorithm`."""
         own = torch.arange(len(self.data))[self.rank :: self.world_size]
         if len(own):
@@ -86,13 +86,13 @@ class Distributed:
             first = self.data.stack(torch.tensor([0]))
             blocks = [(own, tree.take(first, slice(0, 0)))]
         local = LocalClients(algorithm, state, self.data.names, blocks, len(self.data), self.chunk)
-        return DistributedClients(local, own, self)
+        return _DistributedClients(local, own, self)
 
     def __repr__(self) -> str:
         return f"Distributed({self.data!r}, rank {self.rank} of {self.world_size})"
 
 
-class DistributedClients:
+class _DistributedClients:
     """All ranks' clients, as this rank sees them.
 
     Args:
@@ -190,7 +190,12 @@ class DistributedClients:
 
 
 def own_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that a rank takes where all are told the same: of "cuda", that of its number on its machine."""
+    """The device that a rank takes where all are told the same: of "cuda", that of its number on its machine.
+
+    Example:
+        >>> own_device("cuda")  # here; `torchrun` tells other processes of a machine other numbers
+        device(type='cuda', index=0)
+    """
     if device is None:
         return None
     device = torch.device(device)

@@ -58,6 +58,10 @@ def is_largest_best(given: bool | None, own: bool | None) -> bool:
 
     Raises:
         ValueError: neither says it.
+
+    Example:
+        >>> is_largest_best(None, own=False)  # as errors say of themselves
+        False
     """
     if given is None and own is None:
         raise ValueError(
@@ -72,6 +76,12 @@ def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
 
     Raises:
         TypeError: the rows are something else; pass a function of your own as `split`.
+
+    Example:
+        >>> import torch
+        >>> inputs, targets = inputs_and_targets((torch.ones(5, 3), torch.zeros(5)))
+        >>> inputs.shape, targets.shape
+        (torch.Size([5, 3]), torch.Size([5]))
     """
     if isinstance(rows, tuple) and len(rows) == 2:
         return rows[0], rows[1]
@@ -100,6 +110,15 @@ def evaluate(
 
     Raises:
         ValueError: no metrics.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)  # the mean of both, 1 from each
+        >>> metrics = {"mse": torch.nn.functional.mse_loss}
+        >>> evaluate(run.clients, run.outbox, algorithm.predict, data, metrics)["mse"].clients.round(decimals=3)
+        tensor([1., 1.], dtype=torch.float64)
     """
     stacked = stacked_metrics(metrics)
     expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
@@ -128,6 +147,17 @@ class Newcomers:
         state: one client's initial state.
         clients: how many have been seen.
         device: where they run.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data, others = (ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y]))]) for y in (3.0, 5.0))
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
+        >>> _, state = algorithm.init(run.server, 1)
+        >>> unseen = Newcomers(algorithm, state, clients=1, device=torch.device("cpu"))
+        >>> mse = {"mse": torch.nn.functional.mse_loss}
+        >>> round(evaluate(unseen, run.outbox, algorithm.predict, others, mse)["mse"].overall, 3)  # (5 − 3)²
+        4.0
     """
 
     def __init__(self, algorithm: Algorithm, state: Tree, clients: int, device: torch.device) -> None:
@@ -168,13 +198,30 @@ def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
 
 
 def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
-    """The score of the clients' sums, leaves `(K, ...)`."""
+    """The score of the clients' sums, leaves `(K, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> metric = stacked_metrics({"mse": torch.nn.functional.mse_loss})["mse"]
+        >>> prediction, there = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[True, True], [True, False]])
+        >>> sums = metric.update(prediction, torch.zeros(2, 2), there)  # two rows of the first client, one of the other
+        >>> score_of(metric, sums).clients, round(score_of(metric, sums).overall, 3)
+        (tensor([5., 0.], dtype=torch.float64), 3.333)
+    """
     overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
     return Score(float(overall), metric.compute(sums).to("cpu", torch.float64), metric.largest_is_best)
 
 
 def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
-    """Refuses rows of other clients, unless one (pooled) client is scored on all of them."""
+    """Refuses rows of other clients, unless one (pooled) client is scored on all of them.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> rows = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 2, names=["a", "b"])
+        >>> check_same_clients(rows, ["a", "c"])
+        Traceback (most recent call last):
+        ValueError: Expected validation rows of the same clients, but client 1 is 'b' there and 'c' in the population
+    """
     expected.kind(validation, FederatedData, "validation= as FederatedData", "split the clients' own with data.split")
     if len(names) == 1:
         return

@@ -6,6 +6,19 @@ so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is ad
 
 A block's weighted sum is computed in the dtype of its values; sums of blocks and ranks are kept in float64, so that all
 of them agree up to that rounding. The server takes what is fresh in the dtype of the messages, and totals in float64.
+
+What an author of an exchange needs, for clients that are a slice or a tensor of numbers:
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.federation import exchange
+>>> ids = slice(2, 4)
+>>> exchange.client_count(ids), exchange.indices(ids)
+(2, tensor([2, 3]))
+>>> told = torch.tensor([[1.0], [4.0]])
+>>> exchange.check_shapes(ft.Sum(told), ids)  # a row of each
+>>> total = exchange.sum_over(ft.star(), told, ids)
+>>> exchange.in_dtypes_of(ft.Sum(told), ft.Sum(total))  # of float64, as a server takes it
+Sum(value=tensor([5.]))
 """
 
 from __future__ import annotations
@@ -57,7 +70,12 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What clients of an algorithm with `told` send in a round."""
+    """What clients of an algorithm with `told` send in a round; the exchange treats both alike.
+
+    >>> import torch, fedtorch as ft
+    >>> ft.star().finish(ft.star().gather(Sent(Sum(torch.ones(3)), told=Sum(torch.tensor([1.0, 0.0, 4.0]))), slice(3)))
+    Sent(fresh=Sum(value=tensor(3., dtype=torch.float64)), told=Sum(value=tensor(5., dtype=torch.float64)))
+    """
 
     fresh: Tree  # the message of the `Reply`
     told: Sum  # by how much what it tells for good has changed
@@ -128,22 +146,6 @@ def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
     )
 
 
-def is_finite(partial: Tree) -> bool:
-    """Whether a partial aggregate is finite, as it is where all messages are: NaN and Inf add up to NaN or Inf."""
-    sums = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()]
-    return not sums or math.isfinite(sum(sums[1:], sums[0]))
-
-
-def not_finite(messages: Tree) -> dict[int, str]:
-    """The rows of messages `(K, ...)` that have NaN or Inf, and the field in which they have it."""
-    found: dict[int, str] = {}
-    for name, leaf in tree.items(messages):
-        if leaf.is_floating_point() and leaf.numel():
-            bad = ~leaf.reshape(len(leaf), -1).isfinite().all(1)
-            found = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **found}
-    return found
-
-
 def check_shapes(messages: Tree, ids: Rows) -> None:
     """Raises ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
     count = client_count(ids)
@@ -195,8 +197,13 @@ def private_rows() -> Exchange:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> ft.private_rows().scatter(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2]))  # client 2 hears row 2
+        >>> exchange = ft.private_rows()
+        >>> exchange.scatter(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2]))  # client 2 hears row 2
         tensor([[3.]])
+        >>> blocks = [exchange.gather(ft.Sum(torch.tensor([k + 1.0])), torch.tensor([k])) for k in (2, 0)]
+        >>> heard: RowsOf = exchange.finish(exchange.merge(blocks))
+        >>> heard
+        RowsOf(ids=tensor([0, 2]), message=Sum(value=tensor([1., 3.])))
     """
     return Exchange(
         scatter=tree.take,
@@ -234,6 +241,9 @@ def graph(network: Network) -> Exchange:
         >>> heard = exchange.finish(exchange.gather(ft.Sum(torch.tensor([1.0, 10.0, 100.0])), slice(0, 3)))
         >>> heard.value  # the middle node hears both ends
         tensor([ 10., 101.,  10.], dtype=torch.float64)
+        >>> inbox: Neighbourhood = exchange.scatter(heard.value, torch.tensor([1]))
+        >>> inbox
+        Neighbourhood(heard=tensor([101.], dtype=torch.float64), degree=tensor([2.], dtype=torch.float64))
     """
     degrees, neighbours = network.degrees, network.neighbour_counts
 

@@ -64,7 +64,15 @@ _NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Fates(NamedTuple):
-    """What happens to the clients that are asked; ids, ascending and disjoint."""
+    """What happens to the clients that are asked; ids, ascending and disjoint.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> odd_are_away = ft.Faults(before=lambda key, ids: ids % 2 == 1)
+        >>> fate: Fates = fates(odd_are_away | ft.lost_messages(after=1.0), ft.random.key(0), None, clients=4)
+        >>> fate.before, fate.hear, fate.after
+        (tensor([1, 3]), tensor([0, 2]), tensor([0, 2]))
+    """
 
     hear: Tensor | None  # the clients that work, None for all
     silent: Tensor | None = None  # those of them that do not answer

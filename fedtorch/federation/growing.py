@@ -86,7 +86,7 @@ class Growing(InProcess):
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
         """The clients for one run of `algorithm`."""
-        return GrowingClients(self, algorithm, state)
+        return _GrowingClients(self, algorithm, state)
 
     def _counts(self, rounds: int) -> Tensor:
         counts = torch.as_tensor(self.seen(rounds), device="cpu")
@@ -99,7 +99,7 @@ class Growing(InProcess):
         return torch.minimum(counts.to(torch.int64), self.data.counts)
 
 
-class GrowingClients(LocalClients):
+class _GrowingClients(LocalClients):
     """The clients of a `Growing` population: they hold what has come by the round that begins."""
 
     def __init__(self, population: Growing, algorithm: Algorithm, state: Tree) -> None:

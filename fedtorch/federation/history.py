@@ -74,7 +74,25 @@ class Round(NamedTuple):
 
 
 class Recorder(Protocol):
-    """What follows a run and goes on with it after a resumption."""
+    """What follows a run and goes on with it after a resumption.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> class Answers:  # how many answers there were in all
+        ...     count = 0
+        ...     def record(self, round):
+        ...         self.count += len(round.ids)
+        ...     def state_dict(self):
+        ...         return {"count": torch.tensor(self.count)}
+        ...     def load_state_dict(self, flat):
+        ...         self.count = int(flat["count"])
+        >>> answers: Recorder = Answers()
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=2, record=answers)
+        >>> answers.count
+        6
+    """
 
     def record(self, round: Round) -> None:
         """Takes in a round."""
@@ -254,7 +272,13 @@ class History:
 
 
 def means(info: Mapping[str, Tensor]) -> dict[str, float]:
-    """The means over clients of what they log, `loss` as `train_loss`."""
+    """The means over clients of what they log, `loss` as `train_loss`.
+
+    Example:
+        >>> import torch
+        >>> means({"loss": torch.tensor([1.0, 3.0]), "steps": torch.tensor([5.0, torch.nan])})  # one does not say it
+        {'steps': 5.0, 'train_loss': 2.0}
+    """
     values = {name: float(value.nanmean()) for name, value in info.items()}
     if "loss" in values:
         values.setdefault("train_loss", values.pop("loss"))
@@ -262,7 +286,16 @@ def means(info: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def headline(round: Round) -> dict[str, str]:
-    """What progress shows of a round: the loss and ε or, without them, the first numbers that it reports."""
+    """What progress shows of a round: the loss and ε or, without them, the first numbers that it reports.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> round = ft.Run(ft.fedavg(local), ft.InProcess(data)).step()
+        >>> headline(round)
+        {'train_loss': '1'}
+    """
     values = {**means(round.info), **round.report}
     names = [name for name in ("train_loss", "epsilon") if name in values] or list(values)[:2]
     return {name: f"{float(values[name]):.3g}" for name in names}

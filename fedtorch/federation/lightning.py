@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation._budget import exhausted
-from fedtorch.federation._trainer_settings import check_loader, check_settings
+from fedtorch.federation._trainer_settings import check_loader, check_place, check_settings
 from fedtorch.federation._validation import OwnValidation, has_validation_step
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.checkpoint import describe
 from fedtorch.federation.checkpoint_io import keep_plain
-from fedtorch.federation.client_sharding import check_place
 from fedtorch.federation.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
 from fedtorch.federation.faults import Faults
 from fedtorch.federation.history import Recorder, means

@@ -12,7 +12,7 @@ from fedtorch.tree import Tree
 
 
 class Parties(NamedTuple):
-    """Who adds up under masks."""
+    """Who adds up under masks; see `Masks`."""
 
     run: bytes
     attempt: int  # no other sum of the run has the same
@@ -54,7 +54,27 @@ class MaskedPart(Protocol):
 
 
 class Masks(Protocol):
-    """How the messages of several processes are added up so that nobody sees those of one."""
+    """How the messages of several processes are added up so that nobody sees those of one.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        >>> from fedtorch.federation.exchange import RowsOf
+        >>> from fedtorch.trust import secure
+        >>> masks: Masks = secure.secure_star(secure.Grid(20), minimum=3).masks
+        >>> keys = {number: Ed25519PrivateKey.generate() for number in (1, 2, 3)}
+        >>> parties = Parties(b"run 1", 1, {n: key.public_key().public_bytes_raw() for n, key in keys.items()})
+        >>> parts: dict[int, MaskedPart] = {}
+        >>> for number, key in keys.items():  # each says its own number
+        ...     message = RowsOf(torch.tensor([number - 1]), ft.Sum(torch.tensor([float(number)])))
+        ...     parts[number] = masks.party(parties, number, key.private_bytes_raw(), message, earlier=[])
+        >>> total: MaskedSum = masks.server(parties, ft.Sum(torch.zeros(0)))
+        >>> for phase in masks.phases:
+        ...     for number, part in parts.items():
+        ...         assert total.take(phase, part.answer(phase, total.request(phase, number)))
+        >>> total.aggregate().value, total.survivors
+        (tensor(6., dtype=torch.float64), [1, 2, 3])
+    """
 
     @property
     def phases(self) -> Sequence[int]:

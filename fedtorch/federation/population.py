@@ -20,7 +20,18 @@ from fedtorch.tree import Tree
 
 
 class Population(Protocol):
-    """Clients and where they run."""
+    """Clients and where they run.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> class Announced(ft.InProcess):  # says what it is asked for
+        ...     def bind(self, algorithm, state):
+        ...         print(len(self.names), "clients take part in", algorithm.settings["algorithm"])
+        ...         return super().bind(algorithm, state)
+        >>> population: Population = Announced(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3))
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False))), population)
+        3 clients take part in fedavg
+    """
 
     data: FederatedData
     names: tuple[str, ...]
@@ -68,7 +79,14 @@ class InProcess:
 
 
 def check_population(population: Population) -> None:
-    """Raises TypeError unless it is a population, with advice for data that are none yet."""
+    """Raises TypeError unless it is a population, with advice for data that are none yet.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> check_population(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))]))
+        Traceback (most recent call last):
+        TypeError: Expected a population, but got FederatedData; say where clients run: ft.InProcess(data)
+    """
     if not hasattr(population, "bind"):
         made = "data" if isinstance(population, FederatedData) else "ft.data.from_tensors([(x, y), …])"
         raise TypeError(
@@ -79,7 +97,14 @@ def check_population(population: Population) -> None:
 def placed(
     data: FederatedData, chunk: int | None, device: torch.device | str | None
 ) -> tuple[FederatedData, tuple[str, ...], torch.device]:
-    """(data on the device, their clients' names, the device), if a population can be made of them."""
+    """(data on the device, their clients' names, the device), if a population can be made of them.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 2, names=["a", "b"])
+        >>> placed(data, chunk=1, device=None)[1:]
+        (('a', 'b'), device(type='cpu'))
+    """
     if not isinstance(data, FederatedData):
         raise TypeError(
             f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "
@@ -94,7 +119,13 @@ def placed(
 
 
 def refuse_bad_messages(refused: Mapping[int, str], names: Sequence[str], round: int) -> None:
-    """Raises ValueError for messages with NaN or Inf, and names the first client, its field and the round."""
+    """Raises ValueError for messages with NaN or Inf, and names the first client, its field and the round.
+
+    Example:
+        >>> refuse_bad_messages({1: "value.weight"}, names=["a", "b"], round=7)
+        Traceback (most recent call last):
+        ValueError: Expected finite messages, but client 'b' sent NaN or Inf in 'value.weight' in round 7, and 0 ...
+    """
     client, field = next(iter(refused.items()))
     raise ValueError(
         f"Expected finite messages, but client {names[client]!r} sent NaN or Inf in {field!r} in round {round}, and "

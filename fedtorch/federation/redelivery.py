@@ -32,6 +32,14 @@ class Receiver:
 
     Attributes:
         refused: how many payloads came again or too late.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch import wire
+        >>> receiver, letter = Receiver(), wire.encode(torch.ones(2), {"client": 3, "round": 7})
+        >>> receiver.open(round=7)
+        >>> receiver.accepts(letter), receiver.accepts(letter), receiver.refused  # the client; it came again
+        (3, None, 1)
     """
 
     def __init__(self) -> None:
@@ -101,6 +109,15 @@ class RedeliveredClients:
     Args:
         clients: whose messages travel.
         network: that brings them.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3)
+        >>> everything_twice = ft.Redelivered(ft.InProcess(data), 1.0)
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        >>> run = ft.run(algorithm, everything_twice, rounds=4)
+        >>> run.clients.refused  # of 12 that come again; the others are still on their way
+        10
     """
 
     def __init__(self, clients: Clients, network: _Network) -> None:

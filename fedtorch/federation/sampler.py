@@ -29,7 +29,14 @@ Draws = dict[str, Tensor]
 
 
 class RunningMoments(NamedTuple):
-    """Running moments of one quantity; chains in front, `(C, ...)`."""
+    """Running moments of one quantity; chains in front, `(C, ...)`.
+
+    Example:
+        >>> import torch
+        >>> moments = RunningMoments(torch.tensor(3.0), mean=torch.zeros(1, 2), squares=torch.tensor([[2.0, 8.0]]))
+        >>> moments.sd()  # of three draws of one chain
+        tensor([[1., 2.]])
+    """
 
     count: Tensor  # type: ignore[assignment]  # () draws per chain
     mean: Tensor
@@ -41,7 +48,17 @@ class RunningMoments(NamedTuple):
 
 
 def global_variables(round: Round) -> Draws:
-    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model."""
+    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import sparse
+        >>> data = ft.data.from_tensors([(torch.eye(3), torch.ones(3))] * 2)
+        >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), chains=2)
+        >>> round = ft.Run(algorithm, ft.InProcess(data), torch.zeros(3)).step()
+        >>> global_variables(round)["theta"].shape
+        torch.Size([2, 3])
+    """
     variables = round.server.variables
     return tree.flatten(variables.quantities() if hasattr(variables, "quantities") else variables)
 
@@ -233,7 +250,13 @@ def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
 
 
 def load_arviz() -> Any:
-    """ArviZ, whose import takes a second and announces its next version."""
+    """ArviZ, whose import takes a second and announces its next version.
+
+    Example:
+        >>> import numpy as np
+        >>> load_arviz().hdi(np.arange(101.0), hdi_prob=0.9).tolist()  # the shortest interval of nine tenths
+        [0.0, 90.0]
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import arviz

@@ -122,7 +122,13 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
 
 
 def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
-    """A number as the uniform cohort of that size, None, which is everybody, as it is."""
+    """A number as the uniform cohort of that size, None, which is everybody, as it is.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> cohort_function(3, clients=10)(ft.random.key(0)).equal(ft.uniform_cohort(3, 10)(ft.random.key(0)))
+        True
+    """
     if cohort is None or callable(cohort):
         return cohort
     if not isinstance(cohort, int) or isinstance(cohort, bool):
@@ -134,7 +140,14 @@ def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
 
 
 def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
-    """Raises ValueError if `cohort` asks for clients that are not there, as far as one draw tells."""
+    """Raises ValueError if `cohort` asks for clients that are not there, as far as one draw tells.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> check_cohort(ft.fixed_cohort([0, 5]), clients=5)
+        Traceback (most recent call last):
+        ValueError: Expected distinct ascending ids of the population's 5 clients, but got [0, 5]
+    """
     draw = cohort_function(cohort, clients)
     ids = None if draw is None else draw(random.key(0))
     if ids is not None:
@@ -142,7 +155,14 @@ def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
 
 
 def check_ids(ids: Tensor, clients: int) -> None:
-    """Raises ValueError unless `ids` are distinct, ascending clients of a population."""
+    """Raises ValueError unless `ids` are distinct, ascending clients of a population.
+
+    Example:
+        >>> import torch
+        >>> check_ids(torch.tensor([3, 1]), clients=5)
+        Traceback (most recent call last):
+        ValueError: Expected distinct ascending ids of the population's 5 clients, but got [3, 1]
+    """
     expected.kind(ids, Tensor, "a cohort of int64 ids (M,)", "return a tensor of distinct ascending ids")
     if ids.ndim != 1 or ids.dtype != torch.int64:
         raise ValueError(f"Expected a cohort of int64 ids (M,), but got {ids.dtype} of shape {tuple(ids.shape)}")
@@ -153,7 +173,7 @@ def check_ids(ids: Tensor, clients: int) -> None:
 
 
 class Keys(NamedTuple):
-    """A round's keys, one for each purpose."""
+    """A round's keys, one for each purpose; see `RoundKeys`."""
 
     cohort: Tensor
     client: Tensor
@@ -162,7 +182,18 @@ class Keys(NamedTuple):
 
 
 class RoundKeys:
-    """The keys of rounds: number of rounds done before -> `Keys`, which depend on the seed and the number only."""
+    """The keys of rounds: number of rounds done before -> `Keys`, which depend on the seed and the number only.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 9)
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        >>> run = ft.Run(algorithm, ft.InProcess(data), cohort=4, seed=7)
+        >>> asked = [round.asked for round in run.rounds(3)]
+        >>> keys: Keys = RoundKeys(seed=7)(2)  # of the third round
+        >>> ft.uniform_cohort(4, clients=9)(keys.cohort).equal(asked[2])
+        True
+    """
 
     def __init__(self, seed: int) -> None:
         self._seed, self._first = seed, 0

@@ -5,6 +5,22 @@ enrolled with. A *book* is what the server passes on: everybody's announcement, 
 signed it. Whoever reads it believes the authority that it was enrolled by, and nobody else. The authority's key is on
 the server's side, so that whoever steals it can invent sites: keep it elsewhere (`fedtorch admit` needs it, a run does
 not), and let a site say how many there have to be.
+
+>>> import tempfile
+>>> from fedtorch.transport import Roster, book, identity
+>>> folder = tempfile.TemporaryDirectory()
+>>> authority, site = identity.make_server(folder.name).authority, identity.make_site(folder.name, "ward 7")
+>>> roster = Roster(f"{folder.name}/roster.json")
+>>> roster.add("ward 7", identity.fingerprint(site.certificate))
+>>> keys = book.Keys(site, "run 1", first=0, clients=3)  # at the site
+>>> word, signed = keys.announcement(epoch=0), book.sign_roster(folder.name, roster)
+>>> heard: book.Speaker = book.speaker(word, signed, "run 1")  # at the server
+>>> heard.name, heard.clients, heard.sealing == keys.sealing.public_key().public_bytes_raw()
+('ward 7', 3, True)
+>>> passed_on: book.Book = book.read(book.write(signed, [word]), authority, "run 1")  # at another site
+>>> passed_on.speakers == (heard,)
+True
+>>> folder.cleanup()
 """
 
 from __future__ import annotations
@@ -23,7 +39,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedtorch.transport.identity import Identity, digest_of
+from fedtorch.transport._certificates import digest_of
+from fedtorch.transport.identity import Identity
 from fedtorch.transport.roster import Roster
 
 _KEY = 32  # bytes of a public key

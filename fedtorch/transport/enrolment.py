@@ -6,6 +6,22 @@ itself by signing the request. The server keeps the secret's digest only. A toke
 has used it, and a name is bound to the key that came with it. It expires by the server's clock.
 
 The server answers on a port of its own, `Desk`, where it shows the authority's certificate and asks for none.
+
+>>> import tempfile
+>>> from fedtorch.transport import Roster, identity
+>>> from fedtorch.transport.enrolment import Desk, Token, enrol, invite, read_token
+>>> folder = tempfile.TemporaryDirectory()
+>>> server, roster = f"{folder.name}/server", Roster(f"{folder.name}/server/roster.json")
+>>> made = identity.make_server(server)
+>>> desk = Desk(server, "127.0.0.1:0", roster)
+>>> token: Token = invite(server, "ward 7", f"127.0.0.1:{desk.port}", rows=1000)
+>>> text = str(token)  # to be handed over
+>>> enrol(read_token(text), f"{folder.name}/site")
+Identity('ward 7')
+>>> desk.close()
+>>> roster.rows
+{'ward 7': 1000}
+>>> folder.cleanup()
 """
 
 from __future__ import annotations
@@ -25,7 +41,8 @@ from typing import Any, NamedTuple
 
 from fedtorch import _files as files, wire
 from fedtorch.transport import identity
-from fedtorch.transport.grpc_streams import dial, library, listen
+from fedtorch.transport._certificates import check_name, write_secret
+from fedtorch.transport._grpc import dial, library, listen
 from fedtorch.transport.hub import Limits
 from fedtorch.transport.identity import Identity
 from fedtorch.transport.rates import Gate, Rate
@@ -75,11 +92,11 @@ def invite(
     Raises:
         ValueError: no name for a site.
     """
-    identity.check_name(name)
+    check_name(name)
     folder, token = Path(authority), secrets.token_urlsafe(32)
     (folder / "tokens").mkdir(exist_ok=True, mode=0o700)
     promise = {"name": name, "expires": now() + seconds, "rows": rows}
-    identity.write_secret(_promise(folder, token), json.dumps(promise).encode())
+    write_secret(_promise(folder, token), json.dumps(promise).encode())
     return Token(address, name, identity.fingerprint((folder / "authority.pem").read_bytes()), token)
 
 
@@ -165,6 +182,16 @@ def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Cal
     Raises:
         PermissionError: no such token, or it has been used or has expired.
         ValueError: the signing request is none; the token is as it was.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> server, roster = identity.make_server(folder.name), Roster(f"{folder.name}/roster.json")
+        >>> token, key = invite(folder.name, "ward 7", "server.example:8443"), identity.new_key()
+        >>> certificate = admit(Path(folder.name), roster, token.secret, identity.request(key, "ward 7"))
+        >>> Identity(key, certificate, server.authority), list(roster.sites)
+        (Identity('ward 7'), ['ward 7'])
+        >>> folder.cleanup()
     """
     promise, expected = _promise(authority, secret), "Expected a token that is new"
     try:

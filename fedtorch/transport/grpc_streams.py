@@ -5,6 +5,21 @@ for connections; the certificates give the names. A site takes no server but one
 made for serving, and the server no site that the roster does not have, with this very key.
 
 grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
+
+>>> import tempfile
+>>> from fedtorch.transport import Roster, connect, identity, serve
+>>> folder = tempfile.TemporaryDirectory()
+>>> server, site = identity.make_server(folder.name), identity.make_site(folder.name, "ward 7")
+>>> roster = Roster(f"{folder.name}/roster.json")
+>>> roster.add("ward 7", identity.fingerprint(site.certificate))
+>>> host = serve("127.0.0.1:0", server, roster)
+>>> link = connect(f"127.0.0.1:{host.port}", site)
+>>> link.send(b"hello")
+>>> host.receive(5.0)
+('ward 7', b'hello')
+>>> link.close()
+>>> host.close()
+>>> folder.cleanup()
 """
 
 from __future__ import annotations
@@ -16,8 +31,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from fedtorch.transport._grpc import dial, library, listen, options
 from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link, Pipe
-from fedtorch.transport.identity import SERVER, Identity, fingerprint
+from fedtorch.transport.identity import Identity, fingerprint
 from fedtorch.transport.rates import Gate
 from fedtorch.transport.roster import Roster
 
@@ -41,7 +57,7 @@ def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIM
     grpc = library()
     hub = Hub(limits)
     workers = ThreadPoolExecutor(limits.peers + _SPARE, "fedtorch-site")
-    server = grpc.server(workers, options=_options(limits), maximum_concurrent_rpcs=limits.peers + _SPARE)
+    server = grpc.server(workers, options=options(limits), maximum_concurrent_rpcs=limits.peers + _SPARE)
     handler = grpc.stream_stream_rpc_method_handler(partial(_stream, hub, roster, Gate(limits.each, limits.all), grpc))
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
     hub.port = listen(server, address, identity, both=True)
@@ -75,63 +91,6 @@ def _hang_up(line: Line, call: Any, channel: Any) -> None:
     line.outward.end(ConnectionAbortedError("this side has closed the stream"))
     call.cancel()
     channel.close()
-
-
-def library() -> Any:
-    """grpcio.
-
-    Raises:
-        ImportError: it is not installed.
-    """
-    try:
-        import grpc
-    except ImportError as error:
-        raise ImportError("Expected grpcio for sites on other machines: pip install 'fedtorch[remote]'") from error
-    return grpc
-
-
-def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
-    """Opens a port of a gRPC server; `both` wants certificates of those who connect. Returns the port."""
-    credentials = library().ssl_server_credentials(
-        [(identity.key, identity.certificate)], identity.authority if both else None, both
-    )
-    try:
-        return server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"Expected to listen at {address}, but got: {error}; choose another port") from error
-
-
-def dial(address: str, authority: bytes, identity: Identity | None, limits: Limits) -> Any:
-    """A channel to a server of this authority, once it is there."""
-    grpc = library()
-    own = (None, None) if identity is None else (identity.key, identity.certificate)
-    options = [*_options(limits), ("grpc.ssl_target_name_override", SERVER)]
-    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *own), options)
-    try:
-        grpc.channel_ready_future(channel).result(limits.seconds)
-    except grpc.FutureTimeoutError:
-        channel.close()
-        raise ConnectionError(
-            f"Expected the server of this identity at {address} within {limits.seconds:g} s, but got no connection; "
-            "see whether it is up, whether both clocks are right, and whether it is the one that was enrolled with"
-        ) from None
-    return channel
-
-
-def _options(limits: Limits) -> list[tuple[str, int]]:
-    milliseconds = int(1000 * limits.keepalive)
-    return [
-        ("grpc.max_send_message_length", limits.frame),
-        ("grpc.max_receive_message_length", limits.frame),
-        ("grpc.keepalive_time_ms", milliseconds),
-        ("grpc.keepalive_timeout_ms", milliseconds),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", milliseconds // 2),
-        ("grpc.so_reuseport", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.enable_http_proxy", 0),
-    ]
 
 
 def _stream(

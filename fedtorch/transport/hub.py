@@ -13,7 +13,14 @@ from fedtorch.transport.rates import Rate
 
 
 class Limits(NamedTuple):
-    """What is waited for and held at most."""
+    """What is waited for and held at most.
+
+    >>> from fedtorch.transport import memory
+    >>> site = memory.link(Hub(Limits(frame=8)), "ward 7")
+    >>> site.send(b"too long a frame")
+    Traceback (most recent call last):
+    ValueError: Expected frames of at most 8 bytes, but got one of 16; raise `frame` in the limits of both sides, ...
+    """
 
     frame: int = 2**28  # bytes of a frame
     ahead: int = 4  # frames of one peer that wait to be taken, and as many that wait to be sent
@@ -97,7 +104,17 @@ class Pipe:
 
 
 class Line(NamedTuple):
-    """A peer as its hub has it."""
+    """A peer as its hub has it, for whoever carries the frames.
+
+    >>> host = Hub()
+    >>> line: Line = host.join("ward 7")
+    >>> line.inward.put(b"hello")  # has come from the peer
+    >>> host.receive(1.0)
+    ('ward 7', b'hello')
+    >>> host.send("ward 7", b"welcome")
+    >>> line.outward.get()  # is to be brought to it
+    b'welcome'
+    """
 
     inward: Pipe
     outward: Pipe
@@ -141,7 +158,7 @@ class Hub:
             TimeoutError: it does not take what was sent; it is disconnected.
             ValueError: the frame is too long.
         """
-        check_frame(frame, self.limits)
+        _check_frame(frame, self.limits)
         with self._changed:
             line = self._lines.get(peer)
         if line is None:
@@ -259,6 +276,15 @@ class Link:
         line: to the other side, as this side sees it.
         limits: of the line.
         hang_up: ends the stream.
+
+    >>> from fedtorch.transport import memory
+    >>> host = Hub()
+    >>> at_site: Link = memory.link(host, "ward 7")
+    >>> at_server: Link = host.meet("ward 7", seconds=1.0)
+    >>> at_site.send(b"hello")
+    >>> at_server.receive(1.0)
+    b'hello'
+    >>> at_site.close()
     """
 
     def __init__(self, line: Line, limits: Limits, hang_up: Callable[[], None]) -> None:
@@ -272,7 +298,7 @@ class Link:
             TimeoutError: the other side does not take it.
             ValueError: the frame is too long.
         """
-        check_frame(frame, self._limits)
+        _check_frame(frame, self._limits)
         self._line.outward.put(frame, self._limits.seconds)
 
     def receive(self, seconds: float) -> bytes:
@@ -294,7 +320,7 @@ class Link:
         self._line.end(ConnectionAbortedError("this side has closed the stream"))
 
 
-def check_frame(frame: bytes, limits: Limits) -> None:
+def _check_frame(frame: bytes, limits: Limits) -> None:
     """Raises ValueError for a frame that the other side would refuse."""
     if len(frame) > limits.frame:
         raise ValueError(

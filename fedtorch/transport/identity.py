@@ -3,12 +3,28 @@
 The server's folder has an authority, which makes one certificate for serving and one for each site. Sites take no
 server with a certificate of anybody else, nor one that was made for a site. Keys are of the curve P-256, which
 every TLS library speaks; they never leave the folder in which they were made.
+
+>>> import tempfile
+>>> from fedtorch.transport import identity
+>>> folder = tempfile.TemporaryDirectory()
+>>> server = identity.make_server(folder.name)
+>>> identity.read(folder.name) == server, identity.make_site(folder.name, "ward 7")  # a site on the same machine
+(True, Identity('ward 7'))
+
+A site elsewhere makes its own key, and sends no more than a request; a renewed certificate has the same fingerprint:
+
+>>> key = identity.new_key()
+>>> asked = identity.request(key, "ward 8")
+>>> certificate, renewed = (identity.sign(folder.name, asked, "ward 8") for _ in range(2))
+>>> identity.fingerprint(certificate) == identity.fingerprint(renewed)
+True
+>>> identity.Identity(key, certificate, server.authority)
+Identity('ward 8')
+>>> folder.cleanup()
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,12 +35,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedtorch import _files as files
+from fedtorch.transport._certificates import check_name, common_name, digest_of, write_secret
 
 SERVER = "server.fedtorch"  # the name in the certificate of every server, wherever it listens
 YEARS = timedelta(days=5 * 365)
 _SKEW = timedelta(hours=1)  # by which clocks may differ when a certificate is new
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}")
 _KEY, _CERTIFICATE, _AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
 _AUTHORITY_KEY = "authority.key.pem"
 
@@ -156,33 +171,6 @@ def fingerprint(certificate: bytes) -> str:
     """SHA-256 of the public key in a PEM certificate, in hexadecimal: the same when the certificate is renewed."""
     public = x509.load_pem_x509_certificate(certificate).public_key()
     return digest_of(public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
-
-
-def digest_of(public: bytes) -> str:
-    """SHA-256 of a public key as DER, in hexadecimal."""
-    digest = hashes.Hash(hashes.SHA256())
-    digest.update(public)
-    return digest.finalize().hex()
-
-
-def common_name(certificate: x509.Certificate) -> str:
-    """What a certificate calls its holder."""
-    return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
-
-
-def check_name(name: str) -> None:
-    """Raises ValueError unless `name` may be that of a site."""
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"Expected a name of 1 to 63 letters, digits, '.', '_', '-' and spaces, but got {name!r}")
-
-
-def write_secret(path: Path, content: bytes) -> None:
-    """Writes a file for its owner's eyes only, whole or not at all."""
-    mask = os.umask(0o077)
-    try:
-        files.replace(path, content)
-    finally:
-        os.umask(mask)
 
 
 def _names(name: str) -> Sequence[x509.GeneralName]:

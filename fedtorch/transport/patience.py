@@ -12,6 +12,12 @@ class Patience:
 
     Args:
         seconds: the longest time without a word from it.
+
+    Example:
+        >>> patience = Patience(seconds=0.0)
+        >>> patience.again(ConnectionError("nobody listens"))
+        Traceback (most recent call last):
+        TimeoutError: Expected a server within 0 s, but got none; nobody listens
     """
 
     def __init__(self, seconds: float) -> None:

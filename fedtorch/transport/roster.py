@@ -10,13 +10,14 @@ from cryptography import x509
 from filelock import FileLock
 
 from fedtorch import _files as files
-from fedtorch.transport.identity import check_name, common_name, fingerprint
+from fedtorch.transport._certificates import check_name, common_name
+from fedtorch.transport.identity import fingerprint
 
 _SECONDS = 30.0  # for another process that writes the file
 
 
 class Site(NamedTuple):
-    """A site as the server knows it."""
+    """A site as the server knows it; see `Roster`."""
 
     key: str  # fingerprint of its public key
     revoked: str = ""  # why it may not come back, "" while it may
@@ -31,6 +32,19 @@ class Roster:
 
     Raises:
         ValueError: the file is something else.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> roster = Roster(f"{folder.name}/roster.json")
+        >>> roster.add("ward 7", key="a1b2", rows=1000)
+        >>> roster.sites["ward 7"] == Site("a1b2", rows=1000)
+        True
+        >>> roster.revoke("ward 7", "has left the study")
+        >>> roster.check("ward 7", "a1b2")
+        Traceback (most recent call last):
+        PermissionError: The key of 'ward 7' has been revoked: has left the study
+        >>> folder.cleanup()
     """
 
     def __init__(self, path: Path | str) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation._finite import not_finite
 from fedtorch.federation.algorithm import Turn
-from fedtorch.federation.exchange import Mean, Sum, not_finite
+from fedtorch.federation.exchange import Mean, Sum
 from fedtorch.trust import robust
 
 SIZES = [5, 4, 7, 6]

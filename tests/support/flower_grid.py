@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from fedtorch.transport import flower
+from fedtorch.transport import _post
 from fedtorch.transport.hub import LIMITS
 
 
@@ -39,8 +39,8 @@ class Grid:
         pushed: all messages, as (node, whether a stream opens, frames).
     """
 
-    def __init__(self, apps: dict[int, flower.Deliver]) -> None:
-        self.apps = {number: partial(flower.answer, deliver, LIMITS) for number, deliver in apps.items()}
+    def __init__(self, apps: dict[int, _post.Deliver]) -> None:
+        self.apps = {number: partial(_post.answer, deliver, LIMITS) for number, deliver in apps.items()}
         self.online, self.slow = set(apps), set[int]()
         self.pushed: list[tuple[int, bool, list[bytes]]] = []
         self._waiting: dict[str, Callable[[], Message]] = {}

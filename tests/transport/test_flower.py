@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.flower_grid import LIBRARY, Grid
 
-from fedtorch.transport import Hub, Limits, flower
+from fedtorch.transport import Hub, Limits, _post, flower
 
 
 class Place:
@@ -19,14 +19,14 @@ class Place:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, known: dict[str, int] | None = None, **limits: Any) -> None:
         self.now = 100.0
-        monkeypatch.setattr(flower, "library", lambda: LIBRARY)
-        monkeypatch.setattr(flower, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(_post, "library", lambda: LIBRARY)
+        monkeypatch.setattr(_post, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.names, self.fails = {1: "a", 2: "b"}, set[int]()
         self.grid = Grid({number: self.site(number) for number in self.names})
         self.hub = Hub(Limits(**{"seconds": 0.05, **limits}))
-        self.post = flower.Post(self.hub, self.grid, known, 60.0)
+        self.post = _post.Post(self.hub, self.grid, known, 60.0)
 
-    def site(self, number: int) -> flower.Deliver:
+    def site(self, number: int) -> _post.Deliver:
         def deliver(settings: Any, opens: bool, frames: Sequence[bytes]) -> tuple[str, list[bytes]]:
             if number in self.fails:
                 raise RuntimeError("no disk")
@@ -198,7 +198,7 @@ def test_a_superlink_that_takes_no_message(place: Place, monkeypatch: pytest.Mon
 
 def test_a_hub_that_closes_delivers_what_was_said_last(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch)
-    monkeypatch.setattr(flower, "time", time)
+    monkeypatch.setattr(_post, "time", time)
     host = flower.serve(place.grid, limits=Limits(seconds=5.0), pause=0.001)
     assert {host.receive(5.0)[0] for _ in place.names} == {"a", "b"}
     host.send("a", b"over"), host.send("a", b"and out")
@@ -211,4 +211,4 @@ def test_a_hub_that_closes_delivers_what_was_said_last(monkeypatch: pytest.Monke
 def test_flwr_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flwr", None)
     with pytest.raises(ImportError, match=r"pip install flwr==1\.41\.0"):
-        flower.library()
+        _post.library()

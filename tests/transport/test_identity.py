@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
 from fedtorch.transport import Roster, identity
+from fedtorch.transport._certificates import common_name
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_names_that_are_none(authority: Path, name: str) -> None:
 def test_the_name_is_the_authority_s_to_give(authority: Path) -> None:
     asked = identity.request(identity.new_key(), "the director")
     made = identity.sign(authority, asked, "ward 7")
-    assert identity.common_name(x509.load_pem_x509_certificate(made)) == "ward 7"
+    assert common_name(x509.load_pem_x509_certificate(made)) == "ward 7"
 
 
 def test_requests_that_are_none(authority: Path) -> None:

@@ -129,7 +129,7 @@ class Shrinkage(NamedTuple):
         >>> from fedtorch.models import low_rank
         >>> apart = low_rank.identity(2, rank=1)  # Ω = I, two devices that have nothing to do with each other
         >>> theta = torch.tensor([[2.0], [4.0]], dtype=torch.float64)
-        >>> in_every_step().quadratic(apart, theta)[0].round(decimals=3)  # λ = 1 in the problem of each: ridge regression
+        >>> in_every_step().quadratic(apart, theta)[0].round(decimals=3)  # λ of each: ridge regression
         tensor([1., 1.], dtype=torch.float64)
         >>> moved, steps = torch.tensor([1]), torch.tensor([1.0], dtype=torch.float64)
         >>> proximal().after(apart, theta, moved, steps).flatten().round(decimals=3)  # θ / (1 + η), of those who moved

@@ -19,6 +19,7 @@ from fedtorch.federation._clients import LocalClients, Pending
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.remote import _frames as frames, _inbox as inbox
 from fedtorch.federation.remote._account import Account
+from fedtorch.federation.remote._fingerprint import fingerprint
 from fedtorch.federation.remote._frames import Frame
 from fedtorch.federation.remote._hidden import Hidden
 from fedtorch.federation.remote._inbox import Inboxes
@@ -27,7 +28,6 @@ from fedtorch.federation.remote._masked import digest_of
 from fedtorch.federation.remote._plan import Plan
 from fedtorch.federation.remote._reading import Answer, Reader
 from fedtorch.federation.remote._sites import LATE, Heard, Question
-from fedtorch.federation.remote.visit import fingerprint
 from fedtorch.tree import Tree
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)

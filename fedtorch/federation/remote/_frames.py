@@ -8,6 +8,7 @@ Whatever a site cannot or does not want to do it answers with a `refusal`, whose
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ _DTYPES = {
         torch.bool,
     )
 }
+_RUN = re.compile(r"[0-9a-f]{32}")
 _DEEPEST, _MOST_FIELDS, _LARGEST_ROW = 8, 1000, 2**31
 
 
@@ -146,6 +148,13 @@ def read(payload: bytes, sender: str) -> Frame:
     if not isinstance(kind, str):
         raise PayloadError(f"payload of client {sender!r}: expected a kind of frame, but got none")
     return Frame(kind, about, payload, sender)
+
+
+def run_of(begin: Frame) -> str:
+    """The identity of the run that a frame is about; raises `PayloadError` if it is none."""
+    if not _RUN.fullmatch(run := begin.text("run")):
+        raise begin.refused("a run of 32 hexadecimal digits", run)
+    return run
 
 
 def described(rows: Tree) -> Any:

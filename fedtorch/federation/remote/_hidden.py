@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedtorch.federation.exchange import Exchange
 from fedtorch.federation.remote._keyring import BOOK, Ask, Keyring
+from fedtorch.federation.remote._letters import Letters
 from fedtorch.federation.remote._masked import SumOfSites, parties_of
-from fedtorch.federation.remote.sealed import Letters
 from fedtorch.tree import Tree
 
 

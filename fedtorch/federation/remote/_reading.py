@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.federation._finite import is_finite, not_finite
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import rows_weight
-from fedtorch.federation.exchange import Sum, is_finite, not_finite
+from fedtorch.federation.exchange import Sum
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._frames import Frame
 from fedtorch.federation.remote._plan import Plan

@@ -6,6 +6,27 @@ The site's own settings come from its SuperNode's command, not from the app::
 
 `data` is the site's file, see `offer`; `states` a folder of the site, in which it finds itself in the next process;
 `save`, which need not be there, the file for the clients' tensors once a run is over.
+
+What a site says when a stream opens:
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from fedtorch import wire
+>>> from fedtorch.federation.remote import flower
+>>> folder = tempfile.TemporaryDirectory()
+>>> lines = [
+...     "import torch, fedtorch as ft",
+...     "data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=['bed 1'])",
+...     "algorithms = {'averaging': lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))}",
+... ]
+>>> _ = Path(f"{folder.name}/my_data.py").write_text("; ".join(lines))
+>>> settings = {"name": "ward 7", "data": f"{folder.name}/my_data.py", "states": f"{folder.name}/states"}
+>>> name, (hello,) = flower.take_part(settings, opens=True, payloads=[])
+>>> name, wire.metadata(hello)["clients"]
+('ward 7', ['bed 1'])
+>>> folder.cleanup()
+>>> from importlib.util import find_spec
+>>> app = flower.app() if find_spec("flwr") else None  # does so for every message, where flwr is
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from fedtorch import _files as files
 from fedtorch.federation.remote import _frames as frames
-from fedtorch.federation.remote._frames import PROTOCOL, Frame
+from fedtorch.federation.remote._frames import PROTOCOL, Frame, run_of
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import alone_in
-from fedtorch.federation.remote.visit import Visit, run_of
+from fedtorch.federation.remote.visit import Visit
 from fedtorch.transport.hub import Link
 from fedtorch.transport.identity import Identity
 from fedtorch.transport.patience import Patience
@@ -68,6 +68,17 @@ def deliver(
 
     Raises:
         FileExistsError: another process works in the folder.
+
+    Example:
+        >>> import tempfile, torch, fedtorch as ft
+        >>> from fedtorch import wire
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=["ward 7"])
+        >>> offer = Offer(data, {"averaging": lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))})
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> (hello,), ended = deliver(offer, folder.name, opens=True, payloads=[])
+        >>> wire.metadata(hello)["rows"], ended
+        ([2], None)
+        >>> folder.cleanup()
     """
     with alone_in(folder):
         site, began = Site(offer, Path(folder)), Path(folder) / "began"
@@ -125,6 +136,14 @@ class Site:
     Attributes:
         ended: the site's part in the run that is over, None before.
         begun: the frame that began the run in which it takes part, or would not.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch import wire
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=["ward 7"])
+        >>> site = Site(Offer(data, {"averaging": lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))}))
+        >>> wire.metadata(site.answer(wire.encode(None, {"kind": "who"})))["clients"]
+        ['ward 7']
     """
 
     def __init__(self, offer: Offer, folder: Path | None = None, identity: Identity | None = None) -> None:

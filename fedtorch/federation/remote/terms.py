@@ -45,6 +45,19 @@ class Watch:
     Args:
         terms: of the site.
         folder: where the rounds are counted; None counts those of this process.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> watch = Watch(Terms(smallest_cohort=2, rounds=1), folder=None)
+        >>> algorithm, turn = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), Turn(ft.random.key(0), 0)
+        >>> watch.before(algorithm, turn, ids=torch.arange(3))
+        >>> watch.together({"loss": torch.tensor([0.0, 1.0, 5.0])})["loss"]  # of three clients, told as one
+        tensor([2., 2., 2.])
+        >>> try:
+        ...     watch.before(algorithm, turn, ids=torch.arange(3))
+        ... except Refusal as reason:
+        ...     print(reason)
+        the site has answered 1 rounds, and does not answer more
     """
 
     def __init__(self, terms: Terms, folder: Path | None) -> None:

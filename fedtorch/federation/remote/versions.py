@@ -3,6 +3,24 @@
 A version has a number: of the request whose answer it goes with at a site (`visit`), of the point of the protocol at a
 party (`fedtorch.vfl.journal`). It is kept, on the disk where there is a folder, before anybody hears of it, so that
 wherever either side is killed the node has what the others count on.
+
+>>> import tempfile, torch
+>>> from pathlib import Path
+>>> from fedtorch.federation.remote.versions import Kept, Versions, alone_in, clean, runs
+>>> folder = tempfile.TemporaryDirectory()
+>>> run = 32 * "a"
+>>> with alone_in(folder.name):  # no other process
+...     versions = Versions(Path(folder.name) / run)
+...     for number in (1, 2, 3):
+...         versions.put(number, {"ids": torch.arange(number)})
+...     versions.retain({2, 3})
+>>> sorted(versions.numbers), versions.get(2)
+([0, 2, 3], {'ids': tensor([0, 1])})
+>>> versions.finish()
+>>> gone: list[Kept] = clean(folder.name, days=0.0)
+>>> [(kept.run == run, kept.over) for kept in gone], runs(folder.name)
+([(True, True)], [])
+>>> folder.cleanup()
 """
 
 from __future__ import annotations

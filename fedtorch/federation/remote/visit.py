@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,19 +15,19 @@ from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
 from fedtorch.federation.evaluation import inputs_and_targets, stacked_metrics
 from fedtorch.federation.population import SMALL_BLOCK
 from fedtorch.federation.remote import _frames as frames, _inbox as inbox
-from fedtorch.federation.remote._frames import Frame
+from fedtorch.federation.remote._fingerprint import fingerprint
+from fedtorch.federation.remote._frames import Frame, run_of
 from fedtorch.federation.remote._inbox import Inboxes
 from fedtorch.federation.remote._keyring import BOOK, SiteKeys
+from fedtorch.federation.remote._letters import SiteLetters
 from fedtorch.federation.remote._masked import PartOfSite, digest_of, one_of
 from fedtorch.federation.remote.offer import Offer
-from fedtorch.federation.remote.sealed import SiteLetters
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import FIRST, Versions
 from fedtorch.transport.identity import Identity
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
-_RUN = re.compile(r"[0-9a-f]{32}")
 
 
 class Visit:
@@ -50,6 +49,24 @@ class Visit:
     Raises:
         Refusal: the site does not offer that, or would run something else under that name.
         PayloadError: the frame is not as it should be.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.remote import join
+        >>> from fedtorch.transport import Hub, memory
+        >>> separate = lambda: ft.separate(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+        >>> host, data = Hub(), ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))], names=["bed 1"])
+        >>> with ThreadPoolExecutor() as pool:
+        ...     dial = lambda: memory.link(host, "ward 7")
+        ...     site = pool.submit(join, dial, Offer(data, {"separate": separate}), patience=5.0)
+        ...     sites = ft.Remote(host, ["ward 7"], "separate", patience=5.0)
+        ...     sites.finish(ft.run(separate(), sites, rounds=1))
+        ...     visit = site.result()
+        >>> visit.over, visit.names
+        (True, ('bed 1',))
+        >>> visit.client_module("bed 1").weight.detach().round(decimals=3)  # which never left the site
+        tensor([[1., 2.]])
     """
 
     def __init__(
@@ -274,21 +291,6 @@ class Visit:
         if self._letters is not None:
             heard = heard._replace(inbox=self._letters.heard(blobs, self._told(), ids))
         return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), came["more"], blobs
-
-
-def run_of(begin: Frame) -> str:
-    """The identity of the run that a frame is about; raises `PayloadError` if it is none."""
-    if not _RUN.fullmatch(run := begin.text("run")):
-        raise begin.refused("a run of 32 hexadecimal digits", run)
-    return run
-
-
-def fingerprint(algorithm: Algorithm) -> dict[str, str]:
-    """What a server and its sites compare of an algorithm."""
-    exchange = algorithm.exchange
-    hidden = "sealed letters" if exchange.sealed is not None else str(exchange.masks or "")
-    about = {**algorithm.settings, **({"messages": hidden} if hidden else {})}
-    return {name: checkpoint.describe(value) for name, value in about.items()}
 
 
 def _built(offer: Offer, begin: Frame) -> Algorithm:

@@ -19,7 +19,7 @@ from experiments.benchmarks.remote_problem import ALGORITHMS, clients
 from fedtorch import tree
 from fedtorch.federation import checkpoint
 from fedtorch.federation.remote import Offer, Remote, Visit, _frames as frames, deliver, flower as site
-from fedtorch.transport import flower as transport
+from fedtorch.transport import _post, flower as transport
 
 
 class Brief:
@@ -41,8 +41,8 @@ class Brief:
 
 def test_states_outlive_the_process_of_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers of one process, also where an answer is lost and the site goes back to what the server counts on."""
-    monkeypatch.setattr(transport, "library", lambda: LIBRARY)
-    monkeypatch.setattr(transport, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(_post, "library", lambda: LIBRARY)
+    monkeypatch.setattr(_post, "_LONGEST_PAUSE", 0.01)
     data, controlled = clients(["1", "2", "3"]), ALGORITHMS["controlled"]
     brought = offers(data, controlled)
     sites = {name: Brief(name, offer, tmp_path / name) for name, offer in brought.items()}

@@ -1,0 +1,66 @@
+"""gRPC's ports and channels with TLS, for streams and for enrolment; it is imported when it is first needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedtorch.transport.hub import Limits
+from fedtorch.transport.identity import SERVER, Identity
+
+
+def library() -> Any:
+    """grpcio.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import grpc
+    except ImportError as error:
+        raise ImportError("Expected grpcio for sites on other machines: pip install 'fedtorch[remote]'") from error
+    return grpc
+
+
+def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
+    """Opens a port of a gRPC server; `both` wants certificates of those who connect. Returns the port."""
+    credentials = library().ssl_server_credentials(
+        [(identity.key, identity.certificate)], identity.authority if both else None, both
+    )
+    try:
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"Expected to listen at {address}, but got: {error}; choose another port") from error
+
+
+def dial(address: str, authority: bytes, identity: Identity | None, limits: Limits) -> Any:
+    """A channel to a server of this authority, once it is there."""
+    grpc = library()
+    own = (None, None) if identity is None else (identity.key, identity.certificate)
+    told = [*options(limits), ("grpc.ssl_target_name_override", SERVER)]
+    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *own), told)
+    try:
+        grpc.channel_ready_future(channel).result(limits.seconds)
+    except grpc.FutureTimeoutError:
+        channel.close()
+        raise ConnectionError(
+            f"Expected the server of this identity at {address} within {limits.seconds:g} s, but got no connection; "
+            "see whether it is up, whether both clocks are right, and whether it is the one that was enrolled with"
+        ) from None
+    return channel
+
+
+def options(limits: Limits) -> list[tuple[str, int]]:
+    """What a server and a channel are told of the limits."""
+    milliseconds = int(1000 * limits.keepalive)
+    return [
+        ("grpc.max_send_message_length", limits.frame),
+        ("grpc.max_receive_message_length", limits.frame),
+        ("grpc.keepalive_time_ms", milliseconds),
+        ("grpc.keepalive_timeout_ms", milliseconds),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", milliseconds // 2),
+        ("grpc.so_reuseport", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),
+    ]
