@@ -11,6 +11,18 @@ others think by 1 + ρ, too, that both keep their proportion. Gradient steps are
 has to be 1 + ρ times as large to be those on (8.12).
 
 Source: Jung, "Federated learning: from theory to practice", section 8.4.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.trust import explain
+>>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])  # a row (1, 1), of which the user expects 4
+>>> signals = explain.guesses(data, user=lambda x: 4 * x)
+>>> for rho in (0.0, 1.0, 3.0):
+...     local = explain.explainable(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), rho)
+...     run = ft.run(ft.separate(local), ft.InProcess(explain.augmented(data, signals, rho)), rounds=1)
+...     print(round(run.tensors()["weight"].item(), 4), round(explain.explainability(run, signals).overall, 4))
+1.0 9.0
+2.5 2.25
+3.25 0.5625
 """
 
 from __future__ import annotations

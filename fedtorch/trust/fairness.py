@@ -38,27 +38,27 @@ from fedtorch.tree import Tree
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)
 
 
-class Rows(NamedTuple):
+class _Rows(NamedTuple):
     """A block's data."""
 
     data: Tree  # as the local solver prepares it
     rows: ClientData
 
 
-class FairMessage(NamedTuple):
+class _FairMessage(NamedTuple):
     """What a client says."""
 
     change: Mean  # of the parameters
 
 
-class AgnosticMessage(NamedTuple):
+class _AgnosticMessage(NamedTuple):
     """What a client says."""
 
     change: Mean  # of the parameters
     loss: Mean  # at the server's parameters
 
 
-class AgnosticState(NamedTuple):
+class _AgnosticState(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
     excess: Tensor  # Σ_t F_k − the mean loss of the round before
@@ -66,7 +66,21 @@ class AgnosticState(NamedTuple):
 
 
 class AgnosticServer(NamedTuple):
-    """What the server keeps and sends out."""
+    """What the server keeps and sends out.
+
+    Example:
+        >>> import math, torch, fedtorch as ft
+        >>> from fedtorch.trust import fairness
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 2.0)])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False), steps=1, lr=0.1)
+        >>> squared = lambda output, y: (output[..., 0] - y).square()
+        >>> algorithm = fairness.agnostic(local, squared, gamma=math.log(2) / 3)
+        >>> run = ft.run(algorithm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
+        >>> run.server.loss.round(decimals=4)  # of losses 1 and 4 at zero, the second with twice the weight
+        tensor(3., dtype=torch.float64)
+        >>> run.server.parameters["weight"].round(decimals=4)  # steps of 0.2 and 0.4, likewise
+        tensor([[0.3333]])
+    """
 
     parameters: Tree
     loss: Tensor  # () the mixture's, at the parameters of the round before
@@ -85,6 +99,20 @@ def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
 
     Raises:
         ValueError: a setting out of range.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import fairness
+        >>> one = torch.ones(1, 1)
+        >>> data = ft.data.from_tensors([(one, one[0]), (2 * one, -2 * one[0])])  # losses (w − 1)² and 4 (w + 1)²
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False), steps=1, lr=0.1)
+        >>> squared = lambda output, y: (output[..., 0] - y).square()
+        >>> for q in (0.0, 1.0):  # for large q it would be −1/3, where both losses are 16/9
+        ...     algorithm = fairness.q_ffl(local, squared, q, lr=0.1)
+        ...     run = ft.run(algorithm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=9)
+        ...     print(round(run.server["weight"].item(), 2))
+        -0.6
+        -0.43
     """
     if not (q >= 0 and lr > 0):
         raise ValueError(f"Expected q of at least 0 and a positive lr, but got {q} and {lr}")
@@ -94,7 +122,7 @@ def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
         client=partial(_fair_client, local, loss, q, lr),
         server=lambda parameters, aggregate, key: tree.add_scaled(parameters, aggregate.change.value),
         model=local.tensors,
-        prepare=lambda data: Rows(local.prepare(data), data),
+        prepare=lambda data: _Rows(local.prepare(data), data),
         **solved_by(local, algorithm="q_ffl", q=q, lr=lr),
     )
 
@@ -111,7 +139,8 @@ def agnostic(
         lr: the server's step.
         weight: data -> `(K,)` the weights to begin with.
 
-    Shapes: server state and outbox are `AgnosticServer`; client state is `AgnosticState`, `(K, ...)`.
+    Shapes: server state and outbox are `AgnosticServer`; client state has the sum of its
+    losses, `(K,)`.
 
     Raises:
         ValueError: a setting out of range.
@@ -120,7 +149,7 @@ def agnostic(
         raise ValueError(f"Expected gamma of at least 0 and a positive lr, but got {gamma} and {lr}")
     zero = torch.zeros((), dtype=torch.float64)
 
-    def server(state: AgnosticServer, aggregate: AgnosticMessage, key: Tensor) -> AgnosticServer:
+    def server(state: AgnosticServer, aggregate: _AgnosticMessage, key: Tensor) -> AgnosticServer:
         return AgnosticServer(
             tree.add_scaled(state.parameters, aggregate.change.value, lr), aggregate.loss.value.to(state.loss)
         )
@@ -128,13 +157,13 @@ def agnostic(
     return Algorithm(
         init=lambda parameters, clients: (
             AgnosticServer(parameters, zero),
-            AgnosticState(zero, local.init(parameters)),
+            _AgnosticState(zero, local.init(parameters)),
         ),
         outbox=lambda state: state,
         client=partial(_agnostic_client, local, loss, gamma, weight),
         server=server,
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
-        prepare=lambda data: Rows(checked_weight(local.prepare(data), weight), data),
+        prepare=lambda data: _Rows(checked_weight(local.prepare(data), weight), data),
         report=lambda state: {"mixture_loss": state.loss},
         **solved_by(local, algorithm="agnostic", gamma=gamma, lr=lr, weight=weight),
     )
@@ -147,6 +176,14 @@ def swapped(data: FederatedData, column: int, values: Sequence[float]) -> Federa
         data: rows (x `(d,)`, y).
         column: of the sensitive feature in x.
         values: that it may have.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import fairness
+        >>> data = ft.data.from_tensors([(torch.tensor([[5.0, 1.0]]), torch.tensor([7.0]))])
+        >>> fairness.swapped(data, column=1, values=[0.0, 1.0])[0]
+        (tensor([[5., 0.],
+                [5., 1.]]), tensor([7., 7.]))
     """
     x, y = data.rows
     wide = x[:, None].repeat(1, len(values), 1)
@@ -166,6 +203,16 @@ def group_scores(
         metric: as for `Run.evaluate`.
         group: rows -> the group of every row, `(total,)`.
         groups: that there are.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import fairness
+        >>> data = ft.data.from_tensors([(torch.tensor([[0.0], [0.0], [1.0]]), torch.tensor([1.0, 3.0, 4.0]))])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> run = ft.Run(ft.fedavg(local), ft.InProcess(data), {"weight": torch.zeros(1, 1)})  # predicts 0
+        >>> squared = lambda output, y: (output[..., 0] - y).square()
+        >>> fairness.group_scores(run, data, squared, group=lambda rows: rows[0][:, 0], groups=[0.0, 1.0])
+        {0.0: 5.0, 1.0: 16.0}
     """
     member, found = group(data.rows), {}
     client = torch.arange(len(data)).repeat_interleave(data.counts)
@@ -225,7 +272,7 @@ def watch_groups(
 
 
 def _fair_client(
-    local: LocalSolver, loss: Loss, q: float, lr: float, inbox: Tree, state: Tree, data: Rows, turn: Turn
+    local: LocalSolver, loss: Loss, q: float, lr: float, inbox: Tree, state: Tree, data: _Rows, turn: Turn
 ) -> Reply:
     solved = local.solve(inbox, state, data.data, None, turn)
     risk = _risk(local, loss, local.tensors(inbox, state), data.rows)
@@ -235,7 +282,7 @@ def _fair_client(
     power = risk.clamp(min=tiny) ** q
     weight = q * risk.clamp(min=tiny) ** (q - 1) * squares + power / lr
     step = tree.scale(change, torch.where(weight > 0, power / lr / weight, 0.0))
-    return Reply(FairMessage(Mean(step, weight.clamp(min=tiny))), solved.state, {**solved.info, "risk": risk})
+    return Reply(_FairMessage(Mean(step, weight.clamp(min=tiny))), solved.state, {**solved.info, "risk": risk})
 
 
 def _agnostic_client(
@@ -244,8 +291,8 @@ def _agnostic_client(
     gamma: float,
     weight: Weight,
     inbox: AgnosticServer,
-    state: AgnosticState,
-    data: Rows,
+    state: _AgnosticState,
+    data: _Rows,
     turn: Turn,
 ) -> Reply:
     solved = local.solve(inbox.parameters, state.solver, data.data, None, turn)
@@ -253,8 +300,8 @@ def _agnostic_client(
     excess = state.excess + risk - inbox.loss
     share = weight(data.rows).to(torch.float64) * (gamma * excess).clamp(-300, 300).exp()
     change = tree.subtract(solved.parameters, inbox.parameters)
-    message = AgnosticMessage(Mean(change, share), Mean(risk, share))
-    return Reply(message, AgnosticState(excess, solved.state), {**solved.info, "risk": risk})
+    message = _AgnosticMessage(Mean(change, share), Mean(risk, share))
+    return Reply(message, _AgnosticState(excess, solved.state), {**solved.info, "risk": risk})
 
 
 def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Tensor:

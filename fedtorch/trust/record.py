@@ -45,7 +45,20 @@ _PACKAGES = ("torch", "numpy", "scipy", "lightning", "safetensors")
 
 
 class Check(NamedTuple):
-    """One thing that `verify` looks at."""
+    """One thing that `verify` looks at.
+
+    Example:
+        >>> import tempfile, torch, fedtorch as ft
+        >>> from fedtorch.trust import record
+        >>> data, ledger = ft.data.from_tensors([(torch.eye(1), torch.ones(1))]), record.Ledger(note="by Ada")
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1))
+        >>> run = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=1, record=ledger)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = ledger.save(run, f"{folder}/run.safetensors")
+        ...     _ = path.write_text(path.read_text().replace("by Ada", "by Bob"))
+        ...     [check for check in record.verify(path) if not check.holds]
+        [Check(name='record', holds=False, message='the record is as it was written')]
+    """
 
     name: str
     holds: bool
@@ -124,7 +137,7 @@ class Ledger:
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "note": self.note,
             "checkpoint": {"file": saved.name, "sha256": _of_file(saved)},
-            "code": code_digest(),
+            "code": _code_digest(),
             "data": None if data is None else described(data),
             "settings": settings,
             "network": _network(run.algorithm.settings),
@@ -176,7 +189,7 @@ def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
         Check("rounds", _chained(rounds), "every round's line follows from the lines before"),
         Check("checkpoint", same, f"{saved.name} is the file that was written"),
         Check("settings", settings == content["settings"], "the checkpoint is of a run with these settings"),
-        Check("code", content["code"] == code_digest(), "the package is the one that wrote it"),
+        Check("code", content["code"] == _code_digest(), "the package is the one that wrote it"),
     ]
     if data is not None:
         checks.append(Check("data", content["data"] == described(data), "the data are those of the run"))
@@ -184,13 +197,33 @@ def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
 
 
 def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
-    """What a checkpoint says that it belongs to."""
+    """What a checkpoint says that it belongs to.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import record
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.ones(1))])
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1)), mu=0.5), ft.InProcess(data), seed=3)
+        >>> found = record.checkpoint_fingerprint(run.state_dict())
+        >>> found["seed"], found["mu"]
+        ('3', '0.5')
+    """
     found: dict[str, str] = json.loads(bytes(flat["fingerprint"].tolist()))
     return found
 
 
 def described(data: FederatedData) -> dict[str, Any]:
-    """A digest of all rows, counts and names, and how many there are."""
+    """A digest of all rows, counts and names, and how many there are.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import record
+        >>> data = ft.data.from_tensors([torch.zeros(2, 1), torch.zeros(3, 1)])
+        >>> record.described(data)
+        {'sha256': '...', 'clients': 2, 'rows': 5}
+        >>> record.described(data) == record.described(data.map(lambda rows: rows + 1))
+        False
+    """
     found = hashlib.sha256(json.dumps(data.names).encode())
     for name, leaf in [("counts", data.counts), *tree.items(data.rows)]:
         numbers = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -199,7 +232,7 @@ def described(data: FederatedData) -> dict[str, Any]:
     return {"sha256": found.hexdigest(), "clients": len(data), "rows": int(data.counts.sum())}
 
 
-def code_digest() -> str:
+def _code_digest() -> str:
     """The sha256 of all source files of the package."""
     root, found = Path(tree.__file__).parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -208,7 +241,14 @@ def code_digest() -> str:
 
 
 def spans(ids: Tensor) -> str:
-    """Ascending numbers as spans, such as `"0-2,5"`."""
+    """Ascending numbers as spans, such as `"0-2,5"`.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import record
+        >>> record.spans(torch.tensor([0, 1, 2, 5]))
+        '0-2,5'
+    """
     if not len(ids):
         return ""
     ids = ids.sort().values
@@ -243,7 +283,13 @@ def _network(settings: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Those of Python, of this package and of what it computes with."""
+    """Those of Python, of this package and of what it computes with.
+
+    Example:
+        >>> from fedtorch.trust import record
+        >>> list(record.versions())
+        ['python', 'fedtorch', 'torch', 'numpy', 'scipy', 'lightning', 'safetensors']
+    """
     found = {"python": platform.python_version()}
     for package in ("fedtorch", *_PACKAGES):
         try:

@@ -107,6 +107,14 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
         ValueError: the network is not connected, or the tolerance not between 0 and 1; or, when messages come, one of
             whole numbers that has others.
         ArithmeticError: sums of whole numbers are not known well enough to be rounded.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.consensus import consensus
+        >>> exchange = consensus(ft.Network.ring(4))
+        >>> message = ft.Sum(torch.tensor([1.0, 2.0, 3.0, 4.0]))  # of whole numbers, one of each node
+        >>> exchange.finish(exchange.gather(message, slice(0, 4))).value
+        tensor([10., 10., 10., 10.], dtype=torch.float64)
     """
     nodes = network.nodes
     average = Averaging(network, 1 / (8 * nodes**1.5 * _LARGEST) if tolerance is None else tolerance)

@@ -24,7 +24,7 @@ from fedtorch.tree import Tree
 _PERSONAL = 0x44697474  # purpose of a client's key: the personal model's draws
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
     personal: Tree  # v_k
@@ -49,7 +49,7 @@ def ditto(
         lr: the server's step.
         weight: data -> `(K,)` positive weights; default: the number of rows.
 
-    Shapes: server state and outbox are the shared parameters; client state is `State`, `(K, ...)`.
+    Shapes: server state and outbox are the shared parameters; client state, `(K, ...)`, has v_k.
 
     Raises:
         ValueError: `strength` or `mu` is negative, or `lr` is not positive.
@@ -65,15 +65,15 @@ def ditto(
     shared = fedavg(local, mu=mu, lr=lr, weight=weight)
     expected.not_negative(strength=strength)
 
-    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
+    def client(inbox: Tree, state: _State, data: Any, turn: Turn) -> Reply:
         averaged = shared.client(inbox, state.solver, data, turn)
         own_turn = turn._replace(key=random.fold_in(turn.key, _PERSONAL))
         own = local.solve(state.personal, state.personal_solver, data, proximal(inbox, strength), own_turn)
         info = {**averaged.info, **{f"personal_{name}": value for name, value in own.info.items()}}
-        return Reply(averaged.message, State(own.parameters, own.state, averaged.state), info)
+        return Reply(averaged.message, _State(own.parameters, own.state, averaged.state), info)
 
-    def init(parameters: Tree, clients: int) -> tuple[Tree, State]:
-        return parameters, State(parameters, local.init(parameters), local.init(parameters))
+    def init(parameters: Tree, clients: int) -> tuple[Tree, _State]:
+        return parameters, _State(parameters, local.init(parameters), local.init(parameters))
 
     return dataclasses.replace(
         shared,

@@ -27,13 +27,29 @@ Weight = Callable[[Any], Tensor]  # data -> (K,)
 
 
 class Message(NamedTuple):
-    """What a client tells the server."""
+    """What a client tells the server.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.fedavg import Message
+        >>> changes = {"weight": torch.tensor([[1.0], [4.0]])}  # of two clients, with two rows and one
+        >>> star, message = ft.star(), Message(ft.Mean(changes, weight=torch.tensor([2.0, 1.0])))
+        >>> star.finish(star.gather(message, slice(0, 2))).change.value  # what the server adds
+        {'weight': tensor([2.], dtype=torch.float64)}
+    """
 
     change: Mean  # of the parameters
 
 
 def rows_weight(data: Any) -> Tensor:
-    """A client's number of rows, `(K,)`: the usual weight."""
+    """A client's number of rows, `(K,)`: the usual weight.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([torch.zeros(2, 1), torch.zeros(5, 1)])
+        >>> rows_weight(data.stack([0, 1]))
+        tensor([2, 5])
+    """
     return data.count
 
 
@@ -87,14 +103,28 @@ def fedprox(local: LocalSolver, mu: float, *, lr: float = 1.0, weight: Weight = 
 
 
 def check_settings(local: LocalSolver, mu: float, lr: float) -> None:
-    """Raises TypeError or ValueError unless `local` is a solver, μ at least 0 and the server's step positive."""
+    """Raises TypeError or ValueError unless `local` is a solver, μ at least 0 and the server's step positive.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> check_settings(ft.least_squares(torch.nn.Linear(1, 1)), mu=0.0, lr=0.0)
+        Traceback (most recent call last):
+        ValueError: Expected a positive lr, but got 0.0
+    """
     check_solver(local)
     expected.not_negative(mu=mu)
     expected.positive(lr=lr)
 
 
 def proximal(centre: Tree, mu: float) -> Quadratic | None:
-    """μ/2 ‖x − centre‖² up to a constant, for stacked centres `(K, ...)`; None without weight."""
+    """μ/2 ‖x − centre‖² up to a constant, for stacked centres `(K, ...)`; None without weight.
+
+    Example:
+        >>> import torch
+        >>> quadratic = proximal({"weight": torch.tensor([[1.0], [3.0]])}, mu=0.5)  # of two clients
+        >>> quadratic.precision, quadratic.shift["weight"].flatten()  # λ = μ and h = μ times the centre
+        (tensor([0.5000, 0.5000]), tensor([0.5000, 1.5000]))
+    """
     if mu == 0:
         return None
     first = tree.leaves(centre)[0]
@@ -107,6 +137,15 @@ def checked_weight(data: Any, weight: Weight) -> Any:
 
     Raises:
         BadClients: some are not.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> block = ft.data.from_tensors([torch.zeros(2, 1), torch.zeros(5, 1)]).stack([0, 1])
+        >>> checked_weight(block, rows_weight) is block
+        True
+        >>> checked_weight(block, lambda data: data.count - 2)
+        Traceback (most recent call last):
+        fedtorch.data...BadClients: ...expected a positive weight, but got 0...
     """
     weights = weight(data)
     bad = ~((weights > 0) & torch.isfinite(weights)).to("cpu")

@@ -29,9 +29,10 @@ from torch import Tensor
 
 from fedtorch import expected, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
+from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
-from fedtorch.federation.algorithms.scaffold import Controls, Server, State, mean_control, no_controls
+from fedtorch.federation.algorithms.scaffold import Server
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
@@ -45,7 +46,8 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
             the mean gradient by it, so that small values overshoot, above all with small cohorts.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.
 
-    Shapes: server state is `scaffold.Server`, outbox the parameters; client state is `scaffold.State`, `(K, ...)`.
+    Shapes: server state is `scaffold.Server`, outbox the parameters; client state has its mean
+    gradient, `(K, ...)`.
 
     Raises:
         ValueError: `alpha` is not positive.

@@ -29,7 +29,19 @@ from fedtorch.tree import Tree
 
 
 class Server(NamedTuple):
-    """What the server keeps."""
+    """What the server keeps.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 3.0)])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> fedavgm = ft.fedopt(local, lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9))
+        >>> run = ft.run(fedavgm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
+        >>> run.server.parameters["weight"].round(decimals=3), int(run.server.steps)
+        (tensor([[2.]]), 1)
+        >>> run.server.optimizer["weight"]["momentum_buffer"].round(decimals=3)  # the gradient, minus the mean change
+        tensor([[-2.]])
+    """
 
     parameters: Tree
     optimizer: State
@@ -167,6 +179,15 @@ class Yogi(Optimizer):
         lr: learning rate η.
         betas: decay β₁ and β₂ of the moments.
         eps: degree of adaptivity τ.
+
+    Example:
+        >>> import torch
+        >>> theta = torch.nn.Parameter(torch.zeros(1))
+        >>> yogi = Yogi([theta], lr=0.1)
+        >>> theta.grad = torch.tensor([2.0])
+        >>> yogi.step()
+        >>> yogi.state[theta]["exp_avg"], yogi.state[theta]["exp_avg_sq"]  # g / 10 and g² / 100 + τ²
+        (tensor([0.2000]), tensor([0.0400]))
     """
 
     def __init__(
@@ -207,5 +228,15 @@ class Yogi(Optimizer):
 
 
 def averaged_buffers(local: LocalSolver) -> set[str]:
-    """The names of buffers that `local` treats as parameters: they are averaged, and have no gradient."""
+    """The names of buffers that `local` treats as parameters: they are averaged, and have no gradient.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+        >>> local = ft.gradient_descent(
+        ...     module, steps=1, loss=torch.nn.functional.mse_loss, buffers="average",
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        >>> sorted(averaged_buffers(local))
+        ['0.num_batches_tracked', '0.running_mean', '0.running_var']
+    """
     return {name for name, _ in local.module.named_buffers() if name in local.parameters}

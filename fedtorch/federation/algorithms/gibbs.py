@@ -32,7 +32,7 @@ from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """A client's own; leaves `(K, C, ...)`."""
 
     variables: Tree
@@ -40,7 +40,19 @@ class State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What the server keeps; leaves `(C, ...)`."""
+    """What the server keeps; leaves `(C, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import sparse
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
+        >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=1, chains=4)
+        >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=1)
+        >>> run.server.variables.theta.shape  # a draw of θ in each chain
+        torch.Size([4, 2])
+        >>> ft.exact.value(run.server.total["clients"])  # that are in the model, in each chain
+        tensor([3., 3., 3., 3.], dtype=torch.float64)
+    """
 
     variables: Tree
     total: Tree = None  # {name: tensor}, the sum of all `told`, in limbs
@@ -55,8 +67,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         sweeps: L, local sweeps per round.
         chains: C, independent chains, which differ by their keys.
 
-    Shapes: server state is `Server`, client state `State`; the outbox is what `shared.send` returns. `Algorithm.model`
-    returns a client's variables.
+    Shapes: server state is `Server`; client state has its variables, `(K, C, ...)`, which `Algorithm.model` returns;
+    the outbox is what `shared.send` returns.
 
     Raises:
         ValueError: `sweeps` or `chains` is less than one, or the start is neither `(p,)` nor `(C, p)`.
@@ -80,16 +92,16 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
             raise ValueError(f"Expected {name} of at least 1, but got {count}")
     numbers = torch.arange(chains)
 
-    def init(parameters: Tensor, clients: int) -> tuple[Server, State]:
+    def init(parameters: Tensor, clients: int) -> tuple[Server, _State]:
         start = _check_start(parameters, chains)
         variables = local.init(start)
         nothing = tree.zeros_like(_in_limbs(local.report(variables)))
-        return Server(shared.init(start)), State(variables, nothing)
+        return Server(shared.init(start)), _State(variables, nothing)
 
-    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
+    def client(inbox: Tree, state: _State, data: Any, turn: Turn) -> Reply:
         keys = random.fold_in(turn.key[:, None], numbers.to(turn.key.device))
         variables = local.sweep(inbox, state.variables, data, keys, sweeps)
-        return Reply(None, State(variables, _in_limbs(local.report(variables))), {})
+        return Reply(None, _State(variables, _in_limbs(local.report(variables))), {})
 
     def server(state: Server, aggregate: None, key: Tensor) -> Server:
         device = next(iter(tree.leaves(state)), key).device

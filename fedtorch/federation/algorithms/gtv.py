@@ -36,7 +36,7 @@ from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """A node's own; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]  # w_i
@@ -44,7 +44,17 @@ class State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory."""
+    """What the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 2.0, 5.0)])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> algorithm = ft.gtv(local, ft.Network.from_edges([(0, 1), (1, 2)]), alpha=0.0)  # every node by itself
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
+        >>> run.server.total["weight"].flatten().round(decimals=3)  # what the neighbours of each have found, added up
+        tensor([2., 6., 2.], dtype=torch.float64)
+    """
 
     total: Tree = None  # {name: Σ_j A_ij w_j} of the coupled parameters, float64
 
@@ -59,7 +69,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
             `{"body.*": 1.0, "head.bias": 0.1}`, for penalties on parts of the parameters (6.5). Strengths of patterns
             that match one name add up; parameters that match none are personal and never sent.
 
-    Shapes: server state is `Server`, the outbox its total; client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`, the outbox its total; client state has w_i, `(K, ...)`.
 
     Raises:
         ValueError: α is negative or not finite; a pattern matches no parameter; buffers are treated as parameters; or,
@@ -78,17 +88,17 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
     expected.kind(network, Network, "a network", "make one with ft.Network.from_edges, k_nearest, ring, …")
     strengths = _strengths(alpha, local)
 
-    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
+    def init(parameters: Tree, clients: int) -> tuple[Server, _State]:
         if clients != network.nodes:
             raise ValueError(
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
             )
-        return Server(), State(parameters, local.init(parameters))
+        return Server(), _State(parameters, local.init(parameters))
 
-    def client(inbox: Neighbourhood, state: State, data: Any, turn: Turn) -> Reply:
+    def client(inbox: Neighbourhood, state: _State, data: Any, turn: Turn) -> Reply:
         quadratic = _coupling(inbox, state.parameters, strengths)
         solved = local.solve(state.parameters, state.solver, data, quadratic, turn)
-        return Reply(None, State(solved.parameters, solved.state), solved.info)
+        return Reply(None, _State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(
         init=init,

@@ -67,22 +67,36 @@ class Summary(NamedTuple):
     spread: Tensor  # tr((X'X)⁺) / rank: times σ², the sampling variance of a coefficient
 
 
-class Found(NamedTuple):
+class _Found(NamedTuple):
     """What a device has found in a round; leaves `(K,)`."""
 
     summary: Summary
     step: Tensor  # the sum of the steps it took, in units of ½L
 
 
-class Message(NamedTuple):
+class _Message(NamedTuple):
     """What a device tells the server."""
 
     parameters: Sum  # of θ_k
-    found: Mean  # of `Found`
+    found: Mean  # of what it has found
 
 
 class Server(NamedTuple):
-    """What the server keeps."""
+    """What the server keeps.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> x, y = torch.ones(4, 1), torch.tensor([1.0, 3.0, 1.0, 3.0])
+        >>> data = ft.data.from_tensors([(x, y), (x, y + 10)])
+        >>> algorithm = ft.matrix_normal(ft.least_squares(ft.LinearHead(1, intercept=False)))
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
+        >>> run.server.parameters.flatten().round(decimals=3)  # without a prior in the first round
+        tensor([ 2., 12.], dtype=torch.float64)
+        >>> run.server.summary.residual.round(decimals=3)  # Σ (y − ȳ)²
+        tensor([4., 4.], dtype=torch.float64)
+        >>> run.server.covariance.dense().shape  # Ω
+        torch.Size([2, 2])
+    """
 
     parameters: Tensor  # (K, p) the θ_k, float64
     summary: Summary  # (K,)
@@ -90,7 +104,7 @@ class Server(NamedTuple):
     covariance: LowRank  # Ω
 
 
-class Outbox(NamedTuple):
+class _Outbox(NamedTuple):
     """A row for each device."""
 
     parameters: Tensor  # (K, p)
@@ -99,7 +113,7 @@ class Outbox(NamedTuple):
     shift: Tensor  # (K, p) h_k
 
 
-class PreparedRows(NamedTuple):
+class _PreparedRows(NamedTuple):
     """A block's data: as the local solver wants it, and what the devices tell of it."""
 
     local: Tree
@@ -108,13 +122,25 @@ class PreparedRows(NamedTuple):
 
 
 class Shrinkage(NamedTuple):
-    """How the prior acts on Θ: in the devices' problems, on the server after their steps, or both."""
+    """How the prior acts on Θ: in the devices' problems, on the server after their steps, or both.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.models import low_rank
+        >>> apart = low_rank.identity(2, rank=1)  # Ω = I, two devices that have nothing to do with each other
+        >>> theta = torch.tensor([[2.0], [4.0]], dtype=torch.float64)
+        >>> in_every_step().quadratic(apart, theta)[0].round(decimals=3)  # λ of each: ridge regression
+        tensor([1., 1.], dtype=torch.float64)
+        >>> moved, steps = torch.tensor([1]), torch.tensor([1.0], dtype=torch.float64)
+        >>> proximal().after(apart, theta, moved, steps).flatten().round(decimals=3)  # θ / (1 + η), of those who moved
+        tensor([2., 2.], dtype=torch.float64)
+    """
 
     quadratic: Callable[[LowRank, Tensor], tuple[Tensor, Tensor]]  # (Ω, Θ) -> (λ (K,), h (K, p))
     after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor]  # (Ω, Θ, who moved (M,), steps (M,)) -> Θ
 
 
-class Chosen(NamedTuple):
+class _Chosen(NamedTuple):
     """The arguments of `matrix_normal`, with its defaults in their places."""
 
     covariance: CovarianceUpdate
@@ -181,7 +207,8 @@ def matrix_normal(
         start: begin with Ω = start · I, the paper's 1; by default the first steps of a device have no prior.
         rank: of Ω beyond the multiple of the identity, at most.
 
-    Shapes: server state is `Server`, outbox `Outbox`, rows `(K, ...)`; client state is the local solver's.
+    Shapes: server state is `Server`; the outbox has a row per device, `(K, ...)`: θ_k, σ_k², λ_k and h_k as
+    `parameters`, `noise`, `precision` and `shift`; client state is the local solver's.
 
     Raises:
         TypeError: the solver's module is not a `LinearHead`.
@@ -213,20 +240,20 @@ def matrix_normal(
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
         if value is not None:
             expected.positive(**{name: value})
-    chosen = Chosen(covariance or inverse_wishart(), shrinkage or in_every_step(), noise, start, rank)
+    chosen = _Chosen(covariance or inverse_wishart(), shrinkage or in_every_step(), noise, start, rank)
     return Algorithm(
-        init=partial(init, local=local, chosen=chosen),
-        outbox=partial(outbox, dtype=head.coefficients.dtype, chosen=chosen),
-        client=partial(client, local=local),
-        server=partial(server, chosen=chosen),
+        init=partial(_init, local=local, chosen=chosen),
+        outbox=partial(_outbox, dtype=head.coefficients.dtype, chosen=chosen),
+        client=partial(_client, local=local),
+        server=partial(_server, chosen=chosen),
         model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
         exchange=private_rows(),
-        prepare=partial(prepare, local=local),
+        prepare=partial(_prepare, local=local),
         **solved_by(local, algorithm="matrix_normal", **chosen._asdict()),
     )
 
 
-def init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: Chosen) -> tuple[Server, Tree]:
+def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[Server, Tree]:
     """All rows alike, and nobody heard."""
     rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
     nothing = rows.new_zeros(clients)
@@ -234,12 +261,12 @@ def init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: Chosen) 
     return Server(rows, Summary(nothing, nothing, nothing), nothing.bool(), omega), local.init(parameters)
 
 
-def outbox(server: Server, *, dtype: torch.dtype, chosen: Chosen) -> Outbox:
+def _outbox(server: Server, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
     """Each device's row, noise and prior, which is nothing until its noise is known, and it is heard or Ω is given."""
     variance = noise_variance(server.summary, chosen.noise)
     precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
     known = (server.heard | (chosen.start is not None)) & variance.isfinite()
-    return Outbox(
+    return _Outbox(
         server.parameters.to(dtype),
         torch.where(known, variance, 1.0),
         torch.where(known, precision, 0.0),
@@ -247,7 +274,7 @@ def outbox(server: Server, *, dtype: torch.dtype, chosen: Chosen) -> Outbox:
     )
 
 
-def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
+def _prepare(data: Any, *, local: LocalSolver) -> _PreparedRows:
     """Statistics of a block's rows, once."""
     prepared = local.prepare(data)
     if local.statistics is None:
@@ -260,14 +287,14 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
     freedom = statistics.count - fit.rank
     summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return PreparedRows(prepared, summary, statistics.count)
+    return _PreparedRows(prepared, summary, statistics.count)
 
 
 def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
     return statistics._replace(cross=statistics.cross[..., 0])
 
 
-def client(inbox: Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
+def _client(inbox: _Outbox, state: Tree, data: _PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
     """The device's steps on its misfit with the prior in each, in units of its mean squared error."""
     if inbox.noise.ndim != 1:
         raise TypeError(
@@ -278,11 +305,11 @@ def client(inbox: Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local:
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)
-    found = Mean(Found(data.summary, solved.steps * unit), torch.ones_like(unit))
-    return Reply(Message(change, found), solved.state, solved.info)
+    found = Mean(_Found(data.summary, solved.steps * unit), torch.ones_like(unit))
+    return Reply(_Message(change, found), solved.state, solved.info)
 
 
-def server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: Chosen) -> Server:
+def _server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -> Server:
     """Θ and what is known of the noise from the devices that answered; then Ω."""
     ids, (change, (found, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
     had_a_prior = state.heard[ids] | (chosen.start is not None)
@@ -307,7 +334,14 @@ def server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: Chosen) -> 
 
 
 def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
-    """σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown."""
+    """σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown.
+
+    Example:
+        >>> import torch
+        >>> summary = Summary(torch.tensor([12.0, 0.0]), freedom=torch.tensor([4.0, 4.0]), spread=torch.ones(2))
+        >>> noise_variance(summary)  # from 3 and 0 half the way to 1.5, that of all
+        tensor([2.2500, 0.7500])
+    """
     if noise is not None:
         return torch.full_like(summary.residual, noise)
     freedom = summary.freedom.sum()

@@ -26,7 +26,7 @@ from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
     personal: dict[str, Tensor]
@@ -66,16 +66,16 @@ def personal_layers(
     if not functional.split(local.parameters, personal)[1]:
         raise ValueError(f"Expected some parameters to remain shared, but {personal!r} matches all; use ft.separate")
 
-    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
+    def client(inbox: Tree, state: _State, data: Any, turn: Turn) -> Reply:
         start = _in_order({**inbox, **state.personal}, local.parameters)
         solved = local.solve(start, state.solver, data, proximal(start, mu), turn)
         mine, shared = functional.split(solved.parameters, personal)
         change = tree.subtract(shared, {name: inbox[name] for name in shared})
-        return Reply(Message(Mean(change, weight(data))), State(mine, solved.state), solved.info)
+        return Reply(Message(Mean(change, weight(data))), _State(mine, solved.state), solved.info)
 
-    def init(parameters: Tree, clients: int) -> tuple[Tree, State]:
+    def init(parameters: Tree, clients: int) -> tuple[Tree, _State]:
         mine, shared = functional.split(parameters, personal)
-        return shared, State(mine, local.init(parameters))
+        return shared, _State(mine, local.init(parameters))
 
     return Algorithm(
         init=init,

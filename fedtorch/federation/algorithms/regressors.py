@@ -34,7 +34,22 @@ from fedtorch.tree import Tree
 
 
 class Regressor(Protocol):
-    """What scikit-learn's regressors do."""
+    """What scikit-learn's regressors do.
+
+    Example:
+        >>> import numpy as np, torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.regressors import fitted
+        >>> class Level:
+        ...     def fit(self, X, y, sample_weight=None):
+        ...         self.level = np.average(y, weights=sample_weight)
+        ...     def predict(self, X):
+        ...         return np.full(len(X), self.level)
+        >>> data = ft.data.from_tensors([(torch.zeros(2, 1), torch.ones(2)), (torch.zeros(2, 1), -torch.ones(2))])
+        >>> inputs, network = torch.zeros(3, 1), ft.Network.from_edges([(0, 1)])
+        >>> run = ft.run(ft.gtv_regressors(Level, network, 0.5, inputs), ft.InProcess(data), {}, rounds=12)
+        >>> [round(float(model.level), 4) for model in fitted(Level, data, run.server, 0.5, inputs)]  # ±1 / (1 + 2α)
+        [0.5, -0.5]
+    """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Fits to rows with weights."""
@@ -45,29 +60,40 @@ class Regressor(Protocol):
         ...
 
 
-class Told(NamedTuple):
+class _Told(NamedTuple):
     """What a node tells, or the sum of what its neighbours have told."""
 
     predictions: Tensor  # (K, m') on the shared inputs
     weight: Tensor  # (K,) one from its first fit on; summed, Σ_j A_ij of the neighbours that have been heard
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """A node's own; leaves `(K, ...)`."""
 
-    told: Told
+    told: _Told
 
 
 class Server(NamedTuple):
-    """What the nodes have heard, `(n, ...)`; row i is node i's memory."""
+    """What the nodes have heard, `(n, ...)`; row i is node i's memory.
 
-    total: Tree = None  # `Told`, Σ_j A_ij of what the neighbours tell
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from sklearn.tree import DecisionTreeRegressor
+        >>> data = ft.data.from_tensors([(torch.zeros(2, 1), torch.full((2,), y)) for y in (1.0, 2.0, 5.0)])
+        >>> network = ft.Network.from_edges([(0, 1), (1, 2)])
+        >>> algorithm = ft.gtv_regressors(DecisionTreeRegressor, network, alpha=0.5, inputs=torch.zeros(1, 1))
+        >>> run = ft.run(algorithm, ft.InProcess(data), {}, rounds=1)
+        >>> run.server.total.predictions.flatten(), run.server.total.weight  # the middle node has heard 1 and 5
+        (tensor([2., 6., 2.], dtype=torch.float64), tensor([1., 2., 1.], dtype=torch.float64))
+    """
+
+    total: Tree = None  # `predictions` (n, m') and `weight` (n,): Σ_j A_ij of the neighbours' own, and of those heard
 
 
-class Outbox(NamedTuple):
+class _Outbox(NamedTuple):
     """What a node works with; row i is in node i's memory, and only the heard part of it has travelled."""
 
-    heard: Told
+    heard: _Told
     inputs: Tensor  # (n, m', d) x' as each node sees it
 
 
@@ -84,7 +110,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         inputs: `(m', d)` the shared inputs x', which need no labels; or `(n, m', d)`, as every node sees the same
             examples.
 
-    Shapes: server state is `Server`, outbox is `Outbox`, client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`; client state has the predictions, `(K, m')`.
 
     Raises:
         ValueError: α is negative or not finite, inputs of another form; or, when a run begins, rows of another form or
@@ -104,15 +130,15 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
     """
     shared = _checked_inputs(alpha, inputs, network.nodes)
 
-    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
+    def init(parameters: Tree, clients: int) -> tuple[Server, _State]:
         if clients != network.nodes:
             raise ValueError(
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
             )
-        return Server(), State(Told(torch.zeros(shared.shape[1], dtype=torch.float64), torch.zeros(()).double()))
+        return Server(), _State(_Told(torch.zeros(shared.shape[1], dtype=torch.float64), torch.zeros(()).double()))
 
-    def client(inbox: Neighbourhood, state: State, data: ClientData, turn: Turn) -> Reply:
-        heard: Told = inbox.heard.heard
+    def client(inbox: Neighbourhood, state: _State, data: ClientData, turn: Turn) -> Reply:
+        heard: _Told = inbox.heard.heard
         seen = inbox.heard.inputs.numpy()
         rows, labels = [leaf.cpu().numpy() for leaf in data.batch]
         said, weight = heard.predictions.cpu().numpy(), heard.weight.tolist()
@@ -121,12 +147,12 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
             x, y = rows[k, :count], labels[k, :count]
             model = _fit(make, x, y, said[k], weight[k], alpha, seen[k])
             predictions[k], losses[k] = model.predict(seen[k]), np.square(y - model.predict(x)).mean()
-        told = Told(torch.as_tensor(predictions).to(state.told.predictions), torch.ones_like(state.told.weight))
-        return Reply(None, State(told), {"loss": torch.as_tensor(losses).to(told.weight)})
+        told = _Told(torch.as_tensor(predictions).to(state.told.predictions), torch.ones_like(state.told.weight))
+        return Reply(None, _State(told), {"loss": torch.as_tensor(losses).to(told.weight)})
 
     return Algorithm(
         init=init,
-        outbox=lambda server: Outbox(server.total, shared),
+        outbox=lambda server: _Outbox(server.total, shared),
         client=client,
         server=lambda server, aggregate, key: server,
         model=lambda inbox, state: {"predictions": state.told.predictions},

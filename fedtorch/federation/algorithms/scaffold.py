@@ -31,35 +31,32 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
+from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
 from fedtorch.federation.exchange import Mean
 from fedtorch.tree import Tree
 
 
-class Controls(NamedTuple):
-    """Controls that can be added up: one client's, or the sum over those that have been heard."""
-
-    weighted: Tree  # Σ w_k c_k, in the structure of the parameters
-    weight: Tensor  # Σ w_k
-    clients: Tensor  # how many
-
-
-class State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
-
-    controls: Controls  # its own, as it tells them
-    solver: Tree
-
-
 class Server(NamedTuple):
-    """What the server keeps."""
+    """What the server keeps.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 3.0)])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False), steps=1, lr=0.1)
+        >>> run = ft.run(ft.scaffold(local), ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
+        >>> run.server.total.weighted["weight"].round(decimals=4)  # the gradients −2 y at zero, added up
+        tensor([[-8.]], dtype=torch.float64)
+        >>> float(run.server.total.clients), run.outbox.control["weight"].round(decimals=4)  # c is their mean
+        (2.0, tensor([[-4.]]))
+    """
 
     parameters: Tree  # θ
     population: Tensor  # () number of clients N
-    total: Tree = None  # `Controls` of all clients, float64
+    total: Tree = None  # Σ w_k c_k, Σ w_k and their number as `weighted`, `weight` and `clients`, float64
 
 
-class Outbox(NamedTuple):
+class _Outbox(NamedTuple):
     """What the server sends out."""
 
     parameters: Tree  # θ
@@ -77,7 +74,8 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         lr: the server's step η.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.
 
-    Shapes: server state is `Server`, outbox `Outbox`; client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`, the outbox has θ and c as `parameters` and `control`; client state has
+    its control, `(K, ...)`.
 
     Raises:
         ValueError: `lr` is not positive; or, in the first round, the local solver takes no steps, as the closed forms
@@ -98,11 +96,11 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
     def init(parameters: Tree, clients: int) -> tuple[Server, State]:
         return Server(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
 
-    def outbox(server: Server) -> Outbox:
+    def outbox(server: Server) -> _Outbox:
         control = mean_control(server.total, server.population)
-        return Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, server.parameters))
+        return _Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, server.parameters))
 
-    def client(inbox: Outbox, state: State, data: Any, turn: Turn) -> Reply:
+    def client(inbox: _Outbox, state: State, data: Any, turn: Turn) -> Reply:
         weights = weight(data).to(torch.float64)
         correction = tree.subtract(tree.scale(state.controls.weighted, 1 / weights), inbox.control)
         precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
@@ -127,18 +125,6 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         averages="numbers",
         counts=("weight", "clients"),
     )
-
-
-def no_controls(parameters: Tree) -> Controls:
-    """The controls of nobody."""
-    nothing = torch.zeros((), dtype=torch.float64, device=tree.leaves(parameters)[0].device)
-    return Controls(tree.zeros_like(parameters), nothing, nothing)
-
-
-def mean_control(total: Controls, population: Tensor) -> Tree:
-    """Σ w_k c_k / Σ w_k, where Σ w_k is the number of clients times the mean weight of those that have been heard."""
-    weight = population * total.weight / total.clients.clamp(min=1)
-    return tree.scale(total.weighted, torch.where(weight > 0, 1 / weight, 0.0))
 
 
 def _checked(steps: Tensor) -> Tensor:

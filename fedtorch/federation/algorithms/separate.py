@@ -10,7 +10,7 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, c
 from fedtorch.tree import Tree
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]
@@ -33,12 +33,12 @@ def separate(local: LocalSolver) -> Algorithm:
 
     check_solver(local)
 
-    def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
+    def client(inbox: Tree, state: _State, data: Any, turn: Turn) -> Reply:
         solved = local.solve(state.parameters, state.solver, data, None, turn)
-        return Reply({}, State(solved.parameters, solved.state), solved.info)
+        return Reply({}, _State(solved.parameters, solved.state), solved.info)
 
     return Algorithm(
-        init=lambda parameters, clients: ({}, State(parameters, local.init(parameters))),
+        init=lambda parameters, clients: ({}, _State(parameters, local.init(parameters))),
         outbox=lambda server: server,
         client=client,
         server=lambda server, aggregate, key: server,

@@ -16,6 +16,7 @@ from fedtorch.federation.local_solvers._configured import Configured, check_inde
 from fedtorch.federation.local_solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.local_solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.local_solvers._probe import check_rows, probe
+from fedtorch.federation.local_solvers._seen import Seen
 from fedtorch.federation.local_solvers._state import LocalState, counts, divided_buffers, tensors_of
 from fedtorch.federation.local_solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.local_solvers.objective import Loss, Objective, training_copy
@@ -32,6 +33,19 @@ class Descent:
 
     Attributes:
         linear: what a program that takes all steps of a round at once has to know; None asks none.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> descent = Descent(
+        ...     torch.nn.Linear(1, 1, bias=False), steps=2, loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        ...     make=lambda parameters: torch.optim.SGD(parameters, lr=0.25))
+        >>> block = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 4.0)]).stack([0, 1])
+        >>> start, keys = {"weight": torch.zeros(2, 1, 1)}, ft.random.fold_in(ft.random.key(0), torch.arange(2))
+        >>> solved = descent.solve(start, descent.init(start), descent.prepare(block), None, ft.Turn(keys, round=0))
+        >>> solved.parameters["weight"].flatten()  # twice half the way from 0 to y
+        tensor([0.7500, 3.0000])
+        >>> solved.steps  # the sums of learning rates
+        tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
     linear: LinearSteps | None = None
@@ -39,20 +53,20 @@ class Descent:
     def __init__(
         self,
         module: nn.Module,
-        epochs: int | None,
-        steps: int | None,
-        rounds: int | None,
-        batch_size: int | None,
-        loss: Loss | None,
-        make: MakeOptimizer | None,
-        reset: str,
-        buffers: str,
-        batched: bool,
-        compile: bool,
-        clip: float | None,
-        precision: str,
-        project: Callable[[Tree], Tree] | None,
-        ignore_hooks: Sequence[str],
+        epochs: int | None = None,
+        steps: int | None = None,
+        rounds: int | None = None,
+        batch_size: int | None = None,
+        loss: Loss | None = None,
+        make: MakeOptimizer | None = None,
+        reset: str = "round",
+        buffers: str = "refuse",
+        batched: bool = True,
+        compile: bool = False,
+        clip: float | None = None,
+        precision: str = "32",
+        project: Callable[[Tree], Tree] | None = None,
+        ignore_hooks: Sequence[str] = (),
     ) -> None:
         self.module = copy.deepcopy(module)
         trained = training_copy(module, ignore_hooks)
@@ -139,12 +153,12 @@ class Descent:
             return self.linear.solve(start, state, data, batches, quadratic)
         groups = self._groups(state, count, turn.round)
         if len(groups) == 1:
-            return Stack(self, start, state, data.batch, count, quadratic, turn).run()
+            return _Stack(self, start, state, data.batch, count, quadratic, turn).run()
         done = []
         for rows in groups:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
-            done.append(Stack(self, first, old, batch, count[rows], pull, Turn(keys, turn.round)).run())
+            done.append(_Stack(self, first, old, batch, count[rows], pull, Turn(keys, turn.round)).run())
         back = torch.cat(groups).argsort().to(key.device)
         return tree.take(tree.concatenate(_same_info(done)), back)
 
@@ -169,7 +183,7 @@ class Descent:
         return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
 
 
-class Stack:
+class _Stack:
     """One group of clients, which differ in their rows and in their number of steps only."""
 
     def __init__(
@@ -207,7 +221,7 @@ class Stack:
         same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or bool((total == longest).all())
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], _Seen(total)
+        rates, seen = [0.0], Seen(total)
         finished: Tree = None
         for t in range(longest):
             position = self.position + t
@@ -283,29 +297,6 @@ def _clip(tensors: Sequence[Tensor], most: float) -> None:
         share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
         for tensor, gradient in held:
             tensor.grad = gradient * tree.along(share, gradient)
-
-
-class _Seen:
-    """Values of all clients in each step, of which each client's own steps count; added up at the end."""
-
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-        self.values: dict[str, list[tuple[int, Tensor]]] = {}
-
-    def add(self, step: int, values: dict[str, Tensor]) -> None:
-        """Takes in one step."""
-        for name, value in values.items():
-            self.values.setdefault(name, []).append((step, value.detach()))
-
-    def means(self) -> dict[str, Tensor]:
-        """`(K,)` each; NaN for what a client has not told."""
-        means = {}
-        for name, seen in self.values.items():
-            values = torch.stack([value for _, value in seen])
-            active = torch.tensor([step for step, _ in seen])[:, None] < self.total
-            active = active.to(values.device)
-            means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
-        return means
 
 
 def _trained(parts: Mapping[str, Tensor]) -> Tensor:

@@ -57,6 +57,15 @@ class TrainerStandIn:
     """Answers what a trainer of one client would; any other question is refused by name.
 
     `asked` collects the names that the module has asked for, because clients whose answers differ cannot share a step.
+
+    Example:
+        >>> trainer = TrainerStandIn()
+        >>> trainer.answers["global_step"] = 3
+        >>> trainer.global_step, trainer.asked
+        (3, {'global_step'})
+        >>> trainer.logger
+        Traceback (most recent call last):
+        NotImplementedError: Expected the module to ask its trainer only for ..., but it asked for 'trainer.logger'; ...
     """
 
     _ANSWERS = ("current_epoch", "estimated_stepping_batches", "global_step", "max_epochs", "training")
@@ -171,6 +180,13 @@ class Objective(nn.Module):
 
     Attributes:
         supervised: whether batches have to be `(input, target)`.
+
+    Example:
+        >>> import torch
+        >>> objective = Objective(training_copy(torch.nn.Identity()), torch.nn.functional.mse_loss)
+        >>> batch = torch.tensor([1.0, 3.0, torch.inf]), torch.zeros(3)
+        >>> objective(batch, torch.tensor([0.5, 0.5, 0.0]), 0)  # (1 + 9) / 2: the third row is padding
+        (tensor(5.), {})
     """
 
     supervised = False

@@ -38,6 +38,19 @@ class StackedLoss:
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.local_solvers.batches import Batch
+        >>> from fedtorch.federation.local_solvers.objective import Objective, training_copy
+        >>> module = training_copy(torch.nn.Linear(1, 1, bias=False))
+        >>> loss = StackedLoss(Objective(module, torch.nn.functional.mse_loss), ["weight"], [], batched=True)
+        >>> rows = torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[3.0]]])  # (x, y) of two clients with a row each
+        >>> batch = Batch(rows, size=torch.tensor([1, 1]), active=torch.tensor([True, True]))
+        >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(2))
+        >>> losses, _, _, (gradient,) = loss.gradients({"weight": torch.zeros(2, 1, 1)}, {}, batch, 0, keys)
+        >>> losses, gradient.flatten()  # y² and −2 y
+        (tensor([1., 9.]), tensor([-2., -6.]))
     """
 
     def __init__(
@@ -81,7 +94,7 @@ class StackedLoss:
             key: `(K,)` the clients' keys for the module's draws.
         """
         values = [*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers)]
-        with short_products() if self.precision == "tf32" else nullcontext():
+        with _short_products() if self.precision == "tf32" else nullcontext():
             if not self.batched:
                 return self._one_by_one(values, batch, index, key)
             flat = [*values, *batch.leaves]
@@ -156,7 +169,7 @@ class StackedLoss:
 
 
 @contextmanager
-def short_products() -> Iterator[None]:
+def _short_products() -> Iterator[None]:
     """Products and convolutions of float32 on a CUDA device have 10 bits of their factors (TF32) inside."""
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]

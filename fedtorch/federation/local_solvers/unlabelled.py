@@ -22,7 +22,7 @@ from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, c
 from fedtorch.tree import Tree
 
 
-class Prepared(NamedTuple):
+class _Prepared(NamedTuple):
     """A block's data; leaves `(K, ...)`."""
 
     data: Tree  # as the local solver prepares it, with a row of zeros for a node that has none
@@ -53,13 +53,13 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
     return dataclasses.replace(local, solve=partial(_solve, local), prepare=partial(_prepare, local))
 
 
-def _prepare(local: LocalSolver, data: ClientData) -> Prepared:
+def _prepare(local: LocalSolver, data: ClientData) -> _Prepared:
     batch = tree.map(lambda leaf: leaf if leaf.shape[1] else leaf.new_zeros(len(leaf), 1, *leaf.shape[2:]), data.batch)
-    return Prepared(local.prepare(ClientData(batch, data.count.clamp(min=1))), data.count == 0)
+    return _Prepared(local.prepare(ClientData(batch, data.count.clamp(min=1))), data.count == 0)
 
 
 def _solve(
-    local: LocalSolver, start: Tree, state: Tree, data: Prepared, quadratic: Quadratic | None, turn: Turn
+    local: LocalSolver, start: Tree, state: Tree, data: _Prepared, quadratic: Quadratic | None, turn: Turn
 ) -> Local:
     solved = local.solve(start, state, data.data, quadratic, turn)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.ep import _damping as pacing
+from fedtorch.federation.algorithms.ep._damping import Moved, Pace
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
-from fedtorch.federation.algorithms.ep.state import Message, Outbox, Server, State, Told
 from fedtorch.federation.exchange import Mean
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
@@ -20,6 +20,68 @@ from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.hyperpriors import Prior, renewed
 from fedtorch.models.hierarchical.projections import Projection
 from fedtorch.tree import Tree
+
+
+class _Told(NamedTuple):
+    """All that a client has told, or the sum over clients."""
+
+    site: Natural
+    summary: Tree
+    waiting: Tensor  # 1 while its site is its share of the first estimate
+
+
+class _State(NamedTuple):
+    """A client's own; leaves `(K, ...)`."""
+
+    told: _Told
+    before: Natural  # its site before its last step
+    good: Natural  # its site in the last round known to be good
+    stepped: Tensor  # version of q that its last step started from, −1 before the first
+
+
+class Server(NamedTuple):
+    """What the server keeps.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import hierarchical
+        >>> x = torch.ones(20, 1, dtype=torch.float64)
+        >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0)])
+        >>> run = ft.run(ft.ep(hierarchical.linear(hierarchical.normal(1), noise=0.1)), ft.InProcess(data), rounds=3)
+        >>> server = run.server
+        >>> torch.allclose(server.posterior.shift, server.prior.shift + server.total.site.shift)  # prior and sites
+        True
+        >>> int(server.version), float(server.moved.improper), float(server.total.waiting)  # all have made a step
+        (3, 0.0, 0.0)
+    """
+
+    prior: Natural  # the normal part of p(φ)
+    prior_sites: Natural  # of the other part, (F,) each
+    share: Natural  # of the first estimate, of each client that waits
+    posterior: Natural  # q(φ)
+    trusted: Natural  # the last q that clients need not go back from
+    version: Tensor  # rounds that have been aggregated
+    pace: Pace  # of the next round
+    moved: Moved  # by the last round
+    population: Tensor  # number of clients
+    total: Tree = None  # `site`, `summary` and `waiting` of all clients, added up, float64
+
+
+class _Outbox(NamedTuple):
+    """What the server sends out."""
+
+    posterior: Natural
+    share: Natural
+    version: Tensor
+    good: Tensor  # as in `Pace`, like the next two
+    back: Tensor
+    damping: Tensor
+
+
+class _Message(NamedTuple):
+    """What a client tells the server of the round."""
+
+    improper: Mean  # 1 if its cavity is no density
 
 
 def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
@@ -32,8 +94,8 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
     A run's history has every round's `Moved`, by which `settled` stops it; `posterior`, `devices` and `corrected` say
     what it has found.
 
-    Shapes: server state is `Server`, outbox `Outbox`; client state is `State`, `(K, ...)`. A run's `parameters` are the
-    prior's normal part, so that a posterior of one federation can be the prior of the next. `Algorithm.model` gives the
+    Shapes: server state is `Server`; client state has its site, `(K, ...)`. A run's `parameters` are the prior's normal
+    part, so that a posterior of one federation can be the prior of the next. `Algorithm.model` gives the
     clients' cavities, from which `hierarchical.Model.devices` makes their own posteriors.
 
     Raises:
@@ -54,10 +116,10 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
         raise ValueError(f"Expected damping in (0, 1], but got {damping}")
     whole = completed(model)
     return Algorithm(
-        init=partial(init, model=whole, damping=damping),
-        outbox=outbox,
-        client=partial(client, model=whole),
-        server=partial(server, model=whole, damping=damping),
+        init=partial(_init, model=whole, damping=damping),
+        outbox=_outbox,
+        client=partial(_client, model=whole),
+        server=partial(_server, model=whole, damping=damping),
         model=lambda inbox, state: tree.subtract(inbox.posterior, _site(inbox, state))._asdict(),
         prepare=model.prepare,
         told=lambda state: state.told,
@@ -67,7 +129,7 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
     )
 
 
-def init(parameters: Tree, clients: int, *, model: Completed, damping: float) -> tuple[Server, State]:
+def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -> tuple[Server, _State]:
     """q is the prior, and no client has a site."""
     prior = model.prior.replaced(Natural(parameters["shift"], parameters["precision"]))
     nothing, posterior = tree.zeros_like(prior.normal), _product(prior.normal, prior.sites, prior)
@@ -83,17 +145,17 @@ def init(parameters: Tree, clients: int, *, model: Completed, damping: float) ->
         moved=moved,
         population=torch.tensor(clients),
     )
-    told = Told(nothing, model.start.summary(None, model.prior), torch.zeros((), dtype=torch.float64))
-    return server, State(told, nothing, nothing, torch.tensor(-1))
+    told = _Told(nothing, model.start.summary(None, model.prior), torch.zeros((), dtype=torch.float64))
+    return server, _State(told, nothing, nothing, torch.tensor(-1))
 
 
-def outbox(server: Server) -> Outbox:
+def _outbox(server: Server) -> _Outbox:
     """q, and how to go on from it."""
     pace = server.pace
-    return Outbox(server.posterior, server.share, server.version, pace.good, pace.back, pace.damping)
+    return _Outbox(server.posterior, server.share, server.version, pace.good, pace.back, pace.damping)
 
 
-def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, model: Completed) -> Reply:
+def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, model: Completed) -> Reply:
     """Tells a summary, goes back, or takes a step, whatever the round is for."""
     none = torch.zeros_like(state.told.waiting)
     first, back = torch.stack([(inbox.version == 0).all(), inbox.back.any()]).tolist()
@@ -109,7 +171,7 @@ def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, model: Complet
     return _stepped(inbox, state, site, good, _target(inbox, site, model.project, data, turn.key))
 
 
-def server(state: Server, aggregate: Message, key: Tensor, *, model: Completed, damping: float) -> Server:
+def _server(state: Server, aggregate: _Message, key: Tensor, *, model: Completed, damping: float) -> Server:
     """q from the prior and the sum of the sites, and how the next round goes; the first round makes the shares."""
     version, total = int(state.version), state.total
     prior, share = model.prior.replaced(state.prior), state.share
@@ -139,12 +201,12 @@ def server(state: Server, aggregate: Message, key: Tensor, *, model: Completed, 
     )
 
 
-def _site(inbox: Outbox, state: State) -> Natural:
+def _site(inbox: _Outbox, state: _State) -> Natural:
     """The clients' sites as the server sees them: shares of the first estimate while they wait."""
     return tree.where(state.told.waiting > 0, inbox.share, state.told.site)
 
 
-def _target(inbox: Outbox, site: Natural, project: Projection, data: Any, key: Tensor) -> tuple[Tensor, Natural]:
+def _target(inbox: _Outbox, site: Natural, project: Projection, data: Any, key: Tensor) -> tuple[Tensor, Natural]:
     """(whether cavities are densities, the sites that make q the projections of cavities times factors)."""
     cavity = tree.subtract(inbox.posterior, site)
     proper = gaussian.is_proper(cavity)
@@ -152,7 +214,7 @@ def _target(inbox: Outbox, site: Natural, project: Projection, data: Any, key: T
     return proper, tree.subtract(gaussian.natural(projected.tilted), gaussian.natural(projected.reference))
 
 
-def _stepped(inbox: Outbox, state: State, site: Natural, good: Natural, target: tuple[Tensor, Natural]) -> Reply:
+def _stepped(inbox: _Outbox, state: _State, site: Natural, good: Natural, target: tuple[Tensor, Natural]) -> Reply:
     """A step towards the target; who has no cavity or found no moments stays."""
     proper, wanted = target
     done = proper & wanted.shift.isfinite().all(-1) & wanted.precision.isfinite().all(-1)
@@ -160,7 +222,7 @@ def _stepped(inbox: Outbox, state: State, site: Natural, good: Natural, target: 
     told = state.told._replace(
         site=tree.where(done, tree.add(site, step), state.told.site), waiting=state.told.waiting.where(~done, 0.0)
     )
-    new = State(
+    new = _State(
         told=told,
         before=tree.where(done, site, state.before),
         good=tree.where(done, good, state.good),
@@ -176,7 +238,7 @@ def _product(base: Natural, sites: Natural, prior: Prior) -> Natural:
     return Natural(base.shift.index_add(0, place, sites.shift), base.precision + gaussian.pack(torch.diag(diagonal)))
 
 
-def _reply(before: State, after: State, improper: Tensor, failed: Tensor) -> Reply:
+def _reply(before: _State, after: _State, improper: Tensor, failed: Tensor) -> Reply:
     change = after.told.site.precision - before.told.site.precision
     info = {"improper": improper, "failed": failed, "moved": change.abs().amax(-1)}
-    return Reply(Message(Mean(improper, torch.ones_like(improper))), after, info)
+    return Reply(_Message(Mean(improper, torch.ones_like(improper))), after, info)

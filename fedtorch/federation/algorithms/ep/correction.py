@@ -28,8 +28,8 @@ from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep._start import as_prior
-from fedtorch.federation.algorithms.ep.fitting import checked
 from fedtorch.federation.exchange import Sum
 from fedtorch.federation.population import Population
 from fedtorch.federation.run import Run
@@ -45,7 +45,24 @@ _NOWHERE = -1e30  # log density of nodes without weight
 
 
 class Corrected(NamedTuple):
-    """Weighted nodes of the posterior of φ."""
+    """Weighted nodes of the posterior of φ.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.ep import corrected, posterior, settled
+        >>> from fedtorch.models import hierarchical
+        >>> x = torch.ones(20, 1, dtype=torch.float64)
+        >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
+        >>> model = hierarchical.linear(hierarchical.normal(1), noise=0.1)
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+        >>> found = corrected(run, points=512)
+        >>> found.nodes.shape, found.weights.sum().round(decimals=6)
+        (torch.Size([512, 2]), tensor(1., dtype=torch.float64))
+        >>> bool((found.posterior.stddev > posterior(run).stddev).all())  # the posterior has longer tails than q
+        True
+        >>> bool((found.quantile(0.05) < found.quantile(0.95)).all())
+        True
+    """
 
     posterior: MultivariateNormal  # of the nodes' mean and covariance
     nodes: Tensor  # (R, p)
@@ -145,6 +162,13 @@ def effective(weights: Tensor, away: Tensor) -> float:
     """The least effective number of nodes of the mass and of each coordinate's variance (Owen 2013, section 9.3).
 
     Of a variance it counts 3 for each node, since equal weights of normal draws tell n / 3 there.
+
+    Example:
+        >>> import torch
+        >>> effective(torch.full((4,), 0.25), torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]))  # four alike
+        4.0
+        >>> effective(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.ones(4, 1))  # one has all the weight
+        1.0
     """
     shares = weights[:, None] * away.square()
     shares = shares / shares.sum(0).clamp(min=torch.finfo(shares.dtype).tiny)

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
+from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.algorithms.ep.fitting import checked
 from fedtorch.federation.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior

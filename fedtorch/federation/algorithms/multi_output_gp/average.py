@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
 
-class Unit(NamedTuple):
+class _Unit(NamedTuple):
     """What a unit keeps between rounds; leaves `(K, ...)`."""
 
     moments: AdamMoments
@@ -78,9 +78,9 @@ def fedmgp_average(
     if units < 1:
         raise ValueError(f"Expected the number of units, but got {units}")
     local = LocalSolver(
-        solve=partial(solve, gp=gp, work=work, units=units),
+        solve=partial(_solve, gp=gp, work=work, units=units),
         parameters=gp.start(*POSTERIOR),
-        init=partial(init, gp=gp),
+        init=partial(_init, gp=gp),
         predict=gp.predict,
         tensors=lambda parameters, state: {**parameters, **state.scales},
         prepare=gp.check,
@@ -91,13 +91,13 @@ def fedmgp_average(
     return replace(algorithm, exchange=star() if exchange is None else exchange)
 
 
-def init(parameters: Tree, *, gp: StackedGP) -> Unit:
+def _init(parameters: Tree, *, gp: StackedGP) -> _Unit:
     """A unit that has not begun."""
-    return Unit(no_moments(parameters), {name: gp.values[name].clone() for name in gp.scales}, torch.tensor(False))
+    return _Unit(no_moments(parameters), {name: gp.values[name].clone() for name in gp.scales}, torch.tensor(False))
 
 
-def solve(
-    start: Tree, state: Unit, data: Any, quadratic: Quadratic | None, turn: Turn, *, gp: StackedGP, work: UnitSteps,
+def _solve(
+    start: Tree, state: _Unit, data: Any, quadratic: Quadratic | None, turn: Turn, *, gp: StackedGP, work: UnitSteps,
     units: int,
 ) -> Local:  # fmt: skip
     """Adam steps on the units' risks, some units at a time."""
@@ -108,7 +108,7 @@ def solve(
 
 
 def _part(
-    start: Tree, state: Unit, data: Any, key: Tensor, quadratic: Quadratic | None, *, gp: StackedGP, work: UnitSteps,
+    start: Tree, state: _Unit, data: Any, key: Tensor, quadratic: Quadratic | None, *, gp: StackedGP, work: UnitSteps,
     units: int,
 ) -> Local:  # fmt: skip
     x, y, *extra = data.batch
@@ -125,7 +125,7 @@ def _part(
             gradient = tree.add(gradient, _pull(quadratic, trained))
         trained, moments = adam(trained, gradient, moments, work.lr, active)
         loss = loss - risk / data.count.clamp(min=1) / work.steps
-    new = Unit(moments, scales, active)
+    new = _Unit(moments, scales, active)
     return Local(trained, new, torch.full_like(loss, work.steps * work.lr), {"loss": loss})
 
 

@@ -29,13 +29,33 @@ if TYPE_CHECKING:
 
 
 class Message(NamedTuple):
-    """What a unit tells the server of the round."""
+    """What a unit tells the server of the round.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.multi_output_gp.exact import Message
+        >>> star, gradients = ft.star(), {"kernel.raw_variance": torch.tensor([[1.0], [3.0]])}  # of two units
+        >>> aggregate = star.finish(star.gather(Message(ft.Mean(gradients, torch.ones(2))), slice(0, 2)))
+        >>> aggregate.gradient.value  # the server multiplies it by the number of units
+        {'kernel.raw_variance': tensor([2.], dtype=torch.float64)}
+    """
 
     gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
 
 
 class State(NamedTuple):
-    """A unit's own; leaves `(K, ...)`."""
+    """A unit's own; leaves `(K, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP
+        >>> algorithm = ft.fedmgp(ConvolvedGP(torch.linspace(0, 1, 4, dtype=torch.float64)[:, None]))
+        >>> _, state = algorithm.init(algorithm.start, 3)  # of each of three units before the first round
+        >>> list(state.own)
+        ['kernel.weight', 'kernel.raw_smoothing', 'likelihood.noise_covar.raw_noise', 'kernel.scale']
+        >>> bool(state.started), float(state.told.units)
+        (False, 0.0)
+    """
 
     own: dict[str, Tensor]  # its hyperparameters and scale
     moments: AdamMoments
@@ -44,7 +64,19 @@ class State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What the server keeps."""
+    """What the server keeps.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP
+        >>> x = torch.linspace(0, 1, 6, dtype=torch.float64)[:, None]
+        >>> data = ft.data.from_tensors([(x, x[:, 0]), (x, -x[:, 0])])
+        >>> run = ft.run(ft.fedmgp(ConvolvedGP(x[::2]), steps=1), ft.InProcess(data), rounds=1)
+        >>> list(run.server.shared)
+        ['kernel.raw_variance', 'kernel.raw_lengthscale']
+        >>> run.server.mean.shape, run.server.root.shape, int(run.server.total.units)  # of three inducing values
+        (torch.Size([3]), torch.Size([6]), 2)
+    """
 
     shared: dict[str, Tensor]  # θ
     told_at: dict[str, Tensor]  # θ at which the units last told their sites
@@ -56,7 +88,7 @@ class Server(NamedTuple):
     total: Tree = None  # `Told`, the sum over all units, float64
 
 
-class Outbox(NamedTuple):
+class _Outbox(NamedTuple):
     """What the server sends out."""
 
     shared: dict[str, Tensor]
@@ -99,7 +131,7 @@ def fedmgp(
         exact_units: whether a unit's residual covariance is kept whole, in O(N³); for Gaussian noise.
         accept_disclosure: whether units with no more rows than inducing values may take part without a warning.
 
-    Shapes: server state is `Server`, outbox `Outbox`; client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`, of which the outbox is a part; client state is `State`, `(K, ...)`.
 
     Raises:
         ValueError: a setting out of range, a module with a batch shape, or rows that do not fit it.
@@ -119,12 +151,12 @@ def fedmgp(
     damping = (1.0 if gp.gaussian else 0.5) if damping is None else damping
     work = UnitSteps(steps, lr, batch_size, site_batch_size, damping).checked(server_lr, gp.exact_units)
     return Algorithm(
-        init=partial(init, gp=gp),
-        outbox=partial(outbox, gp=gp),
-        client=partial(client, gp=gp, work=work),
-        server=partial(server, gp=gp, lr=server_lr),
-        model=partial(model, gp=gp),
-        prepare=partial(prepare, gp=gp, accept_disclosure=accept_disclosure),
+        init=partial(_init, gp=gp),
+        outbox=partial(_outbox, gp=gp),
+        client=partial(_client, gp=gp, work=work),
+        server=partial(_server, gp=gp, lr=server_lr),
+        model=partial(_model, gp=gp),
+        prepare=partial(_prepare, gp=gp, accept_disclosure=accept_disclosure),
         told=lambda state: state.told,
         averages="messages",
         settings={"algorithm": "fedmgp", "server_lr": server_lr, "exact_units": exact_units, **work._asdict()},
@@ -135,7 +167,7 @@ def fedmgp(
     )
 
 
-def init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, State]:
+def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, State]:
     """q(t) is the prior N(0, I), and no unit has told anything."""
     shared = {name: parameters[name] for name in gp.shared}
     own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
@@ -153,24 +185,24 @@ def init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, Stat
     return server, State(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
 
 
-def outbox(server: Server, *, gp: StackedGP) -> Outbox:
+def _outbox(server: Server, *, gp: StackedGP) -> _Outbox:
     """Hyperparameters, and q(t) in the units' precision."""
     like = gp.values["posterior_mean"].dtype
-    return Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
+    return _Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
 
 
-def client(inbox: Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
+def _client(inbox: _Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """The units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp, work=work)
     return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
-def server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
+def _server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
     """q(t) from the sum of the sites, and a step of the shared hyperparameters at the q that the units have heard."""
-    return gp.at_first_go(partial(_server, gp=gp, lr=lr), state, aggregate)
+    return gp.at_first_go(partial(_server_step, gp=gp, lr=lr), state, aggregate)
 
 
-def _server(state: Server, aggregate: Message, *, gp: StackedGP, lr: float) -> Server:
+def _server_step(state: Server, aggregate: Message, *, gp: StackedGP, lr: float) -> Server:
     mean, root, bound = gp.combine(state.total)
     shared, moments = state.shared, state.moments
     if lr > 0 and shared:
@@ -183,14 +215,14 @@ def _server(state: Server, aggregate: Message, *, gp: StackedGP, lr: float) -> S
     return new._replace(shared=shared, told_at=state.shared, moments=moments)
 
 
-def model(inbox: Outbox, state: State, *, gp: StackedGP) -> dict[str, Tensor]:
+def _model(inbox: _Outbox, state: State, *, gp: StackedGP) -> dict[str, Tensor]:
     """The tensors of each unit's `ConvolvedGP`."""
     posterior = _posterior(_once(inbox), gp)
     everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
     return {**inbox.told_at, **state.own, **everybody}
 
 
-def prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
+def _prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
     """Checks the rows; warns of units whose message tells their outputs."""
     gp.check(data)
     size = gp.module.points
@@ -205,7 +237,7 @@ def prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
     return data
 
 
-def _part(inbox: Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
+def _part(inbox: _Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
     x, y, *extra = data.batch
     mask, once = data.mask.to(y.dtype), _once(inbox)
     posterior = _posterior(once, gp)
@@ -229,7 +261,7 @@ def _part(inbox: Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP,
     return Reply(message, State(own, moments, told, torch.ones_like(state.started)), info)
 
 
-def _posterior(inbox: Outbox, gp: StackedGP) -> dict[str, Tensor]:
+def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:
     """q(t) and its basis, by the names of the module's buffers."""
     return gp.posterior(inbox.shared, inbox.mean, unpack(inbox.root).tril())
 

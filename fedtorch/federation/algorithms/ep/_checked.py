@@ -1,0 +1,68 @@
+"""Whether what a run of expectation propagation has found can be used."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fedtorch.federation.algorithms.ep.fitting import converged
+from fedtorch.federation.run import Run
+from fedtorch.models import gaussian
+
+_SHOWN = 5  # names of clients in a warning
+_SURPRISE = 4.0  # sds of what a prior says of a posterior mean
+_WHYS = {
+    "improper": "the cavity is no density, as the prior and the others know too little of what is shared",
+    "failed": "the projection found no moments; use more nodes, a narrower prior, or less damping=",
+}
+
+
+def checked(run: Run, tolerance: float) -> Any:
+    """The model of a run whose q can be used; raises and warns like `posterior`, on behalf of its caller's caller."""
+    if run.algorithm.settings.get("algorithm") != "ep":
+        raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
+    if not bool(gaussian.is_proper(run.server.posterior)):
+        raise RuntimeError(
+            f"Expected the posterior to be a density after {run.number} rounds, but got an indefinite precision; use "
+            "a proper prior, more clients, or less damping="
+        )
+    if float(run.server.moved.improper) == 1:
+        raise RuntimeError(
+            "Expected a client whose cavity is a density, but got none: what the prior and the others know of what "
+            "is shared is not enough; use a proper prior, or more clients"
+        )
+    for warning in _warnings(run, tolerance):
+        warnings.warn(warning, RuntimeWarning, stacklevel=3)
+    return run.algorithm.settings["model"]
+
+
+def _warnings(run: Run, tolerance: float) -> Iterator[str]:
+    """What a user must know: that q still moves, and whose sites are not renewed any more."""
+    moved = run.server.moved
+    if not converged(run, tolerance):
+        yield (
+            f"Not converged after {run.number} rounds: the last moved a mean by {float(moved.mean_change):.2g} sd and "
+            f"an sd by {float(moved.sd_change):.2g} of itself; allow more rounds or less damping="
+        )
+    prior, q = gaussian.unpack(run.server.prior.precision), gaussian.moments(run.server.posterior)
+    own = prior.diagonal() > 0
+    if bool(own.any()):
+        spread = torch.linalg.inv(prior[own][:, own])
+        before = spread @ run.server.prior.shift[own]
+        surprise = float(((q.mean[own] - before).square() / spread.diagonal()).sqrt().amax())
+        if surprise > _SURPRISE:
+            yield (
+                f"Expected a posterior that the prior allows for, but got a mean {surprise:.1f} prior sds from the "
+                "prior's: the prior is in conflict with the data, and the posterior may have several modes of which "
+                "this is one; use a wider prior"
+            )
+    last = run.last  # unknown after a resumption, until there is another round
+    for figure, why in _WHYS.items():
+        which = [] if last is None else [run.population.names[k] for k in last.ids[last.info[figure] > 0].tolist()]
+        if which:
+            shown = ", ".join(map(repr, which[:_SHOWN])) + (", …" if len(which) > _SHOWN else "")
+            expected = "Expected a new site of every client in the last round"
+            yield f"{expected}, but {len(which)} kept an old one ({shown}): {why}"
