@@ -5,6 +5,10 @@ from __future__ import annotations
 import public
 
 
+def test_every_public_name_is_used_by_a_runnable_example() -> None:
+    assert public.without_example() == []
+
+
 def test_examples_are_found_where_they_are() -> None:
     found = public.examples()
     assert found["fedtorch.federation.algorithms.fedavg.fedavg"][0] == "fedtorch.federation.algorithms.fedavg.fedavg"
