@@ -307,6 +307,7 @@ def test_fedlin_benchmark(tmp_path):
     assert len(rows(tmp_path / "rows.json")) == 18
 
 
+@pytest.mark.slow
 def test_gtv_benchmark(tmp_path):
     gtv.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -353,6 +354,7 @@ def test_fedmgp_scale(tmp_path):
     assert (tmp_path / "fedmgp_scale.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_fedmgp_benchmark(tmp_path):
     fedmgp_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")

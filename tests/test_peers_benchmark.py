@@ -22,6 +22,7 @@ def figures(path):
     return {(row["setting"], row["metric"]): row["ours"] for row in json.loads(path.read_text())["rows"]}
 
 
+@pytest.mark.slow
 def test_ours_and_the_plain_loop_do_the_same_work(tmp_path):
     peers.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     found = figures(tmp_path / "rows.json")
@@ -33,6 +34,7 @@ def test_ours_and_the_plain_loop_do_the_same_work(tmp_path):
             assert found[f"{task}: plain PyTorch loop", f"times slower than {name}"] > 0
 
 
+@pytest.mark.slow
 def test_a_system_runs_as_a_program(tmp_path):
     file = tmp_path / "work.npz"
     work.write(file, {"linear": work.Size(3, 2)}, ours.schedule)

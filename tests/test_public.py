@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import public
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_every_public_name_is_used_by_a_runnable_example() -> None:
@@ -18,3 +23,11 @@ def test_examples_are_found_where_they_are() -> None:
 
 def test_private_modules_are_not_public() -> None:
     assert not [name for name in public.examples() if "._" in name]
+
+
+def test_pages_and_experiments_use_nothing_private() -> None:
+    """Benchmarks of what is inside may."""
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name not in public.MADE]
+    files = [ROOT / "README.md", *pages, *(ROOT / "experiments").glob("*.py"), *(ROOT / "experiments").rglob("*.yaml")]
+    private = re.compile(r"fedtorch[\w.]*\._[a-z]\w*|from fedtorch[\w.]* import [^#\n]*\b_[a-z]")
+    assert [(path.name, private.findall(path.read_text())) for path in files if private.search(path.read_text())] == []

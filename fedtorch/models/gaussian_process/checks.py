@@ -76,6 +76,21 @@ def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
     check_values(model, x)
 
 
+def check_inputs(model: Geometry, x: Tensor) -> None:
+    """Raises ValueError unless x is `(*b, N, d)` in the model's dtype.
+
+    >>> from fedtorch.models.gaussian_process import ConvolvedGP
+    >>> check_inputs(ConvolvedGP(torch.zeros(3, 1)), torch.zeros(5))
+    Traceback (most recent call last):
+    ValueError: Expected inputs (..., N, 1) in the model's torch.float32, but got (5,) in torch.float32
+    """
+    dims, dtype = model.inducing.shape[-1], model.inducing.dtype
+    if x.ndim < 2 or x.shape[-1] != dims or x.dtype != dtype:
+        raise ValueError(
+            f"Expected inputs (..., N, {dims}) in the model's {dtype}, but got {tuple(x.shape)} in {x.dtype}"
+        )
+
+
 def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
     """Asks the model's features about inputs and its likelihood about `extra`, where they have a `check`.
 

@@ -15,7 +15,7 @@ from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
 from fedtorch.models.gaussian_process._rows import row_fit, row_sites
 from fedtorch.models.gaussian_process._units import Observed, full
 from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
-from fedtorch.models.gaussian_process.checks import check_gaussian, check_parts
+from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_parts
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
 
@@ -303,6 +303,7 @@ class ConvolvedGP(Geometry):
 
     def marginals(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Means and variances of f at x `(*b, N, d)`, `(*b, N)` each."""
+        check_inputs(self, x)
         seen = self.see(x)
         mean, root = self.whitened_posterior(seen.change)
         start, basis, gain = self._given_rows(x, seen)
@@ -311,6 +312,7 @@ class ConvolvedGP(Geometry):
 
     def forward(self, x: Tensor) -> Any:
         """The posterior of f at x `(*b, N, d)`, (12)."""
+        check_inputs(self, x)
         seen = self.see(x)
         mean, root = self.whitened_posterior(seen.change)
         start, basis, gain = self._given_rows(x, seen)

@@ -376,3 +376,11 @@ def test_a_common_scale_and_a_prior_on_weights() -> None:
     assert float(gp.log_prior(False)) == 0
     with pytest.raises(ValueError, match=r"Expected a positive scale of the outputs, but got 0\.0"):
         ConvolvedGP(inducing, scale=0.0)
+
+
+@pytest.mark.parametrize("call", ["__call__", "marginals", "predict", "interval"])
+def test_inputs_of_another_dtype_or_shape_are_refused(call: str) -> None:
+    model = ConvolvedGP(torch.linspace(0, 1, 4, dtype=torch.float64)[:, None])
+    for wrong in (torch.zeros(3, 1), torch.zeros(3, dtype=torch.float64), torch.zeros(3, 2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"Expected inputs \(..., N, 1\) in the model's torch.float64, but got"):
+            getattr(model, call)(wrong)
