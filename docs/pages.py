@@ -6,10 +6,15 @@ use it, and says at the end which public names no page has.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib
 import inspect
+import io
 import re
 import sys
+import textwrap
+import tokenize
 from operator import eq
 from pathlib import Path
 from types import ModuleType
@@ -105,7 +110,8 @@ def write(_: Any = None) -> None:
     for name, home in contents():
         value = getattr(fedtorch, name)
         role = "mod" if isinstance(value, ModuleType) else "class" if inspect.isclass(value) else "func"
-        first = (inspect.getdoc(value) or "").partition("\n")[0].replace("|", "\\|")
+        first = re.sub(r":math:`([^`]*)`", r"$\1$", (inspect.getdoc(value) or "").partition("\n")[0])
+        first = first if "$" in first else first.replace("|", "\\|")
         index.append(f"| {{py:{role}}}`ft.{name} <{home}>` | {first} |")
     _write(folder / "index.md", index)
 
@@ -169,6 +175,40 @@ def _apart(match: re.Match[str]) -> str:
     return match[1] + (f"\\ {match[2]}" if match[2] else "")
 
 
+def fields(_: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Adds the fields of a tuple or a dataclass, with the comments that stand beside them in the source."""
+    if what != "class" or not (hasattr(value, "_fields") or dataclasses.is_dataclass(value)):
+        return
+    text = inspect.getdoc(value) or ""
+    is_told = lambda field: re.search(rf"^ *{field}\b[^:\n]*:", text, re.MULTILINE)
+    shown = [found for found in _declared(value) if not found[0].startswith("_") and not is_told(found[0])]
+    if hasattr(value, "_fields") or any(comment for _, _, comment in shown):
+        made = [f"- ``{field}: {kind}``{_dash(comment)}" for field, kind, comment in shown]
+        as_restructured_text(None, what, name, value, options, made)
+        lines += ["", *made, ""]
+
+
+def _declared(value: type) -> list[tuple[str, str, str]]:
+    """(name, type, the comment behind it) of each field that a class declares."""
+    source = textwrap.dedent(inspect.getsource(value))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    body = next(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)).body
+    nodes = [node for node in body if isinstance(node, ast.AnnAssign)]
+    return [(ast.unparse(n.target), ast.unparse(n.annotation), comments.get(n.end_lineno or 0, "")) for n in nodes]
+
+
+def _dash(comment: str) -> str:
+    parts = re.split(r"(`[^`]*`)", comment)
+    parts[::2] = [part.replace("*", "\\*") for part in parts[::2]]
+    return f" – {''.join(parts)}" if comment else ""
+
+
+def without_aliases(_: Any, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
+    """Leaves out what says of a tuple's field nothing but its number; `fields` has said more."""
+    return True if str(getattr(value, "__doc__", "")).startswith("Alias for field number") else None
+
+
 def used_in(_: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
     """Adds links to where else examples use the name: the docstrings nearest to it, and all pages."""
     places = [place for place in examples().get(name, []) if place != name]
@@ -187,6 +227,8 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write)
     app.connect("builder-inited", write_results)
     app.connect("autodoc-process-docstring", as_restructured_text)
+    app.connect("autodoc-process-docstring", fields, priority=550)
+    app.connect("autodoc-skip-member", without_aliases)
     app.connect("autodoc-process-docstring", used_in, priority=600)  # after napoleon, whose sections it is not part of
     app.connect("env-updated", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,14 +3,12 @@ r"""The main flavours of federated learning as GTV minimisation: which losses, w
 Source: Jung, "Federated learning: from theory to practice", chapter 6. Nothing here is new: each recipe is a problem,
 an algorithm or a solution that the rest of the package makes, with the arguments that make the flavour.
 
-| flavour | section | here |
-| --- | --- | --- |
-| single model | 6.2 | `single_model`; for other models `ft.gtv` with a large α, or `ft.fedavg` |
-| clustered | 6.3 | `clusters_of_parameters` or `clustering.spectral`, then `clustered`; `clustered_by_gtv` |
-| horizontal, unlabelled nodes | 6.4 | `horizontal` |
-| vertical | 6.5 | `vertical` |
-| personalised | 6.6 | `personalised`; by a hypermodel `hypermodel` and `trained_from` |
-| few-shot | 6.7 | `few_shot` |
+- single model (6.2): `single_model`; for other models `ft.gtv` with a large α, or `ft.fedavg`;
+- clustered (6.3): `clusters_of_parameters` or `clustering.spectral`, then `clustered`; `clustered_by_gtv`;
+- horizontal, unlabelled nodes (6.4): `horizontal`;
+- vertical (6.5): `vertical`;
+- personalised (6.6): `personalised`; by a hypermodel `hypermodel` and `trained_from`;
+- few-shot (6.7): `few_shot`.
 
 Rows are (x `(d,)`, y `()`) where nothing else is said, and linear models have no intercept: give x a column of ones.
 

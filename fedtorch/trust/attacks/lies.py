@@ -31,7 +31,7 @@ from fedtorch.trust.attacks.attack import Attack
 
 
 def sign_flip(clients: Sequence[int], scale: float = 1.0) -> Attack:
-    """Says −`scale` times what it would say."""
+    """Says minus `scale` times what it would say."""
     return Attack(tuple(clients), "sign_flip", alone=lambda said, key: tree.scale(said, -scale))
 
 
