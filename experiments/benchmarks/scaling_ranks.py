@@ -33,7 +33,7 @@ def linear_data(clients: int) -> ft.data.FederatedData:
     return ft.data.FederatedData((x, y), torch.full((clients,), ROWS))
 
 
-def linear_run(population: ft.Population, compile: bool = False) -> ft.Run:
+def linear_run(population: ft.InProcess | ft.Distributed, compile: bool = False) -> ft.Run:
     """FedAvg of it, five full-batch steps a round."""
     torch.manual_seed(0)
     return ft.Run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=STEPS, compile=compile)), population)

@@ -57,7 +57,7 @@ class Watch:
         ...     watch.before(algorithm, turn, ids=torch.arange(3))
         ... except Refusal as reason:
         ...     print(reason)
-        the site has answered 1 rounds, and does not answer more
+        the site has answered 1 round, and does not answer more
     """
 
     def __init__(self, terms: Terms, folder: Path | None) -> None:
@@ -91,7 +91,8 @@ class Watch:
         self.check_cohort(len(ids))
         if terms.rounds is not None:
             if self._rounds >= terms.rounds:
-                raise Refusal(f"the site has answered {self._rounds} rounds, and does not answer more")
+                many = "s" * (self._rounds != 1)
+                raise Refusal(f"the site has answered {self._rounds} round{many}, and does not answer more")
             self._rounds += 1
             if self._path is not None:
                 files.replace(self._path, json.dumps({"rounds": self._rounds}).encode())

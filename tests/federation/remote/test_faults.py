@@ -438,7 +438,7 @@ def test_settings_come_as_data() -> None:
             None,
             "each client's own message",
         ),
-        (Terms(rounds=1), fedavg, None, "has answered 1 rounds, and does not answer more"),
+        (Terms(rounds=1), fedavg, None, "has answered 1 round, and does not answer more"),
         (Terms(epsilon=1.0), fedavg, None, "noise that it adds itself"),
     ],
 )

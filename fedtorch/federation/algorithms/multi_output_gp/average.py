@@ -60,7 +60,7 @@ def fedmgp_average(
         server_lr: the global step η.
         batch_size: rows of a step; default: all.
         units: how many units there are, M: p_m = 1/M.
-        exchange: how changes are averaged; default: the weighted mean of `star()`; see `fedtorch.federation.trust`.
+        exchange: how changes are averaged; default: the weighted mean of `star()`; see `fedtorch.trust.robust`.
         weight: data -> `(K,)` positive weights.
 
     Example:
