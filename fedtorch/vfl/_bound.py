@@ -25,7 +25,6 @@ from fedtorch.vfl.data import VerticalData
 from fedtorch.vfl.guide import Guide, Parameters
 from fedtorch.vfl.model import VerticalModel
 from fedtorch.vfl.noise import Noise
-from fedtorch.vfl.predictors import NetworkPredictor
 
 Groups = dict[str, dict[str, Tensor]]
 
@@ -45,8 +44,7 @@ def party_bound(
         noise: of the iteration.
     """
     predictor = model.predictors[index - 1]
-    keys = noise.keys[index : index + 1] if isinstance(predictor, NetworkPredictor) else ()
-    eta = predictor.forward(theta, data.features[0], *keys)
+    eta = predictor(theta, data.features[0], *noise.keys[index : index + 1])
     value, own = eta, model.masked(predictor.log_prior(theta), 0.0)
     if guide.auxiliary.party is not None:
         drawn, ratio = guide.auxiliary.party(q["z"], fixed(guide, q["z"]), eta, noise.z[index], data, model)

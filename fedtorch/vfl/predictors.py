@@ -48,6 +48,10 @@ class Predictor:
     row_dims: int = 1
     start: Tensor | None = None
 
+    def __call__(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
+        """g_j, as a network is called; nothing is drawn, so that it needs no keys."""
+        return self.forward(theta, x)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """What is maximised over: nothing, where a network has its weights."""
         return iter(())
