@@ -8,8 +8,8 @@ The reading of the data is not certain: the paper counts "29 predictors" and doe
 (`student-por.csv`, 649 pupils) comes nearer to its figures and is the default. The paper uses the included predictors
 to predict and does not say how: "selected" is least squares on them at each school, "all" is the posterior mean of all.
 A centralised ridge regression has no coefficient at zero, so that its published count of 21 has no definition here.
-Neither the published errors nor the published counts, 21 to 23 predictors a school, come out
-(`results/fedlin_student.md`), nor do intervals of other regressions include so many.
+The published counts, 21 to 23 predictors a school, do not come out (`results/fedlin_student.md`), nor do intervals of
+other regressions include so many.
 
 Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study on linear models", section 6.1.
 """

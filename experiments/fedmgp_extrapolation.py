@@ -7,7 +7,7 @@ with perturbed inducing inputs.
 
 FedPoly does not come near its published error here, nor can it: a polynomial that is held to the shared one follows the
 average amplitude in the lost range, and amplitudes are U(0.5, 3). Nor would it with degree and ω chosen for each seed
-by the lost outputs themselves, nor the average curve of all units without noise (`results/fedmgp_extrapolation.md`).
+by the lost outputs themselves, nor the average curve of all units without noise.
 """
 
 from __future__ import annotations
