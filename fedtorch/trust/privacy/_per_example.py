@@ -67,6 +67,8 @@ class PrivateLoss(StackedLoss):
         super().__init__(objective, tensors, [], batched=True)
         self.clip, self.rate, self.spending, self.most = clip, rate, spending, most
         self.layers = linear_layers(objective.module, tensors) if ghost else None
+        if ghost and self.layers is None:
+            self._say("ghost=False: expected nothing but linear layers and convolutions to be trained")
         self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
 
@@ -103,7 +105,7 @@ class PrivateLoss(StackedLoss):
                 return self._by_layer(self.layers, values, rows, taken, index, key)
             except (IndexError, RuntimeError) as error:  # a layer that is not called as it has to be
                 self.layers = None
-                _LOG.warning("%s trains with ghost=False from now on: %s", type(self.objective.module).__name__, error)
+                self._say(f"ghost=False from now on: {error}")
         gradients, losses = self.by_example(values, rows, index, key)
         squares = [gradient.flatten(2).to(torch.float64).square().sum(2) for gradient in gradients]
         share = self._share(torch.stack(squares).sum(0), taken)
@@ -207,6 +209,9 @@ class PrivateLoss(StackedLoss):
         """`one` for all clients and their examples."""
         randomness = "error" if key is None else "different"
         return vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
+
+    def _say(self, way: str) -> None:
+        _LOG.warning("%s trains with %s", type(self.objective.module).__name__, way)
 
     def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.tensors, values))

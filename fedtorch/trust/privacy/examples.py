@@ -100,8 +100,8 @@ def example_level(
         entropy: of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation reproducible
             in blocks of the same clients, and guarantees nothing, as its ledger says.
         ghost: whether modules of linear layers and convolutions are trained without making examples' gradients, which
-            is faster. Only for a loss that reads their weights and biases through the layers' calls and nowhere else:
-            a penalty on weights inside the loss may be left out without a word.
+            is several times faster. A step whose loss depends on a weight other than by one call of its layer (a
+            penalty, a second call) and all later ones go on with ghost=False, and a warning is logged.
         cut: the largest batch of a client; None takes whatever is drawn, and adds nothing to δ.
         rounds: how many are planned, for schedules that ask.
         project: applied to the stacked parameters after every step.

@@ -78,6 +78,11 @@ def functional(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return plain(net, x, y) + doubled.square().mean()
 
 
+def other_weights(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    doubled = functional_call(net.layer, {"weight": 2 * net.layer.weight}, (x,))
+    return F.mse_loss(net.head(torch.tanh(doubled))[:, 0], y)
+
+
 def by_the_class(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return plain(net, x, y) + nn.Linear.forward(net.layer, x).square().mean()
 
@@ -88,16 +93,13 @@ def twice(net: Net, x: Tensor, y: Tensor) -> Tensor:
 
 def smooth(net: Net, x: Tensor, y: Tensor) -> Tensor:
     """A penalty on the network's derivative, without a value of it."""
-    slopes = torch.func.vmap(torch.func.grad(lambda row: net(row)))(x)
+    slopes = torch.func.grad(lambda rows: net(rows).sum())(x)
     return slopes.square().sum(1).mean()
 
 
-def late_penalty(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return plain(net, x, y) + (net.layer.weight.square().sum() if net.global_step >= 2 else 0.0)
-
-
-def late_call(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return twice(net, x, y) if net.global_step >= 2 else plain(net, x, y)
+def later(loss: Callable[[Net, Tensor, Tensor], Tensor]) -> Callable[[Net, Tensor, Tensor], Tensor]:
+    """From the third step on."""
+    return lambda net, x, y: (loss if net.global_step >= 2 else plain)(net, x, y)
 
 
 def late_positions(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -106,8 +108,8 @@ def late_positions(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(net.head(torch.tanh(net.layer(rows))).sum((1, 2)), y)
 
 
-def late_mixing(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    return plain(net, x - x.mean(0) if net.global_step >= 2 else x, y)
+def mixing(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return plain(net, x - x.mean(0), y)
 
 
 def overwritten(net: Net, x: Tensor, y: Tensor, late: bool) -> Tensor:
@@ -191,8 +193,11 @@ EXACT = {  # losses that ghost norms cannot do
     "by the class": Net(by_the_class),
     "called twice": Net(twice),
     "of the derivative": Net(smooth),
-    "a penalty later": Net(late_penalty),
-    "a second call later": Net(late_call),
+    "a penalty later": Net(later(penalised(lambda w: w.square().sum()))),
+    "a second call later": Net(later(twice)),
+    "a functional call later": Net(later(functional)),
+    "of other weights only, later": Net(later(other_weights)),
+    "of the derivative later": Net(later(smooth)),
     "other shapes later": Net(late_positions),
 }
 FAST = {
@@ -201,17 +206,32 @@ FAST = {
     "unused": Net(unused),
     "constant": Net(constant),
     "single": Net(single),
-    "mixing later": Net(late_mixing),
+    "mixing later": Net(later(mixing)),
 }
 
 
 @pytest.mark.parametrize("clip", [0.05, 1e3])
 @pytest.mark.parametrize("name", [*EXACT, *FAST])
-def test_ghost_norms_train_as_the_examples_own_gradients_do(name: str, clip: float) -> None:
+def test_ghost_norms_train_as_the_examples_own_gradients_do(
+    name: str, clip: float, caplog: pytest.LogCaptureFixture
+) -> None:
     module = (EXACT | FAST)[name]
     ways = [private(module, ghost, clip=clip, noise=1e-10 / clip) for ghost in (True, False)]
     assert distance(*map(ends, ways)) < 1e-8
     assert (loss_of(ways[0]).layers is None) == (name in EXACT)
+    said = [record.message for record in caplog.records if "ghost=False" in record.message]
+    assert len(said) == (name in EXACT)
+    assert all("depends on layer." in each or name == "other shapes later" for each in said)
+
+
+def test_what_else_is_trained_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    loss = {"loss": F.mse_loss, "optimizer": lambda p: torch.optim.SGD(p, lr=0.1)}
+    private(nn.Sequential(double(3, 2), nn.LayerNorm(2, dtype=torch.float64)), True, **loss)
+    assert [record.message for record in caplog.records] == [
+        "Sequential trains with ghost=False: expected nothing but linear layers and convolutions to be trained"
+    ]
+    private(double(3, 2), False, **loss)
+    assert len(caplog.records) == 1
 
 
 def test_inputs_that_are_changed_in_place_later_are_those_of_the_call() -> None:
