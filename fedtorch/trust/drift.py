@@ -4,8 +4,8 @@ Page and Hinkley's test adds up by how much each value exceeds the mean of all v
 
 .. math:: m_t = \sum_{s \le t} (x_s - \bar x_s - \delta), \qquad \text{alarm when } m_t - \min_{s \le t} m_s > \lambda,
 
-and begins anew after an alarm. Inf and NaN raise the alarm too, and leave the sums as they are. Where rows come in between rounds, `ft.Growing.newest` has those to watch it with: they
-are predicted before they are learnt from.
+and begins anew after an alarm. Inf and NaN raise the alarm too, and leave the sums as they are. Where rows come in
+between rounds, `ft.Growing.newest` has those to watch it with: they are predicted before they are learnt from.
 
 Source: Page (1954), "Continuous inspection schemes", Biometrika 41; Hinkley (1971), "Inference about the change-point
 from cumulative sum tests", Biometrika 58; human oversight, requirement KR1 of Jung, "Federated learning: from theory
