@@ -19,17 +19,17 @@ def is_finite(partial: Tree) -> bool:
 
 def has_negative_weights(messages: Tree) -> bool:
     """Whether a `Mean` of messages, or of a partial aggregate, has a weight below 0."""
-    return any(bool((weight < 0).any()) for weight in _weights(messages))
+    return any(bool((weight < 0).any()) for weight in weights(messages))
 
 
 def not_finite(messages: Tree) -> dict[int, str]:
     """The rows of messages `(K, ...)` that have NaN, Inf or a negative weight, and the field in which they have it."""
     found: dict[int, str] = {}
-    weights = {id(weight) for weight in _weights(messages)}
+    those = {id(weight) for weight in weights(messages)}
     for name, leaf in tree.items(messages):
         if leaf.numel():
             bad = ~leaf.reshape(len(leaf), -1).isfinite().all(1)
-            if id(leaf) in weights:
+            if id(leaf) in those:
                 bad |= leaf < 0
             found = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **found}
     return found
@@ -45,7 +45,8 @@ def check_sum(partial: Tree, clients: int) -> None:
             )
 
 
-def _weights(messages: Tree) -> list[Tensor]:
+def weights(messages: Tree) -> list[Tensor]:
+    """The weights of every `Mean` of messages, or of a partial aggregate."""
     found: list[Tensor] = []
 
     def look(node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
