@@ -19,6 +19,8 @@ Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in fede
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -239,6 +241,9 @@ def watch_groups(
     the worst tenth) over clients; `_group_<group>` over the rows of each group, and `_gap`, the largest of these minus
     the smallest. `ft.plots.groups` draws them, and `ft.plots.curves`.
 
+    A group without rows is warned of: its column is NaN, and the gap is that of the others, NaN of fewer than two. A
+    group whose score is NaN makes the gap NaN.
+
     Args:
         run: that has done a round.
         data: rows of its clients.
@@ -258,7 +263,7 @@ def watch_groups(
         >>> found["val_error_gap"] == abs(found["val_error_group_0"] - found["val_error_group_1"])
         True
     """
-    values: dict[str, float] = {}
+    present, values = _present(data, group, groups), dict[str, float]()
     for name, score in run.evaluate(data, metrics).items():
         column = f"val_{name}"
         values |= {column: score.overall, f"{column}_mean": score.mean()}
@@ -266,9 +271,28 @@ def watch_groups(
         values[f"{column}_worst_decile"] = score.worst_decile(largest_is_best)
         found = group_scores(run, data, metrics[name], group, groups)
         values |= {f"{column}_group_{value:g}": each for value, each in found.items()}
-        values[f"{column}_gap"] = max(found.values()) - min(found.values())
+        values[f"{column}_gap"] = _gap([each for value, each in found.items() if value in present])
     run.log.validated(run.number, values)
     return values
+
+
+def _present(data: FederatedData, group: Callable[[Tree], Tensor], groups: Sequence[float]) -> set[float]:
+    """The groups that have rows; of others the user is warned."""
+    member = group(data.rows)
+    present = {value for value in groups if bool((member == value).any())}
+    absent = [f"{value:g}" for value in groups if value not in present]
+    if absent:
+        warnings.warn(
+            f"Expected rows of every group, but got none of {', '.join(absent)}; the gap is that of the others",
+            stacklevel=3,
+        )
+    return present
+
+
+def _gap(scores: Sequence[float]) -> float:
+    """The largest minus the smallest; NaN if one is, or with nothing to compare."""
+    known = torch.tensor(scores, dtype=torch.float64)
+    return float(known.amax() - known.amin()) if len(scores) > 1 else math.nan
 
 
 def _fair_client(

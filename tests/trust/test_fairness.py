@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import warnings
+
 import pytest
 import torch
 from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, sgd
@@ -134,6 +138,34 @@ def test_groups_and_the_worst_tenth_are_in_the_history() -> None:
     other = ft.Run(ft.fedavg(sgd(RATE)), ft.InProcess(data))
     other.load_state_dict(run.state_dict())
     assert other.history["val_error_group_1"].tolist() == run.history["val_error_group_1"].tolist()
+
+
+def test_a_group_without_rows_is_left_out_of_the_gap_whatever_the_order() -> None:
+    run = ft.run(ft.fedavg(sgd(RATE)), ft.InProcess(DATA), rounds=1)
+    member, mse = (lambda rows: (rows[0][:, 0] > 0).double()), {"error": ft.metrics.mean_squared_error()}
+    plain = fairness.watch_groups(run, DATA, mse, member, [0.0, 1.0])
+    for order in itertools.permutations([0.0, 1.0, 7.0]):
+        with pytest.warns(UserWarning, match=r"Expected rows of every group, but got none of 7"):
+            found = fairness.watch_groups(run, DATA, mse, member, order)
+        assert math.isnan(found.pop("val_error_group_7"))
+        assert found == plain
+    for groups in ([0.0], [0.0, 7.0], [7.0, 8.0]):  # nothing to compare with
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert math.isnan(fairness.watch_groups(run, DATA, mse, member, groups)["val_error_gap"])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_group_that_is_predicted_badly_is_not_left_out(bad: float) -> None:
+    run = ft.run(ft.fedavg(sgd(RATE)), ft.InProcess(DATA), rounds=1)
+    member = lambda rows: (rows[0][:, 0] > 0).double() + (rows[0][:, 1] > 0)
+    wrong = lambda output, target: torch.where(target == DATA[0][1][0], bad, squared(output, target))
+    worst = float(member((DATA[0][0][:1],)))
+    error = {"error": ft.metrics.mean_of(wrong, False)}
+    for order in itertools.permutations([0.0, 1.0, 2.0]):
+        found = fairness.watch_groups(run, DATA, error, member, order)
+        assert str(found[f"val_error_group_{worst:g}"]) == str(bad)
+        assert str(found["val_error_gap"]) == str(bad)
 
 
 # -- explainability --------------------------------------------------------------------------------------------------
