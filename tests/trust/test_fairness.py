@@ -6,8 +6,10 @@ import itertools
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
+from scipy import optimize
 from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, sgd
 from support.gtv_problems import bare_linear_clients
 from torch import Tensor
@@ -80,6 +82,50 @@ def test_agnostic_learning_is_the_same_in_any_chunks_and_with_faults() -> None:
     one, two = (ft.run(algorithm, ft.InProcess(DATA, chunk), **settings) for chunk in (None, 1))
     assert distance(one.server, two.server) < ROUNDING
     assert distance(one.clients.state_dict(), two.clients.state_dict()) < ROUNDING
+
+
+def test_agnostic_learning_is_mirror_ascent_of_the_weights() -> None:
+    """λ_k ∝ n_k exp(γ Σ F_k) over the rounds from the second on, gradient steps of every client on θ, in a loop."""
+    gamma, algorithm = 0.1, fairness.agnostic(sgd(RATE), squared, 0.1)
+    theta, total = joined(algorithm.start)[:, 0], torch.zeros(len(SIZES)).double()
+    for t in range(5):
+        losses, steps = [], []
+        for x, y in DATA:
+            rest = x @ theta[:3] + theta[3] - y
+            losses.append(rest.square().mean())
+            steps.append(-RATE * 2 * torch.cat([x.T @ rest, rest.sum()[None]]) / len(y))
+        total += torch.stack(losses) * (t > 0)
+        share = (torch.tensor(SIZES) * (gamma * (total - total.mean())).exp()).double()
+        theta = theta + share @ torch.stack(steps) / share.sum()
+        mixture = share @ torch.stack(losses) / share.sum()
+    for chunk in (None, 1):
+        run = ft.run(algorithm, ft.InProcess(DATA, chunk), rounds=5)
+        assert distance(joined(run.server.parameters)[:, 0], theta) < ROUNDING
+        assert abs(float(run.server.loss - mixture)) < ROUNDING
+
+
+def minimax(data: ft.data.FederatedData) -> tuple[float, np.ndarray]:
+    """The least largest mean squared error of a linear model on any client, and where it is, by SLSQP."""
+    rows = [(x.numpy(), y.numpy()) for x, y in data]
+    errors = lambda z: np.array([np.square(x @ z[:-1] - y).mean() for x, y in rows])
+    start = np.append(np.zeros(rows[0][0].shape[1]), 50.0)
+    epigraph = {"type": "ineq", "fun": lambda z: z[-1] - errors(z)}
+    found = optimize.minimize(lambda z: z[-1], start, constraints=epigraph, options={"ftol": 1e-14, "maxiter": 500})
+    assert found.success
+    return float(errors(found.x).max()), found.x[:-1]
+
+
+@pytest.mark.parametrize(("cohort", "lost"), [(None, 0.0), (2, 0.0), (1, 0.0), (2, 0.3)])
+def test_agnostic_learning_finds_it_also_by_asking_some(cohort: int | None, lost: float) -> None:
+    """Who is not asked counts as it last did; the mean over who is asked ended elsewhere."""
+    data = linear_clients([6, 20, 9, 11], features=2, seed=1)
+    best, where = minimax(data)
+    algorithm = fairness.agnostic(ft.least_squares(linear(2, bias=False), steps=1, lr=0.2), squared, 0.4)
+    faults = ft.lost_messages(after=lost) if lost else None
+    run = ft.run(algorithm, ft.InProcess(data), rounds=300, cohort=cohort, faults=faults, seed=1)
+    w = run.server.parameters["weight"][0]
+    assert distance(w, torch.from_numpy(where)) < 1e-4  # what 300 rounds leave
+    assert abs(float(torch.stack([(x @ w - y).square().mean() for x, y in data]).max()) - best) < 1e-3 * best
 
 
 def test_a_swapped_feature_loses_its_effect() -> None:
