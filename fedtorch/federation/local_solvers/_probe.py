@@ -67,7 +67,10 @@ def _failure(stacked: StackedLoss, own: list[Tensor], rows: Tree) -> Exception |
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
     no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED)
-    with warnings.catch_warnings(), torch.enable_grad(), Drawn(random.key(0).to(own[0].device)):
+    # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
+    buffers = functional.buffers(stacked.objective.module)
+    kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
+    with kept, warnings.catch_warnings(), torch.enable_grad(), Drawn(random.key(0).to(own[0].device)):
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with no_hooks:
