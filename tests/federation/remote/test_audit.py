@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import public
 import pytest
 import torch
 import torch.nn.functional as F
@@ -434,3 +435,16 @@ def test_the_command_says_ok_or_failed_and_why(ran: Place, tmp_path: Path, capsy
     head = ran.record("a").head
     assert main(["record", "verify", str(cut), "--certificate", str(authority), "--head", head]) == 1
     assert "are missing at the end" in capsys.readouterr().out
+
+
+def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (public.HERE / "howto" / "audit.md").read_text()
+    names: dict[str, Any] = {}
+    outputs = []
+    for cell in public.CELL.findall(page):
+        exec(compile(cell, "audit.md", "exec"), names)
+        outputs.append((capsys.readouterr().out, names.get("code")))
+    assert "refusal {'reason': 'the site has answered 2 rounds, and does not answer more'}" in outputs[1][0]
+    assert (outputs[2][0].count("  OK: "), outputs[2][1]) == (5, 0)
+    assert "was changed (its signature does not fit" in outputs[3][0]
+    assert outputs[3][1] == 1
