@@ -32,6 +32,8 @@ def _verify_all(options: argparse.Namespace) -> int:
     from fedtorch.federation.remote import audit
 
     audits = [file for file in options.files if audit.is_record(file)]
+    if options.head is not None and len(audits) != 1:
+        raise ValueError(f"Expected one audit record whose entry --head is, but got {len(audits)}")
     code = max([_verify_audit(file, options) if file in audits else _verify(file) for file in options.files])
     sides = {file: audit.serves(file) for file in audits}
     servers, sites = ([file for file in audits if sides[file] is side] for side in (True, False))

@@ -204,14 +204,17 @@ class Site:
             server: str | None = None
             try:
                 server = self.recording.check_server(frame)
-                self._visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
+                visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
+                self.recording.begin(frame, server, None)
+                self._visit = visit
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
             except Exception as error:
                 self._why = f"the site could not begin: {type(error).__name__}; see what it says itself"
                 _LOG.exception("could not begin a run")
-            self.recording.begin(frame, server, self._why if self._visit is None else None)
+            if self._visit is None:
+                self.recording.begin(frame, server, self._why)
 
     def _do(self, frame: Frame) -> bytes | None:
         if self._visit is None and self._why is None:

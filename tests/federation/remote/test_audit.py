@@ -315,6 +315,21 @@ def test_what_cannot_be_recorded_is_not_answered(place: Place, monkeypatch: pyte
     assert sites.troubles == {"a": "the site failed with OSError; see what it says itself"}
 
 
+def test_a_run_whose_begin_cannot_be_recorded_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of site "a" has no room for that entry, and has for those after it."""
+    note = AuditRecord.note
+
+    def full(self: AuditRecord, event: str, **about: Any) -> None:
+        if self.identity.name == "a" and event == "begin" and "refused" not in about:
+            raise OSError("no space left on device")
+        note(self, event, **about)
+
+    monkeypatch.setattr(AuditRecord, "note", full)
+    sites = place.run(rounds=1, quorum=0.5)
+    assert sites.troubles == {"a": "the site could not begin: OSError; see what it says itself"}
+    assert "answer" not in [entry["event"] for entry in place.events("a")]
+
+
 def test_a_full_disk_leaves_whole_lines(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     record, size = place.record("a"), place.path("a").stat().st_size
     opened = Path.open
@@ -435,6 +450,8 @@ def test_the_command_says_ok_or_failed_and_why(ran: Place, tmp_path: Path, capsy
     head = ran.record("a").head
     assert main(["record", "verify", str(cut), "--certificate", str(authority), "--head", head]) == 1
     assert "are missing at the end" in capsys.readouterr().out
+    assert main(["record", "verify", *files, "--certificate", str(authority), "--head", head]) == 1
+    assert "Expected one audit record" in capsys.readouterr().err
 
 
 def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
