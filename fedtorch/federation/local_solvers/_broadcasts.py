@@ -38,7 +38,8 @@ class Broadcasts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        first, second, *_ = (*args, *kwargs.values(), None, None)
+        given: tuple[Any, ...] = (*args, *kwargs.values(), None, None)
+        first, second = given[:2]
         if not self._crosses(first, second):
             return func(*args, **kwargs)
         output, target = (first, second) if first.requires_grad else (second, first)
