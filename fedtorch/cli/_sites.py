@@ -49,6 +49,9 @@ def add(commands: Any) -> None:
     join.add_argument(
         "--patience", type=float, default=600.0, metavar="SECONDS", help="without a word from the server (default 600)"
     )
+    join.add_argument(
+        "--record", type=Path, metavar="FILE", help="the audit record; default: record.jsonl among the states"
+    )
     states = _command(commands, "states", _show_states, "site: what is kept of each run, and delete those that ended")
     states.add_argument("folder", metavar="DIR", type=Path, help="the folder of states")
     states.add_argument(
@@ -135,13 +138,14 @@ def _states(options: argparse.Namespace) -> Path:
 
 def _take_part(options: argparse.Namespace) -> None:
     from fedtorch import transport
-    from fedtorch.federation.remote import join, read_offer
+    from fedtorch.federation.remote import AuditRecord, join, read_offer
     from fedtorch.transport import identity
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
     dial = partial(transport.connect, options.address, me)
-    visit = join(dial, offer, _states(options), identity=me, patience=options.patience)
+    record = AuditRecord(options.record or _states(options) / "record.jsonl", me)
+    visit = join(dial, offer, _states(options), identity=me, patience=options.patience, record=record)
     print(f"run {visit.run} is over")
     if options.save is not None:
         visit.save(options.save)

@@ -27,6 +27,7 @@ from fedtorch.federation.remote._keyring import Keyring
 from fedtorch.federation.remote._masked import digest_of
 from fedtorch.federation.remote._plan import Plan
 from fedtorch.federation.remote._reading import Answer, Reader
+from fedtorch.federation.remote._recording import ServerRecording
 from fedtorch.federation.remote._sites import LATE, Heard, Question
 from fedtorch.tree import Tree
 
@@ -57,6 +58,7 @@ class RemoteClients:
         additive = algorithm.told is not None and algorithm.exchange.additive
         nothing = algorithm.exchange.finish(self._read.told_by(0)).value if plan.withdrawals and additive else None
         self._account = Account(sites, nothing)
+        self._recording = ServerRecording(plan, algorithm)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -83,6 +85,8 @@ class RemoteClients:
         self._check_quorum(heard.answers, missing, len(asked))
         aggregate, answers = self._meet(heard.answers, number, outbox, turn)
         fell = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in heard.answers}
+        self._recording.left_out(self.run, {site: why for site, why in fell.items() if site not in answers})
+        self._recording.sync()
         self._check_quorum(answers, {**fell, **missing}, len(asked))
         found = [answer for answer in answers.values() if answer.partial is not None]
         ids, info = joined([(answer.ids, answer.info) for answer in found])
@@ -164,8 +168,12 @@ class RemoteClients:
         if self.algorithm.exchange.sealed is not None:
             self._prepare([])
         number, sites = self.plan.sites.next_sequence(), self.plan.sites
-        for index, site in enumerate(sites.names):
-            frame = self._request("over", index, self._own(index, None), outbox, number)
+        requests = {
+            site: self._request("over", index, self._own(index, None), outbox, number)
+            for index, site in enumerate(sites.names)
+        }
+        self._recording.over(self.run, requests)
+        for site, frame in requests.items():
             sites.tell(site, self.run, self._begin, frame)
 
     def withdraw(self, site: str) -> Tree:
@@ -176,7 +184,9 @@ class RemoteClients:
         """
         if site not in self.plan.sites.names:
             raise ValueError(f"Expected one of the sites {self.plan.sites.names}, but got {site!r}")
-        return self._account.withdraw(self.plan.sites.names.index(site))
+        taken = self._account.withdraw(self.plan.sites.names.index(site))
+        self._recording.withdrawn(self.run, site)
+        return taken
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -186,10 +196,12 @@ class RemoteClients:
         if kept not in self._saved:
             self._saved.append(kept)
         run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
-        return {"kept": torch.tensor(kept), "run": run, **self._account.state_dict()}
+        known = {**self._recording.state_dict(), **self._account.state_dict()}
+        return {"kept": torch.tensor(kept), "run": run, **known}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Goes back to what `state_dict` said; sites go back with their next request."""
+        self._recording.load_state_dict(flat)
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
         self._account.load_state_dict(flat)
@@ -289,13 +301,15 @@ class RemoteClients:
             "clients": len(self.plan.names),
             "first": self.plan.firsts[self.plan.sites.names.index(site)],
         }
-        return frames.encode("begin", {"state": self._local.table.initial}, **about)
+        return self._recording.begin(site, about, {"state": self._local.table.initial})
 
     def _ask(self, requests: Mapping[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Heard:
         least = math.ceil(self.plan.quorum * len(requests))
+        read, digests = self._recording.asked(self.run, requests, read)
         question = Question(self.run, self._begin, requests, number, read)
         heard = self.plan.sites.ask(question, seconds=self.plan.seconds, least=least)
         self._up, self._down = self._up + heard.bytes_up, self._down + sum(map(len, requests.values()))
+        self._recording.answered(self.run, number, digests, heard.missing)
         return heard
 
     def _check_quorum(self, answers: Mapping[str, Any], missing: Mapping[str, str], asked: int) -> None:

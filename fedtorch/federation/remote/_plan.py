@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.remote._sites import Sites
+from fedtorch.federation.remote.audit import AuditRecord
 
 
 class Plan(NamedTuple):
@@ -26,3 +27,4 @@ class Plan(NamedTuple):
     rotate: int  # rounds in which sites use the same keys
     nobody: ClientData  # a block of no clients, with rows like those of the sites
     validation: FederatedData  # stands for rows that sites keep
+    record: AuditRecord | None  # of what sites are asked and answer
