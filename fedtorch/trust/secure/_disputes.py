@@ -1,9 +1,9 @@
 """Who is left out where clients say that others' shares are wrong: the liar, and at most one honest client for each.
 
-Of two in a dispute, one who says that it cannot open the other's shares and the other who has sent them, nobody else can
-tell who lies; one does. An honest client is in no more disputes than it has corrupt neighbours, so whoever is in more
-lies for sure. Of each dispute that then is left both are out, one dispute after the other: with every honest client goes
-a corrupt one that has not gone before.
+Of two in a dispute, one who says that it cannot open the other's shares and the other who has sent them, one lies, and
+nobody else can tell which. An honest client is in no more disputes than it has corrupt neighbours, so whoever is in
+more lies for sure. Of each dispute that then is left both are out, one dispute after the other: with every honest
+client goes a corrupt one that has not gone before.
 
 >>> settled({(1, 2)}, colluding=1)  # one of them
 (set(), {1, 2})

@@ -1,4 +1,4 @@
-"""What revealed shares give: secrets, who has revealed others than it was given, and who has given such as give none."""
+"""What revealed shares give: secrets, who has revealed others than it was given, and who has dealt wrong ones."""
 
 from __future__ import annotations
 

@@ -119,9 +119,7 @@ class Client:
         self._own = self._secret("own mask")
         self._adverts: Adverts = {}
         self._neighbours: list[int] = []
-        self._shared: dict[
-            int, tuple[bytes, bytes]
-        ] = {}  # by neighbour: what letters and masks between them are made of
+        self._shared: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: for letters and for masks
         self._held: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: shares of own mask and of mask key
         self._listed: frozenset[int] = frozenset()  # neighbours that it has masked with
         self._survivors: frozenset[int] = frozenset()

@@ -14,7 +14,6 @@ from fedtorch.trust.secure import ring
 from fedtorch.trust.secure._both_sides import (
     Adverts,
     agreed,
-    commitment,
     exchanged,
     graph,
     opened_adverts,
@@ -39,7 +38,6 @@ from fedtorch.trust.secure.messages import (
     body_of,
     bundle,
     listed,
-    most_up,
     records,
     split_words,
     verified,

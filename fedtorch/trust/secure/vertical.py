@@ -6,9 +6,9 @@ gradient. `masked_party` puts masks on what a party sends, one for each other pa
 drives them, do not know.
 
 In its first message each party says a key, signed, which the server passes on; masks then are fresh in every message.
-*From whom:* the server, whether it keeps to the protocol or passes keys on as it likes (they are signed, and all have to
-be there), and the server with all but two of the parties, of whom it learns the sum. All parties take
-part in every iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
+*From whom:* the server, whether it keeps to the protocol or passes keys on as it likes (they are signed, and all have
+to be there), and the server with all but two of the parties, of whom it learns the sum. All parties take part in every
+iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
 

@@ -16,7 +16,7 @@ import fedtorch as ft
 from fedtorch.federation.exchange import Mean, Sum
 from fedtorch.trust import privacy, secure
 from fedtorch.trust.secure import Aborted, Grid, Neighbourhoods, shamir
-from fedtorch.trust.secure.messages import ADVERT, COMPLAIN, CONFIRM, MASKED, PHASES, REVEAL, SHARES
+from fedtorch.trust.secure.messages import MASKED, PHASES, REVEAL
 from fedtorch.trust.secure.neighbours import circle
 
 GRID = Grid(bits=20, bound=100.0)
