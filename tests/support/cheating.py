@@ -30,6 +30,7 @@ from fedtorch.trust.secure.messages import (
 )
 
 SIZE = 2
+Agreed = tuple[Session, dict[int, Ed25519PrivateKey]]
 Payload = Callable[[int, int, bytes], bytes]  # (phase, client, what its view's server would send) -> what it is sent
 
 
@@ -53,9 +54,7 @@ class Cheated:
         views: how many stories are told.
     """
 
-    def __init__(
-        self, agreed: tuple[Session, dict[int, Ed25519PrivateKey]], corrupt: Collection[int] = (), views: int = 1
-    ) -> None:
+    def __init__(self, agreed: Agreed, corrupt: Collection[int] = (), views: int = 1) -> None:
         self.session, self.signing = agreed
         self.corrupt, self.views = frozenset(corrupt), [Server(self.session) for _ in range(views)]
         make = lambda k: Client(self.session, k, self.signing[k], privacy.from_seed(k), self.words(k))

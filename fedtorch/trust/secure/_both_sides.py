@@ -24,8 +24,9 @@ def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
         ValueError: some are not of this session.
     """
     found: Adverts = {}
+    digest = session.digest()
     for message in adverts:
-        sender, body = verified(session, ADVERT, message)
+        sender, body = verified(session, ADVERT, message, digest)
         if sender in found:
             raise Aborted(f"Expected one advert of client {sender}, but got two")
         found[sender] = KEYS.unpack(body)

@@ -184,10 +184,12 @@ def most_down(session: Session, phase: int) -> int:
     return (clients if phase == SHARES else near) * (_LENGTH.size + most_up(session, phase - 1))
 
 
-def sign(session: Session, phase: int, sender: int, body: bytes, key: Ed25519PrivateKey) -> bytes:
-    """A message of a client."""
+def sign(
+    session: Session, phase: int, sender: int, body: bytes, key: Ed25519PrivateKey, digest: bytes | None = None
+) -> bytes:
+    """A message of a client; `digest` is the session's, where it is known already."""
     signed = _HEAD.pack(phase, sender) + body
-    return signed + key.sign(_signed(session, signed))
+    return signed + key.sign(_signed(digest or session.digest(), signed))
 
 
 def with_words(session: Session, sender: int, others: Iterable[int], words: bytes, key: Ed25519PrivateKey) -> bytes:
@@ -224,13 +226,15 @@ def _bits(session: Session) -> int:
     return -(-len(session.keys) // 8)
 
 
-def _signed(session: Session, message: bytes) -> bytes:
+def _signed(digest: bytes, message: bytes) -> bytes:
     """What stands for a message under its signature, which would hash it twice."""
-    return _MAGIC + session.digest() + hashlib.sha256(message).digest()
+    return _MAGIC + digest + hashlib.sha256(message).digest()
 
 
-def verified(session: Session, phase: int, message: bytes) -> tuple[int, bytes]:
+def verified(session: Session, phase: int, message: bytes, digest: bytes | None = None) -> tuple[int, bytes]:
     """(sender, body) of a message of this session and phase; of masked words, of their head.
+
+    `digest` is the session's, where it is known already.
 
     Raises:
         ValueError: it is anything else, with the reason.
@@ -245,7 +249,9 @@ def verified(session: Session, phase: int, message: bytes) -> tuple[int, bytes]:
         raise ValueError(f"Expected a message of one of the session's clients, but got one of client {sender}")
     signed, signature = message[:-_SIGNATURE], message[-_SIGNATURE:]
     try:
-        Ed25519PublicKey.from_public_bytes(session.keys[sender]).verify(signature, _signed(session, signed))
+        Ed25519PublicKey.from_public_bytes(session.keys[sender]).verify(
+            signature, _signed(digest or session.digest(), signed)
+        )
     except InvalidSignature:
         raise ValueError(
             f"Expected a message that client {sender} has signed in this session, but it has not"

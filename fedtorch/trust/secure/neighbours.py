@@ -44,22 +44,16 @@ class Neighbourhoods(NamedTuple):
     def least(self, adversary: Adversary) -> int:
         """Return the least threshold that keeps secrets from such a server.
 
+        Raises:
+            ValueError: there is no such adversary.
+
         Example:
             >>> Neighbourhoods(neighbours=8, threshold=5, colluding=1).least("active")
             5
         """
-        return least_threshold(self.neighbours, self.colluding, adversary)
-
-
-def least_threshold(neighbours: int, colluding: int, adversary: Adversary) -> int:
-    """Return the least threshold of so many neighbours of whom so many collude.
-
-    Raises:
-        ValueError: there is no such adversary.
-    """
-    if adversary not in ADVERSARIES:
-        raise ValueError(f"Expected adversary='active' or 'curious', but got {adversary!r}")
-    return (neighbours + colluding) // 2 + 1 if adversary == "active" else colluding + 1
+        if adversary not in ADVERSARIES:
+            raise ValueError(f"Expected adversary='active' or 'curious', but got {adversary!r}")
+        return (self.neighbours + self.colluding) // 2 + 1 if adversary == "active" else self.colluding + 1
 
 
 @lru_cache(maxsize=256)
@@ -129,7 +123,7 @@ class _Tails(NamedTuple):
                 colluding = bad
             while _at_least(clients - 1, bad, neighbours, colluding + 1) * clients > 2.0**-self.secrecy:
                 colluding += 1
-            threshold = max(least_threshold(neighbours, colluding, self.adversary), self.minimum - 1, 2)
+            threshold = max(Neighbourhoods(neighbours, 0, colluding).least(self.adversary), self.minimum - 1, 2)
             few = _at_least(clients - 1, gone, neighbours, neighbours - threshold + 1) if threshold <= neighbours else 1
             if few * clients <= 2.0**-self.failure:
                 return Neighbourhoods(neighbours, threshold, colluding)

@@ -263,7 +263,7 @@ class Client:
         """Raises Aborted unless this client and each neighbour that has stayed have masked with each other."""
         both = set()
         for head in heads:
-            sender, body = verified(self.session, MASKED, head)
+            sender, body = verified(self.session, MASKED, head, self._digest)
             if sender in self._listed and self.number in listed(self.session, body):
                 both.add(sender)
         if alone := sorted(self._survivors.intersection(self._neighbours) - both):
@@ -281,7 +281,7 @@ class Client:
         self._enter(REVEAL)
         same, others, wanted = set(), set(), agreed(sorted(self._survivors), self._adverts)
         for message in confirmations:
-            sender, body = verified(self.session, CONFIRM, message)
+            sender, body = verified(self.session, CONFIRM, message, self._digest)
             (same if body == wanted else others).add(sender)
         if len(same & self._listed & self._survivors) < self.session.graph.threshold:
             raise Aborted(
@@ -320,7 +320,7 @@ class Client:
         return Purpose(self.session.run, self.session.round, self.session.attempt, phase, self._digest)
 
     def _sign(self, phase: int, body: bytes) -> bytes:
-        return sign(self.session, phase, self.number, body, self._signing)
+        return sign(self.session, phase, self.number, body, self._signing, self._digest)
 
     def _enter(self, phase: int) -> None:
         if phase != self._done + 1:

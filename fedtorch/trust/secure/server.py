@@ -89,7 +89,7 @@ class Server:
         """Takes a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
         try:
             head = split_words(self.session, message)[0] if phase == MASKED else message
-            sender, body = verified(self.session, phase, head)
+            sender, body = verified(self.session, phase, head, self._digest)
             if phase < self._open:
                 raise ValueError(f"phase {phase} is over")
             if sender in self.messages[phase] or sender not in self.present(phase):
