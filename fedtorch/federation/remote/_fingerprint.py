@@ -8,7 +8,6 @@ from fedtorch.federation.algorithm import Algorithm
 
 def fingerprint(algorithm: Algorithm) -> dict[str, str]:
     """What a server and its sites compare of an algorithm."""
-    exchange = algorithm.exchange
-    hidden = "sealed letters" if exchange.sealed is not None else str(exchange.masks or "")
+    hidden = algorithm.exchange.hidden
     about = {**algorithm.settings, **({"messages": hidden} if hidden else {})}
     return {name: checkpoint.describe(value) for name, value in about.items()}

@@ -110,6 +110,10 @@ class PartOfSite:
         speakers, place = keys.read(data)
         if len(speakers) < masks.minimum:
             raise Refusal(f"the site adds up under masks with {masks.minimum} sites at least, not {len(speakers)}")
+        try:
+            masks.check(sum(each.clients for each in speakers), len(speakers))
+        except ValueError as error:
+            raise Refusal(str(error)) from None
         parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})
         self.number, self.about, self._phases, self._said = number, about, masks.phases, dict[int, bytes]()
         me = speakers[place].first + 1
