@@ -9,6 +9,13 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.remote._sites import Sites
 
 
+class Lost(NamedTuple):
+    """Of sums under masks that were lost: who has ended them, and who can still add up."""
+
+    failed: dict[str, str]  # why sites are left out of sums over other starts, by name
+    bound: dict[bytes, frozenset[str]]  # by start, the sites that add up over it all together or not at all
+
+
 class Plan(NamedTuple):
     """See `Remote`."""
 
@@ -26,3 +33,4 @@ class Plan(NamedTuple):
     rotate: int  # rounds in which sites use the same keys
     nobody: ClientData  # a block of no clients, with rows like those of the sites
     validation: FederatedData  # stands for rows that sites keep
+    lost: Lost

@@ -13,7 +13,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._clients import RemoteClients
-from fedtorch.federation.remote._plan import Plan
+from fedtorch.federation.remote._plan import Lost, Plan
 from fedtorch.federation.remote._sites import Sites
 from fedtorch.transport.hub import Hub
 from fedtorch.tree import Tree
@@ -126,6 +126,7 @@ class Remote:
             rotate=rotate,
             nobody=_nobody(like),
             validation=self.validation,
+            lost=Lost({}, {}),
         )
 
     @property

@@ -13,6 +13,7 @@ from fedtorch import _files as files
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._frames import PROTOCOL, Frame, run_of
 from fedtorch.federation.remote.offer import Offer
+from fedtorch.federation.remote.past_sums import PastSums
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import alone_in
 from fedtorch.federation.remote.visit import Visit
@@ -38,7 +39,9 @@ def join(
     Args:
         dial: connects to the server, such as `lambda: transport.connect("server.example:443", identity)`.
         offer: what the site brings.
-        folder: where the site keeps its clients' states; without one it cannot go on after it was killed.
+        folder: where the site keeps its clients' states, and which sums under masks it has taken part in, see
+            `past_sums`; without one it cannot go on after it was killed, and refuses such sums unless its terms say
+            otherwise.
         identity: of the site, with which it signs the keys of sums under masks and of sealed letters; without one it
             refuses them.
         patience: the longest time without a word from the server, in seconds.
@@ -150,6 +153,7 @@ class Site:
         self.offer, self.folder, self._watch, self._identity = offer, folder, Watch(offer.terms, folder), identity
         self.ended: Visit | None = None
         self.begun: bytes | None = None
+        self._past = PastSums(folder, offer.terms.remember_sums)
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
 
@@ -184,7 +188,7 @@ class Site:
         if self._visit is None or self._visit.run != run_of(frame):
             self._visit, self._why, self.begun = None, "the site could not begin", frame.payload
             try:
-                self._visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
+                self._visit = Visit(self.offer, self._watch, frame, self.folder, self._identity, self._past)
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
