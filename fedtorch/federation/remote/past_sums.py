@@ -36,7 +36,7 @@ from fedtorch.federation.remote.versions import FIRST
 from fedtorch.tree import Tree
 
 FILE = "sums.jsonl"
-MOST = 200_000  # sums; a file of about 25 MB
+MOST = 200_000  # sums; a file of about 40 MB
 _FORM = {"sums under masks": 1}
 _NAMED = 20  # sites that a refusal names at most
 _BEGIN = "`fedtorch states DIR --begin-sums`"
@@ -115,6 +115,8 @@ class PastSums:
         ... except Refusal as reason:
         ...     print(str(reason).partition(" UTC ")[2].partition(":")[0])
         with ['ward 6', 'ward 7', 'ward 8', 'ward 9'] (4 in all), and takes part in others with the same sites only
+        >>> again.of_round(b"other", ["bed 1"], Step("run 1", base=0, version=7), four, confirmed=True)
+        >>> again.of_total(Step("run 1", base=7, version=7), four, confirmed=True)  # what clients have told for good
         >>> folder.cleanup()
     """
 

@@ -60,9 +60,10 @@ def revealed(sets: Sequence[frozenset[Party]], minimum: int, most: int = MOST) -
         raise TooMany(f"Expected at most {_ROWS} sets, but got {len(sets)}")
     columns = _orthogonal(list(zip(*groups)))
     few = [(members, column) for members, column in zip(groups.values(), columns) if len(members) < minimum]
-    looked, waiting = 0, [(0, [], {}, minimum)]  # (the next group, members, independent columns, room)
+    looked = 0
+    waiting: list[tuple[int, list[Party], dict[int, list[int]], int]] = [(0, [], {}, minimum)]
     while waiting:
-        start, members, basis, room = waiting.pop()
+        start, members, basis, room = waiting.pop()  # the next group, parties, their independent columns, room for more
         for place in range(start, len(few)):
             more, column = few[place]
             if len(more) >= room:

@@ -218,7 +218,7 @@ def test_clients_refuse_sums_that_less_an_earlier_one_say_too_much() -> None:
         one.answer(SHARES, server.request(SHARES, 1))
         one._done = MASKED  # its survivors do not depend on what was masked
         if refused:
-            with pytest.raises(Aborted, match="difference from an earlier sum is of 1 clients"):
+            with pytest.raises(Aborted, match="combination with earlier sums is of 1 clients"):
                 one.confirm(now)
         else:
             one.confirm(now)
