@@ -265,7 +265,9 @@ class RemoteClients:
         if self._hidden is None:
             return {}
         members = asked if self.algorithm.exchange.sealed is None else self._members()
-        return self._hidden.begin([site for _, site in members], self.run, start)
+        missing = self._hidden.begin([site for _, site in members], self.run, start)
+        self.plan.sites.troubles.update(missing)
+        return missing
 
     def _meet(self, answers: dict[str, Answer], wanted: Asked) -> tuple[Tree, dict[str, Answer]]:
         """(the aggregate, the answers that are in it)."""

@@ -74,7 +74,7 @@ def model_of(client: int) -> dict[str, torch.Tensor]:
 SAME = r"a sum over the same start on \d{4}-\d\d-\d\d at .* UTC with \['a', 'b', 'c', 'd'\] \(4 in all\)"
 
 
-@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("restart", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_runs_with_and_without_one_site_are_refused(restart: bool, tmp_path: Path) -> None:
     """Two honest runs from the same parameters, whose difference would be the model of the site that one lacks."""
     host = sites_in(tmp_path)
@@ -159,7 +159,7 @@ def hears_again(host: Loopback, name: str) -> None:
     host.start(name)
 
 
-@pytest.mark.parametrize("phase", [CONFIRM, REVEAL])
+@pytest.mark.parametrize("phase", [pytest.param(CONFIRM, marks=pytest.mark.slow), REVEAL])
 def test_a_round_that_a_member_ends_is_of_the_same_sites_or_of_none(
     phase: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +185,7 @@ def test_a_round_that_a_member_ends_is_of_the_same_sites_or_of_none(
     hears_again(host, "d")
     assert moved.step().ids.tolist() == [0, 1, 2]
     assert moved.history["lost_before"].tolist() == [1]
+    assert run.population.troubles["d"] == "it has ended a sum under masks by what it sent or did not send"
     assert run.step().ids.tolist() == [0, 1, 2, 3]
     assert run.step().ids.tolist() == [0, 1, 2, 3]
 
