@@ -5,7 +5,7 @@ How it is done is the business of `fedtorch.trust.secure`; an exchange that does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fedtorch.tree import Tree
@@ -35,6 +35,11 @@ class MaskedSum(Protocol):
         """The parties that are in the sum."""
         ...
 
+    @property
+    def guilty(self) -> Mapping[int, str]:
+        """The parties that have broken the protocol, and how."""
+        ...
+
     def aggregate(self) -> Tree:
         """What `Exchange.finish` makes of all their messages; raises RuntimeError where that cannot be known."""
         ...
@@ -61,7 +66,7 @@ class Masks(Protocol):
         >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         >>> from fedtorch.federation.exchange import RowsOf
         >>> from fedtorch.trust import secure
-        >>> masks: Masks = secure.secure_star(secure.Grid(20), minimum=3).masks
+        >>> masks: Masks = secure.secure_star(secure.Grid(20), minimum=3, dropouts=0).masks
         >>> keys = {number: Ed25519PrivateKey.generate() for number in (1, 2, 3)}
         >>> parties = Parties(b"run 1", 1, {n: key.public_key().public_bytes_raw() for n, key in keys.items()})
         >>> parts: dict[int, MaskedPart] = {}
@@ -95,8 +100,8 @@ class Masks(Protocol):
         """What all parties have to agree on."""
         ...
 
-    def check(self, clients: int) -> None:
-        """Raises ValueError where so many clients of all parties cannot be added up."""
+    def check(self, clients: int, parties: int | None = None) -> None:
+        """Raise ValueError where so many clients of all parties, or so many parties, cannot be added up."""
         ...
 
     def server(self, parties: Parties, message: Tree) -> MaskedSum:

@@ -303,6 +303,8 @@ class Run:
     def fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
+        if hidden := self.algorithm.exchange.hidden:
+            about["messages"] = hidden
         return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
 
     def save(self, path: Path | str) -> None:

@@ -252,6 +252,8 @@ class RemoteClients:
                 f"other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
+        if exchange.masks is not None:
+            exchange.masks.check(len(plan.names), len(plan.sites.names))
         own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         ask, number = self._ask, plan.sites.next_sequence
         keyring = Keyring(plan.roster, ask, number)

@@ -10,7 +10,6 @@ MESSAGES = "messages"  # in a fingerprint, how the server is kept from reading t
 
 def fingerprint(algorithm: Algorithm) -> dict[str, str]:
     """What a server and its sites compare of an algorithm."""
-    exchange = algorithm.exchange
-    hidden = "sealed letters" if exchange.sealed is not None else str(exchange.masks or "")
+    hidden = algorithm.exchange.hidden
     about = {**algorithm.settings, **({MESSAGES: hidden} if hidden else {})}
     return {name: checkpoint.describe(value) for name, value in about.items()}

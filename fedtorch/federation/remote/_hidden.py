@@ -112,16 +112,18 @@ class Hidden:
             total, there = made.finish(first, run)
         except SumLost as lost:
             if wanted.start:
-                self._note(lost, wanted.start)
+                self._leave_out(lost.failed)
+                if lost.bound:
+                    self._lost.bound[wanted.start] = lost.bound
             raise
         self._lost.bound.pop(wanted.start, None)
         for site in there:
             self._lost.failed.pop(site, None)
+        self._leave_out({site: f"it sent {why}" for site, why in made.guilty.items()})
         return total, there
 
-    def _note(self, lost: SumLost, start: bytes) -> None:
-        for site in sorted(lost.guilty):
-            self._lost.failed[site] = "it has ended a sum under masks by what it sent or did not send"
-            _LOG.warning("site %r has ended a sum under masks, and is left out of those over other starts", site)
-        if lost.bound:
-            self._lost.bound[start] = lost.bound
+    def _leave_out(self, sites: Mapping[str, str]) -> None:
+        """Leave sites out of later sums, but for one that others have confirmed with them."""
+        for site, why in sites.items():
+            self._lost.failed[site] = f"it is left out of sums under masks, in one of which {why}"
+            _LOG.warning("site %r is left out of sums under masks: in one %s", site, why)

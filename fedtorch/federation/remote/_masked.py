@@ -66,13 +66,13 @@ class SumLost(RuntimeError):
     """There is no sum.
 
     Attributes:
-        guilty: the sites that sent wrong keys or shares, or withheld theirs once others had confirmed the sum.
+        failed: how sites have broken the protocol, or that they sent nothing once others had confirmed the sum.
         bound: the sites that had confirmed it, or could have: they take part in sums over its start only together.
     """
 
-    def __init__(self, why: str, guilty: frozenset[str], bound: frozenset[str]) -> None:
+    def __init__(self, why: str, failed: Mapping[str, str], bound: frozenset[str]) -> None:
         super().__init__(why)
-        self.guilty, self.bound = guilty, bound
+        self.failed, self.bound = failed, bound
 
 
 class SumOfSites:
@@ -124,6 +124,13 @@ class SumOfSites:
         return aggregate, self._survivors
 
     @property
+    def guilty(self) -> dict[str, str]:
+        """The sites that have broken the protocol, and how."""
+        return {
+            name: self._sum.guilty[first + 1] for name, first in self._firsts.items() if first + 1 in self._sum.guilty
+        }
+
+    @property
     def _survivors(self) -> list[str]:
         survivors = set(self._sum.survivors)
         return [name for name, first in self._firsts.items() if first + 1 in survivors]
@@ -148,21 +155,23 @@ class SumOfSites:
 
     def _lost(self, error: RuntimeError) -> SumLost:
         """Say why there is no sum, whose fault it is, and who can still add up."""
-        names = {first + 1: name for name, first in self._firsts.items()}
-        guilty = frozenset(names[party] for party in getattr(error, "members", ()) if party in names)
         bound = frozenset(self._survivors) if any(self._confirmed) else frozenset()
         withheld = next((bound - answered for answered in self._confirmed if bound - answered), frozenset())
+        failed = {
+            **{site: "it sent nothing" for site in withheld},
+            **{site: f"it sent {why}" for site, why in self.guilty.items()},
+        }
         told = [str(error), *(f"{site!r}: {why}" for site, why in self._reasons.items())]
         if bound:
             told.append(
-                f"the round is lost, for {sorted(guilty | withheld)} failed it after others had confirmed the sum of "
+                f"the round is lost, for {sorted(failed)} failed it after others had confirmed the sum of "
                 f"{sorted(bound)}: as a server may have come to it, these add up over the same start all together or "
                 "not at all; do the round again by run.step() when all of them answer, or begin a run from other "
                 "parameters, which leaves those out that failed"
             )
         else:
             told.append("nothing of the round was kept: do it again by run.step()")
-        return SumLost("; ".join(told), guilty | withheld, bound)
+        return SumLost("; ".join(told), failed, bound)
 
 
 class PartOfSite:
@@ -199,6 +208,10 @@ class PartOfSite:
         speakers, place = keys.read(data)
         if len(speakers) < masks.minimum:
             raise Refusal(f"the site adds up under masks with {masks.minimum} sites at least, not {len(speakers)}")
+        try:
+            masks.check(sum(each.clients for each in speakers), len(speakers))
+        except ValueError as error:
+            raise Refusal(str(error)) from None
         self._names = {each.first + 1: each.name for each in speakers}
         guard(frozenset(self._names.values()), confirmed=False)
         parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})

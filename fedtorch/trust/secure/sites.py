@@ -28,19 +28,28 @@ from fedtorch.trust.privacy.entropy import from_system
 from fedtorch.trust.secure import ring
 from fedtorch.trust.secure.grid import ExactSums, Grid
 from fedtorch.trust.secure.messages import PHASES, Aborted, Session
-from fedtorch.trust.secure.neighbours import around
+from fedtorch.trust.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
 from fedtorch.trust.secure.parties import Client
 from fedtorch.trust.secure.server import Server
 
-_FEW = 64  # neighbours that a site can mask with without a thought
+_FEW = 65  # sites that can all mask with one another
+_SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a server whose sites try 2⁴⁰ keys
 
 
 class SiteMasks(NamedTuple):
-    """What a secure exchange brings to sites; see `fedtorch.federation.masks.Masks`, and `SiteSums`."""
+    """What a secure exchange brings to sites; see `fedtorch.federation.masks.Masks`, and `SiteSums`.
+
+    Up to 65 sites mask with all others; of more each has neighbours that are drawn. `dropouts` and `corrupt` are parts
+    of the sites with which a sum begins. A server may begin with fewer than there are: as many as then may still work
+    with it, `round(corrupt * minimum)`, are allowed for in every sum, and more only where more sites begin.
+    """
 
     grid: Grid | ExactSums
     minimum: int  # sites of a sum, at least 3
     apart: int
+    adversary: Adversary = "active"  # the server that sites' sums are hidden from
+    dropouts: float = 0.3  # the part of the sites that may drop out of a sum
+    corrupt: float = 0.1  # the part that may work with the server
     phases: tuple[int, ...] = tuple(PHASES)
 
     @property
@@ -49,11 +58,16 @@ class SiteMasks(NamedTuple):
         return 2.0**-self.grid.bits
 
     def __str__(self) -> str:
-        return f"sums under masks on {self.grid}, of at least {self.minimum} sites"
+        return (
+            f"sums under masks on {self.grid}, of at least {self.minimum} sites, hidden from a server that is "
+            f"{self.adversary}, with dropouts={self.dropouts:g} and corrupt={self.corrupt:g}"
+        )
 
-    def check(self, clients: int) -> None:
-        """Raises ValueError for clients whose sums do not fit the grid, or settings that are not for sites."""
+    def check(self, clients: int, parties: int | None = None) -> None:
+        """Raise ValueError for clients whose sums do not fit the grid, or settings that are not for so many sites."""
         self.grid.check(clients)
+        if parties is not None:
+            self._near(parties)
         if self.apart > 1:
             raise ValueError(
                 "Expected apart=1 over sites, whose sums differ by the clients that each has asked, but got "
@@ -73,13 +87,17 @@ class SiteMasks(NamedTuple):
         return Client(self._session(parties, words), number, key, from_system(), total)
 
     def _session(self, parties: Parties, words: Tensor) -> Session:
-        """Few sites mask with all others; fewer than `minimum` − 1 that work with the server learn nothing more."""
-        others, near = len(parties.keys) - 1, around(len(parties.keys))
-        near = near._replace(neighbours=others) if others <= _FEW else near
-        near = near._replace(threshold=min(max(near.threshold, self.minimum - 1), near.neighbours))
+        """What the sites of a sum and the server agree on."""
         return Session(
-            parties.run, 0, parties.attempt, parties.keys, words.shape[1], near, self.minimum, self.grid.width
-        )
+            parties.run, 0, parties.attempt, parties.keys, words.shape[1], self._near(len(parties.keys)), self.minimum,
+            self.grid.width, adversary=self.adversary,
+        )  # fmt: skip
+
+    def _near(self, sites: int) -> Neighbourhoods:
+        return neighbourhoods(
+            sites, self.corrupt, self.dropouts, _SECRECY, adversary=self.adversary, minimum=self.minimum,
+            everybody=sites <= _FEW,
+        )  # fmt: skip
 
 
 class SiteSums(Server):
@@ -96,7 +114,7 @@ class SiteSums(Server):
         >>> from fedtorch.federation.exchange import RowsOf
         >>> from fedtorch.federation.masks import Parties
         >>> from fedtorch.trust import secure
-        >>> masks = secure.SiteMasks(secure.Grid(), minimum=3, apart=1)  # those of `secure.secure_star()`
+        >>> masks = secure.SiteMasks(secure.Grid(), minimum=3, apart=1, dropouts=0)  # of `secure_star(dropouts=0)`
         >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
         >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
         >>> agreed = Parties(b"run", 0, {site: key.public_key().public_bytes_raw() for site, key in signing.items()})
@@ -138,8 +156,8 @@ class HereOnly(NamedTuple):
     def __str__(self) -> str:
         return self.why
 
-    def check(self, clients: int) -> None:
-        """Raises ValueError."""
+    def check(self, clients: int, parties: int | None = None) -> None:
+        """Raise ValueError."""
         raise ValueError(f"Expected an exchange that sites can keep among them, but got {self.why}")
 
     def server(self, parties: Parties, message: Tree) -> SiteSums:
