@@ -74,7 +74,7 @@ def example_level(
     budget: float | None = None,
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
-    ghost: bool = True,
+    ghost: bool = False,
     cut: Cut | None = None,
     rounds: int | None = None,
     project: Callable[[Tree], Tree] | None = None,
@@ -99,7 +99,9 @@ def example_level(
         ledger: a file that only grows; None keeps it in memory.
         entropy: of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation reproducible
             in blocks of the same clients, and guarantees nothing, as its ledger says.
-        ghost: whether modules of linear layers and convolutions may be trained without making examples' gradients.
+        ghost: whether modules of linear layers and convolutions are trained without making examples' gradients, which
+            is faster. Only for a loss that reads their weights and biases through the layers' calls and nowhere else:
+            a penalty on weights inside the loss may be left out without a word.
         cut: the largest batch of a client; None takes whatever is drawn, and adds nothing to δ.
         rounds: how many are planned, for schedules that ask.
         project: applied to the stacked parameters after every step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from torch import Tensor
@@ -35,15 +35,15 @@ def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
     return found
 
 
-def graph(session: Session, adverts: Adverts) -> dict[int, list[int]]:
-    """The neighbours that have advertised of all who have: by an order that nobody knows before all keys are told.
+def graph(session: Session, adverts: Adverts, of: Collection[int]) -> dict[int, list[int]]:
+    """The neighbours of some clients that have advertised, by an order that nobody knows before all keys are told.
 
     The order is of all clients of the session. Whoever keeps honest clients from advertising leaves gaps among
     neighbours, as if they had dropped out, and brings nobody's corrupt neighbours closer together.
     """
     seed = hashlib.sha256(session.digest() + b"".join(b"".join(adverts[client]) for client in sorted(adverts))).digest()
-    near = circle(sorted(session.keys), session.graph.neighbours, seed)
-    return {client: [other for other in near[client] if other in adverts] for client in adverts}
+    near = circle(sorted(session.keys), session.graph.neighbours, seed, of)
+    return {client: [other for other in others if other in adverts] for client, others in near.items()}
 
 
 def exchanged(secret: X25519PrivateKey, public: bytes) -> bytes | None:

@@ -125,9 +125,8 @@ class Session(NamedTuple):
 
     def encoded(self) -> bytes:
         """The session as bytes."""
-        numbers = (self.round, self.attempt, self.size, *self.graph, self.minimum, self.width, self.apart)
-        numbers = (*numbers, ADVERSARIES.index(self.adversary))
-        head = _SESSION.pack(len(self.run), *numbers, len(self.keys))
+        sizes = (self.round, self.attempt, self.size, *self.graph, self.minimum, self.width, self.apart)
+        head = _SESSION.pack(len(self.run), *sizes, ADVERSARIES.index(self.adversary), len(self.keys))
         return head + self.run + b"".join(NUMBER.pack(client) + self.keys[client] for client in sorted(self.keys))
 
     def digest(self) -> bytes:

@@ -25,7 +25,7 @@ learning", section 6.2, for the active server.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import exp, lgamma
 from typing import Literal, NamedTuple
@@ -160,22 +160,28 @@ def _part(number: int, clients: int) -> float:
     return next(part for digits in range(16) if round((part := round(number / clients, digits)) * clients) == number)
 
 
-def circle(clients: list[int], neighbours: int, seed: bytes) -> dict[int, list[int]]:
-    """Return every client's neighbours: the nearest on a circle in an order made of the seed, or all others.
+def circle(clients: list[int], neighbours: int, seed: bytes, of: Iterable[int] | None = None) -> dict[int, list[int]]:
+    """Return the neighbours of some clients: the nearest on a circle in an order made of the seed, or all others.
+
+    Args:
+        clients: all of them.
+        neighbours: of each.
+        seed: of the order.
+        of: whose neighbours; default: everybody's.
 
     >>> near = circle([1, 2, 3, 4, 5], neighbours=2, seed=b"of all adverts")
     >>> all(client in near[other] for client in near for other in near[client])
     True
-    >>> circle([1, 2, 3], neighbours=2, seed=b"")
-    {1: [2, 3], 2: [1, 3], 3: [1, 2]}
+    >>> circle([1, 2, 3], neighbours=2, seed=b"", of=[1, 3])
+    {1: [2, 3], 3: [1, 2]}
     """
-    order = sorted(clients, key=lambda client: hashlib.sha256(seed + client.to_bytes(8, "big")).digest())
+    of = clients if of is None else of
     if neighbours >= len(clients) - 1:
-        return {client: sorted(set(clients) - {client}) for client in clients}
-    half, size = neighbours // 2, len(order)
+        return {client: sorted(set(clients) - {client}) for client in of}
+    order = sorted(clients, key=lambda client: hashlib.sha256(seed + client.to_bytes(8, "big")).digest())
+    place, half, size = {client: i for i, client in enumerate(order)}, neighbours // 2, len(order)
     return {
-        client: sorted(order[(place + step) % size] for step in range(-half, half + 1) if step)
-        for place, client in enumerate(order)
+        client: sorted(order[(place[client] + step) % size] for step in range(-half, half + 1) if step) for client in of
     }
 
 

@@ -173,7 +173,7 @@ class Client:
         self._adverts = opened_adverts(self.session, adverts)
         if self.number not in self._adverts:
             raise Aborted(f"Expected client {self.number}'s own advert among those of all, but it is missing")
-        self._neighbours = graph(self.session, self._adverts)[self.number]
+        self._neighbours = graph(self.session, self._adverts, [self.number])[self.number]
         for other in self._neighbours:
             mask_key, letter_key, _ = self._adverts[other]
             letters, masks = exchanged(self._letter_key, letter_key), exchanged(self._mask_key, mask_key)
@@ -277,7 +277,8 @@ class Client:
             Aborted: too few have.
         """
         self._enter(REVEAL)
-        same, others, wanted = set(), set(), agreed(sorted(self._survivors), self._adverts)
+        same, others = set[int](), set[int]()
+        wanted = agreed(sorted(self._survivors), self._adverts)
         for message in confirmations:
             sender, body = verified(self.session, CONFIRM, message, self._digest)
             (same if body == wanted else others).add(sender)

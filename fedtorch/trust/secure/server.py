@@ -161,7 +161,7 @@ class Server:
         Raises:
             Aborted: too few have begun.
         """
-        return graph(self.session, self._adverts)
+        return graph(self.session, self._adverts, self._adverts)
 
     @cached_property
     def _adverts(self) -> Adverts:

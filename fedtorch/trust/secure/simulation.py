@@ -51,7 +51,8 @@ class SecureSum(NamedTuple):
     survivors: list[int]  # rows of those that are in it
     masked: Tensor  # (M, D) int64, all that the server has seen of the survivors' numbers
     sent: int  # bytes of all messages of clients
-    seconds: float  # of clients' work, all together
+    received: int  # bytes of all that the server has passed on to them
+    seconds: float  # of the processor, for clients' work, all together
 
 
 def secure_sum(
@@ -131,7 +132,7 @@ def secure_sum(
     total, survivors = grid.decode(server.total()), server.survivors
     seen = [bytearray(split_words(session, server.messages[MASKED][k])[1]) for k in survivors]
     masked = torch.stack([torch.frombuffer(each, dtype=torch.int64) for each in seen])
-    return SecureSum(total, [row[k] for k in survivors], masked, wire.sent, wire.seconds)
+    return SecureSum(total, [row[k] for k in survivors], masked, wire.sent, wire.received, wire.seconds)
 
 
 class _Wire:
@@ -139,7 +140,7 @@ class _Wire:
 
     def __init__(self, server: Server, gone: Mapping[int, int], tamper: Tamper | None) -> None:
         self.server, self._gone, self._tamper = server, gone, tamper
-        self.sent, self.seconds = 0, 0.0
+        self.sent, self.received, self.seconds = 0, 0, 0.0
 
     def phase(self, phase: int, clients: Sequence[int], parties: Mapping[int, Client]) -> None:
         """Lets clients say what they have to, but for those that drop out before it."""
@@ -147,9 +148,10 @@ class _Wire:
             if phase >= self._gone.get(client, phase + 1):
                 continue
             payload = self.server.request(phase, client)
-            began = time.perf_counter()
+            self.received += len(payload)
+            began = time.process_time()
             message: bytes | None = parties[client].answer(phase, payload)
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.process_time() - began
             self.sent += len(message or b"")
             if self._tamper is not None and message is not None:
                 message = self._tamper(phase, client, message)
