@@ -8,6 +8,7 @@ fedtorch enrol TOKEN --identity DIR               site: make a key, and have it 
 fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
 fedtorch states DIR [--clean DAYS]                site: what is kept of each run; delete runs that ended so long ago
+fedtorch states DIR --begin-sums                  site: begin the memory of sums under masks that it takes part in
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def add(commands: Any) -> None:
     states.add_argument("folder", metavar="DIR", type=Path, help="the folder of states")
     states.add_argument(
         "--clean", type=float, metavar="DAYS", help="delete runs that ended so many days ago or earlier"
+    )
+    states.add_argument(
+        "--begin-sums",
+        action="store_true",
+        help="begin the memory of sums under masks; only of a site that has taken part in none (enrol has done it)",
     )
     states.add_argument("--abandon", nargs="+", default=[], metavar="RUN", help="delete these though they are pending")
     for command in (enrol, join):
@@ -109,9 +115,12 @@ def _revoke(options: argparse.Namespace) -> None:
 
 
 def _enrol(options: argparse.Namespace) -> None:
+    from fedtorch.federation.remote import past_sums
     from fedtorch.transport import enrolment
 
     made = enrolment.enrol(enrolment.read_token(options.token), options.identity)
+    with suppress(FileExistsError):  # it is another identity of the same site
+        past_sums.begin(options.identity / "states")
     print(f"enrolled as {made.name!r}; the identity is in {options.identity}")
 
 
@@ -154,8 +163,12 @@ def _take_part(options: argparse.Namespace) -> None:
 def _show_states(options: argparse.Namespace) -> None:
     import math
 
+    from fedtorch.federation.remote import past_sums
     from fedtorch.federation.remote.versions import clean, runs
 
+    if options.begin_sums:
+        past_sums.begin(options.folder)
+        print(f"{options.folder} remembers from now on which sums under masks the site takes part in")
     if options.clean is not None or options.abandon:
         for each in clean(options.folder, math.inf if options.clean is None else options.clean, options.abandon):
             print(f"deleted {each.run}")

@@ -13,7 +13,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._clients import RemoteClients
-from fedtorch.federation.remote._plan import Plan
+from fedtorch.federation.remote._plan import Lost, Plan
 from fedtorch.federation.remote._sites import Sites
 from fedtorch.federation.remote.audit import AuditRecord
 from fedtorch.transport.hub import Hub
@@ -132,6 +132,7 @@ class Remote:
             nobody=_nobody(like),
             validation=self.validation,
             record=record,
+            lost=Lost({}, {}),
         )
 
     @property

@@ -15,6 +15,7 @@ from fedtorch.federation.remote._frames import PROTOCOL, Frame, run_of
 from fedtorch.federation.remote._recording import SiteRecording
 from fedtorch.federation.remote.audit import AuditRecord
 from fedtorch.federation.remote.offer import Offer
+from fedtorch.federation.remote.past_sums import PastSums
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import alone_in
 from fedtorch.federation.remote.visit import Visit
@@ -41,7 +42,9 @@ def join(
     Args:
         dial: connects to the server, such as `lambda: transport.connect("server.example:443", identity)`.
         offer: what the site brings.
-        folder: where the site keeps its clients' states; without one it cannot go on after it was killed.
+        folder: where the site keeps its clients' states, and which sums under masks it has taken part in, see
+            `past_sums`; without one it cannot go on after it was killed, and refuses such sums unless its terms say
+            otherwise.
         identity: of the site, with which it signs the keys of sums under masks and of sealed letters; without one it
             refuses them.
         patience: the longest time without a word from the server, in seconds.
@@ -163,6 +166,7 @@ class Site:
         self.recording = SiteRecording(record, offer)
         self.ended: Visit | None = None
         self.begun: bytes | None = None
+        self._past = PastSums(folder, offer.terms.remember_sums)
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
 
@@ -204,7 +208,7 @@ class Site:
             server: str | None = None
             try:
                 server = self.recording.check_server(frame)
-                visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
+                visit = Visit(self.offer, self._watch, frame, self.folder, self._identity, self._past)
                 self.recording.begin(frame, server, None)
                 self._visit = visit
             except (Refusal, PayloadError) as error:
