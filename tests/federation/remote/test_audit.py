@@ -44,7 +44,7 @@ def fedavg() -> ft.Algorithm:
 
 
 def masked() -> ft.Algorithm:
-    return replace(fedavg(), exchange=secure.secure_star(secure.Grid(30), minimum=2))
+    return replace(fedavg(), exchange=secure.secure_star(secure.Grid(30), minimum=2, dropouts=0))
 
 
 class Place:
