@@ -39,10 +39,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import fedtorch as ft
-from experiments import common, privacy_regressions as regressions
+from experiments import common, privacy_regressions as regressions, result_pages
 from fedtorch.trust import attacks, privacy
 
 DELTA = regressions.DELTA
+READING = result_pages.Reading(across="(?P<line>.*), (?P<column>ε = .*)")
 
 
 class Size(NamedTuple):
