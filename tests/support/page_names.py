@@ -41,7 +41,7 @@ VALUES = {  # what pages call values of these classes
 }
 ALIASES = {"ft": "fedtorch", "fedtorch": "fedtorch", "nn": "torch.nn", "F": "torch.nn.functional", "L": "lightning"}
 PLACEHOLDER = re.compile(r"<\w+>|\b[A-Z]{2,}\b|…|\.\.\.")
-FILE = re.compile(r"[\w.<>*/-]+(/|\.(py|pyi|md|toml|yaml|html|json|txt))|[\w.<>*-]*/[\w.<>*/-]+\.\w+")
+FILE = re.compile(r"[\w.<>*/-]+(/|\.(py|pyi|md|toml|yaml|html|jsonl?|txt))|[\w.<>*-]*/[\w.<>*/-]+\.\w+")
 OWN = re.compile(r"my_")  # the reader's
 MISSING = object()
 
@@ -257,7 +257,9 @@ class Page:
         return [f"no {name}" for name in names if not is_known(name)]
 
     def has_file(self, text: str) -> bool:
-        """Whether the repository has it, makes it, or a block of the page names it."""
+        """Whether the repository has it, makes it, a program writes it, or a block of the page names it."""
+        if f'"{text}"' in programs():
+            return True
         if text.startswith(MADE) or text in self.words or text.removesuffix("/") in self.words:
             return True
         wanted = [re.sub(r"<\w+>", "*", text), PLACEHOLDER.sub("*", text)]

@@ -247,7 +247,7 @@ class RemoteClients:
         if ids is None:
             return frames.encode_blobs(kind, blobs, **about)
         exchange, (tensors, sizes) = self.algorithm.exchange, frames.coded(blobs)
-        hears = exchange.scatter(outbox, _consecutive(ids)) if exchange.sealed is None else None
+        hears = exchange.scatter(outbox, inbox.consecutive(ids)) if exchange.sealed is None else None
         return inbox.encode(kind, Inboxes(ids, hears), {"more": more, "blobs": tensors}, sizes=sizes, **about)
 
     def _hide(self) -> Hidden | None:
@@ -337,19 +337,9 @@ class RemoteClients:
                 self._kept[index], partial = number, answers[site].partial
                 if self._hidden is not None and partial is not None:
                     self._hidden.keep({site: partial})
-                if (
-                    self.plan.withdrawals
-                    and self._hidden is None
-                    and partial is not None
-                    and self.algorithm.told is not None
-                ):
+                told = partial is not None and self.algorithm.told is not None
+                if self.plan.withdrawals and self._hidden is None and told:
                     self._account.add(index, partial.told.value)
-
-
-def _consecutive(ids: Tensor) -> Tensor | slice:
-    """A slice, which is read as views, where it will do."""
-    first, last = int(ids[0]), int(ids[-1]) + 1
-    return slice(first, last) if last - first == len(ids) else ids
 
 
 def _reasons(missing: Mapping[str, str]) -> str:
