@@ -5,7 +5,7 @@ How it is done is the business of `fedtorch.trust.secure`; an exchange that does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fedtorch.tree import Tree
@@ -33,6 +33,11 @@ class MaskedSum(Protocol):
     @property
     def survivors(self) -> list[int]:
         """The parties that are in the sum."""
+        ...
+
+    @property
+    def guilty(self) -> Mapping[int, str]:
+        """The parties that have broken the protocol, and how."""
         ...
 
     def aggregate(self) -> Tree:
@@ -67,7 +72,7 @@ class Masks(Protocol):
         >>> parts: dict[int, MaskedPart] = {}
         >>> for number, key in keys.items():  # each says its own number
         ...     message = RowsOf(torch.tensor([number - 1]), ft.Sum(torch.tensor([float(number)])))
-        ...     parts[number] = masks.party(parties, number, key.private_bytes_raw(), message, earlier=[])
+        ...     parts[number] = masks.party(parties, number, key.private_bytes_raw(), message)
         >>> total: MaskedSum = masks.server(parties, ft.Sum(torch.zeros(0)))
         >>> for phase in masks.phases:
         ...     for number, part in parts.items():
@@ -103,11 +108,6 @@ class Masks(Protocol):
         """A sum of messages that look like `message` `(0, ...)`."""
         ...
 
-    def party(
-        self, parties: Parties, number: int, signing: bytes, found: Tree, earlier: Sequence[frozenset[int]]
-    ) -> MaskedPart:
-        """The part of a party with its private Ed25519 key and the messages of its clients, a `RowsOf`.
-
-        `earlier` are the survivors of sums of the very same messages, which others less those would be sums of too few.
-        """
+    def party(self, parties: Parties, number: int, signing: bytes, found: Tree) -> MaskedPart:
+        """The part of a party with its private Ed25519 key and the messages of its clients, a `RowsOf`."""
         ...

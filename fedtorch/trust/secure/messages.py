@@ -98,7 +98,7 @@ class Session(NamedTuple):
     graph: Neighbourhoods
     minimum: int  # clients of a sum, below which it says too much of each
     width: int = 1  # words of a number, which carry
-    apart: int = 1  # clients by which the survivors of two sums differ at least, unless they are the same
+    apart: int = 1  # clients of every combination with earlier sums, at least
     adversary: Adversary = "active"  # the server that secrets are kept from; see `neighbourhoods`
 
     @property

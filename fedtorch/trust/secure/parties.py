@@ -64,6 +64,7 @@ from fedtorch.trust.secure._both_sides import (
     opened_adverts,
     pair_mask,
 )
+from fedtorch.trust.secure._combinations import refusal
 from fedtorch.trust.secure.messages import (
     ADVERT,
     COMPLAIN,
@@ -98,7 +99,8 @@ class Client:
         signing: its Ed25519 key.
         entropy: where its secrets come from.
         words: what it adds, `(size,)` int64; may be given later, before it masks them.
-        earlier: the survivors of earlier sums that it took part in, to which those of this one are compared.
+        earlier: the survivors of earlier sums of the same words, of which no combination with this one may be of fewer
+            clients than the session's `apart`.
     """
 
     def __init__(
@@ -250,12 +252,8 @@ class Client:
             raise Aborted(f"Expected client {self.number} among the survivors, and only clients that have begun")
         if len(self._survivors) < self.session.minimum:
             raise Aborted(f"A sum of {len(self._survivors)} clients is smaller than the minimum {self.session.minimum}")
-        for before in self._earlier:
-            if 0 < len(before ^ self._survivors) < self.session.apart:
-                raise Aborted(
-                    f"The difference from an earlier sum is of {len(before ^ self._survivors)} clients, fewer than "
-                    f"{self.session.apart}: subtracted, the sums would say too much of each"
-                )
+        if (why := refusal(self._earlier, self._survivors, self.session.apart)) is not None:
+            raise Aborted(why)
         self._check_mutual(heads)
         return self._sign(CONFIRM, agreed(sorted(self._survivors), self._adverts))
 

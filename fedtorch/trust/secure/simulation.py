@@ -89,14 +89,14 @@ def secure_sum(
         run: a name of the run.
         round: of the run.
         attempt: of the round; another one has other masks.
-        apart: clients by which the survivors differ at least from those of each earlier sum, unless they are the same.
+        apart: clients of every combination of this sum with earlier ones, at least, unless one was of the same clients.
         clients: numbers of the rows' clients, from 0 on; default: the rows' own.
         earlier: clients that survived in earlier sums.
         entropy: of all secrets; default: the operating system's.
 
     Raises:
-        Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or differ from an earlier
-            one by fewer than `apart`.
+        Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or a combination with
+            earlier ones of fewer than `apart`.
         ValueError: numbers off the grid's range, or too few clients for these dropouts and corrupt clients.
 
     Example:
@@ -122,10 +122,7 @@ def secure_sum(
         graph = neighbourhoods(len(numbers), corrupt, dropouts, adversary=adversary, minimum=minimum)
     session = Session(run, round, attempt, public, words.shape[1], graph, minimum, grid.width, apart, adversary)
     before = [frozenset(client + 1 for client in each) for each in earlier]
-    parties = {
-        k: Client(session, k, keys[k], entropy, own, [each for each in before if k in each])
-        for k, own in zip(numbers, words)
-    }
+    parties = {k: Client(session, k, keys[k], entropy, own, before) for k, own in zip(numbers, words)}
     row = {k: place for place, k in enumerate(numbers)}
     gone = {} if gone is None else {numbers[place]: phase for place, phase in gone.items()}
     server = Server(session)
@@ -185,10 +182,10 @@ def secure_star(
         grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
         minimum: clients of a sum; over sites, sites.
         entropy: of all secrets; default: the operating system's.
-        apart: clients by which the survivors of a round differ at least from those of each earlier one, unless they are
-            the same. Where clients tell nearly the same in every round, one sum less another is that of the clients
-            by which they differ: `apart=minimum` rules that out for pairs of rounds, and ends a run in which a single
-            client drops out.
+        apart: clients of every combination of a round's sum with those of earlier rounds, at least, unless one was of
+            the same clients. Where clients tell nearly the same in every round, one sum less another is that of the
+            clients by which they differ: `apart=minimum` rules that out, also for three sums and more, and ends a run
+            in which a single client drops out.
         adversary: the server that single messages are hidden from: `"active"`, which may tell every client another
             story, or `"curious"`, which keeps to the protocol and is content with fewer neighbours and a lower
             threshold; part of what all parties agree on, and of a run's settings in reports and records.

@@ -5,14 +5,13 @@ adds up the words, and takes part in the protocol of `parties` as one client. Th
 all clients, to the bit. What is hidden from the server is a site's part, among those of `minimum` sites; of single
 clients it learns that they have answered.
 
-A round that has to be done again sums the same messages. Its sites are then the same as before, or others by `minimum`
-at least, so that no difference of two sums is one of fewer. Between rounds nothing is compared: where messages hardly
-change, two rounds' sums with and without a site say nearly what it said.
+A site takes part in sums over one start with the same sites only, whatever the round, the run or the keys; see
+`fedtorch.federation.remote.past_sums`. Where starts hardly differ and messages hardly change, two sums with and without
+a site say nearly what it said, and noise only keeps that back, such as that of `privacy.local_level(..., quorum=q)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -90,20 +89,18 @@ class SiteMasks(NamedTuple):
         summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
         return SiteSums(self._session(parties, self.grid.encode(rows(summed))), self.grid, summed)
 
-    def party(
-        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
-    ) -> Client:
+    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
         """A site's part, whose secrets are of the operating system and of this sum alone."""
         words = self.grid.encode(rows(tree.map(as_sums, found.message, is_leaf=(Mean, Sum))).cpu())
         total = reduce(lambda one, other: ring.add(one, other, self.grid.width), words, torch.zeros_like(words[0]))
         key = Ed25519PrivateKey.from_private_bytes(signing)
-        return Client(self._session(parties, words), number, key, from_system(), total, earlier)
+        return Client(self._session(parties, words), number, key, from_system(), total)
 
     def _session(self, parties: Parties, words: Tensor) -> Session:
         """What the sites of a sum and the server agree on."""
         return Session(
             parties.run, 0, parties.attempt, parties.keys, words.shape[1], self._near(len(parties.keys)), self.minimum,
-            self.grid.width, self.minimum, self.adversary,
+            self.grid.width, adversary=self.adversary,
         )  # fmt: skip
 
     def _near(self, sites: int) -> Neighbourhoods:
@@ -132,7 +129,7 @@ class SiteSums(Server):
         >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
         >>> agreed = Parties(b"run", 0, {site: key.public_key().public_bytes_raw() for site, key in signing.items()})
         >>> message = ft.Mean(torch.tensor([[3.0], [5.0]]), torch.ones(2))  # of two clients of every site
-        >>> sites = {k: masks.party(agreed, k, secrets[k], RowsOf(torch.arange(2), message), ()) for k in secrets}
+        >>> sites = {k: masks.party(agreed, k, secrets[k], RowsOf(torch.arange(2), message)) for k in secrets}
         >>> server = masks.server(agreed, ft.Mean(torch.zeros(0, 1), torch.zeros(0)))
         >>> for phase in masks.phases:
         ...     for site, part in sites.items():
@@ -177,8 +174,6 @@ class HereOnly(NamedTuple):
         """There is none."""
         raise Aborted(self.why)
 
-    def party(
-        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
-    ) -> Client:
+    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
         """There is none."""
         raise Aborted(self.why)

@@ -24,7 +24,7 @@ from fedtorch.federation.masks import Parties
 from fedtorch.federation.remote import Remote, Terms, _frames as frames, _sites as meeting
 from fedtorch.transport import Roster, book, identity
 from fedtorch.trust import secure
-from fedtorch.trust.secure import Aborted, ExactSums, Grid
+from fedtorch.trust.secure import ExactSums, Grid
 from fedtorch.trust.secure.messages import ADVERT, MASKED, PHASES, SHARES
 
 GRID = Grid(30, 2.0**20)
@@ -167,7 +167,7 @@ def test_too_few_that_stay_are_no_sum_and_the_round_can_be_done_again() -> None:
     run = made.run()
     before = tree.to(run.server, copy=True)
     made.gone("ab", MASKED)
-    with pytest.raises(Aborted, match="smaller than the minimum 5"):
+    with pytest.raises(RuntimeError, match="smaller than the minimum 5"):
         run.step()
     assert run.number == 0
     assert same_bits(run.server, before)
@@ -227,8 +227,8 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
     told: list[bytes] = []
     honest = secure.SiteMasks.party
 
-    def party(self: Any, parties: Any, number: int, signing: bytes, found: Any, earlier: Any) -> Any:
-        made = honest(self, parties, number, signing, found, earlier)
+    def party(self: Any, parties: Any, number: int, signing: bytes, found: Any) -> Any:
+        made = honest(self, parties, number, signing, found)
         told.append(made.words.numpy().tobytes())
         for leaf in tree.leaves(found.message):
             told.extend(part.numpy().tobytes() for part in (leaf, leaf.sum(0), *leaf) if part.numel() > 1)
@@ -268,7 +268,7 @@ def test_a_server_that_sends_sites_different_models_gets_no_sum() -> None:
 
     exchange = run.clients.algorithm.exchange._replace(scatter=unlike)
     run.clients.algorithm = dataclasses.replace(run.clients.algorithm, exchange=exchange)
-    with pytest.raises((Aborted, RuntimeError), match="Expected at least"):
+    with pytest.raises(RuntimeError, match="Expected at least"):
         run.step()
 
 
@@ -279,7 +279,7 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
     one.step()
     other.clients.run = one.clients.run
     other._draw = lambda key: torch.arange(5)
-    with pytest.raises(RuntimeError, match=r"of 1 clients, fewer than 3|Expected \d shares"):
+    with pytest.raises(RuntimeError, match="takes part in others with the same sites only"):
         other.step()
     other._draw = None
     other.step()

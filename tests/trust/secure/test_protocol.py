@@ -212,7 +212,7 @@ def test_clients_refuse_sums_that_less_an_earlier_one_say_too_much() -> None:
                 assert server.take(phase, made.clients[k].answer(phase, server.request(phase, k)))
         one, payload = made.clients[1], server.request(CONFIRM, 1)
         if refused:
-            with pytest.raises(Aborted, match="difference from an earlier sum is of 1 clients"):
+            with pytest.raises(Aborted, match="combination with earlier sums is of 1 clients"):
                 one.answer(CONFIRM, payload)
         else:
             one.answer(CONFIRM, payload)
