@@ -121,6 +121,11 @@ class Exchange(NamedTuple):
     masks: Masks | None = None
     sealed: Network | None = None  # whose nodes hear each other in letters that no server in between can read
 
+    @property
+    def hidden(self) -> str:
+        """How messages are hidden from who carries them, for fingerprints; empty where they are not."""
+        return "sealed letters" if self.sealed is not None else str(self.masks or "")
+
 
 def client_count(ids: Rows) -> int:
     """How many clients `ids` names."""
