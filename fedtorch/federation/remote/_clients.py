@@ -24,9 +24,10 @@ from fedtorch.federation.remote._frames import Frame
 from fedtorch.federation.remote._hidden import Hidden
 from fedtorch.federation.remote._inbox import Inboxes
 from fedtorch.federation.remote._keyring import Keyring
-from fedtorch.federation.remote._masked import digest_of
+from fedtorch.federation.remote._masked import Asked, SumLost, name_of_sum, start_for_all
 from fedtorch.federation.remote._plan import Plan
 from fedtorch.federation.remote._reading import Answer, Reader
+from fedtorch.federation.remote._recording import ServerRecording
 from fedtorch.federation.remote._sites import LATE, Heard, Question
 from fedtorch.tree import Tree
 
@@ -57,6 +58,7 @@ class RemoteClients:
         additive = algorithm.told is not None and algorithm.exchange.additive
         nothing = algorithm.exchange.finish(self._read.told_by(0)).value if plan.withdrawals and additive else None
         self._account = Account(sites, nothing)
+        self._recording = ServerRecording(plan, algorithm)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -70,7 +72,8 @@ class RemoteClients:
             self._read.message = self._local.reply(self._local.empty_block(), outbox, turn).message
         self._up = self._down = 0
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
-        missing = self._prepare(asked)
+        start = start_for_all(self.algorithm, outbox)
+        missing = self._prepare(asked, start)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         requests: dict[str, bytes] = {}
         for index, site in asked:
@@ -81,8 +84,11 @@ class RemoteClients:
         heard = self._ask(requests, number, self._read.round)
         missing = {**missing, **heard.missing}
         self._check_quorum(heard.answers, missing, len(asked))
-        aggregate, answers = self._meet(heard.answers, number, outbox, turn)
+        wanted = Asked(number, self._least(len(asked)), start, name_of_sum(start, turn), missing)
+        aggregate, answers = self._meet(heard.answers, wanted)
         fell = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in heard.answers}
+        self._recording.left_out(self.run, {site: why for site, why in fell.items() if site not in answers})
+        self._recording.sync()
         self._check_quorum(answers, {**fell, **missing}, len(asked))
         found = [answer for answer in answers.values() if answer.partial is not None]
         ids, info = joined([(answer.ids, answer.info) for answer in found])
@@ -113,8 +119,11 @@ class RemoteClients:
         if heard.missing:
             return None
         if self._hidden is not None:
-            made, there = self._hidden.add_up(heard.answers, self.run, number, b"", self._read.told_messages(0))
-            return made.value if len(there) == len(members) else None
+            try:
+                wanted = Asked(number, len(members))
+                return self._hidden.add_up(heard.answers, self.run, self._read.told_messages(0), wanted)[0].value
+            except SumLost:
+                return None
         left = [self._read.told_by(self.plan.counts[index]) for index in self._account.left.nonzero()[:, 0].tolist()]
         return exchange.finish(exchange.merge([*heard.answers.values(), *left])).value
 
@@ -164,8 +173,12 @@ class RemoteClients:
         if self.algorithm.exchange.sealed is not None:
             self._prepare([])
         number, sites = self.plan.sites.next_sequence(), self.plan.sites
-        for index, site in enumerate(sites.names):
-            frame = self._request("over", index, self._own(index, None), outbox, number)
+        requests = {
+            site: self._request("over", index, self._own(index, None), outbox, number)
+            for index, site in enumerate(sites.names)
+        }
+        self._recording.over(self.run, requests)
+        for site, frame in requests.items():
             sites.tell(site, self.run, self._begin, frame)
 
     def withdraw(self, site: str) -> Tree:
@@ -176,7 +189,9 @@ class RemoteClients:
         """
         if site not in self.plan.sites.names:
             raise ValueError(f"Expected one of the sites {self.plan.sites.names}, but got {site!r}")
-        return self._account.withdraw(self.plan.sites.names.index(site))
+        taken = self._account.withdraw(self.plan.sites.names.index(site))
+        self._recording.withdrawn(self.run, site)
+        return taken
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -186,10 +201,12 @@ class RemoteClients:
         if kept not in self._saved:
             self._saved.append(kept)
         run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
-        return {"kept": torch.tensor(kept), "run": run, **self._account.state_dict()}
+        known = {**self._recording.state_dict(), **self._account.state_dict()}
+        return {"kept": torch.tensor(kept), "run": run, **known}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Goes back to what `state_dict` said; sites go back with their next request."""
+        self._recording.load_state_dict(flat)
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
         self._account.load_state_dict(flat)
@@ -247,23 +264,26 @@ class RemoteClients:
                 f"other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
+        if exchange.masks is not None:
+            exchange.masks.check(len(plan.names), len(plan.sites.names))
         own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         ask, number = self._ask, plan.sites.next_sequence
-        return Hidden(exchange, Keyring(plan.roster, ask, number), own, plan.rotate, ask, number, self._letters)
+        keyring = Keyring(plan.roster, ask, number)
+        return Hidden(exchange, keyring, own, plan.rotate, ask, number, self._letters, plan.lost)
 
     def _letters(self, site: str, number: int) -> bytes:
         return self._request("letters", self.plan.sites.names.index(site), None, None, number)
 
-    def _prepare(self, asked: list[tuple[int, str]]) -> dict[str, str]:
-        """Sees to keys and letters, neighbours' letters of all; returns why sites have no keys."""
+    def _prepare(self, asked: list[tuple[int, str]], start: bytes = b"") -> dict[str, str]:
+        """Sees to keys and letters, neighbours' letters of all; returns why sites are not to be asked."""
         if self._hidden is None:
             return {}
         members = asked if self.algorithm.exchange.sealed is None else self._members()
-        return self._hidden.begin([site for _, site in members], self.run)
+        missing = self._hidden.begin([site for _, site in members], self.run, start)
+        self.plan.sites.troubles.update(missing)
+        return missing
 
-    def _meet(
-        self, answers: dict[str, Answer], number: int, outbox: Tree, turn: Turn
-    ) -> tuple[Tree, dict[str, Answer]]:
+    def _meet(self, answers: dict[str, Answer], wanted: Asked) -> tuple[Tree, dict[str, Answer]]:
         """(the aggregate, the answers that are in it)."""
         found = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
         exchange = self.algorithm.exchange
@@ -274,9 +294,9 @@ class RemoteClients:
         elif exchange.sealed is not None:
             made = exchange.finish(exchange.gather(self._read.message, _NOBODY))  # of what neighbours hear, nothing
         else:
-            about = digest_of(tree.map(lambda leaf: leaf[0], exchange.scatter(outbox, slice(0, 1))), turn)
             first = {site: said.get("said", b"") for site, said in found.items()}
-            made, there = self._hidden.add_up(first, self.run, number, about, self._read.message)
+            wanted = wanted._replace(least=wanted.least - len(answers) + len(found))  # others have nothing to add
+            made, there = self._hidden.add_up(first, self.run, self._read.message, wanted)
             answers = {site: answer for site, answer in answers.items() if site in there or answer.partial is None}
         return self._local.finish(made, self._read.message), answers
 
@@ -289,17 +309,22 @@ class RemoteClients:
             "clients": len(self.plan.names),
             "first": self.plan.firsts[self.plan.sites.names.index(site)],
         }
-        return frames.encode("begin", {"state": self._local.table.initial}, **about)
+        return self._recording.begin(site, about, {"state": self._local.table.initial})
 
     def _ask(self, requests: Mapping[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Heard:
-        least = math.ceil(self.plan.quorum * len(requests))
+        least = self._least(len(requests))
+        read, digests = self._recording.asked(self.run, requests, read)
         question = Question(self.run, self._begin, requests, number, read)
         heard = self.plan.sites.ask(question, seconds=self.plan.seconds, least=least)
         self._up, self._down = self._up + heard.bytes_up, self._down + sum(map(len, requests.values()))
+        self._recording.answered(self.run, number, digests, heard.missing)
         return heard
 
+    def _least(self, asked: int) -> int:
+        return math.ceil(self.plan.quorum * asked)
+
     def _check_quorum(self, answers: Mapping[str, Any], missing: Mapping[str, str], asked: int) -> None:
-        least = math.ceil(self.plan.quorum * asked)
+        least = self._least(asked)
         if len(answers) < least:
             raise RuntimeError(
                 f"Expected answers of at least {least} of {asked} sites, but got {len(answers)}, without "

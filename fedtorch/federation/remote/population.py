@@ -13,8 +13,9 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._clients import RemoteClients
-from fedtorch.federation.remote._plan import Plan
+from fedtorch.federation.remote._plan import Lost, Plan
 from fedtorch.federation.remote._sites import Sites
+from fedtorch.federation.remote.audit import AuditRecord
 from fedtorch.transport.hub import Hub
 from fedtorch.tree import Tree
 
@@ -42,6 +43,7 @@ class Remote:
         roster: as the authority has signed it, `transport.book.sign_roster(...)`, by which sites believe each other's
             keys; for sums under masks and sealed letters.
         rotate: after so many rounds sites make other keys.
+        record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
 
     Attributes:
         names: of all clients.
@@ -87,6 +89,7 @@ class Remote:
         withdrawals: bool = False,
         roster: bytes | None = None,
         rotate: int = 100,
+        record: AuditRecord | None = None,
     ) -> None:
         expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints, rotate=rotate)
         if not sites or len(set(sites)) != len(sites):
@@ -99,6 +102,8 @@ class Remote:
             raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
         self.device, self.leads = torch.device("cpu"), True
         asked = Sites(host, sites, agreed)
+        if record is not None:
+            asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
         asked.meet(patience)
         brings = [asked.bring[name] for name in asked.names]
         self.names = tuple(client for each in brings for client in each.clients)
@@ -126,6 +131,8 @@ class Remote:
             rotate=rotate,
             nobody=_nobody(like),
             validation=self.validation,
+            record=record,
+            lost=Lost({}, {}),
         )
 
     @property

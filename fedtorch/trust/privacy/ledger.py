@@ -6,6 +6,10 @@ Several runs on the same people share a file, one after the other or at once, an
 back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows and the ledger does not is an
 error: without the ledger nobody can say what was released.
 
+What a ledger claims is said when it is begun. Secret sampling amplifies privacy only against somebody who does not know
+who was asked (`UNSEEN`). A ledger whose claim excludes such a person counts rounds with everybody and sampled rounds as
+they are, together; in one whose claim does not, a sampled round counts like one in which everybody takes part.
+
 >>> from fedtorch.trust.privacy import Claim, Ledger, Release
 >>> claim = Claim("client", "one client's message against a message of zeros", "all but the server", "of the system")
 >>> ledger = Ledger(None, claim, delta=1e-5, budget=5.0)
@@ -31,6 +35,7 @@ from fedtorch.trust.privacy.accountant import COARSE, Release, spent
 from fedtorch.trust.privacy.mechanisms import MECHANISMS
 
 SYSTEM = "of the operating system"
+UNSEEN = ", and nobody who knows which clients were asked"  # the end of an adversary's description
 NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it can subtract it"
 
 
@@ -54,6 +59,7 @@ class Ledger:
         budget: the largest ε; None sets no bound.
 
     Attributes:
+        claim: that of the file, which may hold against somebody who knows more, or less, about who was asked.
         identity: 16 bytes that no other ledger has.
         entries: how many rounds have begun.
         releases: how often each kind of release was made.
@@ -70,6 +76,7 @@ class Ledger:
         self.claim, self.delta, self.budget = claim, delta, budget
         self.identity, self.entries = secrets.token_bytes(16), 0
         self.releases: Counter[Release] = Counter()
+        self._unamplified = False  # who knows which clients were asked is an adversary of the file's claim
         self._read, self._last = 0, ""  # bytes of the file that are taken in, and a digest of its last line
         self._known: dict[frozenset[tuple[Release, int]], float] = {}
         if self.path is not None:
@@ -86,7 +93,7 @@ class Ledger:
 
     def after(self, release: Release, count: int = 1) -> float:
         """What it would cost after `count` further releases."""
-        return self._epsilon(self.releases + Counter({release: count}))
+        return self._epsilon(self.releases + Counter({self._counted(release): count}))
 
     def allows(self, release: Release, count: int = 1) -> bool:
         """Whether the budget has room for `count` further releases."""
@@ -107,7 +114,9 @@ class Ledger:
                 raise ValueError(f"Expected the ledger {self.path} that this run has spent from, but it is lost")
             self._catch_up()
             self._take(round, release, count)
-            kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": release.rate}
+            counted = self._counted(release)
+            kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": counted.rate}
+            kind |= {"sampled": release.rate} if counted.rate != release.rate else {}
             kind |= {"excess": release.excess} if release.excess else {}
             row = {"entry": self.entries, "round": round, **kind, "releases": count, "epsilon": self.epsilon}
             self._write(row)
@@ -148,7 +157,11 @@ class Ledger:
                 f"delta {self.delta}, above the budget of {self.budget}; run.rounds(...) and ft.run stop before it"
             )
         self.entries += 1
-        self.releases[release] += count
+        self.releases[self._counted(release)] += count
+
+    def _counted(self, release: Release) -> Release:
+        """Return what a release is to the claim's adversary."""
+        return release._replace(rate=1.0) if self._unamplified else release
 
     def _epsilon(self, releases: Counter[Release]) -> float:
         key = frozenset(releases.items())
@@ -204,9 +217,17 @@ class Ledger:
         """Takes in the line of the claim."""
         mine = {"delta": self.delta, **self.claim._asdict()}
         theirs = {name: row[name] for name in mine}
+        adversaries = mine["adversary"], theirs["adversary"]
+        self._unamplified = adversaries[0] == adversaries[1] + UNSEEN
+        if self._unamplified or adversaries[1] == adversaries[0] + UNSEEN:
+            self.claim = self.claim._replace(adversary=adversaries[1])
+            mine["adversary"] = adversaries[1]
         for name, value in mine.items():
             if theirs[name] != value:
-                raise ValueError(f"expected {name} {value!r}, but it says {theirs[name]!r}; one ledger has one claim")
+                raise ValueError(
+                    f"expected {name} {value!r}, but it says {theirs[name]!r}; one ledger has one claim, so give each "
+                    "its own: against whom both claims hold, their epsilons and deltas add up"
+                )
         self.identity = bytes.fromhex(row["ledger"])
 
 
