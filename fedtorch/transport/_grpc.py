@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedtorch.transport._chunks import CHUNK, HEAD
 from fedtorch.transport.hub import Limits
 from fedtorch.transport.identity import SERVER, Identity
 
@@ -51,10 +52,10 @@ def dial(address: str, authority: bytes, identity: Identity | None, limits: Limi
 
 def options(limits: Limits) -> list[tuple[str, int]]:
     """What a server and a channel are told of the limits."""
-    milliseconds = int(1000 * limits.keepalive)
+    milliseconds, longest = int(1000 * limits.keepalive), min(limits.frame, CHUNK) + HEAD.size
     return [
-        ("grpc.max_send_message_length", limits.frame),
-        ("grpc.max_receive_message_length", limits.frame),
+        ("grpc.max_send_message_length", longest),
+        ("grpc.max_receive_message_length", longest),
         ("grpc.keepalive_time_ms", milliseconds),
         ("grpc.keepalive_timeout_ms", milliseconds),
         ("grpc.keepalive_permit_without_calls", 1),

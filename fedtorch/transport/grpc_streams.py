@@ -24,20 +24,21 @@ grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from fedtorch.transport._chunks import join, split
 from fedtorch.transport._grpc import dial, library, listen, options
-from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link, Pipe
+from fedtorch.transport._pipe import Pipe
+from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link
 from fedtorch.transport.identity import Identity, fingerprint
 from fedtorch.transport.rates import Gate
 from fedtorch.transport.roster import Roster
 
-_SERVICE, _METHOD = "fedtorch.Sites", "Join"
+_SERVICE, _METHOD = "fedtorch.Sites", "Frames"  # in chunks; another method would be another way to say them
 _STOP = 10.0  # seconds in which a server has ended all streams
 _SPARE = 4  # threads beyond one a peer, for those that are refused
 
@@ -76,9 +77,10 @@ def connect(address: str, identity: Identity, limits: Limits = LIMITS) -> Link:
     grpc = library()
     identity.check_clock()
     channel = dial(address, identity.authority, identity, limits)
-    line = Line(Pipe(limits.ahead), Pipe(limits.ahead))
-    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(iter(line.outward))
-    threading.Thread(target=_listen, args=(grpc, call, line), name="fedtorch-link", daemon=True).start()
+    limits.check()
+    line = Line(Pipe(limits.ahead, limit=limits.member), Pipe(limits.ahead))
+    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(split(line.outward))
+    threading.Thread(target=_listen, args=(grpc, call, line, limits), name="fedtorch-link", daemon=True).start()
     return Link(line, limits, partial(_hang_up, line, call, channel))
 
 
@@ -105,10 +107,10 @@ def _stream(
     except (PermissionError, ConnectionRefusedError) as error:
         code = "PERMISSION_DENIED" if isinstance(error, PermissionError) else "RESOURCE_EXHAUSTED"
         context.abort(getattr(grpc.StatusCode, code), str(error))
-    gone = ConnectionAbortedError(f"{peer!r} has left")
-    context.add_callback(lambda: hub.leave(peer, line, gone))
-    threading.Thread(target=_take, args=(requests, line), name=f"fedtorch-{peer}", daemon=True).start()
-    yield from _until_refused(line, context, grpc)
+    context.add_callback(partial(hub.leave, peer, line, ConnectionAbortedError(f"{peer!r} has left")))
+    take = threading.Thread(target=_take, args=(requests, hub, peer, line), name=f"fedtorch-{peer}", daemon=True)
+    take.start()
+    yield from split(_until_refused(line, context, grpc))
 
 
 def _until_refused(line: Line, context: Any, grpc: Any) -> Iterator[bytes]:
@@ -121,24 +123,34 @@ def _until_refused(line: Line, context: Any, grpc: Any) -> Iterator[bytes]:
             return
 
 
-def _take(requests: Iterator[bytes], line: Line) -> None:
-    with contextlib.suppress(Exception):  # the stream's end has many names, and its callback ends the line
-        for frame in requests:
-            line.inward.put(frame)
+def _take(requests: Iterator[bytes], hub: Hub, peer: str, line: Line) -> None:
+    """Takes a site's frames until its stream ends, or it sends what is not taken."""
+    try:
+        join(requests, line.inward, hub.limits.frame)
+    except (ValueError, PermissionError) as error:
+        hub.leave(peer, line, PermissionError(str(error)))
+    except Exception as error:  # the stream's end has many names, and its callback ends the line
+        error.__traceback__ = None  # gRPC keeps the error, and would keep the frames that wait
 
 
-def _listen(grpc: Any, call: Any, line: Line) -> None:
+def _listen(grpc: Any, call: Any, line: Line, limits: Limits) -> None:
     """Takes what the server sends, until the stream ends."""
     reason: Exception = ConnectionAbortedError("the server has ended the stream")
-    hint = " before a word; it may not believe this certificate: ask whether its authority made it, and for its clock"
     try:
-        for frame in call:
-            line.inward.put(frame)
-            hint = ""
+        join(call, line.inward, limits.frame)
+    except ValueError as error:
+        reason = ConnectionAbortedError(str(error))
     except OSError:
         pass
     except grpc.RpcError as error:
-        refused = error.code() is grpc.StatusCode.PERMISSION_DENIED
-        kind: Callable[[str], Exception] = PermissionError if refused else ConnectionResetError
-        reason = kind(f"the server has ended the stream{'' if refused else hint}: {error.details()}")
+        reason = _reason(grpc, error.code(), error.details())
     line.end(reason)
+
+
+def _reason(grpc: Any, code: Any, details: str) -> Exception:
+    """The error for a stream that the server, or the network, has ended."""
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return PermissionError("the server has other streams; install the same version of fedtorch on both sides")
+    refused = code is grpc.StatusCode.PERMISSION_DENIED
+    kind: Callable[[str], Exception] = PermissionError if refused else ConnectionResetError
+    return kind(f"the server has ended the stream: {details}")

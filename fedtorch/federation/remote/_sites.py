@@ -172,14 +172,16 @@ class Sites:
 
     def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
         """Sends a frame that wants no answer, if the site is here."""
-        return name in self._here and self._send(name, run, begin, frame)
+        return name in self._here and self._send(name, run, begin, frame, answers=0)
 
-    def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes) -> bool:
+    def _send(
+        self, name: str, run: str, begin: Callable[[str], bytes], request: bytes, answers: int = 1
+    ) -> bool:
         try:
             if self._begun.get(name) != run:
-                self.host.send(name, begin(name))
+                self.host.send(name, begin(name), answers=0)
                 self._begun[name] = run
-            self.host.send(name, request)
+            self.host.send(name, request, answers)
         except (ConnectionError, TimeoutError):
             self._forget(name)
             return False
