@@ -50,6 +50,17 @@ def dial(address: str, authority: bytes, identity: Identity | None, limits: Limi
     return channel
 
 
+def listening(limits: Limits, streams: int) -> list[tuple[str, int]]:
+    """What a server is told of the limits, besides those of both sides, where so many streams are open at most."""
+    milliseconds = int(1000 * limits.idle_seconds)
+    return [
+        *options(limits),
+        ("grpc.server_handshake_timeout_ms", milliseconds),
+        ("grpc.max_connection_idle_ms", milliseconds),
+        ("grpc.max_allowed_incoming_connections", streams + limits.idle),
+    ]
+
+
 def options(limits: Limits) -> list[tuple[str, int]]:
     """What a server and a channel are told of the limits."""
     milliseconds, longest = int(1000 * limits.keepalive), min(limits.frame, CHUNK) + HEAD.size

@@ -42,7 +42,8 @@ from typing import Any, NamedTuple
 from fedtorch import _files as files, wire
 from fedtorch.transport import identity
 from fedtorch.transport._certificates import check_name, write_secret
-from fedtorch.transport._grpc import dial, library, listen
+from fedtorch.transport._grpc import dial, library, listen, listening
+from fedtorch.transport._idle import IdleConnections
 from fedtorch.transport.hub import Limits
 from fedtorch.transport.identity import Identity
 from fedtorch.transport.rates import Gate, Rate
@@ -50,7 +51,7 @@ from fedtorch.transport.roster import Roster
 
 DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
-_LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))
+LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))
 _AT_ONCE = 4
 _MARK = "fedtorch1."  # what a token begins with, and its version
 
@@ -131,7 +132,7 @@ def enrol(token: Token, folder: Path | str) -> Identity:
     authority = _authority(token)
     key = identity.new_key()
     about = {"secret": token.secret, "request": identity.request(key, token.name).decode()}
-    grpc, channel = library(), dial(token.address, authority, None, _LIMITS)
+    grpc, channel = library(), dial(token.address, authority, None, LIMITS)
     try:
         reply = wire.metadata(channel.unary_unary(f"/{_SERVICE}/{_METHOD}")(wire.encode(None, about), timeout=20.0))
     except grpc.RpcError as error:
@@ -152,28 +153,31 @@ class Desk:
         authority: folder of the server.
         address: host and port to listen at; with port 0, `port` says which was free.
         roster: to which sites are added.
+        limits: of attempts and of connections.
 
     Raises:
         OSError: nothing can listen there.
     """
 
-    def __init__(self, authority: Path | str, address: str, roster: Roster) -> None:
+    def __init__(self, authority: Path | str, address: str, roster: Roster, limits: Limits = LIMITS) -> None:
         grpc, folder = library(), Path(authority)
         workers = ThreadPoolExecutor(_AT_ONCE, "fedtorch-enrolment")
-        options = [("grpc.max_receive_message_length", _LIMITS.frame), ("grpc.so_reuseport", 0)]
+        options = listening(limits, streams=0)
         self._server = grpc.server(workers, options=options, maximum_concurrent_rpcs=_AT_ONCE)
         handler = grpc.unary_unary_rpc_method_handler(
-            partial(_answer, folder, roster, Gate(_LIMITS.each, _LIMITS.all), grpc)
+            partial(_answer, folder, roster, Gate(limits.each, limits.all), grpc)
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         certificate = (folder / "authority.pem").read_bytes()
         own = Identity((folder / "authority.key.pem").read_bytes(), certificate, certificate)
         self.port = listen(self._server, address, own, both=False)
+        self._connections = IdleConnections(self.port, limits)
         self._server.start()
 
     def close(self) -> None:
         """Takes no more sites."""
-        self._server.stop(1.0).wait(_LIMITS.seconds)
+        self._connections.close()
+        self._server.stop(1.0).wait(LIMITS.seconds)
 
 
 def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Callable[[], float] = time.time) -> bytes:
@@ -233,7 +237,7 @@ def _authority(token: Token) -> bytes:
     host, _, port = token.address.rpartition(":")
     shown = ""
     with suppress(OSError, ValueError):
-        shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_LIMITS.seconds)
+        shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=LIMITS.seconds)
     if not shown:
         raise ConnectionError(
             f"Expected somebody who enrols sites at {token.address}, but got no answer; ask whether it is up"

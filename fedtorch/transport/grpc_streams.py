@@ -31,7 +31,8 @@ from functools import partial
 from typing import Any
 
 from fedtorch.transport._chunks import join, split
-from fedtorch.transport._grpc import dial, library, listen, options
+from fedtorch.transport._grpc import dial, library, listen, listening
+from fedtorch.transport._idle import IdleConnections
 from fedtorch.transport._pipe import Pipe
 from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link
 from fedtorch.transport.identity import Identity, fingerprint
@@ -58,12 +59,16 @@ def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIM
     grpc = library()
     hub = Hub(limits)
     workers = ThreadPoolExecutor(limits.peers + _SPARE, "fedtorch-site")
-    server = grpc.server(workers, options=options(limits), maximum_concurrent_rpcs=limits.peers + _SPARE)
-    handler = grpc.stream_stream_rpc_method_handler(partial(_stream, hub, roster, Gate(limits.each, limits.all), grpc))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
+    most = limits.peers + _SPARE
+    server = grpc.server(workers, options=listening(limits, limits.peers), maximum_concurrent_rpcs=most)
     hub.port = listen(server, address, identity, both=True)
+    connections = IdleConnections(hub.port, limits, besides=hub.end_stalled)
+    stream = partial(_stream, hub, roster, Gate(limits.each, limits.all), connections, grpc)
+    handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(stream)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
     server.start()
     hub.on_close(partial(_stop, server, workers))
+    hub.on_close(connections.close)
     return hub
 
 
@@ -96,7 +101,13 @@ def _hang_up(line: Line, call: Any, channel: Any) -> None:
 
 
 def _stream(
-    hub: Hub, roster: Roster, gate: Gate, grpc: Any, requests: Iterator[bytes], context: Any
+    hub: Hub,
+    roster: Roster,
+    gate: Gate,
+    connections: IdleConnections,
+    grpc: Any,
+    requests: Iterator[bytes],
+    context: Any,
 ) -> Iterator[bytes]:
     """A site's stream as the server has it: yields what goes out, while a thread takes what comes in."""
     try:
@@ -107,6 +118,8 @@ def _stream(
     except (PermissionError, ConnectionRefusedError) as error:
         code = "PERMISSION_DENIED" if isinstance(error, PermissionError) else "RESOURCE_EXHAUSTED"
         context.abort(getattr(grpc.StatusCode, code), str(error))
+    connections.enter(context.peer())
+    context.add_callback(partial(connections.leave, context.peer()))
     context.add_callback(partial(hub.leave, peer, line, ConnectionAbortedError(f"{peer!r} has left")))
     take = threading.Thread(target=_take, args=(requests, hub, peer, line), name=f"fedtorch-{peer}", daemon=True)
     take.start()
