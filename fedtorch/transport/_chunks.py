@@ -36,7 +36,9 @@ def join(chunks: Iterator[bytes], pipe: Pipe, most: int) -> None:
     for first in chunks:
         size = HEAD.unpack_from(first)[0] if len(first) >= HEAD.size else -1
         if not 0 <= size <= most:
-            raise ValueError(f"Expected a frame of at most {most} bytes, but got one of {size}; raise `frame` in limits")
+            raise ValueError(
+                f"Expected a frame of at most {most} bytes, but got one of {size}; raise `frame` in limits"
+            )
         pipe.reserve(size)
         frame, rest = BytesIO(), memoryview(first)[HEAD.size :]
         for part in _and(rest, islice(chunks, max(0, -(-size // CHUNK) - 1))):

@@ -9,7 +9,8 @@ grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
 >>> import tempfile
 >>> from fedtorch.transport import Roster, connect, identity, serve
 >>> folder = tempfile.TemporaryDirectory()
->>> server, site = identity.make_server(folder.name), identity.make_site(folder.name, "ward 7")
+>>> authority = f"{folder.name}/authority"
+>>> server, site = identity.make_server(authority), identity.make_site(authority, "ward 7")
 >>> roster = Roster(f"{folder.name}/roster.json")
 >>> roster.add("ward 7", identity.fingerprint(site.certificate))
 >>> host = serve("127.0.0.1:0", server, roster)
@@ -35,7 +36,7 @@ from fedtorch.transport._grpc import dial, library, listen, listening
 from fedtorch.transport._idle import IdleConnections
 from fedtorch.transport._pipe import Pipe
 from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link
-from fedtorch.transport.identity import Identity, fingerprint
+from fedtorch.transport.identity import Identity, check_site_certificate, fingerprint
 from fedtorch.transport.rates import Gate
 from fedtorch.transport.roster import Roster
 
@@ -55,8 +56,11 @@ def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIM
 
     Raises:
         OSError: nothing can listen there.
+        PermissionError: the identity is not a server's.
+        ValueError: the certificate is not valid at the time that this machine's clock tells.
     """
     grpc = library()
+    identity.check_server()
     hub = Hub(limits)
     workers = ThreadPoolExecutor(limits.peers + _SPARE, "fedtorch-site")
     most = limits.peers + _SPARE
@@ -77,10 +81,11 @@ def connect(address: str, identity: Identity, limits: Limits = LIMITS) -> Link:
 
     Raises:
         ConnectionError: there is no server in time, or not the one that was enrolled with.
+        PermissionError: the identity is not a site's.
         ValueError: the certificate is not valid at the time that this machine's clock tells.
     """
     grpc = library()
-    identity.check_clock()
+    identity.check_site()
     channel = dial(address, identity.authority, identity, limits)
     limits.check()
     line = Line(Pipe(limits.ahead, limit=limits.member), Pipe(limits.ahead))
@@ -113,6 +118,7 @@ def _stream(
     try:
         gate.enter(context.peer())
         (certificate,) = context.auth_context()["x509_pem_cert"]
+        check_site_certificate(certificate)
         peer = roster.name_of(certificate)
         line = hub.join(peer, partial(roster.check, peer, fingerprint(certificate)))
     except (PermissionError, ConnectionRefusedError) as error:

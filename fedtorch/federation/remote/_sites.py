@@ -174,9 +174,7 @@ class Sites:
         """Sends a frame that wants no answer, if the site is here."""
         return name in self._here and self._send(name, run, begin, frame, answers=0)
 
-    def _send(
-        self, name: str, run: str, begin: Callable[[str], bytes], request: bytes, answers: int = 1
-    ) -> bool:
+    def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes, answers: int = 1) -> bool:
         try:
             if self._begun.get(name) != run:
                 self.host.send(name, begin(name), answers=0)
