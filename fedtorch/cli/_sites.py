@@ -164,10 +164,17 @@ def _run_half(options: argparse.Namespace) -> None:
     from fedtorch.vfl.resuming import resuming_over_link
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    dial = partial(transport.connect, options.address, identity.read(options.identity))
+    me = identity.read(options.identity)
+    _say_where(options, me)
+    dial = partial(transport.connect, options.address, me)
     waits = {"seconds": options.patience, "patience": options.patience}
     traffic = resuming_over_link(read_half(options.half), dial, _states(options), **waits)[1]
     print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
+
+
+def _say_where(options: argparse.Namespace, me: Any) -> None:
+    ends = f"{me.ends:%Y-%m-%d}"
+    logging.info("connecting to %s as %r, whose certificate ends on %s", options.address, me.name, ends)
 
 
 def _states(options: argparse.Namespace) -> Path:
@@ -181,6 +188,7 @@ def _take_part(options: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
+    _say_where(options, me)
     dial = partial(transport.connect, options.address, me)
     visit = join(dial, offer, _states(options), identity=me, patience=options.patience)
     print(f"run {visit.run} is over")

@@ -39,17 +39,24 @@ class Thread(threading.Thread):
     """A site that ends by itself once the run is over, or at the latest when its hub closes."""
 
     def __init__(
-        self, host: Hub, name: str, offer: Offer, folder: Path | None = None, identity: Identity | None = None
+        self,
+        host: Hub,
+        name: str,
+        offer: Offer,
+        folder: Path | None = None,
+        identity: Identity | None = None,
+        patience: float = 20.0,
     ) -> None:
         super().__init__(daemon=True, name=f"site {name}")
         self.host, self.site, self.offer, self.folder, self.identity = host, name, offer, folder, identity
+        self.patience = patience
         self.visit: Visit | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             dial = lambda: memory.link(self.host, self.site)
-            self.visit = join(dial, self.offer, self.folder, identity=self.identity, patience=20.0)
+            self.visit = join(dial, self.offer, self.folder, identity=self.identity, patience=self.patience)
         except Exception as error:
             self.error = error
 

@@ -193,6 +193,9 @@ class Sites:
             return None
         try:
             frame = frames.read(payload, peer)
+            if frame.kind == "hello" and peer not in self.names:
+                self._turn_away(peer)
+                return None
             if frame.kind == "hello":
                 self._greet(frame)
             elif peer not in self._here:
@@ -214,8 +217,6 @@ class Sites:
         """Takes in what a site says that it brings, if it may take part."""
         name = frame.sender
         self._forget(name)
-        if name not in self.names:
-            raise ValueError(f"Expected one of the sites of this run, but got {name!r}; ask the server's side")
         if (protocol := frame.integer("protocol")) != PROTOCOL:
             raise ValueError(
                 f"Expected a site that speaks protocol {PROTOCOL}, but {name!r} speaks {protocol}; install the same "
@@ -239,6 +240,13 @@ class Sites:
             raise ValueError(f"Expected the clients and rows with which {name!r} first came, but got others; run anew")
         self.bring.setdefault(name, brings)
         self._here.add(name)
+
+    def _turn_away(self, name: str) -> None:
+        """Tells a site that is in no run now to wait for another."""
+        _LOG.warning("site %r has connected, but the run is of %s; it waits", name, list(self.names))
+        reason = f"the server's run is of other sites than {name!r}; ask its side whether this site is to be in it"
+        with suppress(ConnectionError, TimeoutError):  # it is told when it is back
+            self.host.send(name, frames.encode("wait", reason=reason), answers=0)
 
     def _forget(self, name: str) -> None:
         self._here.discard(name)

@@ -12,6 +12,7 @@ from pathlib import Path
 from fedtorch import _files as files
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._frames import PROTOCOL, Frame, run_of
+from fedtorch.federation.remote._site_log import SiteLog
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import alone_in
@@ -104,8 +105,9 @@ def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
             link = dial()
             try:
                 _say(link, site.hello())
+                site.log.connected(len(site.offer.data), int(site.offer.data.counts.sum()))
                 while site.ended is None:
-                    payload = link.receive(patience.seconds)
+                    payload = _next(link, site, patience)
                     patience.heard()
                     _say(link, site.answer(payload))
                 return site.ended
@@ -114,6 +116,16 @@ def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
         except (ConnectionError, TimeoutError) as error:
             _LOG.warning("no server, connecting again: %s", error)
             patience.again(error)
+
+
+def _next(link: Link, site: Site, patience: Patience) -> bytes:
+    """The server's next frame; where it has said that its run is without this site, however late that comes."""
+    while True:
+        try:
+            return link.receive(patience.seconds)
+        except TimeoutError:
+            if not site.unlisted:
+                raise
 
 
 def _say(link: Link, frame: bytes | None) -> None:
@@ -136,6 +148,8 @@ class Site:
     Attributes:
         ended: the site's part in the run that is over, None before.
         begun: the frame that began the run in which it takes part, or would not.
+        unlisted: whether the server has said that its run is without this site.
+        log: lines about what it does.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -150,6 +164,7 @@ class Site:
         self.offer, self.folder, self._watch, self._identity = offer, folder, Watch(offer.terms, folder), identity
         self.ended: Visit | None = None
         self.begun: bytes | None = None
+        self.unlisted, self.log = False, SiteLog()
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
 
@@ -165,6 +180,10 @@ class Site:
         sequence = 0
         try:
             frame = frames.read(payload, "the server")
+            self.unlisted = frame.kind == "wait"
+            if frame.kind == "wait":
+                self.log.unlisted(frame.text("reason"))
+                return None
             if frame.kind == "who":
                 return self.hello()
             if frame.kind in ("begin", "over"):
@@ -185,6 +204,7 @@ class Site:
             self._visit, self._why, self.begun = None, "the site could not begin", frame.payload
             try:
                 self._visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
+                self.log.begun(frame, self._visit.first, len(self.offer.data))
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
@@ -204,13 +224,17 @@ class Site:
         answers = {"round": visit.round, "total": visit.total, "evaluate": visit.evaluate, "letters": visit.letters}
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)
+        self.log.working()
         visit.settle(frame)
-        return answers[frame.kind](frame)
+        answer = answers[frame.kind](frame)
+        self.log.answered(frame)
+        return answer
 
     def _end(self, frame: Frame) -> None:
         if self._visit is not None and self._visit.run == run_of(frame):
             self._visit.settle(frame)
             self._visit.end(frame)
+            self.log.over(frame)
             self.ended = self._visit
 
     def _refuse(self, sequence: int, reason: str) -> bytes:
