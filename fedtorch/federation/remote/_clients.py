@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.remote import _frames as frames, _inbox as inbox
 from fedtorch.federation.remote._account import Account
 from fedtorch.federation.remote._fingerprint import fingerprint
+from fedtorch.federation.remote._finished import state_of
 from fedtorch.federation.remote._frames import Frame
 from fedtorch.federation.remote._hidden import Hidden
 from fedtorch.federation.remote._inbox import Inboxes
@@ -40,6 +42,9 @@ class RemoteClients:
         plan: of the population.
         algorithm: what they compute.
         state: one client's initial state.
+
+    Attributes:
+        over: whether sites are told that the run is over.
     """
 
     def __init__(self, plan: Plan, algorithm: Algorithm, state: Tree) -> None:
@@ -47,6 +52,7 @@ class RemoteClients:
         self.run, sites = secrets.token_hex(16), len(plan.sites.names)
         names, nobody = plan.names, [(_NOBODY, plan.nobody)]
         self._up = self._down = 0  # bytes of the round
+        self.over = False
         self._hidden, here = self._hide(), algorithm
         if self._hidden is not None:  # what comes of it are aggregates
             here = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
@@ -69,6 +75,7 @@ class RemoteClients:
         if self._read.message is None:
             self._read.message = self._local.reply(self._local.empty_block(), outbox, turn).message
         self._up = self._down = 0
+        self.over = False
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
         missing = self._prepare(asked)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
@@ -159,14 +166,21 @@ class RemoteClients:
             )
         return self._local.tensors(outbox, ids)
 
-    def finish(self, outbox: Tree) -> None:
-        """Tells the sites that the run is over, and what their clients hear last."""
-        if self.algorithm.exchange.sealed is not None:
-            self._prepare([])
-        number, sites = self.plan.sites.next_sequence(), self.plan.sites
-        for index, site in enumerate(sites.names):
-            frame = self._request("over", index, self._own(index, None), outbox, number)
-            sites.tell(site, self.run, self._begin, frame)
+    def finish(self, outbox: Tree, seconds: float = 0.0) -> None:
+        """Tells the sites that the run is over, and what their clients hear last; those that are away have time."""
+        sites, left, ends = self.plan.sites, dict(enumerate(self.plan.sites.names)), time.monotonic() + seconds
+        while True:
+            here = {index: site for index, site in left.items() if sites.is_here(site)}
+            if here and self.algorithm.exchange.sealed is not None:
+                self._prepare([])
+            number = sites.next_sequence()
+            for index, site in here.items():
+                frame = self._request("over", index, self._own(index, None), outbox, number)
+                if sites.tell(site, self.run, self._begin, frame):
+                    del left[index]
+            if not left or time.monotonic() >= ends:
+                return
+            sites.look(ends)
 
     def withdraw(self, site: str) -> Tree:
         """What a site's clients have told beyond their initial states; the site is not asked any more.
@@ -185,13 +199,14 @@ class RemoteClients:
         kept = tuple(self._kept)
         if kept not in self._saved:
             self._saved.append(kept)
-        run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
-        return {"kept": torch.tensor(kept), "run": run, **self._account.state_dict()}
+        run, finished = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8), self.plan.sites.bring
+        return {"kept": torch.tensor(kept), "run": run, **state_of(self.over, finished), **self._account.state_dict()}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Goes back to what `state_dict` said; sites go back with their next request."""
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
+        self.over = bool(flat["over"])
         self._account.load_state_dict(flat)
         if self._hidden is not None:
             self._hidden.forget()

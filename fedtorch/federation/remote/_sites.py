@@ -170,6 +170,14 @@ class Sites:
         self._note(question.missing | gone)
         return question.heard(gone)
 
+    def is_here(self, name: str) -> bool:
+        """Whether a site is connected and has said what it brings."""
+        return name in self._here and name in self.host.connected
+
+    def look(self, ends: float) -> None:
+        """Takes in who comes, for a moment that ends at this time at the latest."""
+        self._next(max(0.0, min(_LOOK, ends - time.monotonic())))
+
     def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
         """Sends a frame that wants no answer, if the site is here."""
         return name in self._here and self._send(name, run, begin, frame, answers=0)

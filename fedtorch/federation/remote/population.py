@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._clients import RemoteClients
+from fedtorch.federation.remote._finished import LAST_WORD, brought_to
 from fedtorch.federation.remote._plan import Plan
 from fedtorch.federation.remote._sites import Sites
 from fedtorch.transport.hub import Hub
@@ -42,6 +44,8 @@ class Remote:
         roster: as the authority has signed it, `transport.book.sign_roster(...)`, by which sites believe each other's
             keys; for sums under masks and sealed letters.
         rotate: after so many rounds sites make other keys.
+        checkpoint: the run's file. `finish` saves it before sites hear that the run is over; a server that is started
+            again with it then waits for none of them.
 
     Attributes:
         names: of all clients.
@@ -87,6 +91,7 @@ class Remote:
         withdrawals: bool = False,
         roster: bytes | None = None,
         rotate: int = 100,
+        checkpoint: Path | str | None = None,
     ) -> None:
         expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints, rotate=rotate)
         if not sites or len(set(sites)) != len(sites):
@@ -98,8 +103,12 @@ class Remote:
         except (TypeError, ValueError) as error:
             raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
         self.device, self.leads = torch.device("cpu"), True
-        asked = Sites(host, sites, agreed)
-        asked.meet(patience)
+        asked, bring = Sites(host, sites, agreed), brought_to(checkpoint, sites)
+        if bring is None:
+            asked.meet(patience)
+        else:
+            asked.bring = bring
+        self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(patience, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):
@@ -143,8 +152,14 @@ class Remote:
         return RemoteClients(self.plan, algorithm, state)
 
     def finish(self, run: Any) -> None:
-        """Tells the sites that a run on this population is over, and what their clients predict with."""
-        run.clients.finish(run.outbox)
+        """Tells the sites that a run on this population is over, and what their clients predict with.
+
+        With a `checkpoint` this is noted there first, and sites that are away have ten seconds to come back.
+        """
+        run.clients.over = True
+        if self._checkpoint is not None:
+            run.save(self._checkpoint)
+        run.clients.finish(run.outbox, self._last_word)
 
     def withdraw(self, run: Any, site: str) -> None:
         """Takes what a site has told for good out of a run, and asks it no more.

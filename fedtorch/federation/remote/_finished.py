@@ -1,0 +1,40 @@
+"""What a checkpoint says of a run that is over at its sites, so that a server that is started again waits for nobody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedtorch.federation import checkpoint
+from fedtorch.federation.remote._sites import Brings
+
+LAST_WORD = 10.0  # seconds in which a site that may have missed that the run is over can come back
+
+
+def state_of(over: bool, bring: Mapping[str, Brings]) -> dict[str, Tensor]:
+    """Whether sites are told that the run is over, and what they have brought, as tensors."""
+    text = json.dumps({name: each._asdict() for name, each in bring.items()}).encode()
+    return {"over": torch.tensor(over), "bring": torch.tensor(list(text), dtype=torch.uint8)}
+
+
+def brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Brings] | None:
+    """What these sites have brought to the run of a checkpoint, if that run is over; None if they are waited for.
+
+    Raises:
+        ValueError: the file is no checkpoint.
+    """
+    if path is None or not Path(path).exists():
+        return None
+    flat = checkpoint.below("clients.", checkpoint.read(path))
+    if not bool(flat.get("over", False)):
+        return None
+    bring = json.loads(bytes(flat["bring"].tolist()))
+    if set(bring) != set(sites):
+        return None
+    return {
+        name: Brings(tuple(bring[name]["clients"]), tuple(bring[name]["rows"]), bring[name]["schema"]) for name in sites
+    }
