@@ -154,7 +154,7 @@ def enrol(token: Token, folder: Path | str, renew: bool = False) -> Identity:
     made = Identity(key, str(reply["certificate"]).encode(), authority)
     made.check_site()
     made.save(folder)
-    return made
+    return identity.read(folder)
 
 
 class Desk:

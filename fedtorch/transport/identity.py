@@ -66,6 +66,7 @@ class Identity(NamedTuple):
     key: bytes
     certificate: bytes
     authority: bytes  # whose certificates are believed
+    folder: Path | None = None  # from which it was read; what is remembered of all its runs lies there
 
     @property
     def name(self) -> str:
@@ -140,12 +141,13 @@ def read(folder: Path | str) -> Identity:
         FileNotFoundError: there is no identity.
     """
     try:
-        return Identity(*((Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY)))
+        content = [(Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY)]
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"Expected an identity in {folder}, but {Path(error.filename).name} is not there; make one with "
             "`fedtorch enrol`"
         ) from None
+    return Identity(*content, folder=Path(folder))
 
 
 def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME) -> bytes:

@@ -161,7 +161,8 @@ class Site:
     """
 
     def __init__(self, offer: Offer, folder: Path | None = None, identity: Identity | None = None) -> None:
-        self.offer, self.folder, self._watch, self._identity = offer, folder, Watch(offer.terms, folder), identity
+        self.offer, self.folder, self._identity = offer, folder, identity
+        self._watch = Watch(offer.terms, folder, None if identity is None else identity.folder)
         self.ended: Visit | None = None
         self.begun: bytes | None = None
         self.unlisted, self.log = False, SiteLog()
