@@ -1,7 +1,7 @@
 """How far something is that takes longer than two seconds.
 
-What is left is said from the steps that were done of late, and not before there are a few: what was waited for before
-the first step, and the longest wait since, do not count. On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error.
+On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error. What is left is said
+from the steps that were done of late, and not before there are a few; the longest wait among them does not count.
 
 Within a `Progress` no other is shown. `progress=False` where a function takes it, `with quiet():` around anything, and
 the environment variable `TQDM_DISABLE=1` silence it.
@@ -149,7 +149,6 @@ class Progress:
         sys.stderr.write(", ".join(parts) + "\n")
         sys.stderr.flush()
         self._said = self.done
-
 
     def _seconds_of_a_step(self) -> float | None:
         """Of late, without the slowest stretch, which may have been a wait; None before there are a few."""

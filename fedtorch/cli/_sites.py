@@ -92,8 +92,8 @@ def _make_authority(options: argparse.Namespace) -> None:
 
     if options.folder.resolve() == options.server.resolve():
         raise ValueError(
-            f"Expected two folders, for the authority's key must not be where the server runs, but got {options.folder} "
-            "for both; choose another --server"
+            "Expected two folders, for the authority's key must not be where the server runs, but got "
+            f"{options.folder} for both; choose another --server"
         )
     if not options.renew:
         _check_empty(options.server)
@@ -148,9 +148,8 @@ def _enrol(options: argparse.Namespace) -> None:
     from fedtorch.transport import enrolment
 
     made = enrolment.enrol(enrolment.read_token(options.token), options.identity, options.renew)
-    print(
-        f"enrolled as {made.name!r}; the identity is in {options.identity}, its certificate ends on {made.ends:%Y-%m-%d}"
-    )
+    where = f"the identity is in {options.identity}, its certificate ends on {made.ends:%Y-%m-%d}"
+    print(f"enrolled as {made.name!r}; {where}")
 
 
 def _join(options: argparse.Namespace) -> None:

@@ -82,8 +82,8 @@ class Pipe:
         with self.changed:
             if not self.changed.wait_for(lambda: self._ended or self._may_decide(size), seconds):
                 raise TimeoutError(
-                    f"Expected a frame to be taken within {seconds:g} s, but {len(self._frames)} wait, with {self.held} "
-                    "bytes"
+                    f"Expected a frame to be taken within {seconds:g} s, but {len(self._frames)} wait, with "
+                    f"{self.held} bytes"
                 )
             self._raise_ended()
             if size > self._unasked and not self._asked:

@@ -46,7 +46,7 @@ _SPARE = 4  # threads beyond one a peer, for those that are refused
 
 
 def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIMITS) -> Hub:
-    """A hub that listens at `address`, such as `0.0.0.0:443`; with port 0, `port` of the hub says which was free.
+    """A hub that listens at `address`, such as `0.0.0.0:9443`; with port 0, `port` of the hub says which was free.
 
     Args:
         address: host and port.

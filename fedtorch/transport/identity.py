@@ -141,13 +141,13 @@ def read(folder: Path | str) -> Identity:
         FileNotFoundError: there is no identity.
     """
     try:
-        content = [(Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY)]
+        key, certificate, authority = ((Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY))
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"Expected an identity in {folder}, but {Path(error.filename).name} is not there; make one with "
             "`fedtorch enrol`"
         ) from None
-    return Identity(*content, folder=Path(folder))
+    return Identity(key, certificate, authority, Path(folder))
 
 
 def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME) -> bytes:
@@ -249,8 +249,8 @@ def _certify(
     assert isinstance(private, ec.EllipticCurvePrivateKey)
     if issuer.not_valid_after_utc < datetime.now(UTC):
         raise ValueError(
-            f"Expected an authority that is valid, but that in {authority} ended on {issuer.not_valid_after_utc:%Y-%m-%d}"
-            "; make another with `fedtorch authority`, and have all sites enrol anew"
+            f"Expected an authority that is valid, but that in {authority} ended on "
+            f"{issuer.not_valid_after_utc:%Y-%m-%d}; make another with `fedtorch authority`, and have all sites enrol"
         )
     ends = min(datetime.now(UTC) + lifetime, issuer.not_valid_after_utc)
     builder = _builder(x509.Name([_attribute(name)]), issuer.subject, key, ends)

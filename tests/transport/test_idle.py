@@ -115,7 +115,7 @@ def test_only_connections_to_the_port_are_seen(opened: ExitStack) -> None:
     client = plain(opened, port)
     accepted = opened.enter_context(listening.accept()[0])
     (seen,) = connections_to(port)
-    assert seen.peer == "ipv4:127.0.0.1:{}".format(client.getsockname()[1])
+    assert seen.peer == f"ipv4:127.0.0.1:{client.getsockname()[1]}"
     seen.socket.close()
     assert accepted.fileno() > 0
     assert connections_to(1) == []

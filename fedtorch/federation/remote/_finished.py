@@ -1,4 +1,4 @@
-"""What a checkpoint says of a run that is over at its sites, so that a server that is started again waits for nobody."""
+"""What a checkpoint says of a run that is over: a server that is started again with it waits for no site."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def join(
     """Takes part in what a server asks, until it says that a run is over; returns the site's part in it.
 
     Args:
-        dial: connects to the server, such as `lambda: transport.connect("server.example:443", identity)`.
+        dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
         offer: what the site brings.
         folder: where the site keeps its clients' states; without one it cannot go on after it was killed.
         identity: of the site, with which it signs the keys of sums under masks and of sealed letters; without one it

@@ -17,7 +17,6 @@ from fedtorch.federation._budget import Budget
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.tree import Tree
 
-
 _SECONDS = 30.0  # for another process of the site that counts
 
 

@@ -27,7 +27,9 @@ def check(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
     head = _head(ledger)
     if not head.exists():
         if digests:
-            _LOG.warning("no %s beside the ledger: its %d entries are taken for all that there were", head, len(digests))
+            _LOG.warning(
+                "no %s beside the ledger: its %d entries are taken for all that there were", head, len(digests)
+            )
         note(ledger, identity, digests)
         return
     known = json.loads(head.read_bytes())
@@ -60,8 +62,8 @@ def check_not_lost(ledger: Path) -> None:
     head = _head(ledger)
     if head.exists() and (known := json.loads(head.read_bytes()))["entries"]:
         raise ValueError(
-            f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; bring "
-            f"it back, or remove {head.name} to begin a ledger that knows nothing of them"
+            f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; "
+            f"bring it back, or remove {head.name} to begin a ledger that knows nothing of them"
         )
 
 

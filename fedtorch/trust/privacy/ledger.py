@@ -3,9 +3,9 @@
 A file has a line of JSON for the claim and one for every round that began, written and forced to the disk before
 anything of the round is computed. Each line holds a digest of the one before, so that nothing in between goes missing.
 Several runs on the same people share a file, one after the other or at once, and what they release adds up. Going
-back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows, or the file `LEDGER.head` beside
-the ledger, and the ledger does not is an error: without the ledger nobody can say what was released. A last line that is
-not whole, as after a kill or on a full disk, is of a round that never began, and is moved to `LEDGER.partial`.
+back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows, or the file `LEDGER.head`
+beside the ledger, and the ledger does not is an error: without the ledger nobody can say what was released. A last line
+that is not whole, as after a kill or on a full disk, is of a round that never began, and is moved to `LEDGER.partial`.
 
 >>> from fedtorch.trust.privacy import Claim, Ledger, Release
 >>> claim = Claim("client", "one client's message against a message of zeros", "all but the server", "of the system")

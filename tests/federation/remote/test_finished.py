@@ -92,10 +92,10 @@ def test_a_run_that_is_not_over_waits_for_its_sites(tmp_path: Path) -> None:
     run = ft.Run(averaging(), sites, seed=3)
     run.step()
     run.save(file)
-    with pytest.raises(TimeoutError, match="Expected all 3 sites within 0.1 s"):
+    with pytest.raises(TimeoutError, match=r"Expected all 3 sites within 0\.1 s"):
         server(Hub(), file, patience=0.1)
     sites.finish(run)
-    with pytest.raises(TimeoutError, match="Expected all 2 sites within 0.1 s"):
+    with pytest.raises(TimeoutError, match=r"Expected all 2 sites within 0\.1 s"):
         Remote(Hub(), ["a", "b"], "it", patience=0.1, checkpoint=file)  # of other sites
     for thread in threads:
         thread.join(10.0)
