@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 PYTEST_ARGS ?=
 HALF := tests/federation tests/kernels tests/test_conformance.py fedtorch  # of the suite, by what it takes
 
-.PHONY: demo demo-statistics demo-gp demo-sites test test-slow test-browser test-install lint format docs bench bench-peers clean
+.PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-install test-matrix lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -33,6 +33,10 @@ demo-sites: $(STAMP)
 
 # Without PYTEST_ARGS two processes share the suite, a core each; what the first one prints comes at the end.
 test: $(STAMP)
+	@$(MAKE) --no-print-directory suite
+
+# What `make test` runs, in the environment that BIN names.
+suite:
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@log=$$(mktemp); export OMP_NUM_THREADS=1; \
 	$(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; trap "kill $$half; cat $$log" INT TERM; \
@@ -56,6 +60,13 @@ test-install: $(STAMP)
 	$(INSTALL) build
 	PYTHONPATH=tests $(BIN)/python -m support.installs --python "$$(command -v $(PYTHON))" --torch $(TORCH)
 
+# The fast suite on several Pythons with the newest release of every dependency, in environments below .venv-matrix;
+# `make test-matrix PYTHONS=/opt/python3.14/bin/python3 PYTEST_ARGS=tests/test_tree.py` a part of it on one.
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+test-matrix:
+	@$(PYTHON) tests/support/matrix.py --pythons "$(PYTHONS)" $(if $(filter file,$(origin PYTHONS)),,--asked-for) \
+		--with "$(WITH)" --pytest-args "$(PYTEST_ARGS)"
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -77,4 +88,4 @@ bench-peers: $(STAMP)
 	$(BIN)/python -m experiments.benchmarks.peers
 
 clean:
-	rm -rf docs/_build docs/reference docs/results $(VENV) .venv-peers experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf docs/_build docs/reference docs/results $(VENV) .venv-peers .venv-matrix experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info

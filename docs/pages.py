@@ -120,7 +120,7 @@ def write_results(_: Any = None) -> None:
     """Makes pages of the results that experiments and benchmarks have written."""
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)
-    index = ["# Results", "", "What long runs found, as the scripts wrote it, with machine and command.", ""]
+    index = ["# Results", "", "What runs found, as the scripts wrote it, with machine and command.", ""]
     for title, place in (("Experiments", "results"), ("Benchmarks", "benchmarks/results")):
         index += ["```{toctree}", f":caption: {title}", ":maxdepth: 1", ""]
         for path in sorted((HERE.parent / "experiments" / place).glob("*.md")):

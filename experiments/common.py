@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import resource
+import shlex
 import sys
 import time
 import warnings
@@ -24,6 +25,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import fedtorch as ft
+from experiments import result_pages
+from experiments.result_pages import write_results as write_results
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Row:
     ours: float
     sd: float | None = None
     published: float | None = None
+    published_sd: float | None = None
+    repeats: int | None = None  # of which `ours` is the mean
 
 
 def linear_module(features: int) -> nn.Linear:
@@ -68,9 +73,15 @@ def standard_error(values: Sequence[float]) -> float | None:
     return None if sd is None else sd / len(values) ** 0.5
 
 
-def row(setting: str, metric: str, values: Sequence[float], published: float | None = None) -> Row:
+def row(
+    setting: str,
+    metric: str,
+    values: Sequence[float],
+    published: float | None = None,
+    published_sd: float | None = None,
+) -> Row:
     """One figure of repetitions: their mean and standard deviation."""
-    return Row(setting, metric, float(np.mean(values)), spread(values), published)
+    return Row(setting, metric, float(np.mean(values)), spread(values), published, published_sd, len(values))
 
 
 def by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -98,13 +109,26 @@ def mean_with_error(values: Sequence[float], form: str = ".3f") -> str:
     return number(float(np.mean(values)), standard_error(values), form)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that keeps what it was given and when, for pages of results."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """The options, with `given`, `title` and the clocks `began` besides."""
+        options = super().parse_args(args, namespace)
+        options.given = list(sys.argv[1:] if args is None else args)
+        options.title = (self.description or "").strip().split("\n")[0].rstrip(".")
+        options.began = time.perf_counter(), time.process_time()
+        return options
+
+
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that every experiment has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="the same code path, small, in seconds")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="repetitions (default 1)")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON; - for standard output")
     parser.add_argument("--out", type=Path, metavar="DIR", help="draw the figures into this folder")
+    parser.add_argument("--results", type=Path, metavar="DIR", help="keep the rows here, and write the page of them")
     return parser
 
 
@@ -119,11 +143,17 @@ def write(name: str, rows: Sequence[Row], target: str | None) -> None:
         Path(target).write_text(text + "\n")
 
 
-def write_results(file: Path, text: str) -> None:
-    """Writes Markdown, and keeps the notes below that of before."""
-    _, heading, notes = (file.read_text() if file.exists() else "").partition("\n## Notes\n")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text + heading + notes)
+def this_run(name: str, rows: Sequence[Row], options: argparse.Namespace) -> dict[str, Any]:
+    """What a page of results tells of a run: the command, where, when, how long, and what was found."""
+    return {
+        "command": shlex.join(["python", "-m", f"experiments.{name}", *options.given]),
+        "machine": machine(),
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": time.perf_counter() - options.began[0],
+        "processor_seconds": time.process_time() - options.began[1],
+        "seeds": options.seeds,
+        "rows": [{key: value for key, value in asdict(row).items() if value is not None} for row in rows],
+    }
 
 
 def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -158,8 +188,10 @@ def finish(
     options: argparse.Namespace,
     draw: Callable[[], Mapping[str, Figure]] | None = None,
 ) -> None:
-    """Writes the rows where `--json` says, and with `--out` draws the figures, by name, and says where they are."""
+    """Writes the rows where `--json` says, and their page with `--results`; with `--out` draws the figures, by name."""
     write(name, rows, options.json)
+    if options.results is not None:
+        result_pages.add(options.results, name, options.title, this_run(name, rows, options))
     if options.out is not None and draw is not None:
         for title, figure in draw().items():
             show_path(save(figure, options.out, title))

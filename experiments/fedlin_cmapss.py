@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import common
+from experiments import common, result_pages
 from experiments.fedlin_common import Candidate, choose, device_rmse, predictions_of
 from fedtorch.data import FederatedData
 from fedtorch.models.linear import LinearHead, polynomial
@@ -44,6 +44,15 @@ PUBLISHED = {
     8: (0.267, 0.307, 0.395, 0.289),
 }
 PUBLISHED_METHODS = ("HM1, α = 0.9", "separate", "FedAvg", "Ditto")
+READING = result_pages.Reading(
+    smaller=".",
+    reasons=(
+        result_pages.Reason(
+            "honest",
+            "the wear of the last cycles has hardly begun in the first 60 %, so that nothing learnt there tells of it",
+        ),
+    ),
+)
 
 
 def in_time(data: FederatedData, part: float) -> tuple[FederatedData, FederatedData]:

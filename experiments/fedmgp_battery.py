@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import common, fedmgp_models as fm
+from experiments import common, fedmgp_models as fm, result_pages
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
@@ -49,6 +49,15 @@ PUBLISHED: dict[str, tuple[float, float, float] | None] = {  # × 10⁻³, in th
     "IndGP": (9.63, 3.62, 4.17),
     "CenMGP": (1.88, 1.65, 1.41),
 }
+READING = result_pages.Reading(
+    smaller="MSE",
+    reasons=(
+        result_pages.Reason(
+            "ModularGP", "predictions fall to zero between the modules' pseudo-inputs; and other cells"
+        ),
+        result_pages.Reason(".", "other cells than the source's, which are not public, and other units"),
+    ),
+)
 FRACTIONS = (0.3, 0.5, 0.7)
 WEIGHT_SD = 0.3  # of the units' weights, about 0.7
 SETTINGS: tuple[dict[str, float], ...] = ({}, {"steps": 2, "server_lr": 0.2})  # of the federated training

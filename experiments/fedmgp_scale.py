@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 import fedtorch as ft
-from experiments import common, fedmgp_models as fm
+from experiments import common, fedmgp_models as fm, result_pages
 
 PUBLISHED = {
     (20, 10): {"FedMGP": 0.0119, "IndGP": 0.0581, "CenMGP": 0.0119},
@@ -26,6 +26,14 @@ PUBLISHED = {
     (1000, 10): {"FedMGP": 0.0103, "IndGP": 0.0118, "CenMGP": 0.0109},
     (1000, 200): {"FedMGP": 0.0137, "IndGP": 0.0174},
 }
+READING = result_pages.Reading(
+    smaller="MSE",
+    reasons=(
+        result_pages.Reason(
+            r"\(20, 10\): (Fed|Cen)MGP", "20 points do not tell a unit's amplitude, width and noise well enough"
+        ),
+    ),
+)
 METHODS = ("FedMGP", "IndGP", "CenMGP")
 MANY = (50, 10_000)
 MOST_ALONE = 20  # units that are fitted alone with 1000 points each

@@ -21,13 +21,14 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import common
+from experiments import common, result_pages
 from fedtorch.federation import recipes
 from fedtorch.networks import clustering, discrepancy, solvers
 
 CLUSTERS, FEATURES, NOISE = 3, 3, 0.5
 WITHIN, BETWEEN, ROWS = 0.5, 0.02, 6  # probabilities of edges; rows of a node while edges vary
 ALPHA = 0.5
+READING = result_pages.Reading(across="(?P<column>.*), (?P<line>(rows|probability) .*)")
 
 
 class Case(NamedTuple):

@@ -212,7 +212,7 @@ def anticipated(given: Stations) -> tuple[list[common.Row], list[tuple[float, fl
     signals = given.validation.map(lambda rows: (rows[0], guess))
     rows, curve = [], []
     for rho in RHOS:
-        data = explain.augmented(given.training, signals, rho)
+        data = explain.augmented(given.training, signals, rho).map(lambda rows: rows["augmented"])
         problem = solvers.linear_problem(data, given.network, ALPHA / (1 + rho))
         w, found = solvers.direct(problem).parameters, diagnose(problem)
         x, u = signals.rows

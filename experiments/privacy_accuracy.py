@@ -39,10 +39,11 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import fedtorch as ft
-from experiments import common, privacy_regressions as regressions
+from experiments import common, privacy_regressions as regressions, result_pages
 from fedtorch.trust import attacks, privacy
 
 DELTA = regressions.DELTA
+READING = result_pages.Reading(across="(?P<line>.*), (?P<column>ε = .*)")
 
 
 class Size(NamedTuple):
@@ -84,8 +85,9 @@ def example_solver(hidden: int, epsilon: float, releases: int, seed: int) -> ft.
         return ft.gradient_descent(module(hidden, seed), batch_size=16, **settings)
     noise = regressions.noise_for(epsilon, rate=0.1, rounds=releases)
     return privacy.example_level(
-        module(hidden, seed), clip=1.0, noise=noise, rate=0.1, delta=DELTA, entropy=privacy.from_seed(seed), **settings
-    )
+        module(hidden, seed), clip=1.0, noise=noise, rate=0.1, delta=DELTA, entropy=privacy.from_seed(seed),
+        ghost=True, **settings,
+    )  # fmt: skip
 
 
 def example_level(hidden: int, epsilon: float, size: Size, seed: int) -> float:

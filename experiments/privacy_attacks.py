@@ -166,7 +166,7 @@ def told_of(x: Tensor, y: Tensor, epsilon: float, seed: int) -> dict[str, Tensor
     else:
         local = privacy.example_level(
             digits_network(), clip=1.0, noise=privacy.noise_for(epsilon=epsilon, delta=DELTA), rate=1.0, delta=DELTA,
-            entropy=privacy.from_seed(seed), **settings,
+            entropy=privacy.from_seed(seed), ghost=True, **settings,
         )  # fmt: skip
     run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors([(x, y)])), rounds=1, seed=seed)
     return {name: run.server[name] - start for name, start in functional.parameters(digits_network()).items()}

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +24,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import fedtorch as ft
-from experiments import common
-from experiments.benchmarks import measure
+from experiments import common, result_pages
 from experiments.side_by_side import Joined, server, side_by_side
 from fedtorch import functional
 from fedtorch.federation.exchange import Exchange
@@ -37,8 +34,8 @@ FIXED = "mixed trimmed mean"
 CLAIMED = "sign flip, rows × 10"
 ROUNDS = 60
 TRIGGERED = ("backdoor", "clean label")  # attacks whose trigger is tried
-RESULTS = Path(__file__).parent / "results" / "robustness.md"
 REFUSED = {("not a number", "Bulyan")}  # which is left with fewer messages than it needs, 4f + 3
+READING = result_pages.Reading(across="(?P<line>.*) against (?P<column>.*)")
 TARGET, OWN_ROWS = 0, 100
 
 
@@ -184,30 +181,6 @@ def table(found: Found, metric: str) -> tuple[list[str], list[list[str]]]:
     return ["attack", *rules], lines
 
 
-def markdown(found: Found, seeds: int) -> str:
-    """The tables, and whether the rule fixed in advance holds."""
-    broken, average, worst = verdict(found)
-    text = [
-        "# Attacks against rules: digits over a hundred clients, twenty of them wrong",
-        "",
-        f"`python -m experiments.robustness --seeds {seeds} --write` on",
-        f"{common.machine()}; {time.strftime('%Y-%m-%d')}.",
-        "",
-        f"Accuracy on held-out digits after {ROUNDS} rounds; means and standard deviations of {seeds} seeds.",
-        "",
-        *measure.table(*table(found, "accuracy")),
-        "",
-        "The part of digits other than zero that become a zero with the trigger:",
-        "",
-        *measure.table(*table(found, "trigger")),
-        "",
-        f"Attacks that bring FedAvg below half of its clean accuracy: {', '.join(broken) or 'none'}. The rule fixed in",
-        f"advance, {FIXED}, keeps at least {average:.3f} of the clean accuracy there on average over seeds, and at",
-        f"least {worst:.3f} in any seed.",
-    ]
-    return "\n".join([*text, ""])
-
-
 def draw(found: Found) -> Figure:
     """The table in colours, of clean accuracy."""
     figure, axes = common.subplots(figsize=(8.5, 6))
@@ -225,9 +198,7 @@ def draw(found: Found) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs all attacks against all rules, prints the table and says whether the rule fixed in advance holds."""
-    parser = common.arguments(__doc__)
-    parser.add_argument("--write", action="store_true", help="write the tables into experiments/results/robustness.md")
-    options = parser.parse_args(argv)
+    options = common.arguments(__doc__).parse_args(argv)
     clients, faulty, rounds = (12, 2, 2) if options.smoke else (100, 20, ROUNDS)
     rules, chosen = all_rules(clients, faulty, trusted=clients), all_attacks(list(range(faulty)))
     if options.smoke:
@@ -255,8 +226,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows.append(common.row("FedAvg", "attacks that break it", [float(len(broken))]))
     common.show(f"Accuracy with {faulty} of {clients} clients attacking", *table(found, "accuracy"))
     common.show_rows("The rule fixed in advance", rows[-3:])
-    if options.write:
-        common.write_results(RESULTS, markdown(found, options.seeds))
     common.finish("robustness", rows, options, lambda: {"robustness": draw(found)})
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import common
+from experiments import common, result_pages
 from experiments.sparse_common import Report, Sizes, finish, sample, share, shared, standardised
 from fedtorch.models.gibbs import graphical, sparse
 
@@ -42,6 +42,13 @@ PROTEINS = (
 NAMED = (("LKB1", "p27_pT157"), ("p27_pT157", "p27_pT198"))  # first and second in the paper
 LEVEL = 0.2  # of the false discovery rate; the paper does not say its own
 RULES: dict[str, Callable[[Tensor], Tensor]] = {"or": graphical.union, "and": graphical.intersection}
+READING = result_pages.Reading(
+    reasons=(
+        result_pages.Reason(
+            "rank", "the paper does not list its eleven proteins; these are others of the same landscape"
+        ),
+    ),
+)
 
 
 class Found(NamedTuple):

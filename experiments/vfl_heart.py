@@ -37,14 +37,14 @@ so that the published advantage over the split network is one over overfitting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from experiments import common
+from experiments import common, result_pages
 from experiments.vfl_heart_models import FOLDS, NAMES, Folds, Size, log_likelihood, predictions
 from fedtorch import data as ft_data
 from fedtorch.data import VerticalTable
@@ -55,6 +55,15 @@ PUBLISHED = {  # accuracy, log-likelihood of all predictions, of the wrong ones
     NAMES[2]: (84.98, -0.59, -3.53),
     NAMES[3]: (84.10, -0.67, -3.89),
 }
+READING = result_pages.Reading(
+    smaller="calibration",
+    larger="accuracy|log-likelihood",
+    reasons=(
+        result_pages.Reason(
+            ".", "weights without a prior grow as long as they are trained, and certain mistakes then weigh most"
+        ),
+    ),
+)
 METRICS = ("accuracy (%)", "log-likelihood", "log-likelihood, wrong predictions")
 
 
@@ -95,7 +104,7 @@ def score(chance: Tensor, table: VerticalTable, fold: Folds) -> Score:
     )  # fmt: skip
 
 
-def draw(found: dict[str, Tensor], table: VerticalTable, fold: Folds, folder: Path) -> Path:
+def draw(found: dict[str, Tensor], table: VerticalTable, fold: Folds) -> Figure:
     """Reliability of the predictions: the share of disease against the predicted probability."""
     names = [name for name in found if "ρ = 5" not in name and "ρ = 10" not in name]
     figure, axes = plt.subplots(1, len(names), figsize=(2.9 * len(names), 3.3), sharey=True, layout="constrained")
@@ -110,7 +119,7 @@ def draw(found: dict[str, Tensor], table: VerticalTable, fold: Folds, folder: Pa
         axis.set(title=name.replace(", ", ",\n"), xlabel="predicted probability", xlim=(0, 1), ylim=(0, 1))
         axis.title.set_fontsize(9)
     axes[0].set_ylabel("share of disease (bars: of rows)")
-    return common.save(figure, folder, "vfl_heart")
+    return figure
 
 
 def differences(own: Score, reference: Score) -> dict[str, tuple[float, float | None, float | None]]:
@@ -146,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         cells = []
         for metric, value in own.values.items():
             at = published.get(metric)
-            rows.append(common.Row(name, metric, value, own.spread.get(metric), at))
+            rows.append(common.Row(name, metric, value, published=at, repeats=len(own.by_row[METRICS[0]])))
+            if metric in own.spread:
+                over = "folds" if metric == METRICS[0] else "predictions"
+                rows.append(common.Row(name, f"{metric}, sd over {over}", own.spread[metric]))
             cells.append(f"{value:.3f}" + (f" ± {own.spread[metric]:.2f}" if metric in own.spread else ""))
             cells.append("–" if at is None else f"{at:.2f}")
         lines.append([name, repeats, *cells[:-1]])
@@ -163,9 +175,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     common.show(title, ["", "repetitions", *heads, "calibration error"], lines)
     over = [cell for metric in METRICS[:2] for cell in (f"{metric} ± se over rows", "over repetitions")]
     common.show("Paired differences from the logistic regression", ["", "repetitions", *over], gaps)
-    common.write("vfl_heart", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(found, table, fold, options.out))
+    common.finish("vfl_heart", rows, options, lambda: {"vfl_heart": draw(found, table, fold)})
 
 
 if __name__ == "__main__":

@@ -29,12 +29,12 @@ Beside the source's figures (bounds in nats at ρ = 0.5, 1, 2; data with noise, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common
@@ -195,7 +195,7 @@ def _model(name: str, parties: int, rho: float) -> vfl.VerticalModel:
 COLOURS = {"mean field": "C0", "amortised": "C1", "sums": "C2", "NUTS": "0.3", "VI": "C4"}
 
 
-def draw(found: dict[Key, Result], data: Problem, parties: int, rhos: Sequence[float], folder: Path) -> Path:
+def draw(found: dict[Key, Result], data: Problem, parties: int, rhos: Sequence[float]) -> Figure:
     """Bounds over ρ above, marginal densities of the first coefficient below; data with noise, as published."""
     figure = plt.figure(figsize=(4 * max(2, len(rhos)), 9), layout="constrained")
     top, middle, bottom = figure.subfigures(3, 1)
@@ -218,7 +218,7 @@ def draw(found: dict[Key, Result], data: Problem, parties: int, rhos: Sequence[f
             axis.axvline(float(data.beta[0]), color="C0", linewidth=3, alpha=0.4)
             axis.set(title=f"ρ = {rho:g}", xlabel="first coefficient", yticks=[])
         axis.legend(frameon=False, fontsize=7)
-    return common.save(figure, folder, f"vfl_logistic_{parties}_parties")
+    return figure
 
 
 def _density(axis: plt.Axes, result: Result, label: str, colour: str, style: str) -> None:
@@ -243,9 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parties, rho, noise, name, inference = key
         if np.isnan(values).any():
             continue
-        sd = float(np.std(values, ddof=1)) if len(values) > 1 else None
         setting = f"J = {parties}, ρ = {rho:g}, {noise}, {name}, {inference}"
-        rows.append(common.Row(setting, metric, float(np.mean(values)), sd))
+        rows.append(common.row(setting, metric, values))
     metrics = list(dict.fromkeys(metric for _, metric in tables[0]))
     for parties in size.parties:
         for noise in NOISES:
@@ -256,10 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     cells = ["–" if np.isnan(v) else f"{v:.1f}" if i == 0 else f"{v:.3f}" for i, v in enumerate(values)]
                     lines.append([f"ρ = {key[1]:g}, {key[3]}, {key[4]}", *cells])
             common.show(f"{parties} parties, data {noise} on the predictor", ["", *metrics], sorted(lines))
-    common.write("vfl_logistic", rows, options.json)
-    if options.out is not None:
-        for parties in size.parties:
-            common.show_path(draw(*runs[0], parties, rhos, options.out))
+    draws = lambda: {f"vfl_logistic_{parties}_parties": draw(*runs[0], parties, rhos) for parties in size.parties}
+    common.finish("vfl_logistic", rows, options, draws)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ and 0.116. Bounds say which is the approximation: −10 023 and −11 370 with q
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common
@@ -108,7 +108,7 @@ def densities(size: Size, seed: int) -> tuple[dict[tuple[float, str], tuple[Tens
     return found, truth
 
 
-def draw(found: dict[tuple[float, str], tuple[Tensor, Tensor]], truth: list[float], folder: Path) -> Path:
+def draw(found: dict[tuple[float, str], tuple[Tensor, Tensor]], truth: list[float]) -> Figure:
     """What is shown in rows, ρ in columns."""
     figure, grid = plt.subplots(len(SHOWN), len(RHOS), figsize=(10, 7), layout="constrained", sharex="row")
     styles = {"NUTS": "-", "mean field": "--", "full covariance": ":", "amortised": "--", "sums": ":"}
@@ -124,7 +124,7 @@ def draw(found: dict[tuple[float, str], tuple[Tensor, Tensor]], truth: list[floa
             axis.set(title=f"ρ = {rho:g}", xlabel=name, yticks=[])
     grid[0, -1].set_ylabel("density over its maximum")
     grid[0, -1].legend(frameon=False, fontsize=8)
-    return common.save(figure, folder, "vfl_poisson")
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -142,15 +142,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             sds = [float(found[rho, way][1][place]) for found, _ in runs]
             errors = [mean - truth[i] for mean, (_, truth) in zip(means, runs)]
             for metric, values in {"error of the mean": errors, "sd": sds}.items():
-                over = float(np.std(values, ddof=1)) if len(values) > 1 else None
-                rows.append(common.Row(setting, f"{name}: {metric}", float(np.mean(values)), over))
+                rows.append(common.row(setting, f"{name}: {metric}", values))
                 cells.append(f"{np.mean(values):.4f}")
         lines.append([setting, *cells])
     columns = ["", *(f"{name}: {metric}" for name in SHOWN for metric in ("error of the mean", "sd"))]
     common.show(f"Poisson multilevel regression, {size.rows} areas ({common.machine()})", columns, lines)
-    common.write("vfl_poisson", rows, options.json)
-    if options.out is not None:
-        common.show_path(draw(*runs[0], options.out))
+    common.finish("vfl_poisson", rows, options, lambda: {"vfl_poisson": draw(*runs[0])})
 
 
 if __name__ == "__main__":

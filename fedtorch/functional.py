@@ -77,6 +77,25 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     return result
 
 
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of `module` that has `tensors` in the places of its own, and shares the others with it.
+
+    Unlike `load` it copies no tensor of the module, and gradients flow to those given.
+
+    Raises:
+        KeyError: the module has no parameter or buffer of that name.
+
+    Example:
+        >>> net, weight = nn.Linear(2, 1), torch.tensor([[1.0, 2.0]], requires_grad=True)
+        >>> other = with_tensors(net, {"weight": weight})
+        >>> other.weight is weight, other.bias is net.bias
+        (True, True)
+    """
+    memo = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
+    memo.update((id(old), new) for old, new in zip(_named(module, list(tensors)), tensors.values()))
+    return copy.deepcopy(module, memo)
+
+
 def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How `module` is called on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are.
 

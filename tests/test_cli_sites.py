@@ -71,6 +71,17 @@ def test_who_is_revoked_stays_so(server: str, capsys: pytest.CaptureFixture[str]
     assert roster.sites["a"].revoked == "stolen"
 
 
+def test_a_memory_of_sums_is_begun_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = str(tmp_path / "states")
+    assert cli.main(["states", states, "--begin-sums"]) == 0
+    assert "remembers from now on which sums" in capsys.readouterr().out
+    file = tmp_path / "states" / "sums.jsonl"
+    before = file.read_bytes()
+    assert "keep it, or move it away" in refused(capsys, "states", states, "--begin-sums")
+    assert cli.main(["states", states, "--clean", "0"]) == 0
+    assert file.read_bytes() == before
+
+
 def test_what_cannot_be_done_is_said_in_a_line(
     authority: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

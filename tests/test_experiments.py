@@ -14,6 +14,7 @@ from support.closed_forms import ROUNDING, distance, linear_clients, sgd
 
 import fedtorch as ft
 from experiments import (
+    common,
     demo_sites,
     demo_statistics,
     fedavg_family,
@@ -69,7 +70,8 @@ from fedtorch.trust import attacks, robust as rules
 
 def rows(path):
     written = json.loads(path.read_text())
-    assert all(row.keys() == {"setting", "metric", "ours", "sd", "published"} for row in written["rows"])
+    fields = {field.name for field in dataclasses.fields(common.Row)}
+    assert all(row.keys() == fields for row in written["rows"])
     return {(row["setting"], row["metric"]): row["ours"] for row in written["rows"]}
 
 

@@ -25,6 +25,7 @@ LAYERS = (
         "random",
         "exact",
         "_files",
+        "_chained_log",
         "functional",
         "kernels",
         "linalg",

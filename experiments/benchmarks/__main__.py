@@ -21,6 +21,7 @@ from experiments import common
 from experiments.benchmarks.measure import circumstances, table
 
 NAMES = (
+    "audit",
     "core",
     "fedlin",
     "fedmgp",

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 import fedtorch as ft
 from experiments import common
+from experiments.result_pages import table as table
 
 Parts = dict[str, Callable[[], list[common.Row]]]
 
@@ -88,11 +89,6 @@ def run(
     common.show_rows(f"{name} ({common.machine()})", rows, ".4g")
     figures = {} if options.part else draw or {}
     common.finish(f"benchmarks.{name}", rows, options, lambda: {title: each(rows) for title, each in figures.items()})
-
-
-def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines)]
 
 
 def circumstances(load_before: float) -> list[str]:

@@ -5,7 +5,11 @@
   `opacus` can be imported, it does the same steps client by client, on batches that are at hand.
 - `sums`, `large_sums`: a secure sum of 100 clients × 10⁵ and 10⁶ numbers, a tenth of whom drop out before they send
   masked words: the clients' own work, and that of all, in one process, per client. But for `--smoke`, Flower's SecAgg+
-  does the same in an environment of its own, `.venv-peers/flower`, with as many neighbours and the same threshold.
+  does the same in an environment of its own, `.venv-peers/flower`, with as many neighbours and the same threshold:
+  those for a server that is curious and keeps to the protocol, which is all that SecAgg+ is made for.
+- `adversaries`, `large_adversaries`: a secure sum of 10 and 100, and of 1000 clients × 100 numbers, a tenth of whom
+  drop out, with the neighbours and thresholds for a server that is curious and for one that is active and tells clients
+  what it likes. Seconds of secure sums are those of the processor.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from experiments import common
 from experiments.benchmarks import measure
 from experiments.benchmarks.peers import __main__ as peers
 from fedtorch.trust import privacy, secure
+from fedtorch.trust.secure.messages import MASKED
 
 STEPS = 5
 LARGE = 1024  # batches whose examples' gradients are not made: 400 MB each step
@@ -105,13 +110,8 @@ def opacus_round(clients: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[
 def sums(smoke: bool, size: int) -> list[common.Row]:
     """Seconds of a client, and of all that is done for it."""
     clients, size = (20, 1000) if smoke else (100, size)
-    gone, graph = clients // 10, secure.neighbourhoods(clients)
-    values = torch.randn(clients, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    begun = time.perf_counter()
-    found = secure.secure_sum(values, gone=dict.fromkeys(range(gone), 3), graph=graph)
-    whole = time.perf_counter() - begun
-    grid = secure.Grid()
-    assert torch.equal(found.total, grid.decode(grid.encode(values[gone:]).sum(0)))
+    graph, gone = secure.neighbourhoods(clients, adversary="curious"), clients // 10
+    values, found, whole = summed(clients, size, "curious")
     setting = f"{clients} clients × {size} numbers, a tenth drop out, {graph.neighbours} neighbours"
     rows = [
         common.Row(setting, "a client's own seconds", found.seconds / clients),
@@ -132,12 +132,45 @@ def sums(smoke: bool, size: int) -> list[common.Row]:
     return rows
 
 
+def summed(
+    clients: int, size: int, adversary: secure.neighbours.Adversary
+) -> tuple[torch.Tensor, secure.SecureSum, float]:
+    """(numbers, their sum without a tenth of the clients, the processor's seconds that it took)."""
+    gone = clients // 10
+    values = torch.randn(clients, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    begun = time.process_time()
+    found = secure.secure_sum(values, gone=dict.fromkeys(range(gone), MASKED), adversary=adversary)
+    whole = time.process_time() - begun
+    grid = secure.Grid()
+    assert torch.equal(found.total, grid.decode(grid.encode(values[gone:]).sum(0)))
+    return values, found, whole
+
+
+def adversaries(sizes: Sequence[int]) -> list[common.Row]:
+    """What it costs that a server may lie, for so many clients."""
+    rows = []
+    for clients in sizes:
+        for adversary in secure.neighbours.ADVERSARIES:
+            near = secure.neighbourhoods(clients, adversary=adversary)
+            _, found, whole = summed(clients, 100, adversary)
+            setting = f"{clients} clients, {near.neighbours} neighbours, threshold {near.threshold}: {adversary} server"
+            rows += [
+                common.Row(setting, "a client's own seconds", found.seconds / clients),
+                common.Row(setting, "all seconds per client", whole / clients),
+                common.Row(setting, "kB sent a client", found.sent / clients / 1e3),
+                common.Row(setting, "kB received a client", found.received / clients / 1e3),
+            ]
+    return rows
+
+
 def parts(smoke: bool) -> measure.Parts:
     """The parts by name."""
     return {
         "steps": partial(steps, smoke),
         "sums": partial(sums, smoke, 10**5),
         "large_sums": partial(sums, smoke, 10**6),
+        "adversaries": partial(adversaries, (10,) if smoke else (10, 100)),
+        "large_adversaries": partial(adversaries, (20,) if smoke else (1000,)),
     }
 
 

@@ -8,6 +8,7 @@ fedtorch enrol TOKEN --identity DIR [--renew]     site: make a key, and have it 
 fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
 fedtorch states DIR [--clean DAYS]                site: what is kept of each run; delete runs that ended so long ago
+fedtorch states DIR --begin-sums                  site: begin the memory of sums under masks that it takes part in
 """
 
 from __future__ import annotations
@@ -63,10 +64,18 @@ def add(commands: Any) -> None:
     join.add_argument(
         "--patience", type=float, default=600.0, metavar="SECONDS", help="without a word from the server (default 600)"
     )
+    join.add_argument(
+        "--record", type=Path, metavar="FILE", help="the audit record; default: record.jsonl among the states"
+    )
     states = _command(commands, "states", _show_states, "site: what is kept of each run, and delete those that ended")
     states.add_argument("folder", metavar="DIR", type=Path, help="the folder of states")
     states.add_argument(
         "--clean", type=float, metavar="DAYS", help="delete runs that ended so many days ago or earlier"
+    )
+    states.add_argument(
+        "--begin-sums",
+        action="store_true",
+        help="begin the memory of sums under masks; only of a site that has taken part in none (enrol has done it)",
     )
     states.add_argument("--abandon", nargs="+", default=[], metavar="RUN", help="delete these though they are pending")
     for command in (enrol, join):
@@ -145,9 +154,13 @@ def _revoke(options: argparse.Namespace) -> None:
 
 
 def _enrol(options: argparse.Namespace) -> None:
+    from fedtorch.federation.remote import past_sums
     from fedtorch.transport import enrolment
 
     made = enrolment.enrol(enrolment.read_token(options.token), options.identity, options.renew)
+    if not options.renew:
+        with suppress(FileExistsError):  # it is another identity of the same site
+            past_sums.begin(options.identity / "states")
     where = f"the identity is in {options.identity}, its certificate ends on {made.ends:%Y-%m-%d}"
     print(f"enrolled as {made.name!r}; {where}")
 
@@ -182,14 +195,15 @@ def _states(options: argparse.Namespace) -> Path:
 
 def _take_part(options: argparse.Namespace) -> None:
     from fedtorch import transport
-    from fedtorch.federation.remote import join, read_offer
+    from fedtorch.federation.remote import AuditRecord, join, read_offer
     from fedtorch.transport import identity
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
     _say_where(options, me)
     dial = partial(transport.connect, options.address, me)
-    visit = join(dial, offer, _states(options), identity=me, patience=options.patience)
+    record = AuditRecord(options.record or _states(options) / "record.jsonl", me)
+    visit = join(dial, offer, _states(options), identity=me, patience=options.patience, record=record)
     print(f"run {visit.run} is over")
     if options.save is not None:
         visit.save(options.save)
@@ -198,8 +212,12 @@ def _take_part(options: argparse.Namespace) -> None:
 def _show_states(options: argparse.Namespace) -> None:
     import math
 
+    from fedtorch.federation.remote import past_sums
     from fedtorch.federation.remote.versions import clean, runs
 
+    if options.begin_sums:
+        past_sums.begin(options.folder)
+        print(f"{options.folder} remembers from now on which sums under masks the site takes part in")
     if options.clean is not None or options.abandon:
         for each in clean(options.folder, math.inf if options.clean is None else options.clean, options.abandon):
             print(f"deleted {each.run}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation._answers import Answers, Gathered, joined
-from fedtorch.federation._finite import is_finite, not_finite
+from fedtorch.federation._finite import check_sum, has_negative_weights, is_finite, not_finite
 from fedtorch.federation._memory import block_bytes
 from fedtorch.federation._state_table import StateTable
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
@@ -42,7 +42,7 @@ class Pending(NamedTuple):
     bytes_down: int
     commit: Callable[[], None]  # keeps the new states of the clients that answered
     repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
-    refused: Mapping[int, str] = MappingProxyType({})  # clients whose message had NaN or Inf, and in which field
+    refused: Mapping[int, str] = MappingProxyType({})  # clients whose message was bad, and in which field
     away: Tensor = _NOBODY  # clients that could not be asked, or did not want to answer; beside simulated faults
     late: Tensor = _NOBODY  # clients that have not answered in time; beside simulated faults
 
@@ -173,7 +173,7 @@ class LocalClients:
         return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told(reply.state), told(state)))))
 
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
-        """A round of the clients here, as far as a partial aggregate; messages with NaN or Inf are left out."""
+        """A round of the clients here, as far as a partial aggregate; messages that are `not_finite` are left out."""
         exchange = self.algorithm.exchange
         refused: dict[int, str] = {}
         partials: list[Tree] = []
@@ -190,11 +190,12 @@ class LocalClients:
             if lost is not None:
                 answers = answers.without(lost, self.device)
             partial = exchange.gather(answers.message, answers.ids)
-            if not is_finite(partial):
+            if not is_finite(partial) or has_negative_weights(answers.message):
                 bad = {int(indices(answers.ids)[row]): field for row, field in not_finite(answers.message).items()}
                 refused.update(bad)
                 answers = answers.without(torch.tensor(list(bad), dtype=torch.int64), self.device)
                 partial = exchange.gather(answers.message, answers.ids)
+                check_sum(partial, client_count(answers.ids))
             if client_count(answers.ids) == 0:
                 continue
             partials.append(partial)

@@ -1,10 +1,13 @@
-"""Whether messages are finite, and whose are not."""
+"""Whether messages can be added up: finite, with weights of at least 0; and whose cannot."""
 
 from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from fedtorch import tree
+from fedtorch.federation.exchange import Mean, Sum
 from fedtorch.tree import Tree
 
 
@@ -14,11 +17,42 @@ def is_finite(partial: Tree) -> bool:
     return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 
+def has_negative_weights(messages: Tree) -> bool:
+    """Whether a `Mean` of messages, or of a partial aggregate, has a weight below 0."""
+    return any(bool((weight < 0).any()) for weight in weights(messages))
+
+
 def not_finite(messages: Tree) -> dict[int, str]:
-    """The rows of messages `(K, ...)` that have NaN or Inf, and the field in which they have it."""
+    """The rows of messages `(K, ...)` that have NaN, Inf or a negative weight, and the field in which they have it."""
     found: dict[int, str] = {}
+    those = {id(weight) for weight in weights(messages)}
     for name, leaf in tree.items(messages):
-        if leaf.is_floating_point() and leaf.numel():
+        if leaf.numel():
             bad = ~leaf.reshape(len(leaf), -1).isfinite().all(1)
+            if id(leaf) in those:
+                bad |= leaf < 0
             found = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **found}
+    return found
+
+
+def check_sum(partial: Tree, clients: int) -> None:
+    """Raises ValueError if messages that are finite add up to what is not."""
+    for name, leaf in tree.items(partial):
+        if not bool(leaf.isfinite().all()):
+            raise ValueError(
+                f"Expected messages of {clients} clients with a finite sum, but got NaN or Inf in {name!r}; make their "
+                "weights or values smaller"
+            )
+
+
+def weights(messages: Tree) -> list[Tensor]:
+    """The weights of every `Mean` of messages, or of a partial aggregate."""
+    found: list[Tensor] = []
+
+    def look(node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
+        if isinstance(node, Mean):
+            found.append(node.weight)
+        return node
+
+    tree.map(look, messages, is_leaf=(Mean, Sum))
     return found

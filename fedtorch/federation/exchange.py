@@ -4,8 +4,9 @@ Two kinds of message, both about this round and over those who answer. A `Mean` 
 so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is added up. What clients tell for good
 (`Algorithm.told`) travels beside them as the `Sum` of its changes, see `Sent`.
 
-A block's weighted sum is computed in the dtype of its values; sums of blocks and ranks are kept in float64, so that all
-of them agree up to that rounding. The server takes what is fresh in the dtype of the messages, and totals in float64.
+A block's weighted sum is computed in the dtype of its values, with weights that are brought to a sum of about one; sums
+of blocks and ranks are kept in float64, so that all of them agree up to that rounding. The server takes what is fresh
+in the dtype of the messages, and totals in float64.
 
 What an author of an exchange needs, for clients that are a slice or a tensor of numbers:
 
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree, wire
+from fedtorch.federation._weighted_sum import weighted_sum
 from fedtorch.federation.masks import Masks
 from fedtorch.kernels.neighbours import neighbours
 from fedtorch.tree import Rows, Tree
@@ -53,7 +55,7 @@ class Mean(NamedTuple):
     """
 
     value: Tree  # (K, ...)
-    weight: Tensor  # (K,) positive
+    weight: Tensor  # (K,) not negative
 
 
 class Sum(NamedTuple):
@@ -118,6 +120,11 @@ class Exchange(NamedTuple):
     additive: bool
     masks: Masks | None = None
     sealed: Network | None = None  # whose nodes hear each other in letters that no server in between can read
+
+    @property
+    def hidden(self) -> str:
+        """How messages are hidden from who carries them, for fingerprints; empty where they are not."""
+        return "sealed letters" if self.sealed is not None else str(self.masks or "")
 
 
 def client_count(ids: Rows) -> int:
@@ -275,13 +282,7 @@ def _sum(message: Mean | Sum) -> Mean | Sum:
     if isinstance(message, Sum):
         return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
     weight = message.weight
-    return Mean(tree.map(lambda v: _weighted_sum(weight, v), message.value), weight.sum(dtype=torch.float64))
-
-
-def _weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
-    dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float64
-    rows = value.flatten(1) if value.ndim > 1 else value[:, None]
-    return (weight.to(dtype) @ rows.to(dtype)).to(torch.float64).reshape(value.shape[1:])
+    return Mean(tree.map(lambda v: weighted_sum(weight, v), message.value), weight.sum(dtype=torch.float64))
 
 
 def _divide(partial: Mean | Sum) -> Mean | Sum:
@@ -290,7 +291,7 @@ def _divide(partial: Mean | Sum) -> Mean | Sum:
     total = float(partial.weight)
     if not total > 0:
         raise ValueError(f"Expected a positive total weight of the clients that answered, but got {total}; see weight=")
-    return Mean(tree.scale(partial.value, 1 / total), partial.weight)
+    return Mean(tree.map(lambda leaf: leaf / total, partial.value), partial.weight)
 
 
 def _add_all(partials: Sequence[Tree]) -> Tree:

@@ -5,7 +5,7 @@ How it is done is the business of `fedtorch.trust.secure`; an exchange that does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fedtorch.tree import Tree
@@ -35,6 +35,11 @@ class MaskedSum(Protocol):
         """The parties that are in the sum."""
         ...
 
+    @property
+    def guilty(self) -> Mapping[int, str]:
+        """The parties that have broken the protocol, and how."""
+        ...
+
     def aggregate(self) -> Tree:
         """What `Exchange.finish` makes of all their messages; raises RuntimeError where that cannot be known."""
         ...
@@ -61,13 +66,13 @@ class Masks(Protocol):
         >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         >>> from fedtorch.federation.exchange import RowsOf
         >>> from fedtorch.trust import secure
-        >>> masks: Masks = secure.secure_star(secure.Grid(20), minimum=3).masks
+        >>> masks: Masks = secure.secure_star(secure.Grid(20), minimum=3, dropouts=0).masks
         >>> keys = {number: Ed25519PrivateKey.generate() for number in (1, 2, 3)}
         >>> parties = Parties(b"run 1", 1, {n: key.public_key().public_bytes_raw() for n, key in keys.items()})
         >>> parts: dict[int, MaskedPart] = {}
         >>> for number, key in keys.items():  # each says its own number
         ...     message = RowsOf(torch.tensor([number - 1]), ft.Sum(torch.tensor([float(number)])))
-        ...     parts[number] = masks.party(parties, number, key.private_bytes_raw(), message, earlier=[])
+        ...     parts[number] = masks.party(parties, number, key.private_bytes_raw(), message)
         >>> total: MaskedSum = masks.server(parties, ft.Sum(torch.zeros(0)))
         >>> for phase in masks.phases:
         ...     for number, part in parts.items():
@@ -95,19 +100,14 @@ class Masks(Protocol):
         """What all parties have to agree on."""
         ...
 
-    def check(self, clients: int) -> None:
-        """Raises ValueError where so many clients of all parties cannot be added up."""
+    def check(self, clients: int, parties: int | None = None) -> None:
+        """Raise ValueError where so many clients of all parties, or so many parties, cannot be added up."""
         ...
 
     def server(self, parties: Parties, message: Tree) -> MaskedSum:
         """A sum of messages that look like `message` `(0, ...)`."""
         ...
 
-    def party(
-        self, parties: Parties, number: int, signing: bytes, found: Tree, earlier: Sequence[frozenset[int]]
-    ) -> MaskedPart:
-        """The part of a party with its private Ed25519 key and the messages of its clients, a `RowsOf`.
-
-        `earlier` are the survivors of sums of the very same messages, which others less those would be sums of too few.
-        """
+    def party(self, parties: Parties, number: int, signing: bytes, found: Tree) -> MaskedPart:
+        """The part of a party with its private Ed25519 key and the messages of its clients, a `RowsOf`."""
         ...

@@ -119,16 +119,16 @@ def placed(
 
 
 def refuse_bad_messages(refused: Mapping[int, str], names: Sequence[str], round: int) -> None:
-    """Raises ValueError for messages with NaN or Inf, and names the first client, its field and the round.
+    """Raises ValueError for messages with NaN, Inf or a negative weight; names the first client, field and round.
 
     Example:
         >>> refuse_bad_messages({1: "value.weight"}, names=["a", "b"], round=7)
         Traceback (most recent call last):
-        ValueError: Expected finite messages, but client 'b' sent NaN or Inf in 'value.weight' in round 7, and 0 ...
+        ValueError: Expected finite messages, but client 'b' sent NaN, Inf or a negative weight in 'value.weight' in ...
     """
     client, field = next(iter(refused.items()))
     raise ValueError(
-        f"Expected finite messages, but client {names[client]!r} sent NaN or Inf in {field!r} in round {round}, and "
-        f"{len(refused) - 1} others did so too; nothing of the round was kept. Take smaller steps, or pass "
-        "on_bad_message='drop' to leave such clients out of their rounds"
+        f"Expected finite messages, but client {names[client]!r} sent NaN, Inf or a negative weight in {field!r} in "
+        f"round {round}, and {len(refused) - 1} others did so too; nothing of the round was kept. Take smaller steps, "
+        "or pass on_bad_message='drop' to leave such clients out of their rounds"
     )

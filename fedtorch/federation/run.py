@@ -53,8 +53,8 @@ class Run:
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
-        on_bad_message: whether a message with NaN or Inf stops the run before anything of its round is kept, or is left
-            out, as if it were lost.
+        on_bad_message: whether a message with NaN, Inf or a negative weight stops the run before anything of its round
+            is kept, or is left out, as if it were lost.
 
     Attributes:
         number: rounds done.
@@ -221,7 +221,7 @@ class Run:
         """
         module = self._module()
         held = getattr(self.outbox, "parameters", self.outbox)
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        named = {**functional.parameters(module), **dict(module.named_buffers())}  # frozen ones are the module's own
         # Counters do not predict, and bounds at infinity are the module's own.
         whole = {name for name, t in named.items() if t.is_floating_point() and bool(t.isfinite().all())}
         if not isinstance(held, dict) or not whole <= held.keys() <= named.keys():
@@ -303,6 +303,8 @@ class Run:
     def fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
+        if hidden := self.algorithm.exchange.hidden:
+            about["messages"] = hidden
         return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
 
     def save(self, path: Path | str) -> None:

@@ -67,7 +67,8 @@ class LinearHead(nn.Module):
     Args:
         features: how many numbers `feature_map` gives, d.
         feature_map: inputs `(..., q)` -> features `(..., d)`; `raw`, `polynomial(degree)` or any function, such as
-            the frozen body of a network.
+            the body of a network, which then is a part of the module: frozen where the head is found in closed form
+            (`ft.least_squares`, `ft.matrix_normal`), trained or frozen in `ft.gradient_descent`.
         intercept: whether there is a constant feature at the end, so that p = d + 1.
         dtype: of the coefficients.
 
@@ -107,6 +108,17 @@ class LinearHead(nn.Module):
         if not self.intercept:
             return features
         return torch.cat([features, torch.ones_like(features[..., :1])], -1)
+
+    def block_design(self, x: Tensor) -> Tensor:
+        """Return the rows of the design matrices of stacked clients, inputs `(K, N, ...)` -> `(K, N, p)`.
+
+        The feature map gets them as rows of one client, `(K · N, ...)`, as the body of a network wants them.
+
+        >>> pixels = torch.ones(2, 5, 1, 4, 4)  # two clients' five images of one channel
+        >>> LinearHead(16, nn.Flatten()).block_design(pixels).shape
+        torch.Size([2, 5, 17])
+        """
+        return self.design(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def forward(self, x: Tensor) -> Tensor:
         """⟨θ, φ(x)⟩ + θ₀ of every row, `(...)`."""

@@ -4,8 +4,8 @@ Page and Hinkley's test adds up by how much each value exceeds the mean of all v
 
 .. math:: m_t = \sum_{s \le t} (x_s - \bar x_s - \delta), \qquad \text{alarm when } m_t - \min_{s \le t} m_s > \lambda,
 
-and begins anew after an alarm. Where rows come in between rounds, `ft.Growing.newest` has those to watch it with: they
-are predicted before they are learnt from.
+and begins anew after an alarm. Inf and NaN raise the alarm too, and leave the sums as they are. Where rows come in
+between rounds, `ft.Growing.newest` has those to watch it with: they are predicted before they are learnt from.
 
 Source: Page (1954), "Continuous inspection schemes", Biometrika 41; Hinkley (1971), "Inference about the change-point
 from cumulative sum tests", Biometrika 58; human oversight, requirement KR1 of Jung, "Federated learning: from theory
@@ -24,8 +24,8 @@ from torch import Tensor
 from fedtorch.federation.history import Round, means
 
 
-def training_loss(round: Round) -> float:
-    """The mean training loss of the clients that answered; NaN where none is told.
+def training_loss(round: Round) -> float | None:
+    """Return the mean training loss of the clients that answered; None where none is told.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -35,24 +35,24 @@ def training_loss(round: Round) -> float:
         >>> round(training_loss(run.last), 4)  # (0.8² + 2.4²) / 2, after a step a fifth of the way
         3.2
     """
-    return means(round.info).get("train_loss", math.nan)
+    return means(round.info).get("train_loss")
 
 
 class DriftAlarm:
     """A recorder that says when a run's model gets worse: `ft.run(..., record=DriftAlarm(...))`.
 
     Args:
-        measure: a round -> what to watch, higher is worse, such as the error on rows that have come in lately; NaN is
-            passed over. Default: the mean training loss.
-        threshold: λ.
-        slack: δ, how much worse may be for good.
+        measure: a round -> what to watch, higher is worse, such as the error on rows that have come in lately; None for
+            a round in which there is nothing to measure, which is passed over. Default: the mean training loss.
+        threshold: λ, positive and finite.
+        slack: δ, how much worse may be for good, finite.
         alarm: what is done with the message; default: a warning.
 
     Attributes:
         rounds: in which the alarm was raised.
 
     Raises:
-        ValueError: a threshold that is not positive, or a negative slack.
+        ValueError: a threshold that is not positive and finite, or a slack that is negative or not finite.
 
     Example:
         >>> from fedtorch.trust.drift import DriftAlarm
@@ -62,18 +62,23 @@ class DriftAlarm:
         ...     drift.watch(number, value)
         >>> drift.rounds, said[0]
         ([6], 'Drift in round 6: 2, where the mean was 1.33333')
+        >>> drift.watch(7, float("nan"))  # what a model that has diverged is measured by
+        >>> said[1]
+        'Drift in round 7: nan, where nothing was measured before'
     """
 
     def __init__(
         self,
-        measure: Callable[[Round], float] = training_loss,
+        measure: Callable[[Round], float | None] = training_loss,
         *,
         threshold: float,
         slack: float = 0.0,
         alarm: Callable[[str], object] = warnings.warn,
     ) -> None:
-        if not (threshold > 0 and slack >= 0):
-            raise ValueError(f"Expected a positive threshold and a slack of at least 0, but got {threshold}, {slack}")
+        if not (0 < threshold < math.inf and 0 <= slack < math.inf):
+            raise ValueError(
+                f"Expected a positive threshold and a slack of at least 0, both finite, but got {threshold} and {slack}"
+            )
         self.measure, self.threshold, self.slack, self.alarm = measure, threshold, slack, alarm
         self.rounds: list[int] = []
         self._begin()
@@ -83,21 +88,26 @@ class DriftAlarm:
 
     def record(self, round: Round) -> None:
         """Takes in a round."""
-        self.watch(round.number, float(self.measure(round)))
+        value = self.measure(round)
+        self.watch(round.number, None if value is None else float(value))
 
-    def watch(self, number: int, value: float) -> None:
-        """Takes in what was measured in a round."""
-        if math.isnan(value):
+    def watch(self, number: int, value: float | None) -> None:
+        """Takes in what was measured in a round, None for nothing."""
+        if value is None:
             return
-        self._count += 1
-        self._mean += (value - self._mean) / self._count
-        self._sum += value - self._mean - self.slack
-        self._least = min(self._least, self._sum)
-        if self._sum - self._least > self.threshold:
-            self.rounds.append(number)
-            mean = self._mean
+        finite = math.isfinite(value)
+        if finite:
+            self._count += 1
+            self._mean += (value - self._mean) / self._count
+            self._sum += value - self._mean - self.slack
+            self._least = min(self._least, self._sum)
+            if self._sum - self._least <= self.threshold:  # not so where it overflows
+                return
+        before = f"the mean was {self._mean:g}" if self._count else "nothing was measured before"
+        self.rounds.append(number)
+        if finite:
             self._begin()
-            self.alarm(f"Drift in round {number}: {value:g}, where the mean was {mean:g}")
+        self.alarm(f"Drift in round {number}: {value:g}, where {before}")
 
     def state_dict(self) -> dict[str, Tensor]:
         """What it has seen, flat."""
@@ -109,5 +119,8 @@ class DriftAlarm:
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
         """Goes on from there."""
-        count, self._mean, self._sum, self._least = flat["numbers"].tolist()
-        self._count, self.rounds = int(count), flat["rounds"].tolist()
+        self._begin()
+        self.rounds = flat["rounds"].tolist()
+        if bool(flat["numbers"].isfinite().all()):  # they may be of a version in which Inf was added to the sums
+            count, self._mean, self._sum, self._least = flat["numbers"].tolist()
+            self._count = int(count)

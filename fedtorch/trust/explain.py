@@ -6,9 +6,10 @@ A user i guesses what the model will say of some rows, :math:`u_i(x)`. How far o
 .. math:: L_i(w) = \frac1{m_i} \sum_r \ell(x_r, y_r; w) + \frac\rho{t_i} \sum_x \ell(x, u_i(x); w).
 
 That is 1 + ρ times the mean loss of rows among which training rows and signals are repeated so often that the signals
-have the part ρ/(1 + ρ). So any local solver takes it: `augmented` repeats the rows, and `explainable` divides what the
-others think by 1 + ρ, too, that both keep their proportion. Gradient steps are those on the mean: their learning rate
-has to be 1 + ρ times as large to be those on (8.12).
+have the part ρ/(1 + ρ). `augmented` repeats the rows, and `explainable` makes a local solver that reads them: it
+divides what the others think by 1 + ρ, too, so that both keep their proportion, and tells algorithms that average by
+rows, such as `ft.fedavg`, how many rows the client has itself. Nothing else reads such rows. Gradient steps are those
+on the mean: their learning rate has to be 1 + ρ times as large to be those on (8.12).
 
 Source: Jung, "Federated learning: from theory to practice", section 8.4.
 
@@ -28,20 +29,30 @@ Source: Jung, "Federated learning: from theory to practice", section 8.4.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.data import FederatedData
+from fedtorch.data import BadClients, ClientData, FederatedData, described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.evaluation import Score
 from fedtorch.federation.run import Run
 from fedtorch.tree import Tree
+
+_ROWS, _TIMES = "augmented", "times"  # fields of augmented rows: rows, and how often each is there, 0 for signals
+
+
+class _Prepared(NamedTuple):
+    """A block's data; leaves `(K, ...)`."""
+
+    data: Tree  # as the local solver prepares it
+    count: Tensor  # type: ignore[assignment]  # (K,) rows of the clients' own, each counted once
 
 
 def guesses(data: FederatedData, user: Callable[[Tensor], Tensor]) -> FederatedData:
@@ -60,36 +71,79 @@ def guesses(data: FederatedData, user: Callable[[Tensor], Tensor]) -> FederatedD
 
 
 def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: int = 100) -> FederatedData:
-    """Every client's rows and its user's signals, repeated so that their mean loss is that of (8.12) over 1 + ρ.
+    """Repeat every client's rows and its user's signals until their mean loss is that of (8.12) over 1 + ρ.
+
+    How often each row is there stays with it, so that `explainable` solvers count a client's own rows once each: in
+    FedAvg a client weighs as much as without signals. To pool, pool both first: `augmented(data.pool(),
+    signals.pool(), rho)`. Rows are then `{"augmented": rows, "times": how often each is there, 0 for signals}`.
 
     Args:
         data: the rows.
         signals: (x, u(x)) of the same clients, at least one each.
         rho: ρ, how much being anticipated counts beside being right, at least 0; 0 leaves the signals out.
-        most: how often a row may be repeated; ρ is exact where so many are enough, and else the nearest that is.
+        most: how often a training row may be repeated; ρ is exact where so many are enough, and else the nearest.
 
     Raises:
-        ValueError: another number of clients, a client without signals, or a ρ out of range.
+        ValueError: another number of clients, a client without signals, or a ρ out of range or too small for `most`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import explain
+        >>> rows = [(torch.ones(1, 1), torch.tensor([1.0])), (torch.ones(3, 1), torch.full((3,), 5.0))]
+        >>> data, local = ft.data.from_tensors(rows), ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> signals = ft.data.from_tensors([(2 * x[:1], 2 * y[:1]) for x, y in rows])  # what both solve exactly
+        >>> data = explain.augmented(data, signals, rho=0.5)
+        >>> data.counts.tolist()  # 2 of a row and 1 of the signal; 2 of each of three rows and 3 of the signal
+        [3, 9]
+        >>> run = ft.run(ft.fedavg(explain.explainable(local, rho=0.5)), ft.InProcess(data), rounds=1)
+        >>> run.server["weight"].round(decimals=4)  # (1 · 1 + 3 · 5) / 4
+        tensor([[4.]])
     """
-    if not rho >= 0:
-        raise ValueError(f"Expected rho of at least 0, but got {rho}")
+    if not (rho >= 0 and math.isfinite(rho)):
+        raise ValueError(f"Expected a finite rho of at least 0, but got {rho}")
     if rho == 0:
-        return data
+        rows, times = data.rows, torch.ones(int(data.counts.sum()), dtype=torch.int64)
+        return dataclasses.replace(data, rows={_ROWS: rows, _TIMES: times.to(tree.leaves(rows)[0].device)})
     if len(signals) != len(data) or bool((signals.counts == 0).any()):
         raise ValueError(f"Expected signals of all {len(data)} clients, but got {int((signals.counts > 0).sum())}")
-    parts, counts = [], []
-    for rows, said, m, t in zip(data, signals, data.counts.tolist(), signals.counts.tolist()):
-        ratio = (Fraction(rho).limit_denominator(10**6) * m / t).limit_denominator(most)  # signal rows per training row
-        twice, once = max(ratio.numerator, 1), ratio.denominator
-        parts += [_repeated(rows, once), _repeated(said, twice)]
-        counts.append(m * once + t * twice)
-    return dataclasses.replace(data, rows=tree.concatenate(parts), counts=torch.tensor(counts))
+    parts, times, counts = [], [], []
+    for k, (m, t) in enumerate(zip(data.counts.tolist(), signals.counts.tolist())):
+        own, guessed = _repeats(rho, m, t, most, data.names[k])
+        parts += [_repeated(data[k], own), _repeated(signals[k], guessed)]
+        times += [torch.full((m * own,), own), torch.zeros(t * guessed, dtype=torch.int64)]
+        counts.append(m * own + t * guessed)
+    rows = tree.concatenate(parts)
+    rows = {_ROWS: rows, _TIMES: torch.cat(times).to(tree.leaves(rows)[0].device)}
+    return dataclasses.replace(data, rows=rows, counts=torch.tensor(counts))
 
 
 def explainable(local: LocalSolver, rho: float) -> LocalSolver:
-    """`local` on `augmented` rows, minimising (8.12) beside what the others think."""
+    """Return `local` on `augmented` rows, minimising (8.12) beside what the others think.
+
+    Args:
+        local: how a client works on its own problem, with what it is told of the others.
+        rho: as for `augmented`.
+
+    Raises:
+        ValueError: `local` spends a privacy budget, which takes every repeated row as another person; or, when a
+            population is bound, rows that are not from `augmented`, or that have been pooled since.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import explain
+        >>> local = explain.explainable(ft.least_squares(torch.nn.Linear(1, 1)), rho=0.5)
+        >>> ft.Run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])))
+        Traceback (most recent call last):
+        ValueError: Expected rows of explain.augmented(data, signals, rho), but got 0: float32 (1,), 1: float32 ()
+    """
+    if local.budget is not None:
+        raise ValueError(
+            "Expected a local solver without a privacy budget, but got one with, whose noise hides a row once, not as "
+            "often as it is repeated; protect the clients as wholes (privacy.client_level), or leave the signals out"
+        )
     settings = {**local.settings, "explainable": rho}
-    return dataclasses.replace(local, solve=partial(_solve, local, rho), settings=settings)
+    solve, prepare = partial(_solve, local, rho), partial(_prepare, local)
+    return dataclasses.replace(local, solve=solve, prepare=prepare, settings=settings)
 
 
 def explainability(run: Run, signals: FederatedData) -> Score:
@@ -98,15 +152,43 @@ def explainability(run: Run, signals: FederatedData) -> Score:
     return run.evaluate(signals, {"explainability": squared})["explainability"]
 
 
+def _repeats(rho: float, rows: int, signals: int, most: int, name: str) -> tuple[int, int]:
+    """How often a client's rows are there, and its signals."""
+    if rows == 0:
+        return 1, 1
+    exact = Fraction(rho) * rows / signals
+    if exact * most < 1 - Fraction(1, 10**9):
+        raise ValueError(
+            f"Expected rho of at least {signals / (most * rows):g} for client {name!r} of {rows} rows and {signals} "
+            f"signals, but got {rho}; pass most={math.ceil(1 / exact)}, fewer signals, or rho=0 to leave them out"
+        )
+    ratio = exact.limit_denominator(most)
+    return ratio.denominator, ratio.numerator
+
+
 def _repeated(rows: Tree, times: int) -> Tree:
     return tree.map(lambda leaf: leaf.repeat_interleave(times, 0), rows)
 
 
+def _prepare(local: LocalSolver, data: ClientData) -> _Prepared:
+    if not (isinstance(data.batch, dict) and data.batch.keys() == {_ROWS, _TIMES}):
+        raise ValueError(
+            f"Expected rows of explain.augmented(data, signals, rho), but got {described_rows(data.batch)}"
+        )
+    times = data.batch[_TIMES] * data.mask
+    there, copies = (times > 0).sum(1), times.sum(1)
+    mixed = (there * times.square().sum(1) != copies.square()).nonzero()[:, 0]
+    if len(mixed):
+        raise BadClients(mixed.cpu(), "expected rows that were pooled before they were augmented, but got them after")
+    rows = ClientData(data.batch[_ROWS], data.count)
+    return _Prepared(local.prepare(rows), there.square() // copies.clamp(min=1))
+
+
 def _solve(
-    local: LocalSolver, rho: float, start: Tree, state: Tree, data: Any, quadratic: Quadratic | None, turn: Turn
+    local: LocalSolver, rho: float, start: Tree, state: Tree, data: _Prepared, quadratic: Quadratic | None, turn: Turn
 ) -> Local:
     if quadratic is None:
-        return local.solve(start, state, data, None, turn)
+        return local.solve(start, state, data.data, None, turn)
     share = 1 / (1 + rho)
     shrunk = Quadratic(tree.scale(quadratic.precision, share), tree.scale(quadratic.shift, share))
-    return local.solve(start, state, data, shrunk, turn)
+    return local.solve(start, state, data.data, shrunk, turn)

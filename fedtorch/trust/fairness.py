@@ -8,17 +8,23 @@ clients' solutions :math:`\theta_k` and :math:`\Delta_k = (\theta - \theta_k) / 
 
 a mean with weights h_k. Agnostic federated learning minimises the largest loss of any mixture of clients,
 :math:`\min_\theta \max_\lambda \sum_k \lambda_k F_k(\theta)`: clients with larger losses get larger weights,
-:math:`\lambda_k \propto w_k e^{\gamma \sum_t F_k(\theta_t)}`, which every client keeps for itself. (The source projects
-λ + γF onto the simplex in place of this exponentiated step.)
+:math:`\lambda_k \propto w_k e^{\gamma \sum_t F_k(\theta_t)}`, the sum being over the rounds since its first. (The
+source projects λ + γF onto the simplex in place of this exponentiated step.) A client keeps its weight for itself and
+tells the server its weighted step and loss *for good*: who is not asked in a round counts in it as when it last
+answered, so that all clients are in the mixture, whatever the cohort. (With means over a cohort, weights would say
+nothing between clients that are not asked together, and the largest loss would not be the least.)
 
 Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in federated learning", Algorithm 2
-(q-FedAvg); Mohri, Sivek and Suresh (2019), "Agnostic federated learning", equation (6); requirement KR5 of Jung,
-"Federated learning: from theory to practice", section 8.2.5 and figure 8.1.
+(q-FedAvg); Mohri, Sivek and Suresh (2019), "Agnostic federated learning", equation (6); what is remembered is as in
+Schmidt, Le Roux and Bach (2017), "Minimizing finite sums with the stochastic average gradient"; requirement KR5 of
+Jung, "Federated learning: from theory to practice", section 8.2.5 and figure 8.1.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +41,7 @@ from fedtorch.federation.exchange import Mean
 from fedtorch.federation.run import Run
 from fedtorch.tree import Tree
 
+_MOST = 60.0  # of the logarithm of a weight; e⁶⁰ leaves room in float32 for steps that are multiplied by it
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)
 
 
@@ -51,17 +58,19 @@ class _FairMessage(NamedTuple):
     change: Mean  # of the parameters
 
 
-class _AgnosticMessage(NamedTuple):
-    """What a client says."""
+class _Told(NamedTuple):
+    """What a client of agnostic learning tells for good, `(K, ...)` of clients."""
 
-    change: Mean  # of the parameters
-    loss: Mean  # at the server's parameters
+    change: Tree  # of the parameters, times the weight
+    weight: Tensor  # float64; 0 before its first answer
+    loss: Tensor  # at the server's parameters, times the weight
 
 
 class _AgnosticState(NamedTuple):
     """A client's own; leaves `(K, ...)`."""
 
-    excess: Tensor  # Σ_t F_k − the mean loss of the round before
+    excess: Tensor  # Σ_t F_k − the mixture's loss of the round before
+    told: _Told
     solver: Tree
 
 
@@ -74,16 +83,18 @@ class AgnosticServer(NamedTuple):
         >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 2.0)])
         >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False), steps=1, lr=0.1)
         >>> squared = lambda output, y: (output[..., 0] - y).square()
-        >>> algorithm = fairness.agnostic(local, squared, gamma=math.log(2) / 3)
+        >>> algorithm = fairness.agnostic(local, squared, gamma=math.log(2) / 2)
         >>> run = ft.run(algorithm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
-        >>> run.server.loss.round(decimals=4)  # of losses 1 and 4 at zero, the second with twice the weight
-        tensor(3., dtype=torch.float64)
-        >>> run.server.parameters["weight"].round(decimals=4)  # steps of 0.2 and 0.4, likewise
-        tensor([[0.3333]])
+        >>> run.server.parameters["weight"].round(decimals=4)  # the mean of steps of 0.2 and 0.4
+        tensor([[0.3000]])
+        >>> _ = run.step()
+        >>> run.server.loss.round(decimals=4)  # of 0.49 and 2.89, the second with 2^((2.89 − 0.49) / 2) the weight
+        tensor(2.1622, dtype=torch.float64)
     """
 
     parameters: Tree
     loss: Tensor  # () the mixture's, at the parameters of the round before
+    total: Tree = None  # of what clients tell for good
 
 
 def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
@@ -135,12 +146,13 @@ def agnostic(
     Args:
         local: how a client works on its own problem.
         loss: per row, the one that `local` minimises.
-        gamma: γ, the step of the weights' logarithms, at least 0; 0 is FedAvg.
+        gamma: γ, the step of the weights' logarithms, at least 0; 0 is FedAvg. The rarer clients are asked, the smaller
+            it and their steps have to be.
         lr: the server's step.
         weight: data -> `(K,)` the weights to begin with.
 
-    Shapes: server state and outbox are `AgnosticServer`; client state has the sum of its
-    losses, `(K,)`.
+    Shapes: server state is `AgnosticServer`, outbox the same without the total; client state has the sum of its losses,
+    `(K,)`, and what it has told, `(K, ...)`.
 
     Raises:
         ValueError: a setting out of range.
@@ -149,21 +161,23 @@ def agnostic(
         raise ValueError(f"Expected gamma of at least 0 and a positive lr, but got {gamma} and {lr}")
     zero = torch.zeros((), dtype=torch.float64)
 
-    def server(state: AgnosticServer, aggregate: _AgnosticMessage, key: Tensor) -> AgnosticServer:
-        return AgnosticServer(
-            tree.add_scaled(state.parameters, aggregate.change.value, lr), aggregate.loss.value.to(state.loss)
-        )
+    def init(parameters: Tree, clients: int) -> tuple[AgnosticServer, _AgnosticState]:
+        nothing = _Told(tree.map(torch.zeros_like, parameters), zero, zero)
+        return AgnosticServer(parameters, zero), _AgnosticState(zero, nothing, local.init(parameters))
+
+    def server(state: AgnosticServer, aggregate: None, key: Tensor) -> AgnosticServer:
+        share = lr / float(state.total.weight)
+        moved = tree.add_scaled(state.parameters, state.total.change, share)
+        return state._replace(parameters=moved, loss=state.total.loss / state.total.weight)
 
     return Algorithm(
-        init=lambda parameters, clients: (
-            AgnosticServer(parameters, zero),
-            _AgnosticState(zero, local.init(parameters)),
-        ),
-        outbox=lambda state: state,
+        init=init,
+        outbox=lambda state: state._replace(total=None),
         client=partial(_agnostic_client, local, loss, gamma, weight),
         server=server,
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
         prepare=lambda data: _Rows(checked_weight(local.prepare(data), weight), data),
+        told=lambda state: state.told,
         report=lambda state: {"mixture_loss": state.loss},
         **solved_by(local, algorithm="agnostic", gamma=gamma, lr=lr, weight=weight),
     )
@@ -239,6 +253,9 @@ def watch_groups(
     the worst tenth) over clients; `_group_<group>` over the rows of each group, and `_gap`, the largest of these minus
     the smallest. `ft.plots.groups` draws them, and `ft.plots.curves`.
 
+    A group without rows is warned of: its column is NaN, and the gap is that of the others, NaN of fewer than two. A
+    group whose score is NaN makes the gap NaN.
+
     Args:
         run: that has done a round.
         data: rows of its clients.
@@ -258,7 +275,7 @@ def watch_groups(
         >>> found["val_error_gap"] == abs(found["val_error_group_0"] - found["val_error_group_1"])
         True
     """
-    values: dict[str, float] = {}
+    present, values = _present(data, group, groups), dict[str, float]()
     for name, score in run.evaluate(data, metrics).items():
         column = f"val_{name}"
         values |= {column: score.overall, f"{column}_mean": score.mean()}
@@ -266,9 +283,28 @@ def watch_groups(
         values[f"{column}_worst_decile"] = score.worst_decile(largest_is_best)
         found = group_scores(run, data, metrics[name], group, groups)
         values |= {f"{column}_group_{value:g}": each for value, each in found.items()}
-        values[f"{column}_gap"] = max(found.values()) - min(found.values())
+        values[f"{column}_gap"] = _gap([each for value, each in found.items() if value in present])
     run.log.validated(run.number, values)
     return values
+
+
+def _present(data: FederatedData, group: Callable[[Tree], Tensor], groups: Sequence[float]) -> set[float]:
+    """The groups that have rows; of others the user is warned."""
+    member = group(data.rows)
+    present = {value for value in groups if bool((member == value).any())}
+    absent = [f"{value:g}" for value in groups if value not in present]
+    if absent:
+        warnings.warn(
+            f"Expected rows of every group, but got none of {', '.join(absent)}; the gap is that of the others",
+            stacklevel=3,
+        )
+    return present
+
+
+def _gap(scores: Sequence[float]) -> float:
+    """The largest minus the smallest; NaN if one is, or with nothing to compare."""
+    known = torch.tensor(scores, dtype=torch.float64)
+    return float(known.amax() - known.amin()) if len(scores) > 1 else math.nan
 
 
 def _fair_client(
@@ -297,11 +333,12 @@ def _agnostic_client(
 ) -> Reply:
     solved = local.solve(inbox.parameters, state.solver, data.data, None, turn)
     risk = _risk(local, loss, local.tensors(inbox.parameters, state.solver), data.rows)
-    excess = state.excess + risk - inbox.loss
-    share = weight(data.rows).to(torch.float64) * (gamma * excess).clamp(-300, 300).exp()
+    before = state.told.weight > 0  # a client begins with its weight, as the mixture does
+    excess = torch.where(before, state.excess + risk - inbox.loss, 0.0)
+    share = weight(data.rows).to(torch.float64) * (gamma * excess).clamp(-_MOST, _MOST).exp()
     change = tree.subtract(solved.parameters, inbox.parameters)
-    message = _AgnosticMessage(Mean(change, share), Mean(risk, share))
-    return Reply(message, _AgnosticState(excess, solved.state), {**solved.info, "risk": risk})
+    told = _Told(tree.scale(change, share), share, risk * share)
+    return Reply(None, _AgnosticState(excess, told, solved.state), {**solved.info, "risk": risk})
 
 
 def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Tensor:

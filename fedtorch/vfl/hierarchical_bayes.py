@@ -20,8 +20,21 @@ from fedtorch.vfl.predictors import Prior, normal_prior
 class HierarchicalBayes:
     """The noise and priors of a hierarchical Bayes split network.
 
+    Example:
+        >>> import fedtorch as ft
+        >>> from fedtorch.vfl import likelihoods, split_nn
+        >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
+        >>> bayes = HierarchicalBayes(rho=torch.tensor([1.0, 1e-3, 0.0]))  # noise, hardly any, a plain network
+        >>> bottoms = [split_nn.mlp(3, [4], 1), split_nn.mlp(2, [4], 1)]
+        >>> network = ft.vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, bayes=bayes)
+        >>> x = [torch.ones(5, 3), torch.ones(5, 2)]
+        >>> network.totals(x, 100, keys[0], noise=False).std(1).amax((1, 2)) > 0  # weights have a posterior
+        tensor([ True,  True, False])
+
     Attributes:
-        rho: standard deviation of z_j given its mean; one for all, or `(B,)`. An element with 0 is a plain network.
+        rho: standard deviation of z_j given its mean; one for all, or `(B,)`. An element with exactly 0 is a plain
+            network, whose weights have neither priors nor a posterior. That is not the limit of a small ρ, where z has
+            no noise but the `random` weights have both: for this take a small number, such as 1e-3.
         random: shell patterns of the bottom networks' weights that have a prior and a posterior.
         prior: of these, from θ `(B, M, d)` to `(B, M)`; N(0, 1) by default.
         theta: the family q(w_j).

@@ -11,7 +11,9 @@ networks as predictors:
 with w_j the last layer's weights (or any that match a pattern), q(w_j) Gaussian, q(z | w) amortised, and φ_j found by
 maximising the bound. Everything carries a batch (folds × models × seeds) in front and is trained at once: elements of
 the batch do not influence each other, share the noise of an iteration, and are plain networks where ρ = 0. A plain
-network is the same model without noise and without spread of its weights.
+network is the same model without noise and without spread of its weights: no prior, no posterior, the likelihood alone.
+It is therefore *not* the limit ρ → 0 of the hierarchical network, whose z have no noise while w_j keeps its posterior;
+scores jump there. The limit is had by a small ρ, such as 1e-3.
 
 *What it shows.* A split network keeps the labels from nobody: the gradient that a party is sent for a row has the sign
 of that row's residual, so that gradients of one step alone are the labels, of two classes all of them, whatever the

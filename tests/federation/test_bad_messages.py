@@ -51,7 +51,8 @@ def test_a_bad_message_stops_the_run_and_nothing_is_kept(value: float, chunk: in
     run.step()
     before = copy_of((run.server, run.clients.state_dict()))
     with pytest.raises(
-        ValueError, match=r"client 'client 2' sent NaN or Inf in '(fresh\.)?change\.value\.weight' in round 2"
+        ValueError,
+        match=r"client 'client 2' sent NaN, Inf or a negative weight in '(fresh\.)?change\.value\.weight' in round 2",
     ):
         run.step()
     with pytest.raises(ValueError, match="in round 2, and 0 others did so too"):
@@ -75,6 +76,37 @@ def test_dropped_it_is_as_if_the_message_were_lost(chunk: int | None, make: Any)
     assert dropped.history["refused"].tolist() == [1, 1, 1]
 
 
+def weighing(weight: Tensor, **settings: Any) -> ft.Run:
+    """A run whose clients' weights are these, by their numbers of rows."""
+    known = dict(zip(SIZES, weight))
+    algorithm = ft.fedavg(sgd(0.05), weight=lambda data: torch.stack([known[n] for n in data.count.tolist()]))
+    algorithm = dataclasses.replace(algorithm, prepare=lambda data: data)  # weights that were positive before
+    run = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES), settings.pop("chunk", None)), **settings)
+    run.step()
+    return run
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_none_is_refused_with_its_client(wrong: float, chunk: int | None) -> None:
+    weight = torch.tensor([5.0, 4.0, wrong, 6.0])
+    with pytest.raises(
+        ValueError, match=r"client 'client 2' sent NaN, Inf or a negative weight in 'change\.weight' in round 1"
+    ):
+        weighing(weight, chunk=chunk)
+    dropped = weighing(weight, chunk=chunk, on_bad_message="drop")
+    assert dropped.last.refused.tolist() == [BAD]
+    without = weighing(torch.tensor([5.0, 4.0, 0.0, 6.0]), chunk=chunk)
+    assert distance(dropped.server, without.server) < ROUNDING
+
+
+def test_sums_that_overflow_stop_the_run() -> None:
+    with pytest.raises(ValueError, match=r"Expected messages of \d clients with a finite sum, but got NaN or Inf in"):
+        weighing(torch.full((4,), 1.7e308, dtype=torch.float64))
+    huge = weighing(torch.full((4,), 3e38))
+    assert distance(huge.server, weighing(torch.ones(4)).server) < ROUNDING
+
+
 def test_if_all_messages_are_bad_the_server_stays() -> None:
     data = linear_clients([SIZES[BAD]] * 3)
     run = ft.Run(spoiled(ft.fedavg(sgd(0.05)), math.nan), ft.InProcess(data), on_bad_message="drop")
@@ -90,6 +122,9 @@ def test_rows_and_fields_are_found_also_where_sums_overflow() -> None:
     bad = {"a": Sum(large), "b": Mean(torch.tensor([[1.0], [math.nan], [1.0]]), torch.tensor([1.0, 1.0, math.inf]))}
     assert not_finite(bad) == {1: "b.value", 2: "b.weight"}
     assert not_finite({"a": large[:0]}) == {}
+    weights = {"a": Mean(torch.ones(3, 2), torch.tensor([1.0, -0.5, 0.0])), "b": Sum(-torch.ones(3))}
+    assert not_finite(weights) == {1: "a.weight"}
+    assert not_finite({"weight": Sum({"weight": -torch.ones(3)})}) == {}  # numbers of a layer's weight
 
 
 def test_a_trimmed_mean_leaves_out_what_is_not_finite() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from fedtorch.federation.exchange import (
     star,
 )
 from fedtorch.tree import Tree
+from fedtorch.trust import robust
 
 K = 13
 EXCHANGES: dict[str, Callable[[], Exchange]] = {"star": star, "private_rows": private_rows}
@@ -108,6 +110,38 @@ def test_increments_do_not_drift_in_float32() -> None:
     value = torch.tensor([2.0**25, *[1.0] * 64], dtype=torch.float32)
     blocks = [torch.tensor([k]) for k in range(65)]
     assert float(aggregate(star(), Sum(value), blocks).value) == 2.0**25 + 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [3e38, 1e300, 1e-44, 1e-300, 1.0])
+def test_weights_of_any_size_weigh_alike(size: float, dtype: torch.dtype) -> None:
+    """Their sums are float64's, also where products with float32 values would be Inf or zero."""
+    value = torch.arange(1.0, 3 * K + 1).reshape(K, 3).to(dtype)
+    share = torch.arange(1, K + 1, dtype=torch.float64) / K
+    expected = share @ value.double() / share.sum()
+    kinds = [torch.float64] if not 1e-45 < size < 3.4e38 else [torch.float32, torch.float64]
+    for kind in kinds:
+        given = (size * share).to(kind)
+        exact = given.double() @ value.double() / given.double().sum() if size > 1e-300 else expected
+        for blocks in ([slice(0, K)], [torch.tensor([k]) for k in range(K)], [slice(0, 5), slice(5, K), slice(0, 0)]):
+            for exchange in (star(), robust.star(robust.trimmed_mean(0.0), spread=math.inf)):
+                found = aggregate(exchange, Mean(value, given), blocks)
+                assert distance(found.value.double(), exact) < (1e-5 if dtype is torch.float32 else 1e-12)
+                assert float(found.weight) == pytest.approx(float(given.double().sum()), rel=1e-12)
+
+
+def test_values_near_the_end_of_float32_have_a_mean() -> None:
+    value = torch.full((K, 2), 3e38)
+    found = aggregate(star(), Mean(value, torch.full((K,), 100)), [slice(0, K)])
+    assert distance(found.value / 3e38, torch.ones(2).double()) < 1e-6
+
+
+def test_powers_of_two_in_weights_change_no_bit() -> None:
+    message = messages(torch.float32).change
+    plain = aggregate(star(), message, [slice(0, K)]).value
+    for exponent in (-1000, -3, 5, 900):
+        weight = message.weight.double() * 2.0**exponent
+        assert same_bits(aggregate(star(), Mean(message.value, weight), [slice(0, K)]).value, plain)
 
 
 @pytest.mark.parametrize(

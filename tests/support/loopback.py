@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from fedtorch.federation.remote import Offer
+from fedtorch.federation.remote import Offer, past_sums
 from fedtorch.federation.remote.site import Site
 from fedtorch.transport import Identity
 
@@ -31,14 +32,20 @@ class Loopback:
 
     Args:
         brought: what sites bring, by name.
-        folder: where they keep their states.
+        folder: where they keep their states, and which sums they have taken part in; without one they forget them
+            when they are begun anew.
         identities: theirs, where they need some.
     """
 
     def __init__(
         self, brought: Mapping[str, Offer], folder: Path | None, identities: Mapping[str, Identity] | None = None
     ) -> None:
-        self.brought, self.folder, self.identities = brought, folder, identities or {}
+        self.brought, self.folder, self.identities = dict(brought), folder, identities or {}
+        for name, offer in brought.items():
+            if folder is None:
+                self.brought[name] = replace(offer, terms=offer.terms._replace(remember_sums=False))
+            else:
+                past_sums.begin(folder / name)
         self.sites: dict[str, Site] = {}
         self.frames: deque[tuple[str, bytes]] = deque()
         self.dropped: dict[str, str] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fedtorch as ft
-from fedtorch.federation.remote import Offer, Remote, Visit, join
+from fedtorch.federation.remote import AuditRecord, Offer, Remote, Visit, join
 from fedtorch.transport import Hub, Identity, memory
 from fedtorch.tree import Tree
 
@@ -45,18 +45,20 @@ class Thread(threading.Thread):
         offer: Offer,
         folder: Path | None = None,
         identity: Identity | None = None,
+        record: AuditRecord | None = None,
         patience: float = 20.0,
     ) -> None:
         super().__init__(daemon=True, name=f"site {name}")
         self.host, self.site, self.offer, self.folder, self.identity = host, name, offer, folder, identity
-        self.patience = patience
+        self.record, self.patience = record, patience
         self.visit: Visit | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             dial = lambda: memory.link(self.host, self.site)
-            self.visit = join(dial, self.offer, self.folder, identity=self.identity, patience=self.patience)
+            own = {"identity": self.identity, "record": self.record}
+            self.visit = join(dial, self.offer, self.folder, patience=self.patience, **own)
         except Exception as error:
             self.error = error
 
@@ -69,13 +71,15 @@ def joined(
     settings: Mapping[str, Any] | None = None,
     folder: Path | None = None,
     identities: Mapping[str, Identity] | None = None,
+    records: Mapping[str, AuditRecord] | None = None,
     **more: Any,
 ) -> Iterator[tuple[Remote, Mapping[str, Thread]]]:
     """(the population of such sites, the threads in which they run)."""
     host = Hub()
-    known = identities or {}
+    known, recorded = identities or {}, records or {}
     threads = {
-        name: Thread(host, name, offer, folder and folder / name, known.get(name)) for name, offer in brought.items()
+        name: Thread(host, name, offer, folder and folder / name, known.get(name), recorded.get(name))
+        for name, offer in brought.items()
     }
     for thread in threads.values():
         thread.start()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import warnings
+
+import numpy as np
 import pytest
 import torch
+from scipy import optimize
 from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, sgd
 from support.gtv_problems import bare_linear_clients
 from torch import Tensor
@@ -78,6 +84,50 @@ def test_agnostic_learning_is_the_same_in_any_chunks_and_with_faults() -> None:
     assert distance(one.clients.state_dict(), two.clients.state_dict()) < ROUNDING
 
 
+def test_agnostic_learning_is_mirror_ascent_of_the_weights() -> None:
+    """λ_k ∝ n_k exp(γ Σ F_k) over the rounds from the second on, gradient steps of every client on θ, in a loop."""
+    gamma, algorithm = 0.1, fairness.agnostic(sgd(RATE), squared, 0.1)
+    theta, total = joined(algorithm.start)[:, 0], torch.zeros(len(SIZES)).double()
+    for t in range(5):
+        losses, steps = [], []
+        for x, y in DATA:
+            rest = x @ theta[:3] + theta[3] - y
+            losses.append(rest.square().mean())
+            steps.append(-RATE * 2 * torch.cat([x.T @ rest, rest.sum()[None]]) / len(y))
+        total += torch.stack(losses) * (t > 0)
+        share = (torch.tensor(SIZES) * (gamma * (total - total.mean())).exp()).double()
+        theta = theta + share @ torch.stack(steps) / share.sum()
+        mixture = share @ torch.stack(losses) / share.sum()
+    for chunk in (None, 1):
+        run = ft.run(algorithm, ft.InProcess(DATA, chunk), rounds=5)
+        assert distance(joined(run.server.parameters)[:, 0], theta) < ROUNDING
+        assert abs(float(run.server.loss - mixture)) < ROUNDING
+
+
+def minimax(data: ft.data.FederatedData) -> tuple[float, np.ndarray]:
+    """The least largest mean squared error of a linear model on any client, and where it is, by SLSQP."""
+    rows = [(x.numpy(), y.numpy()) for x, y in data]
+    errors = lambda z: np.array([np.square(x @ z[:-1] - y).mean() for x, y in rows])
+    start = np.append(np.zeros(rows[0][0].shape[1]), 50.0)
+    epigraph = {"type": "ineq", "fun": lambda z: z[-1] - errors(z)}
+    found = optimize.minimize(lambda z: z[-1], start, constraints=epigraph, options={"ftol": 1e-14, "maxiter": 500})
+    assert found.success
+    return float(errors(found.x).max()), found.x[:-1]
+
+
+@pytest.mark.parametrize(("cohort", "lost"), [(None, 0.0), (2, 0.0), (1, 0.0), (2, 0.3)])
+def test_agnostic_learning_finds_it_also_by_asking_some(cohort: int | None, lost: float) -> None:
+    """Who is not asked counts as it last did; the mean over who is asked ended elsewhere."""
+    data = linear_clients([6, 20, 9, 11], features=2, seed=1)
+    best, where = minimax(data)
+    algorithm = fairness.agnostic(ft.least_squares(linear(2, bias=False), steps=1, lr=0.2), squared, 0.4)
+    faults = ft.lost_messages(after=lost) if lost else None
+    run = ft.run(algorithm, ft.InProcess(data), rounds=300, cohort=cohort, faults=faults, seed=1)
+    w = run.server.parameters["weight"][0]
+    assert distance(w, torch.from_numpy(where)) < 1e-4  # what 300 rounds leave
+    assert abs(float(torch.stack([(x @ w - y).square().mean() for x, y in data]).max()) - best) < 1e-3 * best
+
+
 def test_a_swapped_feature_loses_its_effect() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 2, generator=generator).double()
@@ -134,6 +184,34 @@ def test_groups_and_the_worst_tenth_are_in_the_history() -> None:
     other = ft.Run(ft.fedavg(sgd(RATE)), ft.InProcess(data))
     other.load_state_dict(run.state_dict())
     assert other.history["val_error_group_1"].tolist() == run.history["val_error_group_1"].tolist()
+
+
+def test_a_group_without_rows_is_left_out_of_the_gap_whatever_the_order() -> None:
+    run = ft.run(ft.fedavg(sgd(RATE)), ft.InProcess(DATA), rounds=1)
+    member, mse = (lambda rows: (rows[0][:, 0] > 0).double()), {"error": ft.metrics.mean_squared_error()}
+    plain = fairness.watch_groups(run, DATA, mse, member, [0.0, 1.0])
+    for order in itertools.permutations([0.0, 1.0, 7.0]):
+        with pytest.warns(UserWarning, match=r"Expected rows of every group, but got none of 7"):
+            found = fairness.watch_groups(run, DATA, mse, member, order)
+        assert math.isnan(found.pop("val_error_group_7"))
+        assert found == plain
+    for groups in ([0.0], [0.0, 7.0], [7.0, 8.0]):  # nothing to compare with
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert math.isnan(fairness.watch_groups(run, DATA, mse, member, groups)["val_error_gap"])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_group_that_is_predicted_badly_is_not_left_out(bad: float) -> None:
+    run = ft.run(ft.fedavg(sgd(RATE)), ft.InProcess(DATA), rounds=1)
+    member = lambda rows: (rows[0][:, 0] > 0).double() + (rows[0][:, 1] > 0)
+    wrong = lambda output, target: torch.where(target == DATA[0][1][0], bad, squared(output, target))
+    worst = float(member((DATA[0][0][:1],)))
+    error = {"error": ft.metrics.mean_of(wrong, False)}
+    for order in itertools.permutations([0.0, 1.0, 2.0]):
+        found = fairness.watch_groups(run, DATA, error, member, order)
+        assert str(found[f"val_error_group_{worst:g}"]) == str(bad)
+        assert str(found["val_error_gap"]) == str(bad)
 
 
 # -- explainability --------------------------------------------------------------------------------------------------

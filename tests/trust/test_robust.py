@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from support import robust_oracles as oracles
@@ -104,6 +105,25 @@ def test_norm_bounding_and_centred_clipping_are_loops() -> None:
         adaptive = oracles.clipped_mean(FLAT, adaptive, float((FLAT - adaptive).norm(dim=1).median()))
     assert distance(equally(robust.centred_clipping(1.3, steps=4), FLAT), centre) < ROUNDING
     assert distance(equally(robust.centred_clipping(steps=4), FLAT), adaptive) < ROUNDING
+
+
+@pytest.mark.parametrize("count", [2, 4, 8, 9])
+def test_defaults_are_the_median_of_even_counts_too(count: int) -> None:
+    """As NumPy's: between two values in the middle it is their mean, here of norms, of distances and of weights."""
+    x = FLAT[:count] * torch.arange(1, count + 1)[:, None]
+    norms = x.norm(dim=1)
+    radius = float(np.median(norms.numpy()))
+    expected = (x * (radius / norms).clamp(max=1)[:, None]).mean(0)
+    assert distance(equally(robust.norm_bounding(), x), expected) < ROUNDING
+    assert distance(equally(robust.norm_bounding(radius), x), expected) < ROUNDING
+    centre = torch.from_numpy(np.median(x.numpy(), 0))
+    for _ in range(3):
+        centre = oracles.clipped_mean(x, centre, float(np.median((x - centre).norm(dim=1).numpy())))
+    assert distance(equally(robust.centred_clipping(steps=3), x), centre) < ROUNDING
+    claims = norms.square()
+    middle = float(np.median(claims.numpy()))
+    assert distance(bounded(claims, 1.5), claims.clamp(middle / 1.5, middle * 1.5)) < ROUNDING
+    assert distance(bounded(claims, 1.0), torch.full_like(claims, middle)) < ROUNDING
 
 
 def test_fltrust_is_the_papers_formula_with_the_trusted_client_as_reference() -> None:

@@ -173,14 +173,16 @@ def test_sfvi_trains_the_networks_of_a_model() -> None:
     assert not torch.equal(trained, given)
 
 
-def test_gaussian_bound_averages_to_its_closed_form() -> None:
+@pytest.mark.parametrize("rho", [1.3, 1e-4, 0.0])
+def test_gaussian_bound_averages_to_its_closed_form(rho: float) -> None:
     """One party, one linear weight, Gaussian response, exact q(s | w): E of the bound is that of Bayesian regression.
 
     The augmented model is the regression with noise variance σ² + ρ², so with q(s | w) exact,
-    E[bound] = E_q[log N(y; xw, σ² + ρ²)] − KL(q(w) ‖ N(0, 1)).
+    E[bound] = E_q[log N(y; xw, σ² + ρ²)] − KL(q(w) ‖ N(0, 1)), also for a small ρ. At ρ = 0 it is not the limit, but a
+    plain network: w is its mean, without prior and posterior.
     """
     x, y = draw(0, 20, 1), draw(1, 20)
-    sd, rho, size, draws = 0.8, 1.3, 1, 1000
+    sd, size, draws = 0.8, 1, 1000 if rho else 2
     prior = vfl.HierarchicalBayes(rho=rho, random="*", auxiliary=vfl.sums(encoder.affine(), skewed=False))
     model = vfl.SplitNetwork(
         [nn.Linear(1, 1, bias=False).double()], likelihoods.gaussian(sd), keys=KEYS[:size], bayes=prior
@@ -191,11 +193,15 @@ def test_gaussian_bound_averages_to_its_closed_form() -> None:
     q = model.parties[0].q["theta"]
     mean, spread = q["mean"][0, 0].detach(), q["log_sd"].exp()[0, 0].detach()
     variance = sd**2 + rho**2
-    squares = (y - x[:, 0] * mean).square().sum() + spread**2 * x.square().sum()
-    fit = -0.5 * squares / variance - 10 * torch.log(torch.tensor(2 * torch.pi * variance))
+    residuals, of_spread = (y - x[:, 0] * mean).square().sum(), spread**2 * x.square().sum()
+    normaliser = 10 * torch.log(torch.tensor(2 * torch.pi * variance))
     kl = 0.5 * (spread**2 + mean**2 - 1) - spread.log()
+    if rho == 0:
+        assert torch.allclose(bounds, -0.5 * residuals / variance - normaliser, rtol=1e-6, atol=0)
+        return
     error = bounds.std() / draws**0.5
-    assert abs(bounds.mean() - (fit - kl)) < 4 * error
+    assert abs(bounds.mean() - (-0.5 * (residuals + of_spread) / variance - normaliser - kl)) < 4 * error
+    assert kl + 0.5 * of_spread / variance > 8 * error  # by which a plain network's is higher
 
 
 def test_a_prior_on_the_other_weights_adds_their_squares() -> None:

@@ -157,11 +157,44 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
     )
 
 
+def at_node(server: Tree, node: int | None = None) -> Tree:
+    """Return a node's copy of the server's state of a run `without_server`, or the mean of all nodes' copies.
+
+    The copies differ by what the tolerance leaves, those of `ft.gibbs` not at all. Of whole numbers and flags, which
+    have no mean, it is the first node's.
+
+    Args:
+        server: `run.server`, with a row for every node, `(n, ...)`.
+        node: its number; None for the mean.
+
+    Raises:
+        ValueError: there is no such node.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.consensus import at_node
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), value)) for value in (1.0, 2.0, 6.0)])
+        >>> local = ft.least_squares(ft.LinearHead(1, intercept=False))
+        >>> run = ft.run(ft.without_server(ft.fedavg(local), ft.Network.ring(3), 1e-9), ft.InProcess(data), rounds=1)
+        >>> run.server["coefficients"].shape, at_node(run.server, 2)["coefficients"].round(decimals=4)
+        (torch.Size([3, 1]), tensor([3.]))
+    """
+    nodes = len(tree.leaves(server)[0])
+    if node is not None and not 0 <= node < nodes:
+        raise ValueError(f"Expected a node of 0…{nodes - 1}, or None for the mean of all, but got {node}")
+
+    def of(copies: Tensor) -> Tensor:
+        return copies.mean(0) if node is None and copies.is_floating_point() else copies[node or 0]
+
+    return tree.map(of, server)
+
+
 def without_server(algorithm: Algorithm, network: Network, tolerance: float | None = None) -> Algorithm:
     """An algorithm over a `star` as the nodes of a network run it among themselves.
 
     Every node keeps a copy of the server's state, a row of the new server state `(n, ...)`, and takes the server's step
-    itself, with the sums as it knows them and the key of the round, which all have in common.
+    itself, with the sums as it knows them and the key of the round, which all have in common. `at_node` is one node's
+    copy, or their mean; a run's history, by which `until=` ends it, has what that mean reports.
 
     Args:
         algorithm: one whose exchange adds up, such as `ft.gibbs(...)` or `ft.fedavg(...)`.
@@ -190,6 +223,8 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
     if not algorithm.exchange.additive:
         raise ValueError("Expected an algorithm whose messages add up, as over a star, but got another exchange")
 
+    report = algorithm.report
+
     def init(parameters: Tree, clients: int) -> tuple[Tree, Tree]:
         if clients != network.nodes:
             raise ValueError(
@@ -210,6 +245,7 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
             lambda copy, sums: algorithm.server(copy, sums, key), server, aggregate
         ),
         exchange=consensus(network, tolerance),
+        report=None if report is None else lambda server: report(at_node(server)),
         settings={**algorithm.settings, "edges": network.edges, "weights": network.weights, "tolerance": tolerance},
     )
 

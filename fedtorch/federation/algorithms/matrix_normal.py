@@ -39,21 +39,13 @@ from fedtorch import expected
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.exchange import Mean, RowsOf, Sum, private_rows
 from fedtorch.models import low_rank
-from fedtorch.models.linear import (
-    LinearHead,
-    SufficientStatistics,
-    least_norm,
-    residual_sum,
-    sufficient_statistics,
-)
+from fedtorch.models.linear import LinearHead, SufficientStatistics, least_norm, residual_sum, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
 from fedtorch.tree import Tree
 
 _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
 _EXACT = 1e-14  # residuals below, relative to y'y, are rounding
-
-
 _HOPELESS = (
     "Expected a device with more rows than independent features, to estimate the noise from, but got none; pass noise="
 )
@@ -212,9 +204,9 @@ def matrix_normal(
 
     Raises:
         TypeError: the solver's module is not a `LinearHead`.
-        ValueError: `noise`, `start` or `rank` is not positive; a solver with a budget that is not on noised sums; or no
-            device has more rows than features, so that the
-            noise cannot be estimated.
+        ValueError: `noise`, `start` or `rank` is not positive; a feature map that is not frozen; a solver with a
+            budget that is not on noised sums; or no device has more rows than features, so that the noise cannot be
+            estimated.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -232,6 +224,12 @@ def matrix_normal(
     head = local.module
     if not isinstance(head, LinearHead):
         raise TypeError(f"Expected a local solver of a LinearHead, but got {type(head).__name__}; see models.linear")
+    trained = [name for name, parameter in head.named_parameters() if parameter.requires_grad]
+    if trained != ["coefficients"]:
+        raise ValueError(
+            f"Expected a LinearHead of which the coefficients alone are trained, but got {', '.join(trained)}; freeze "
+            "the feature map by feature_map.requires_grad_(False), or train it before by ft.fedavg"
+        )
     if local.budget is not None and local.statistics is None:
         raise ValueError(
             "Expected a local solver without a budget, or one on noised sums, because devices also tell residual sums "
@@ -280,7 +278,7 @@ def _prepare(data: Any, *, local: LocalSolver) -> _PreparedRows:
     if local.statistics is None:
         x, y = data.batch
         with torch.no_grad():
-            statistics = sufficient_statistics(local.module.design(x), y, data.mask)
+            statistics = sufficient_statistics(local.module.block_design(x), y, data.mask)
     else:
         statistics = _of_one_response(local.statistics(prepared))
     fit = least_norm(statistics)

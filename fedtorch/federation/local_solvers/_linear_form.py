@@ -25,7 +25,10 @@ def linear_form(module: nn.Module) -> LinearForm:
     """The form of an `nn.Linear` or a `LinearHead`; raises TypeError for another module."""
     if isinstance(module, LinearHead):
         return LinearForm(
-            1, module.design, lambda tensors: tensors["coefficients"][..., None], lambda θ: {"coefficients": θ[..., 0]}
+            1,
+            module.block_design,
+            lambda tensors: tensors["coefficients"][..., None],
+            lambda θ: {"coefficients": θ[..., 0]},
         )
     if not isinstance(module, nn.Linear):
         raise TypeError(

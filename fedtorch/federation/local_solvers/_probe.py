@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedtorch import functional, random, tree
 from fedtorch.data import BadClients, described_rows
+from fedtorch.federation.local_solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.local_solvers._state import refuse_changed_buffers
 from fedtorch.federation.local_solvers.batches import is_ragged
 from fedtorch.federation.local_solvers.captured import IndexUsed, capture
@@ -36,7 +37,8 @@ def check_rows(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) ->
 
     Raises:
         BadClients: it cannot take the rows of some.
-        ValueError: the rows are not (input, target), and there is no `training_step` to read others.
+        ValueError: the rows are not (input, target), and there is no `training_step` to read others; or the loss
+            compares every output with every target.
         RuntimeError: it checkpoints activations.
     """
     if stacked.objective.supervised and not (isinstance(data.batch, tuple) and len(data.batch) == 2):
@@ -48,7 +50,12 @@ def check_rows(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) ->
     for device in dict.fromkeys((torch.device("cpu"), data.count.device)):
         stacked.objective.to(device)
         own, (client, row) = _own(stacked, values, device), _spread(data)
-        error = _failure(stacked, own, _rows_at(data, client, row, device))
+        rows = _rows_at(data, client, row, device)
+        with Broadcasts(len(row)) as broadcasts:
+            error = _failure(stacked, own, rows)
+        if error is None and broadcasts.met is not None:
+            name = type(stacked.objective.module).__name__
+            refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
         if error is None or (device != data.count.device and not isinstance(error, IndexError)):
             continue
         if "checkpoint" in str(error) or isinstance(error, Warning):
@@ -67,7 +74,10 @@ def _failure(stacked: StackedLoss, own: list[Tensor], rows: Tree) -> Exception |
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
     no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED)
-    with warnings.catch_warnings(), torch.enable_grad(), Drawn(random.key(0).to(own[0].device)):
+    # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
+    buffers = functional.buffers(stacked.objective.module)
+    kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
+    with kept, warnings.catch_warnings(), torch.enable_grad(), Drawn(random.key(0).to(own[0].device)):
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with no_hooks:
@@ -79,6 +89,15 @@ def _failure(stacked: StackedLoss, own: list[Tensor], rows: Tree) -> Exception |
         except Exception:  # the probe says what else a module objects to
             return None
     return None
+
+
+def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> Tensor:
+    """One client's loss on so many of the rows, some of them several times."""
+    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
+    at = torch.arange(size, device=own[0].device)
+    some = tree.map(lambda leaf: leaf[at % len(leaf)], rows)
+    with warnings.catch_warnings(action="ignore"), torch.enable_grad(), Drawn(random.key(0).to(at.device)):
+        return stacked.single(leaves, some, None, 0)[0].detach()
 
 
 def _advice(error: Exception, batch: Tree, dtype: torch.dtype) -> str:

@@ -50,15 +50,16 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
 
     Args:
         module: an `nn.Linear`, whose data are rows `(x, y)` with x `(N, d)` and y `(N, o)` or, for one output, `(N,)`;
-            or a `LinearHead`, with the inputs of its feature map and y `(N,)`.
+            or a `LinearHead`, with the inputs of its feature map and y `(N,)`. A feature map that is a module, the
+            body of a network, is frozen, and evaluated as in `eval()`.
         steps: gradient steps T of a round; None for the minimiser.
         lr: their size η; default: 1 / the largest curvature of each client with its quadratic, by which its objective
             never increases.
 
     Raises:
         TypeError: `module` is neither.
-        ValueError: a parameter is frozen; `steps` or `lr` is not positive, or there is `lr` without `steps`; or the
-            data do not fit the module (when a population is bound).
+        ValueError: a coefficient is frozen, or the feature map is not; `steps` or `lr` is not positive, or there is
+            `lr` without `steps`; or the data do not fit the module (when a population is bound).
 
     Example:
         >>> import torch, fedtorch as ft
@@ -69,9 +70,19 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
     """
     module = copy.deepcopy(module)
     form = linear_form(module)
-    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    body = getattr(module, "feature_map", None)
+    within = {f"feature_map.{name}" for name, _ in body.named_parameters()} if isinstance(body, nn.Module) else set()
+    frozen = [n for n, parameter in module.named_parameters() if not parameter.requires_grad and n not in within]
+    trained = [n for n, parameter in module.named_parameters() if parameter.requires_grad and n in within]
     if frozen:
         raise ValueError(f"Expected trainable parameters, but got frozen {', '.join(frozen)}; use ft.gradient_descent")
+    if trained:
+        raise ValueError(
+            f"Expected a frozen feature map, whose features a closed form takes as they are, but got trainable "
+            f"{', '.join(trained)}; freeze it by feature_map.requires_grad_(False), or use ft.gradient_descent"
+        )
+    if within:
+        body.eval()  # type: ignore[union-attr]
     if steps is None and lr is not None:
         raise ValueError("Expected steps with lr, but got lr alone; leave both out for the minimiser")
     if steps is not None and (not isinstance(steps, int) or steps < 1):

@@ -33,6 +33,11 @@ def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree],
     def one(tensors: Tree, inputs: Tree) -> Tree:
         return functional_call(template, tensors, *functional.arguments(template, inputs))
 
+    def alone(tensors: Tree, inputs: Tree) -> Tree:
+        # A module may keep what it has computed in evaluation mode, as those of GPyTorch do: a new one for everybody.
+        positional, named = functional.arguments(template, inputs)
+        return functional.with_tensors(template, tensors)(*positional, **named)
+
     def predict(tensors: Tree, inputs: Tree) -> Tree:
         leaf = tree.leaves(inputs)[0]
         first = next(template.parameters(), None)
@@ -44,7 +49,7 @@ def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree],
             count = max(len(leaf), 1)  # without clients, one of zeros tells the shape
             if not len(leaf):
                 tensors, inputs = tree.map(lambda x: x.new_zeros(1, *x.shape[1:]), (tensors, inputs))
-            outputs = tree.stack([one(*tree.map(lambda x, k=k: x[k], (tensors, inputs))) for k in range(count)])
+            outputs = tree.stack([alone(*tree.map(lambda x, k=k: x[k], (tensors, inputs))) for k in range(count)])
             return tree.take(outputs, slice(0, len(leaf)))
 
     return predict

@@ -5,6 +5,7 @@ aggregate. Unlike a rank it is nobody's servant: it runs what it offers by name,
 late, fail, or leave, and the run goes on.
 """
 
+from fedtorch.federation.remote.audit import AuditRecord as AuditRecord
 from fedtorch.federation.remote.offer import Offer as Offer, read_offer as read_offer
 from fedtorch.federation.remote.population import Remote as Remote
 from fedtorch.federation.remote.sealed import sealed as sealed

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.remote import _frames as frames, _inbox as inbox
 from fedtorch.federation.remote._account import Account
 from fedtorch.federation.remote._fingerprint import fingerprint
-from fedtorch.federation.remote._finished import state_of
+from fedtorch.federation.remote._finished import state_of, tell_all
 from fedtorch.federation.remote._frames import Frame
 from fedtorch.federation.remote._hidden import Hidden
-from fedtorch.federation.remote._inbox import Inboxes
+from fedtorch.federation.remote._inbox import Inboxes, consecutive
 from fedtorch.federation.remote._keyring import Keyring
-from fedtorch.federation.remote._masked import digest_of
+from fedtorch.federation.remote._masked import Asked, SumLost, name_of_sum, start_for_all
 from fedtorch.federation.remote._plan import Plan
 from fedtorch.federation.remote._reading import Answer, Reader
-from fedtorch.federation.remote._sites import LATE, Heard, Question
+from fedtorch.federation.remote._recording import ServerRecording
+from fedtorch.federation.remote._sites import LATE, Heard, Question, reasons
 from fedtorch.tree import Tree
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)
@@ -63,6 +64,7 @@ class RemoteClients:
         additive = algorithm.told is not None and algorithm.exchange.additive
         nothing = algorithm.exchange.finish(self._read.told_by(0)).value if plan.withdrawals and additive else None
         self._account = Account(sites, nothing)
+        self._recording = ServerRecording(plan, algorithm)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -77,7 +79,8 @@ class RemoteClients:
         self._up = self._down = 0
         self.over = False
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
-        missing = self._prepare(asked)
+        start = start_for_all(self.algorithm, outbox)
+        missing = self._prepare(asked, start)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         requests: dict[str, bytes] = {}
         for index, site in asked:
@@ -88,8 +91,11 @@ class RemoteClients:
         heard = self._ask(requests, number, self._read.round)
         missing = {**missing, **heard.missing}
         self._check_quorum(heard.answers, missing, len(asked))
-        aggregate, answers = self._meet(heard.answers, number, outbox, turn)
+        wanted = Asked(number, self._least(len(asked)), start, name_of_sum(start, turn), missing)
+        aggregate, answers = self._meet(heard.answers, wanted)
         fell = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in heard.answers}
+        self._recording.left_out(self.run, {site: why for site, why in fell.items() if site not in answers})
+        self._recording.sync()
         self._check_quorum(answers, {**fell, **missing}, len(asked))
         found = [answer for answer in answers.values() if answer.partial is not None]
         ids, info = joined([(answer.ids, answer.info) for answer in found])
@@ -120,8 +126,11 @@ class RemoteClients:
         if heard.missing:
             return None
         if self._hidden is not None:
-            made, there = self._hidden.add_up(heard.answers, self.run, number, b"", self._read.told_messages(0))
-            return made.value if len(there) == len(members) else None
+            try:
+                wanted = Asked(number, len(members))
+                return self._hidden.add_up(heard.answers, self.run, self._read.told_messages(0), wanted)[0].value
+            except SumLost:
+                return None
         left = [self._read.told_by(self.plan.counts[index]) for index in self._account.left.nonzero()[:, 0].tolist()]
         return exchange.finish(exchange.merge([*heard.answers.values(), *left])).value
 
@@ -148,7 +157,7 @@ class RemoteClients:
         }
         heard = self._ask(requests, number, lambda site, frame: self._read.sums(site, frame, like))
         if heard.missing:
-            raise RuntimeError(f"Expected scores of all sites, but got none of {_reasons(heard.missing)}")
+            raise RuntimeError(f"Expected scores of all sites, but got none of {reasons(heard.missing)}")
         nothing = [tree.map(lambda leaf, n=n: leaf.new_zeros(n, *leaf.shape[1:]), like) for n in self.plan.counts]
         return tree.concatenate([heard.answers.get(site, none) for site, none in zip(self.plan.sites.names, nothing)])
 
@@ -168,19 +177,18 @@ class RemoteClients:
 
     def finish(self, outbox: Tree, seconds: float = 0.0) -> None:
         """Tells the sites that the run is over, and what their clients hear last; those that are away have time."""
-        sites, left, ends = self.plan.sites, dict(enumerate(self.plan.sites.names)), time.monotonic() + seconds
-        while True:
-            here = {index: site for index, site in left.items() if sites.is_here(site)}
-            if here and self.algorithm.exchange.sealed is not None:
-                self._prepare([])
-            number = sites.next_sequence()
-            for index, site in here.items():
-                frame = self._request("over", index, self._own(index, None), outbox, number)
-                if sites.tell(site, self.run, self._begin, frame):
-                    del left[index]
-            if not left or time.monotonic() >= ends:
-                return
-            sites.look(ends)
+        tell_all(self.plan.sites, partial(self._tell_over, outbox), seconds)
+
+    def _tell_over(self, outbox: Tree, here: Mapping[int, str]) -> list[int]:
+        """Tells sites, and returns the numbers of those that have it on their stream."""
+        if self.algorithm.exchange.sealed is not None:
+            self._prepare([])
+        number, sites = self.plan.sites.next_sequence(), self.plan.sites
+        requests = {
+            site: self._request("over", index, self._own(index, None), outbox, number) for index, site in here.items()
+        }
+        self._recording.over(self.run, requests)
+        return [index for index, site in here.items() if sites.tell(site, self.run, self._begin, requests[site])]
 
     def withdraw(self, site: str) -> Tree:
         """What a site's clients have told beyond their initial states; the site is not asked any more.
@@ -190,7 +198,9 @@ class RemoteClients:
         """
         if site not in self.plan.sites.names:
             raise ValueError(f"Expected one of the sites {self.plan.sites.names}, but got {site!r}")
-        return self._account.withdraw(self.plan.sites.names.index(site))
+        taken = self._account.withdraw(self.plan.sites.names.index(site))
+        self._recording.withdrawn(self.run, site)
+        return taken
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -199,11 +209,13 @@ class RemoteClients:
         kept = tuple(self._kept)
         if kept not in self._saved:
             self._saved.append(kept)
-        run, finished = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8), self.plan.sites.bring
-        return {"kept": torch.tensor(kept), "run": run, **state_of(self.over, finished), **self._account.state_dict()}
+        run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
+        known = state_of(self.over, self.plan.sites.bring) | self._recording.state_dict() | self._account.state_dict()
+        return {"kept": torch.tensor(kept), "run": run, **known}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Goes back to what `state_dict` said; sites go back with their next request."""
+        self._recording.load_state_dict(flat)
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
         self.over = bool(flat["over"])
@@ -245,7 +257,7 @@ class RemoteClients:
         if ids is None:
             return frames.encode_blobs(kind, blobs, **about)
         exchange, (tensors, sizes) = self.algorithm.exchange, frames.coded(blobs)
-        hears = exchange.scatter(outbox, _consecutive(ids)) if exchange.sealed is None else None
+        hears = exchange.scatter(outbox, consecutive(ids)) if exchange.sealed is None else None
         return inbox.encode(kind, Inboxes(ids, hears), {"more": more, "blobs": tensors}, sizes=sizes, **about)
 
     def _hide(self) -> Hidden | None:
@@ -262,23 +274,26 @@ class RemoteClients:
                 f"other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
+        if exchange.masks is not None:
+            exchange.masks.check(len(plan.names), len(plan.sites.names))
         own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         ask, number = self._ask, plan.sites.next_sequence
-        return Hidden(exchange, Keyring(plan.roster, ask, number), own, plan.rotate, ask, number, self._letters)
+        keyring = Keyring(plan.roster, ask, number)
+        return Hidden(exchange, keyring, own, plan.rotate, ask, number, self._letters, plan.lost)
 
     def _letters(self, site: str, number: int) -> bytes:
         return self._request("letters", self.plan.sites.names.index(site), None, None, number)
 
-    def _prepare(self, asked: list[tuple[int, str]]) -> dict[str, str]:
-        """Sees to keys and letters, neighbours' letters of all; returns why sites have no keys."""
+    def _prepare(self, asked: list[tuple[int, str]], start: bytes = b"") -> dict[str, str]:
+        """Sees to keys and letters, neighbours' letters of all; returns why sites are not to be asked."""
         if self._hidden is None:
             return {}
         members = asked if self.algorithm.exchange.sealed is None else self._members()
-        return self._hidden.begin([site for _, site in members], self.run)
+        missing = self._hidden.begin([site for _, site in members], self.run, start)
+        self.plan.sites.troubles.update(missing)
+        return missing
 
-    def _meet(
-        self, answers: dict[str, Answer], number: int, outbox: Tree, turn: Turn
-    ) -> tuple[Tree, dict[str, Answer]]:
+    def _meet(self, answers: dict[str, Answer], wanted: Asked) -> tuple[Tree, dict[str, Answer]]:
         """(the aggregate, the answers that are in it)."""
         found = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
         exchange = self.algorithm.exchange
@@ -289,9 +304,9 @@ class RemoteClients:
         elif exchange.sealed is not None:
             made = exchange.finish(exchange.gather(self._read.message, _NOBODY))  # of what neighbours hear, nothing
         else:
-            about = digest_of(tree.map(lambda leaf: leaf[0], exchange.scatter(outbox, slice(0, 1))), turn)
             first = {site: said.get("said", b"") for site, said in found.items()}
-            made, there = self._hidden.add_up(first, self.run, number, about, self._read.message)
+            wanted = wanted._replace(least=wanted.least - len(answers) + len(found))  # others have nothing to add
+            made, there = self._hidden.add_up(first, self.run, self._read.message, wanted)
             answers = {site: answer for site, answer in answers.items() if site in there or answer.partial is None}
         return self._local.finish(made, self._read.message), answers
 
@@ -304,21 +319,26 @@ class RemoteClients:
             "clients": len(self.plan.names),
             "first": self.plan.firsts[self.plan.sites.names.index(site)],
         }
-        return frames.encode("begin", {"state": self._local.table.initial}, **about)
+        return self._recording.begin(site, about, {"state": self._local.table.initial})
 
     def _ask(self, requests: Mapping[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Heard:
-        least = math.ceil(self.plan.quorum * len(requests))
+        least = self._least(len(requests))
+        read, digests = self._recording.asked(self.run, requests, read)
         question = Question(self.run, self._begin, requests, number, read)
         heard = self.plan.sites.ask(question, seconds=self.plan.seconds, least=least)
         self._up, self._down = self._up + heard.bytes_up, self._down + sum(map(len, requests.values()))
+        self._recording.answered(self.run, number, digests, heard.missing)
         return heard
 
+    def _least(self, asked: int) -> int:
+        return math.ceil(self.plan.quorum * asked)
+
     def _check_quorum(self, answers: Mapping[str, Any], missing: Mapping[str, str], asked: int) -> None:
-        least = math.ceil(self.plan.quorum * asked)
+        least = self._least(asked)
         if len(answers) < least:
             raise RuntimeError(
                 f"Expected answers of at least {least} of {asked} sites, but got {len(answers)}, without "
-                f"{_reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
+                f"{reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
             )
 
     def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
@@ -334,13 +354,3 @@ class RemoteClients:
                     and self.algorithm.told is not None
                 ):
                     self._account.add(index, partial.told.value)
-
-
-def _consecutive(ids: Tensor) -> Tensor | slice:
-    """A slice, which is read as views, where it will do."""
-    first, last = int(ids[0]), int(ids[-1]) + 1
-    return slice(first, last) if last - first == len(ids) else ids
-
-
-def _reasons(missing: Mapping[str, str]) -> str:
-    return "; ".join(f"{site!r}: {why}" for site, why in missing.items())

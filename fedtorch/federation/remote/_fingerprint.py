@@ -5,10 +5,11 @@ from __future__ import annotations
 from fedtorch.federation import checkpoint
 from fedtorch.federation.algorithm import Algorithm
 
+MESSAGES = "messages"  # in a fingerprint, how the server is kept from reading them
+
 
 def fingerprint(algorithm: Algorithm) -> dict[str, str]:
     """What a server and its sites compare of an algorithm."""
-    exchange = algorithm.exchange
-    hidden = "sealed letters" if exchange.sealed is not None else str(exchange.masks or "")
-    about = {**algorithm.settings, **({"messages": hidden} if hidden else {})}
+    hidden = algorithm.exchange.hidden
+    about = {**algorithm.settings, **({MESSAGES: hidden} if hidden else {})}
     return {name: checkpoint.describe(value) for name, value in about.items()}

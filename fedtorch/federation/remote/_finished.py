@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fedtorch.federation import checkpoint
-from fedtorch.federation.remote._sites import Brings
+from fedtorch.federation.remote._sites import Brings, Sites
 
 LAST_WORD = 10.0  # seconds in which a site that may have missed that the run is over can come back
 
@@ -38,3 +39,21 @@ def brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Bring
     return {
         name: Brings(tuple(bring[name]["clients"]), tuple(bring[name]["rows"]), bring[name]["schema"]) for name in sites
     }
+
+
+def tell_all(sites: Sites, tell: Callable[[Mapping[int, str]], Iterable[int]], seconds: float) -> None:
+    """Tells sites as they come, until all have been told or time is up.
+
+    Args:
+        sites: of the run.
+        tell: sites that are here, by number -> the numbers of those that were told.
+        seconds: for those that are not here.
+    """
+    left, ends = dict(enumerate(sites.names)), time.monotonic() + seconds
+    while True:
+        here = {index: site for index, site in left.items() if sites.is_here(site)}
+        for index in tell(here) if here else ():
+            del left[index]
+        if not left or time.monotonic() >= ends:
+            return
+        sites.look(ends)

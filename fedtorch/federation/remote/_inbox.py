@@ -82,3 +82,9 @@ def _rows(leaf: Tensor, rows: Tensor) -> Tensor:
     return (
         leaf[:1].expand(len(rows), *leaf.shape[1:]) if _is_shared(leaf) else leaf.index_select(0, rows.to(leaf.device))
     )
+
+
+def consecutive(ids: Tensor) -> Tensor | slice:
+    """A slice, which is read as views, where it will do."""
+    first, last = int(ids[0]), int(ids[-1]) + 1
+    return slice(first, last) if last - first == len(ids) else ids

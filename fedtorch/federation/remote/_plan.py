@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.remote._sites import Sites
+from fedtorch.federation.remote.audit import AuditRecord
+
+
+class Lost(NamedTuple):
+    """Of sums under masks that were lost: who has ended them, and who can still add up."""
+
+    failed: dict[str, str]  # why sites are left out of sums over other starts, by name
+    bound: dict[bytes, frozenset[str]]  # by start, the sites that add up over it all together or not at all
 
 
 class Plan(NamedTuple):
@@ -26,3 +34,5 @@ class Plan(NamedTuple):
     rotate: int  # rounds in which sites use the same keys
     nobody: ClientData  # a block of no clients, with rows like those of the sites
     validation: FederatedData  # stands for rows that sites keep
+    record: AuditRecord | None  # of what sites are asked and answer
+    lost: Lost

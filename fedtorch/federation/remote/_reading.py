@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation._finite import is_finite, not_finite
+from fedtorch.federation._finite import has_negative_weights, is_finite, not_finite, weights
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import rows_weight
 from fedtorch.federation.exchange import Sum
@@ -71,14 +71,16 @@ class Reader:
         return Answer(came["ids"], came["info"], refused, came["partial"])
 
     def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
-        """Refuses messages that count for more rows than the site has said that its clients have."""
+        """Refuses messages that count for less than nothing, or for more rows than the site says its clients have."""
+        if has_negative_weights(partial):
+            raise frame.refused("weights of at least 0", "negative ones")
         if self._algorithm.settings.get("weight") is not rows_weight:
             return
         first = self._plan.firsts[self._plan.sites.names.index(site)]
         rows = sum(self._plan.sites.bring[site].rows[client - first] for client in ids.tolist())
-        for name, leaf in tree.items(partial):
-            if name.rpartition(".")[2] == "weight" and leaf.ndim < 2 and float(leaf.sum()) > rows:
-                raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(leaf.sum()))
+        for weight in weights(partial):
+            if float(weight.sum()) > rows:
+                raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(weight.sum()))
 
     def _partial(self, count: int) -> Tree:
         """A partial aggregate of so many clients, as it looks; sums look alike of any number."""

@@ -101,12 +101,14 @@ class Sites:
     Attributes:
         bring: what each brings, once it has been here.
         troubles: the last reason why a site did not do what it was asked.
+        on_drop: told of every site that is disconnected, and why.
     """
 
     def __init__(self, host: Hub, names: Sequence[str], agreed: Mapping[str, int | None] | None = None) -> None:
         self.host, self.names, self._agreed = host, tuple(names), dict(agreed or {})
         self.bring: dict[str, Brings] = {}
         self.troubles: dict[str, str] = {}
+        self.on_drop: Callable[[str, str], None] = lambda name, reason: None
         self._begun: dict[str, str] = {}  # the run that a site's stream has begun
         self._here: set[str] = set()  # sites whose stream has said hello
         self._owes: dict[str, int] = {}  # the request that a site has not answered yet: it gets no other meanwhile
@@ -218,6 +220,7 @@ class Sites:
             self._note({peer: str(error)})
             self._forget(peer)
             self.host.drop(peer, str(error))
+            self.on_drop(peer, str(error))
             return None
         return frame
 
@@ -266,3 +269,8 @@ class Sites:
             if self.troubles.get(name) != why:
                 _LOG.warning("site %r: %s", name, why)
             self.troubles[name] = why
+
+
+def reasons(missing: Mapping[str, str]) -> str:
+    """Why sites did not answer, by name, in a line."""
+    return "; ".join(f"{site!r}: {why}" for site, why in missing.items())

@@ -15,8 +15,9 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._clients import RemoteClients
 from fedtorch.federation.remote._finished import LAST_WORD, brought_to
-from fedtorch.federation.remote._plan import Plan
+from fedtorch.federation.remote._plan import Lost, Plan
 from fedtorch.federation.remote._sites import Sites
+from fedtorch.federation.remote.audit import AuditRecord
 from fedtorch.transport.hub import Hub
 from fedtorch.tree import Tree
 
@@ -46,6 +47,7 @@ class Remote:
         rotate: after so many rounds sites make other keys.
         checkpoint: the run's file. `finish` saves it before sites hear that the run is over; a server that is started
             again with it then waits for none of them.
+        record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
 
     Attributes:
         names: of all clients.
@@ -92,6 +94,7 @@ class Remote:
         roster: bytes | None = None,
         rotate: int = 100,
         checkpoint: Path | str | None = None,
+        record: AuditRecord | None = None,
     ) -> None:
         expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints, rotate=rotate)
         if not sites or len(set(sites)) != len(sites):
@@ -104,6 +107,8 @@ class Remote:
             raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
         self.device, self.leads = torch.device("cpu"), True
         asked, bring = Sites(host, sites, agreed), brought_to(checkpoint, sites)
+        if record is not None:
+            asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
         if bring is None:
             asked.meet(patience)
         else:
@@ -135,6 +140,8 @@ class Remote:
             rotate=rotate,
             nobody=_nobody(like),
             validation=self.validation,
+            record=record,
+            lost=Lost({}, {}),
         )
 
     @property

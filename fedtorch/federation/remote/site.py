@@ -12,8 +12,11 @@ from pathlib import Path
 from fedtorch import _files as files
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._frames import PROTOCOL, Frame, run_of
+from fedtorch.federation.remote._recording import SiteRecording
 from fedtorch.federation.remote._site_log import SiteLog
+from fedtorch.federation.remote.audit import AuditRecord
 from fedtorch.federation.remote.offer import Offer
+from fedtorch.federation.remote.past_sums import PastSums
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import alone_in
 from fedtorch.federation.remote.visit import Visit
@@ -33,16 +36,20 @@ def join(
     *,
     identity: Identity | None = None,
     patience: float = PATIENCE,
+    record: AuditRecord | None = None,
 ) -> Visit:
     """Takes part in what a server asks, until it says that a run is over; returns the site's part in it.
 
     Args:
         dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
         offer: what the site brings.
-        folder: where the site keeps its clients' states; without one it cannot go on after it was killed.
+        folder: where the site keeps its clients' states, and which sums under masks it has taken part in, see
+            `past_sums`; without one it cannot go on after it was killed, and refuses such sums unless its terms say
+            otherwise.
         identity: of the site, with which it signs the keys of sums under masks and of sealed letters; without one it
             refuses them.
         patience: the longest time without a word from the server, in seconds.
+        record: what the site is asked and what it answers is appended to it; what cannot be recorded is not answered.
 
     Raises:
         PermissionError: the server does not let the site take part, and says why.
@@ -50,7 +57,7 @@ def join(
         FileExistsError: another process works in the folder.
     """
     with alone_in(folder):
-        return _join(dial, Site(offer, None if folder is None else Path(folder), identity), Patience(patience))
+        return _join(dial, Site(offer, None if folder is None else Path(folder), identity, record), Patience(patience))
 
 
 def deliver(
@@ -104,6 +111,7 @@ def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
         try:
             link = dial()
             try:
+                site.recording.connected()
                 _say(link, site.hello())
                 site.log.connected(len(site.offer.data), int(site.offer.data.counts.sum()))
                 while site.ended is None:
@@ -144,6 +152,7 @@ class Site:
         offer: what the site brings.
         folder: where its states are kept, None for nowhere.
         identity: of the site, None where it signs nothing.
+        record: what it is asked and answers, None for nowhere.
 
     Attributes:
         ended: the site's part in the run that is over, None before.
@@ -160,12 +169,20 @@ class Site:
         ['ward 7']
     """
 
-    def __init__(self, offer: Offer, folder: Path | None = None, identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        offer: Offer,
+        folder: Path | None = None,
+        identity: Identity | None = None,
+        record: AuditRecord | None = None,
+    ) -> None:
         self.offer, self.folder, self._identity = offer, folder, identity
         self._watch = Watch(offer.terms, folder, None if identity is None else identity.folder)
+        self.recording, self.log = SiteRecording(record, offer), SiteLog()
         self.ended: Visit | None = None
         self.begun: bytes | None = None
-        self.unlisted, self.log = False, SiteLog()
+        self.unlisted = False
+        self._past = PastSums(folder, offer.terms.remember_sums)
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
 
@@ -191,27 +208,38 @@ class Site:
                 (self._begin if frame.kind == "begin" else self._end)(frame)
                 return None
             sequence = frame.integer("sequence", 1)
-            return self._do(frame)
+            self.recording.request(frame)
+            answer = self._do(frame)
+            self.recording.answer(frame, answer, None if self._visit is None else self._visit.algorithm)
+            return answer
         except Refusal as error:
-            return self._refuse(sequence, str(error))
+            return self._refuse(payload, sequence, str(error))
         except PayloadError as error:
-            return self._refuse(sequence, f"the site does not understand: {error}")
+            return self._refuse(payload, sequence, f"the site does not understand: {error}")
         except Exception as error:  # whatever happens here, the server hears no more of it than its kind
             _LOG.exception("this site could not answer")
-            return self._refuse(sequence, f"the site failed with {type(error).__name__}; see what it says itself")
+            return self._refuse(
+                payload, sequence, f"the site failed with {type(error).__name__}; see what it says itself"
+            )
 
     def _begin(self, frame: Frame) -> None:
         if self._visit is None or self._visit.run != run_of(frame):
             self._visit, self._why, self.begun = None, "the site could not begin", frame.payload
+            server: str | None = None
             try:
-                self._visit = Visit(self.offer, self._watch, frame, self.folder, self._identity)
-                self.log.begun(frame, self._visit.first, len(self.offer.data))
+                server = self.recording.check_server(frame)
+                visit = Visit(self.offer, self._watch, frame, self.folder, self._identity, self._past)
+                self.recording.begin(frame, server, None)
+                self._visit = visit
+                self.log.begun(frame, visit.first, len(self.offer.data))
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
             except Exception as error:
                 self._why = f"the site could not begin: {type(error).__name__}; see what it says itself"
                 _LOG.exception("could not begin a run")
+            if self._visit is None:
+                self.recording.begin(frame, server, self._why)
 
     def _do(self, frame: Frame) -> bytes | None:
         if self._visit is None and self._why is None:
@@ -235,9 +263,11 @@ class Site:
         if self._visit is not None and self._visit.run == run_of(frame):
             self._visit.settle(frame)
             self._visit.end(frame)
+            self.recording.over(frame)
             self.log.over(frame)
             self.ended = self._visit
 
-    def _refuse(self, sequence: int, reason: str) -> bytes:
+    def _refuse(self, payload: bytes, sequence: int, reason: str) -> bytes:
         _LOG.warning("refused: %s", reason)
+        self.recording.refuse(payload, reason)
         return frames.encode("refusal", sequence=sequence, reason=reason[:1000])

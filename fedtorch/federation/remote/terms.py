@@ -31,6 +31,7 @@ class Terms(NamedTuple):
     rounds: int | None = None  # answered in all, over all runs
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
+    remember_sums: bool = True  # under masks, in its folder of states; else only as long as its process runs
 
     def check(self) -> None:
         """Raises ValueError unless they are in range."""

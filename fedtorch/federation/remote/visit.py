@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,8 +21,9 @@ from fedtorch.federation.remote._frames import Frame, run_of
 from fedtorch.federation.remote._inbox import Inboxes
 from fedtorch.federation.remote._keyring import BOOK, SiteKeys
 from fedtorch.federation.remote._letters import SiteLetters
-from fedtorch.federation.remote._masked import PartOfSite, digest_of, one_of
+from fedtorch.federation.remote._masked import Guard, PartOfSite, name_of_sum, one_of, start_of_sum
 from fedtorch.federation.remote.offer import Offer
+from fedtorch.federation.remote.past_sums import PastSums, Step
 from fedtorch.federation.remote.terms import Refusal, Watch
 from fedtorch.federation.remote.versions import FIRST, Versions
 from fedtorch.transport.identity import Identity
@@ -39,6 +41,7 @@ class Visit:
         begin: the server's frame.
         folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
         identity: with which the site signs the keys that sums under masks and sealed letters need.
+        past: the sums under masks that the site has taken part in; default: those of the folder.
 
     Attributes:
         run: the run's identity, in hexadecimal.
@@ -70,7 +73,13 @@ class Visit:
     """
 
     def __init__(
-        self, offer: Offer, watch: Watch, begin: Frame, folder: Path | None, identity: Identity | None = None
+        self,
+        offer: Offer,
+        watch: Watch,
+        begin: Frame,
+        folder: Path | None,
+        identity: Identity | None = None,
+        past: PastSums | None = None,
     ) -> None:
         self.offer, self.watch, self.run, self.over = offer, watch, run_of(begin), False
         self.algorithm = _built(offer, begin)
@@ -84,9 +93,9 @@ class Visit:
         first = self.algorithm.exchange.scatter(self.algorithm.outbox(server), slice(self.first, self.first + 1))
         self._heard = tree.map(lambda leaf: leaf[0], first)  # one client's inbox
         state = begin.tree({"state": like}, finite=False)["state"]
+        self._past = PastSums(folder, offer.terms.remember_sums) if past is None else past
         self._keys = self._hide(identity, total)
         self._part: PartOfSite | None = None
-        self._sums: dict[bytes, list[frozenset[int]]] = {}  # whose sums were told, by what clients had been sent
         self._letters = self._correspond(server, like)
         here = replace(self.algorithm, exchange=inbox.at_site(self.algorithm.exchange))
         names = ("",) * self.first + offer.data.names + ("",) * (total - self.first - len(offer.data))
@@ -106,6 +115,7 @@ class Visit:
                 exchange.masks.check(clients)
             except ValueError as error:
                 raise Refusal(str(error)) from None
+            self._past.open()
         hidden = exchange.masks is not None or exchange.sealed is not None
         return SiteKeys(identity, self.run, self.first, own) if hidden else None
 
@@ -151,10 +161,11 @@ class Visit:
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
         heard, more, blobs = self._hear(frame, more)
         turn = Turn(more["key"], frame.integer("round"))
-        about = digest_of(one_of(heard.inbox), turn) if self.algorithm.exchange.masks is not None else b""
+        start = start_of_sum(self.algorithm, one_of(heard.inbox)) if self.algorithm.exchange.masks is not None else b""
         self.watch.before(self.algorithm, turn, heard.ids)
         found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
         self.watch.check_cohort(len(found.ids))
+        step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept
         self.clients.commit(found.states)
         if self._lasting:
@@ -170,8 +181,12 @@ class Visit:
         if self._letters is not None:
             said = self._letters.write(blobs.get(BOOK, b""), self._told())
         elif len(found.ids):
-            self._part = self._sum(number, about, blobs, found.partial)
+            clients = [self.names[client - self.first] for client in found.ids.tolist()]
+            guard = partial(self._past.of_round, start, clients, step)
+            self._part = self._sum(number, name_of_sum(start, turn), blobs, found.partial, guard)
             said = {"said": self._part.first()}
+        elif step is not None:
+            self._past.advance(step)
         coded, sizes = frames.coded(said)
         answer = frames.encode("answer", {**tensors, "partial": coded}, sequence=number, sizes=sizes, **told)
         if self._part is not None:
@@ -188,7 +203,9 @@ class Visit:
         if self.algorithm.exchange.masks is None:
             return frames.encode("answer", {"told": self.clients.told_here()}, sequence=number)
         if self._part is None or self._part.number != number:
-            self._part = self._sum(number, b"", frame.blobs(), self.clients.told_here())
+            version = self._version or FIRST
+            guard = partial(self._past.of_total, Step(self.run, version, version))
+            self._part = self._sum(number, b"", frame.blobs(), self.clients.told_here(), guard)
             self._part.begun = frames.encode_blobs("answer", {"said": self._part.first()}, sequence=number)
         return self._part.begun
 
@@ -211,14 +228,11 @@ class Visit:
         said = self._letters.write(frame.blobs().get(BOOK, b""), self._told())
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
-    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree) -> PartOfSite:
-        """The site's part of a sum; what becomes of the last one is remembered."""
+    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> PartOfSite:
+        """The site's part of a sum."""
         assert self.algorithm.exchange.masks is not None
         assert self._keys is not None
-        if self._part is not None and self._part.survivors:
-            self._sums.setdefault(self._part.about, []).append(self._part.survivors)
-        earlier, masks = self._sums.get(about, []), self.algorithm.exchange.masks
-        return PartOfSite(masks, self._keys, blobs.get(BOOK, b""), number, about, found, earlier)
+        return PartOfSite(self.algorithm.exchange.masks, self._keys, blobs.get(BOOK, b""), number, about, found, guard)
 
     def _told(self) -> Tree:
         """What all the site's clients tell for good, `(K, ...)`."""

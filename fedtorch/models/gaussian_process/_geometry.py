@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedtorch.kernels import gp_statistics
+from fedtorch.models.gaussian_process._stacked_kernel import diagonal, matrix
 from fedtorch.models.gaussian_process._units import UnitModel
 from fedtorch.models.gaussian_process.algebra import block_diagonal, solve, stable_cholesky
 
@@ -51,6 +52,7 @@ class Geometry(UnitModel):
     posterior_mean: Tensor
     posterior_root: Tensor
     _feature_dims: dict[str, int]
+    _own_dims: dict[str, int]
 
     def embed(self, x: Tensor) -> Tensor:
         """x, or the features of x, `(*b, N, ·)`."""
@@ -91,7 +93,7 @@ class Geometry(UnitModel):
         basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
         residual = self.kernel.variance(inputs) - basis.square().sum(-1)
         if self.own_kernel is not None:
-            residual = residual + self._own_size() * self.own_kernel(inputs, diag=True)
+            residual = residual + self._own_size() * diagonal(self.own_kernel, self._own_dims, inputs)
         if mask is not None:
             basis, residual = basis * mask[..., None], residual * mask
         return Features(basis, residual, self.change(root))
@@ -118,7 +120,12 @@ class Geometry(UnitModel):
         shared = self.kernel.covariance(one, two)
         if self.own_kernel is None:
             return shared
-        return shared + self._own_size()[..., None] * self.own_kernel(one, two).to_dense()
+        return shared + self._own_size()[..., None] * matrix(self.own_kernel, self._own_dims, one, two)
+
+    def own_values(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The own kernel's diagonal and matrix at embedded inputs, `(*b, N)` and `(*b, N, N)`."""
+        kernel, dims = self.own_kernel, self._own_dims
+        return diagonal(kernel, dims, inputs), matrix(kernel, dims, inputs, inputs)
 
     def _own_size(self) -> Tensor:
         """By what the own kernel is multiplied, `(*b, 1)`."""

@@ -46,10 +46,16 @@ class UnitModel(gpytorch.Module):
     def unit_names(self) -> tuple[str, ...]:
         """Names of the parameters and buffers that belong to a unit; the other parameters are shared."""
         mine = {f"kernel.{name}" for name in self.kernel.units} | {"offset"}
-        parts = ("likelihood.",) if self.share_own_kernel else ("likelihood.", "own_kernel.")
-        named = [name for name, _ in [*self.named_parameters(), *self.named_buffers()]]
+        # What a kernel keeps in buffers is no hyperparameter: columns, random frequencies.
+        buffers = [name for name, _ in self.named_buffers() if not name.startswith("own_kernel.")]
+        named = [*dict(self.named_parameters()), *buffers]
         constraints = {name for name in named if "constraint" in name or "_prior." in name or "quadrature" in name}
-        return tuple(n for n in named if (n in mine or n.startswith(parts)) and n not in constraints)
+        return tuple(n for n in named if (n in mine or n.startswith(self._unit_parts)) and n not in constraints)
+
+    @property
+    def _unit_parts(self) -> tuple[str, ...]:
+        """What the names of parts begin with all of whose tensors are the units' own."""
+        return ("likelihood.",) if self.share_own_kernel else ("likelihood.", "own_kernel.")
 
     @property
     def shared_names(self) -> tuple[str, ...]:
@@ -109,7 +115,8 @@ class UnitModel(gpytorch.Module):
         for name, module, prior, closure, _ in self.named_priors():
             parameter = name.removesuffix("_prior")
             path, _, last = parameter.rpartition(".")
-            mine = any(n.startswith(path) and n.rpartition(".")[2] in (last, f"raw_{last}") for n in self.unit_names)
+            names = {parameter, f"{path}.raw_{last}".removeprefix(".")}
+            mine = name.startswith(self._unit_parts) or not names.isdisjoint(self.unit_names)
             if mine == units:
                 value = closure(module)
                 density = prior.log_prob(value)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.models.gaussian_process._geometry import Geometry
+from fedtorch.models.gaussian_process._gpytorch_kernels import check_kernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
@@ -51,6 +52,7 @@ def check_parts(model: Geometry) -> None:
             )
     if model.own_kernel is None:
         return
+    check_kernel(model.own_kernel)
     check_gaussian(model.likelihood, "an own kernel", "leave own_kernel away")
     expected = torch.Size() if model.share_own_kernel else model.batch_shape
     if model.own_kernel.batch_shape != expected:
@@ -58,6 +60,49 @@ def check_parts(model: Geometry) -> None:
             f"Expected an own kernel of batch shape {tuple(expected)}, but got "
             f"{tuple(model.own_kernel.batch_shape)}; units that share its hyperparameters want none, others theirs"
         )
+
+
+def check_kernels(model: Geometry) -> None:
+    """Raises ValueError unless the kernels have values of the right shapes at the inducing inputs, and one diagonal.
+
+    A kernel of your own may look at its batch shape or at `diag=True` in another way than GPyTorch's do.
+
+    >>> import gpytorch
+    >>> from fedtorch.models.gaussian_process import ConvolvedGP
+    >>> from fedtorch.models.gaussian_process.kernels import Coregionalisation
+    >>> class Wrong(gpytorch.kernels.RBFKernel):
+    ...     def forward(self, x1, x2, diag=False, **params):
+    ...         return 2 * x1[..., 0] if diag else super().forward(x1, x2, **params)
+    >>> ConvolvedGP(torch.rand(3, 1), Coregionalisation(Wrong(), dims=1))
+    Traceback (most recent call last):
+    ValueError: Expected the diagonal of a kernel's matrix for diag=True, ...
+    """
+    with torch.no_grad():
+        inducing, latents = model.embed(model.inducing), model.kernel.latents
+        _check_kernels(model, inducing.expand(*model.batch_shape, *inducing.shape), latents)
+
+
+def _check_kernels(model: Geometry, inducing: Tensor, latents: int) -> None:
+    try:
+        latent = model.kernel.latent(inducing)
+        pairs = [(model.kernel.variance(inducing), model.kernel.covariance(inducing, inducing))]
+        if model.own_kernel is not None:
+            pairs.append(model.own_values(inducing))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"Expected kernels of inputs (..., {inducing.shape[-1]}) with batch shapes that broadcast, but got: {error}"
+        ) from error
+    size = inducing.shape[-2]
+    if latent.shape[-3:] != (latents, size, size):
+        raise ValueError(
+            f"Expected a kernel with values ({latents}, {size}, {size}) at {size} inputs, but got {tuple(latent.shape)}"
+        )
+    for diagonal, matrix in pairs:
+        of_matrix = matrix.diagonal(dim1=-2, dim2=-1)
+        if diagonal.shape != of_matrix.shape or not torch.allclose(diagonal, of_matrix, rtol=1e-3, atol=1e-5):
+            raise ValueError(
+                "Expected the diagonal of a kernel's matrix for diag=True, but got other values; mend its `forward`"
+            )
 
 
 def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:

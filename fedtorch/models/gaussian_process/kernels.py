@@ -10,13 +10,15 @@ Lawrence (2011), "Computationally efficient convolved multiple output Gaussian p
 
 from __future__ import annotations
 
-import math
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from fedtorch.models.gaussian_process._categories import EmbedCategories as EmbedCategories
+from fedtorch.models.gaussian_process._gpytorch_kernels import of_latents, spread_lengthscales
 from fedtorch.models.gaussian_process._kernel_parts import gaussian, positive
+from fedtorch.models.gaussian_process._stacked_kernel import diagonal, matrix, parameter_dims
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 
@@ -206,18 +208,25 @@ class ConvolutionProcess(_Mixture):
 
 
 class Coregionalisation(_Mixture):
-    r"""The linear model of coregionalisation, f_m = Σ_i v_mi g_i, with any GPyTorch kernel for the latent processes.
+    r"""The linear model of coregionalisation, f_m = Σ_i v_mi g_i, with any GPyTorch kernels for the latent processes.
 
     .. math:: c_{f_m g_i} = v_{mi} c_{g_i g_i}, \qquad c_{f_m f_{m'}} = \textstyle\sum_i v_{mi} v_{m'i} c_{g_i g_i}.
 
+    Kernels may be compositions, with constraints and priors, of some columns (`active_dims`), or classes of your own.
+    Their hyperparameters are shared by all units. Lengthscales that nobody has set start from the extent of the
+    inducing inputs, a different one for each latent process; all others are what they are in the kernel. Latent
+    processes of the same kernel that start from the same hyperparameters stay the same: start them differently.
+
     Args:
-        kernel: of the latent processes, with `batch_shape=(latents,)`.
+        kernel: of the latent processes, with `batch_shape=(latents,)`; or a list of kernels without batch shape, one
+            for each latent process; or one such kernel, of one process.
         dims: input dimensions d.
         batch_shape: of the units.
         weight_prior: see `ConvolutionProcess`.
 
     Raises:
-        ValueError: the kernel has no batch shape of one dimension.
+        TypeError: what is no kernel, or one with several outputs for an input or an approximation of its own.
+        ValueError: batch shapes of several dimensions, or in a list.
 
     >>> import gpytorch
     >>> latent = gpytorch.kernels.MaternKernel(nu=1.5, batch_shape=torch.Size([2]))
@@ -225,6 +234,9 @@ class Coregionalisation(_Mixture):
     >>> kernel.weight.data = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])  # of units in the two processes
     >>> kernel.variance(torch.zeros(3, 1, 1)).flatten().tolist()  # sums of squares
     [1.0, 4.0, 2.0]
+    >>> trend, season = gpytorch.kernels.LinearKernel(), gpytorch.kernels.PeriodicKernel()
+    >>> Coregionalisation([trend, season], dims=1).latents
+    2
     """
 
     units = ("weight", "scale")
@@ -236,13 +248,10 @@ class Coregionalisation(_Mixture):
         batch_shape: torch.Size = torch.Size(),  # noqa: B008 (immutable)
         weight_prior: Any = None,
     ) -> None:
-        if len(kernel.batch_shape) != 1:
-            raise ValueError(
-                "Expected a kernel with one batch dimension, the latent processes, but got batch_shape="
-                f"{tuple(kernel.batch_shape)}; make it with batch_shape=torch.Size([latents])"
-            )
+        kernel = of_latents(kernel)
         super().__init__(dims, kernel.batch_shape[0], batch_shape, weight_prior)
         self.kernel = kernel
+        self._dims = parameter_dims(kernel)
 
     def latent(self, w: Tensor) -> Tensor:
         """See `OutputKernel.latent`."""
@@ -258,92 +267,15 @@ class Coregionalisation(_Mixture):
 
     def variance(self, x: Tensor) -> Tensor:
         """See `OutputKernel.variance`."""
-        diagonal = self.kernel(x[..., None, :, :], diag=True)
-        return (self.amplitude.square()[..., None] * diagonal).sum(-2)
+        return (self.amplitude.square()[..., None] * diagonal(self.kernel, self._dims, x[..., None, :, :])).sum(-2)
 
     def covariance(self, x: Tensor, z: Tensor) -> Tensor:
         """See `OutputKernel.covariance`."""
         return (self.amplitude.square()[..., None, None] * self._evaluate(x, z)).sum(-3)
 
     def spread(self, extent: Tensor) -> None:
-        """See `OutputKernel.spread`; kernels without a lengthscale stay as they are."""
-        own = getattr(self.kernel, "lengthscale", None)
-        if own is None:
-            return
-        finest = extent.to(own) * self.dims**0.5 / 10
-        coarser = 2.0 ** torch.arange(self.latents, device=own.device, dtype=own.dtype)
-        lengthscale = finest * coarser[:, None, None]
-        lengthscale = lengthscale if own.shape[-1] == self.dims else lengthscale.mean(-1, keepdim=True)
-        self.kernel.initialize(lengthscale=lengthscale.expand_as(own))
+        """See `OutputKernel.spread`; lengthscales that have been set, or are frozen, stay as they are."""
+        spread_lengthscales(self.kernel, extent, self.latents)
 
     def _evaluate(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.kernel(x[..., None, :, :], z[..., None, :, :]).to_dense()
-
-
-class EmbedCategories(nn.Module):
-    """Categorical inputs beside continuous ones: each level becomes a learnt point, and continuous columns pass.
-
-    The kernel of the embedded inputs is a kernel of the categories, positive definite whatever the points; levels that
-    behave alike come to lie close together. It is a feature extractor, shared by all units. Only differences of
-    embedded points matter, so the kernel's lengthscales of the new columns are redundant but harmless.
-
-    Args:
-        dims: columns of the inputs.
-        levels: by column, the number of its levels, whose codes are 0, 1, ….
-        size: dimensions of the points of one column.
-
-    Shapes: inputs `(..., N, dims)`; outputs `(..., N, dims − categorical columns + size · categorical columns)`.
-
-    Raises:
-        ValueError: a column that is not there, or fewer than two levels; or codes that are not levels.
-
-    Source: Zhang, Tao, Chen and Apley (2020), "A latent variable approach to Gaussian process modeling with
-    qualitative and quantitative factors"; the source of this package's model names such kernels as future work.
-
-    >>> embed = EmbedCategories(dims=2, levels={1: 4})  # a number, and a category of four levels
-    >>> embed(torch.tensor([[0.7, 0.0], [0.7, 2.0]])).detach().round(decimals=4) + 0.0  # levels start on a circle
-    tensor([[ 0.7000,  0.5000,  0.0000],
-            [ 0.7000, -0.5000,  0.0000]])
-    """
-
-    def __init__(self, dims: int, levels: dict[int, int], size: int = 2) -> None:
-        super().__init__()
-        for column, count in levels.items():
-            if not 0 <= column < dims or count < 2:
-                raise ValueError(
-                    f"Expected columns of 0…{dims - 1} with at least 2 levels, but got {count} levels for column "
-                    f"{column}"
-                )
-        self.levels = dict(levels)
-        self.continuous = [column for column in range(dims) if column not in levels]
-        self.out_dims = len(self.continuous) + size * len(levels)
-        # On a circle, so that all levels start with the same distance to their neighbours.
-        self.points = nn.ParameterList([nn.Parameter(_circle(count, size)) for count in levels.values()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The continuous columns and each level's point."""
-        parts = [x[..., self.continuous]]
-        for (_column, count), points in zip(self.levels.items(), self.points):
-            code = x[..., _column].long()
-            one_hot = (code[..., None] == torch.arange(count, device=x.device)).to(x.dtype)
-            parts.append(one_hot @ points)
-        return torch.cat(parts, -1)
-
-    def check(self, x: Tensor) -> None:
-        """Raises ValueError unless all codes of x `(..., N, dims)` are levels."""
-        for column, count in self.levels.items():
-            code = x[..., column]
-            wrong = (code != code.round()) | (code < 0) | (code >= count)
-            if bool(wrong.any()):
-                raise ValueError(
-                    f"Expected codes 0…{count - 1} in column {column}, but got {code[wrong].flatten()[0].item()}"
-                )
-
-
-def _circle(count: int, size: int) -> Tensor:
-    angle = 2 * math.pi * torch.arange(count) / count
-    points = torch.zeros(count, size)
-    points[:, 0] = angle.cos()
-    if size > 1:
-        points[:, 1] = angle.sin()
-    return 0.5 * points if size > 1 else torch.linspace(-0.5, 0.5, count)[:, None]
+        return matrix(self.kernel, self._dims, x[..., None, :, :], z[..., None, :, :])

@@ -13,9 +13,10 @@ from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process._geometry import Features, Geometry
 from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
 from fedtorch.models.gaussian_process._rows import row_fit, row_sites
+from fedtorch.models.gaussian_process._stacked_kernel import parameter_dims
 from fedtorch.models.gaussian_process._units import Observed, full
 from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
-from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_parts
+from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_kernels, check_parts
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
 
@@ -92,7 +93,7 @@ class ConvolvedGP(Geometry):
         if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
             raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
         self.features = None if features is None else features.to(inducing)
-        self._feature_dims = {} if features is None else {name: p.ndim for name, p in features.named_parameters()}
+        self._feature_dims = {} if features is None else parameter_dims(features)
         dims = self.embed(inducing).shape[-1]
         self.kernel: Any = ConvolutionProcess(dims, latents, batch_shape) if kernel is None else kernel
         if self.kernel.dims != dims:
@@ -101,6 +102,7 @@ class ConvolvedGP(Geometry):
             likelihood = GaussianLikelihood(noise_constraint=positive(_LEAST_NOISE), batch_shape=batch_shape)
         self.likelihood, self.batch_shape, self.scale, self.jitter = likelihood, batch_shape, scale, jitter
         self.own_kernel, self.share_own_kernel = own_kernel, share_own_kernel
+        self._own_dims = {} if own_kernel is None else parameter_dims(own_kernel)
         check_parts(self)
         if learn_inducing:
             self.inducing = nn.Parameter(inducing.clone())
@@ -115,6 +117,7 @@ class ConvolvedGP(Geometry):
         self.register_buffer("posterior_root", torch.eye(self.points))
         self.to(inducing)
         self.kernel.spread(extent_of(self.embed(inducing.detach())).detach())
+        check_kernels(self)
         self.rebase()
 
     # -- one unit's part -------------------------------------------------------------------------------------------

@@ -5,6 +5,15 @@ norm ‖Σ_t g_t a_tᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t). The positions of a co
 patch of the inputs that it sees from there. With many positions T the gradient of p outputs by d inputs is made after
 all, where 2T² exceeds p·d, and thrown away again.
 
+That is the gradient of the loss only if the weight and the bias reach the loss through one call of their layer. It is
+made sure of in every evaluation, by autograd itself. The module holds tensors that require gradients; in the call that
+is recorded, and there only, the layer computes with detached copies of them, to which it adds a tensor of zeros, whose
+gradient is g. So a path from the tensors to the loss is in the graph exactly if the loss reads them in any other way:
+a penalty, a functional call, a view, a second call of the layer, a call inside `torch.func.grad`. Whether there is a
+path does not depend on values: a penalty that is flat here, or whose gradient is zero, has one. What the recorded call
+computes is known, because the layer is of these very types and computes with the tensors that it was given; hooks that
+users put on it run outside of what is recorded, and inputs are copied, because they may be changed in place later.
+
 Sources: Goodfellow (2015), "Efficient per-example gradient computations", for one position; Bu, Mao and Xu (2022),
 "Scalable and efficient training of large convolutional neural networks with differential privacy", section 3, for
 convolutions and the choice.
@@ -12,13 +21,14 @@ convolutions and the choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from fedtorch import functional
 
 
 class Layer:
@@ -26,8 +36,7 @@ class Layer:
 
     Args:
         module: the layer.
-        weight: name.
-        bias: name, None without one.
+        names: of its "weight" and, if it has one, its "bias".
         inputs: what went in `(K, B, ...)` -> a `(K, B, T, d)`.
         outputs: gradients of what came out `(K, B, ...)` -> g `(K, B, T, p)`.
     """
@@ -35,97 +44,167 @@ class Layer:
     def __init__(
         self,
         module: nn.Module,
-        weight: str,
-        bias: str | None,
+        names: Mapping[str, str],
         inputs: Callable[[Tensor], Tensor],
         outputs: Callable[[Tensor], Tensor],
     ) -> None:
-        self.module, self.weight, self.bias, self.inputs, self.outputs = module, weight, bias, inputs, outputs
+        self.module, self.names, self.inputs, self.outputs = module, names, inputs, outputs
+        self.weight, self.bias = names["weight"], names.get("bias")
         self.shape = module.get_parameter("weight").shape
+        self._swap = functional.Swap(module, list(names))
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether these very tensors are its weight and bias now."""
+        return all(self.module._parameters[place] is tensors[name] for place, name in self.names.items())
+
+    def on(self, tensors: Mapping[str, Tensor], value: Tensor) -> Tensor:
+        """Return the outputs with these tensors as weight and bias."""
+        with self._swap([tensors[name] for name in self.names.values()]):
+            return self.plain(value)
+
+    def plain(self, value: Tensor) -> Tensor:
+        """Return the outputs with the weight and the bias that it holds."""
+        output: Tensor = type(self.module).forward(self.module, value)
+        return output
 
 
 def linear_layers(module: nn.Module, tensors: Sequence[str]) -> list[Layer] | None:
     """The layers of which `tensors` are the weights and biases; None unless all are, and each in one layer only."""
     names = {id(tensor): name for name, tensor in zip(tensors, map(dict(module.named_parameters()).get, tensors))}
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for part in module.modules():
-        own = [parameter for parameter in part.parameters(recurse=False) if id(parameter) in names]
+        places = {place: id(tensor) for place, tensor in part._parameters.items() if tensor is not None}
         ways = _ways(part)
-        if ways is not None and len(own) == 1 + (part.bias is not None):
-            bias = None if part.bias is None else names[id(part.bias)]
-            found.append(Layer(part, names[id(part.weight)], bias, *ways))
-        elif own:
+        if (
+            ways is not None
+            and places.keys() in ({"weight"}, {"weight", "bias"})
+            and names.keys() >= {*places.values()}
+        ):
+            layers.append(Layer(part, {place: names[number] for place, number in places.items()}, *ways))
+        elif not names.keys().isdisjoint(places.values()):
             return None
-    covered = [name for layer in found for name in (layer.weight, layer.bias) if name is not None]
-    return found if sorted(covered) == sorted(tensors) else None
+    covered = [name for layer in layers for name in layer.names.values()]
+    return layers if sorted(covered) == sorted(tensors) else None
 
 
 def _ways(part: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
     """How a layer's inputs and outputs go by position; None for other modules than these layers."""
+    if not vars(part).keys().isdisjoint({"forward", "_conv_forward"}):
+        return None
     if type(part) is nn.Linear:
         return positions, positions
     if isinstance(part, nn.Conv1d | nn.Conv2d) and type(part) in (nn.Conv1d, nn.Conv2d):
         plain = part.groups == 1 and part.padding_mode == "zeros" and not isinstance(part.padding, str)
-        return (partial(patches, part), pixels) if plain else None
+        return (partial(patches, part), partial(pixels, len(part.kernel_size))) if plain else None
     return None
 
 
-@contextmanager
-def recorded(layers: Sequence[Layer], moves: Sequence[Tensor] | None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collects (inputs, outputs) of the layers, in their order; outputs are moved by `moves`.
+class Recorder:
+    """Records one call of each layer; all others compute with the tensors that the module holds.
 
-    Raises:
-        RuntimeError: on leaving, if a layer was not called exactly once.
+    Args:
+        layers: of the module.
+        tensors: that the module holds, which require gradients.
+        detached: the same numbers without.
+        zeros: added to the outputs of the layers' calls, by their numbers; a layer without, or with zeros of another
+            shape, is not recorded.
+
+    Attributes:
+        inputs: of the recorded calls, by the layers' numbers.
+        shapes: of the outputs of all layers' first calls.
     """
-    calls: list[list[tuple[Tensor, Tensor]]] = [[] for _ in layers]
 
-    def hook(number: int) -> Callable[..., Any]:
-        def see(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-            calls[number].append((inputs[0], output))
-            return output if moves is None else output + moves[number]
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        tensors: Mapping[str, Tensor],
+        detached: Mapping[str, Tensor],
+        zeros: Mapping[int, Tensor],
+    ) -> None:
+        self._layers, self._tensors, self._detached, self._zeros = layers, tensors, detached, zeros
+        self.inputs: dict[int, Tensor] = {}
+        self.shapes: dict[int, tuple[int, ...]] = {}
+        self._depth = _transforms()
 
-        return see
+    def _forward(self, number: int, input: Tensor) -> Tensor:
+        """What is called in place of `forward` of a layer."""
+        layer = self._layers[number]
+        # Inside a further transform, such as torch.func.grad, the loss depends on the weight by derivatives also.
+        recordable = number not in self.shapes and layer.holds(self._tensors) and _transforms() == self._depth
+        zeros = self._zeros.get(number)
+        output = layer.on(self._detached, input) if recordable and zeros is not None else layer.plain(input)
+        if recordable:
+            self.shapes[number] = tuple(output.shape)
+        if not recordable or zeros is None:
+            return output
+        if output.shape != zeros.shape:
+            return layer.plain(input)
+        self.inputs[number] = input.detach().clone()
+        return output + zeros.to(output.dtype)
 
-    handles = [layer.module.register_forward_hook(hook(i)) for i, layer in enumerate(layers)]
-    seen: list[tuple[Tensor, Tensor]] = []
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-    if any(len(each) != 1 for each in calls):
-        raise RuntimeError("Expected every linear layer to be called once in a loss, but some are not")
-    seen.extend(each[0] for each in calls)
+    def __enter__(self) -> Recorder:
+        for number, layer in enumerate(self._layers):
+            vars(layer.module)["forward"] = partial(self._forward, number)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for layer in self._layers:
+            del vars(layer.module)["forward"]
+
+
+def _transforms() -> int:
+    """How many transforms of `torch.func` are active."""
+    return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
 def positions(value: Tensor) -> Tensor:
-    """`(K, B, ..., d)` as `(K, B, T, d)`."""
+    """Return `(K, B, ..., d)` as `(K, B, T, d)`."""
     return value.flatten(2, -2) if value.ndim > 3 else value[:, :, None]
 
 
 def patches(layer: nn.Conv1d | nn.Conv2d, value: Tensor) -> Tensor:
-    """Inputs `(K, B, C, ...)` of a convolution as what each of its outputs sees, `(K, B, T, C · kernel)`."""
-    images, line = value.flatten(0, 1), len(layer.kernel_size) == 1
+    """Return inputs `(K, B, ..., C, *size)` of a convolution as what its outputs see, `(K, B, T, C · kernel)`."""
+    line = len(layer.kernel_size) == 1
+    images = value.flatten(0, -3 if line else -4)
     settings: list[Any] = [layer.kernel_size, layer.dilation, layer.padding, layer.stride]
     if line:
         images, settings = images[:, :, None], [(own, *side) for own, side in zip((1, 1, 0, 1), settings)]
-    return nn.functional.unfold(images, *settings).mT.unflatten(0, value.shape[:2])
+    seen = nn.functional.unfold(images, *settings).mT
+    return seen.reshape(*value.shape[:2], -1, seen.shape[2])
 
 
-def pixels(value: Tensor) -> Tensor:
-    """Gradients of a convolution's outputs `(K, B, C, ...)` as `(K, B, T, C)`."""
-    return value.flatten(3).mT
+def pixels(dimensions: int, value: Tensor) -> Tensor:
+    """Return gradients of a convolution's outputs `(K, B, ..., C, *size)` as `(K, B, T, C)`."""
+    flat = value.flatten(-dimensions).mT
+    return flat.reshape(*value.shape[:2], -1, flat.shape[-1])
 
 
 def ghost_squares(a: Tensor, g: Tensor, bias: bool) -> Tensor:
-    """‖Σ_t g_t a_tᵀ‖², and that of the bias Σ_t g_t, of every example, `(K, B)` float64."""
-    count = a.shape[2]
+    """Return ‖Σ_t g_t a_tᵀ‖², and that of the bias Σ_t g_t, of every example, `(K, B)` float64.
+
+    A sum over several positions may cancel: the norm then includes a bound on the rounding of that sum.
+    """
+    count, most = a.shape[2], a.shape[3] * g.shape[3]
+    (a, inputs), (g, outputs) = _unit(a), _unit(g)
+    of_inputs, of_outputs = (x.square().sum(3).to(torch.float64) for x in (a, g))  # (K, B, T)
     if count == 1:
-        left, right = (x.square().sum((2, 3)).to(torch.float64) for x in (a, g))
-        return (left + bias) * right
-    if 2 * count**2 > a.shape[3] * g.shape[3]:
-        squares = (g.mT @ a).square().sum((2, 3)).to(torch.float64)
+        by_weight, by_bias = (of_inputs * of_outputs)[:, :, 0], of_outputs[:, :, 0]
     else:
-        a, g = a.to(torch.float64), g.to(torch.float64)  # products of positions may cancel
-        squares = ((a @ a.mT) * (g @ g.mT)).sum((2, 3)).clamp(min=0)
-    return squares + g.sum(2).square().sum(2) if bias else squares
+        rounding, spread = count * torch.finfo(a.dtype).eps, (of_inputs * of_outputs).sqrt().sum(2)
+        if 2 * count**2 > most:
+            squares = (g.mT @ a).to(torch.float64).square().sum((2, 3))
+        else:
+            wide, high = a.to(torch.float64), g.to(torch.float64)
+            squares = ((wide @ wide.mT) * (high @ high.mT)).sum((2, 3)).clamp(min=0)
+            squares = squares + count * torch.finfo(torch.float64).eps * spread.square()
+        by_weight = (squares.sqrt() + rounding * spread).square()
+        by_bias = (g.sum(2).to(torch.float64).norm(dim=2) + rounding * of_outputs.sqrt().sum(2)).square()
+    squares = by_weight * (inputs * outputs).square()
+    return squares + by_bias * outputs.square() if bias else squares
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each example's numbers `(K, B, T, d)` relative to the largest, whose squares are in range, and that, float64."""
+    size = x.abs().amax((2, 3))
+    size = torch.where(size == 0, 1.0, size)
+    return x / size[:, :, None, None], size.to(torch.float64)

@@ -18,9 +18,11 @@ model at small cost", for the single backward pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +34,11 @@ from fedtorch.federation.local_solvers.objective import Objective
 from fedtorch.federation.local_solvers.stacked_loss import Gradients, StackedLoss
 from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
-from fedtorch.trust.privacy._layers import ghost_squares, linear_layers, recorded
+from fedtorch.trust.privacy._layers import Layer, Recorder, ghost_squares, linear_layers
 from fedtorch.trust.privacy._spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
+
+_LOG = logging.getLogger(__name__)
 
 
 class PrivateLoss(StackedLoss):
@@ -63,8 +67,10 @@ class PrivateLoss(StackedLoss):
         super().__init__(objective, tensors, [], batched=True)
         self.clip, self.rate, self.spending, self.most = clip, rate, spending, most
         self.layers = linear_layers(objective.module, tensors) if ghost else None
+        if ghost and self.layers is None:
+            self._say("ghost=False: expected nothing but linear layers and convolutions to be trained")
         self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
-        self._shapes: list[tuple[int, ...]] = []  # of the layers' outputs for one example
+        self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
 
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
@@ -85,7 +91,7 @@ class PrivateLoss(StackedLoss):
         rows, taken = poisson_batch(batch.rows, drawn)
         values = [tensors[name].detach() for name in self.tensors]
         sums, losses = self.clipped(values, rows, taken, index, random.fold_in(key, index) if self.random else None)
-        noised = self._noised(sums, batch.size, index, roster)
+        noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)
         return losses, {}, {}, noised
@@ -94,81 +100,121 @@ class PrivateLoss(StackedLoss):
         self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None
     ) -> tuple[list[Tensor], Tensor]:
         """(Σ of clipped gradients `(K, ...)` of each tensor, mean losses `(K,)`) over rows `(K, B)` that are taken."""
-        some = self.by_example if self.layers is None else self.by_layer
-        if self.layers is not None and not self._shapes:
-            self._learn_shapes(values, rows, index, key)
-        with nullcontext() if key is None else Drawn(key):
-            return some(values, rows, taken, index, "error" if key is None else "different")
-
-    def by_example(
-        self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, randomness: str
-    ) -> tuple[list[Tensor], Tensor]:
-        """`clipped`, by making every example's gradient."""
-        one = lambda own, row: self.single(own, tree.map(lambda leaf: leaf[None], row), None, index)[0]
-        each = vmap(grad_and_value(one), in_dims=(None, 0), randomness=randomness)
-        gradients, losses = vmap(each, randomness=randomness)(tuple(values), rows)
+        if self.layers is not None:
+            try:
+                return self._by_layer(self.layers, values, rows, taken, index, key)
+            except (IndexError, RuntimeError) as error:  # a layer that is not called as it has to be
+                self.layers = None
+                self._say(f"ghost=False from now on: {error}")
+        gradients, losses = self.by_example(values, rows, index, key)
         squares = [gradient.flatten(2).to(torch.float64).square().sum(2) for gradient in gradients]
         share = self._share(torch.stack(squares).sum(0), taken)
         return [_weighted(share, gradient) for gradient in gradients], _mean(losses, taken)
 
-    def by_layer(
-        self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, randomness: str
+    def by_example(
+        self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Return every example's gradients `(K, B, ...)` of each tensor, and its loss, `(K, B)`."""
+        one = lambda own, row: self._of_example(own, row, index)
+        with nullcontext() if key is None else Drawn(key):
+            return self._each(grad_and_value(one), (None, 0), key)(tuple(values), rows)
+
+    def _by_layer(
+        self,
+        layers: Sequence[Layer],
+        values: Sequence[Tensor],
+        rows: Tree,
+        taken: Tensor,
+        index: int,
+        key: Tensor | None,
     ) -> tuple[list[Tensor], Tensor]:
-        """`clipped`, from inputs and outputs' gradients of the linear layers, in one pass."""
-        assert self.layers is not None
-        moves = [values[0].new_zeros(*taken.shape, *shape).requires_grad_() for shape in self._shapes]
+        """`clipped`, from inputs and outputs' gradients of the layers.
 
-        def one(own: Sequence[Tensor], own_moves: Sequence[Tensor], row: Tree) -> tuple[Tensor, list[Tensor]]:
-            with recorded(self.layers or (), own_moves) as seen:
-                loss = self.single(own, row, None, index)[0]
-            return loss, [inputs.detach() for inputs, _ in seen]
+        Raises:
+            RuntimeError: the loss depends on their weights and biases not only by one call of each.
+        """
+        if not self._shapes:
+            self._learn_shapes(layers, values, rows, index, key)
+        detached = [value.detach() for value in values]
+        own = [value.detach().requires_grad_() for value in values]
+        zeros = {
+            number: values[0].new_zeros(*taken.shape, *shape).requires_grad_() for number, shape in self._shapes.items()
+        }
 
-        with torch.enable_grad():
-            losses, inputs = vmap(one, randomness=randomness)(tuple(values), tuple(moves), rows)
-            backs = torch.autograd.grad(losses.sum(), moves)
-        count = taken.shape[1]
-        parts = zip(self.layers, inputs, backs)
-        pairs = [(layer.inputs(a), layer.outputs(g) * count) for layer, a, g in parts]  # the loss is a mean of B
-        squares = [ghost_squares(a, g, layer.bias is not None) for (a, g), layer in zip(pairs, self.layers)]
-        total = torch.stack(squares).sum(0)
+        def one(
+            own: Sequence[Tensor], detached: Sequence[Tensor], zeros: dict[int, Tensor], row: Tree
+        ) -> tuple[Tensor, dict[int, Tensor]]:
+            with Recorder(layers, self._named(own), self._named(detached), zeros) as recorder:
+                return self._of_example(own, row, index), recorder.inputs
+
+        with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
+            each = self._each(one, (None, None, 0, 0), key)
+            losses, inputs = each(tuple(own), tuple(detached), zeros, rows)
+            found = torch.autograd.grad(losses.sum(), [*zeros.values(), *own], allow_unused=True)
+        outside = [name for name, gradient in zip(self.tensors, found[len(zeros) :]) if gradient is not None]
+        if outside:
+            raise RuntimeError(f"its loss depends on {', '.join(outside)} other than by one call of a layer")
+        backs = dict(zip(zeros, found))
+        return self._of_layers(layers, values, inputs, backs, taken), _mean(losses.detach(), taken)
+
+    def _of_layers(
+        self,
+        layers: Sequence[Layer],
+        values: Sequence[Tensor],
+        inputs: Mapping[int, Tensor],
+        backs: Mapping[int, Tensor | None],
+        taken: Tensor,
+    ) -> list[Tensor]:
+        """The sums of clipped gradients, from what went into the layers and the gradients of what came out."""
+        pairs = {}
+        for number, layer in enumerate(layers):
+            back = backs.get(number)
+            if number in inputs and back is not None:
+                pairs[number] = layer.inputs(_wide(inputs[number])), layer.outputs(_wide(back))
+        nothing = torch.zeros(taken.shape, dtype=torch.float64, device=taken.device)
+        total = sum((ghost_squares(*pair, layers[n].bias is not None) for n, pair in pairs.items()), nothing)
         share = self._share(total, taken)
         finite = bool(total.isfinite().all())
-        found: dict[str, Tensor] = {}
-        for (a, g), layer in zip(pairs, self.layers):
+        sums = {name: torch.zeros_like(_wide(value)) for name, value in zip(self.tensors, values)}
+        for number, (a, g) in pairs.items():
+            layer = layers[number]
             if not finite:  # nought times infinity would be NaN
                 a, g = (torch.where(tree.along(share > 0, x), x, 0.0) for x in (a, g))
             flat = (g * tree.along(share.to(g.dtype), g)).flatten(1, 2)
-            found[layer.weight] = (flat.mT @ a.flatten(1, 2)).reshape(len(a), *layer.shape)
+            sums[layer.weight] = (flat.mT @ a.flatten(1, 2)).reshape(len(a), *layer.shape)
             if layer.bias is not None:
-                found[layer.bias] = flat.sum(1)
-        return [found[name] for name in self.tensors], self._without_padding(
-            losses.detach(), values, rows, taken, index
-        )
+                sums[layer.bias] = flat.sum(1)
+        return [sums[name] for name in self.tensors]
 
-    def _learn_shapes(self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None) -> None:
+    def _learn_shapes(
+        self, layers: Sequence[Layer], values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
+    ) -> None:
         """Finds out the shapes of the layers' outputs for one example."""
 
         def one(own: Sequence[Tensor], row: Tree) -> Tensor:
-            with recorded(self.layers or (), None) as seen:
-                loss = self.single(own, row, None, index)[0]
-            self._shapes = [tuple(output.shape[1:]) for _, output in seen]
+            with Recorder(layers, self._named(own), {}, {}) as recorder:
+                loss = self._of_example(own, row, index)
+            self._shapes = recorder.shapes
             return loss
 
         first = tree.map(lambda leaf: leaf[:, :1], rows)
         with torch.no_grad(), nullcontext() if key is None else Drawn(key):
-            vmap(one, randomness="error" if key is None else "different")(tuple(values), first)
+            self._each(one, (None, 0), key)(tuple(values), first)
 
-    def _without_padding(
-        self, losses: Tensor, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int
-    ) -> Tensor:
-        """Mean losses `(K,)` of those examples that are taken, for the history of a simulation."""
-        if self.spending.entropy.guarantees or bool(taken.all()):
-            return losses
-        first = tree.map(lambda leaf: leaf[:, :1], rows)  # what fills a batch up
-        with torch.no_grad():
-            padded = self.stacked([*values, *tree.leaves(first)], first, index, "different")[0]
-        count = taken.sum(1)
-        return (losses * taken.shape[1] - padded * (taken.shape[1] - count)) / count
+    def _of_example(self, own: Sequence[Tensor], row: Tree, index: int) -> Tensor:
+        """The loss of one example by itself, so that it cannot depend on others."""
+        return self.single(own, tree.map(lambda leaf: leaf[None], row), None, index)[0]
+
+    def _each(self, one: Callable[..., Any], in_dims: tuple[int | None, ...], key: Tensor | None) -> Callable[..., Any]:
+        """`one` for all clients and their examples."""
+        randomness = "error" if key is None else "different"
+        return vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
+
+    def _say(self, way: str) -> None:
+        _LOG.warning("%s trains with %s", type(self.objective.module).__name__, way)
+
+    def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.tensors, values))
 
     def _share(self, squares: Tensor, taken: Tensor) -> Tensor:
         """By how much each example's gradient is scaled, `(K, B)` float64; 0 for what is not taken or not finite."""
@@ -186,8 +232,10 @@ class PrivateLoss(StackedLoss):
         last = torch.where(drawn, coins, 1.0).kthvalue(self.most, 1, keepdim=True).values
         return drawn & (coins <= last)
 
-    def _noised(self, sums: Sequence[Tensor], counts: Tensor, index: int, roster: bytes) -> list[Tensor]:
-        """Sums with noise, divided by the expected numbers of rows, each in its dtype."""
+    def _noised(
+        self, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype], counts: Tensor, index: int, roster: bytes
+    ) -> list[Tensor]:
+        """Sums with noise, divided by the expected numbers of rows, each in its tensor's dtype."""
         sizes = [leaf[0].numel() for leaf in sums]
         flat = torch.cat([leaf.flatten(1).to("cpu", torch.float64) for leaf in sums], 1)
         scale = torch.tensor(self.spending.release.noise * self.clip, dtype=torch.float64)
@@ -195,7 +243,7 @@ class PrivateLoss(StackedLoss):
         noise = self.spending.release.mechanism.draw(uniforms, flat.numel()).reshape(flat.shape)
         noised = on_grid(flat + scale * noise, scale) / (self.rate * counts[:, None])
         parts = noised.split(sizes, 1)
-        return [part.reshape(leaf.shape).to(leaf.device, leaf.dtype) for part, leaf in zip(parts, sums)]
+        return [part.reshape(leaf.shape).to(leaf.device, d) for part, leaf, d in zip(parts, sums, dtypes)]
 
 
 def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
@@ -217,9 +265,15 @@ def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
 
 def _weighted(share: Tensor, gradient: Tensor) -> Tensor:
     """Σ_i share_i g_i: `(K, B)` and `(K, B, ...)` -> `(K, ...)`; what has no share is left out, also if not finite."""
+    gradient = _wide(gradient)
     share = share.to(gradient.dtype)
     kept = torch.where(tree.along(share > 0, gradient), gradient, 0.0).flatten(2)
     return (share[:, None] @ kept)[:, 0].reshape(gradient.shape[0], *gradient.shape[2:])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Numbers of 16 bits as float32: their own rounding would take a clipped gradient beyond its bound."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
 
 
 def _mean(losses: Tensor, taken: Tensor) -> Tensor:

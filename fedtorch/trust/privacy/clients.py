@@ -49,7 +49,7 @@ from fedtorch.trust.privacy._totals import check_total, noised_totals
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip, bounds_of, clip_rows
 from fedtorch.trust.privacy.entropy import Entropy, from_system
-from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
+from fedtorch.trust.privacy.ledger import NO_GUARANTEE, SYSTEM, UNSEEN, Claim, Ledger
 from fedtorch.trust.privacy.mechanisms import Mechanism, gaussian
 
 ADJACENCY = "zero-out: one client sends zeros instead of its messages, in all rounds"
@@ -58,7 +58,7 @@ LISTENERS = (
     "everybody who hears what the server sends out or sees models; not the server itself, which sees every message and "
     "keeps their total"
 )
-SAMPLED = f"{ADVERSARY}, and nobody who knows which clients were asked"
+SAMPLED = f"{ADVERSARY}{UNSEEN}"
 
 
 class State(NamedTuple):
@@ -137,7 +137,8 @@ def client_level(
         mechanism: `gaussian` or `laplace`.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; shared by all runs on these clients, it adds up what they spend. None keeps it
-            in memory.
+            in memory. Begun with a rate below one, its claim excludes whoever knows which clients were asked, and runs
+            of any rates add up; begun without, sampled rounds are counted in it as if everybody had been asked.
         entropy: of noise and cohorts; default: the operating system's. `from_seed(0)` makes a simulation reproducible
             and guarantees nothing, as its ledger says.
 

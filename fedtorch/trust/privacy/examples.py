@@ -24,13 +24,13 @@ from fedtorch import tree
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.federation.local_solvers.descent import Descent
-from fedtorch.federation.local_solvers.objective import Loss
+from fedtorch.federation.local_solvers.objective import Loss, training_copy
 from fedtorch.federation.local_solvers.prediction import predictor
 from fedtorch.optimisers import MakeOptimizer
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate, check_rounds
 from fedtorch.trust.privacy._per_example import PrivateLoss
-from fedtorch.trust.privacy._separable import check_separable, refuse_batch_norm
+from fedtorch.trust.privacy._separable import check_separable, in_double, refuse_batch_norm
 from fedtorch.trust.privacy._spending import Spending, one_process
 from fedtorch.trust.privacy.accountant import Release
 from fedtorch.trust.privacy.entropy import Entropy, from_system
@@ -74,7 +74,7 @@ def example_level(
     budget: float | None = None,
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
-    ghost: bool = True,
+    ghost: bool = False,
     cut: Cut | None = None,
     rounds: int | None = None,
     project: Callable[[Tree], Tree] | None = None,
@@ -99,7 +99,9 @@ def example_level(
         ledger: a file that only grows; None keeps it in memory.
         entropy: of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation reproducible
             in blocks of the same clients, and guarantees nothing, as its ledger says.
-        ghost: whether modules of linear layers and convolutions may be trained without making examples' gradients.
+        ghost: whether modules of linear layers and convolutions are trained without making examples' gradients, which
+            is several times faster. A step whose loss depends on a weight other than by one call of its layer (a
+            penalty, a second call) and all later ones go on with ghost=False, and a warning is logged.
         cut: the largest batch of a client; None takes whatever is drawn, and adds nothing to δ.
         rounds: how many are planned, for schedules that ask.
         project: applied to the stacked parameters after every step.
@@ -146,14 +148,22 @@ def example_level(
         init=descent.init,
         predict=predictor(descent.module),
         tensors=descent.tensors,
-        prepare=partial(_prepare, descent, descent.loss, delta, cut),
+        prepare=partial(_prepare, descent, descent.loss, loss, ignore_hooks, delta, cut),
         module=descent.module,
         settings={"solver": "example_level", "module": type(module), "loss": loss, "optimizer": optimizer, **told},
         budget=spending,
     )
 
 
-def _prepare(descent: Descent, loss: PrivateLoss, delta: float, cut: Cut | None, data: Any) -> Any:
+def _prepare(
+    descent: Descent,
+    loss: PrivateLoss,
+    criterion: Loss | None,
+    ignore_hooks: Sequence[str],
+    delta: float,
+    cut: Cut | None,
+    data: Any,
+) -> Any:
     """The data, if single rows of them can be protected."""
     refuse_batch_norm(descent.objective.module)
     descent.prepare(data)
@@ -173,6 +183,6 @@ def _prepare(descent: Descent, loss: PrivateLoss, delta: float, cut: Cut | None,
         rows = tree.map(lambda leaf: leaf[most : most + 1, :width], data.batch)
         values = {name: tensor.to(data.count.device) for name, tensor in descent.parameters.items()}
         if not loss.checked:
-            check_separable(loss, values, rows)
-            loss.separable = loss.checked = True
+            double = in_double(loss, training_copy(descent.module, ignore_hooks), criterion)
+            check_separable(loss, double, values, rows)
     return data

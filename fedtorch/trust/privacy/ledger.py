@@ -7,6 +7,10 @@ back to an earlier checkpoint spends again; it refunds nothing. What a checkpoin
 beside the ledger, and the ledger does not is an error: without the ledger nobody can say what was released. A last line
 that is not whole, as after a kill or on a full disk, is of a round that never began, and is moved to `LEDGER.partial`.
 
+What a ledger claims is said when it is begun. Secret sampling amplifies privacy only against somebody who does not know
+who was asked (`UNSEEN`). A ledger whose claim excludes such a person counts rounds with everybody and sampled rounds as
+they are, together; in one whose claim does not, a sampled round counts like one in which everybody takes part.
+
 >>> from fedtorch.trust.privacy import Claim, Ledger, Release
 >>> claim = Claim("client", "one client's message against a message of zeros", "all but the server", "of the system")
 >>> ledger = Ledger(None, claim, delta=1e-5, budget=5.0)
@@ -34,6 +38,7 @@ from fedtorch.trust.privacy.accountant import COARSE, Release, spent
 from fedtorch.trust.privacy.mechanisms import MECHANISMS
 
 SYSTEM = "of the operating system"
+UNSEEN = ", and nobody who knows which clients were asked"  # the end of an adversary's description
 NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it can subtract it"
 
 
@@ -57,6 +62,7 @@ class Ledger:
         budget: the largest ε; None sets no bound.
 
     Attributes:
+        claim: that of the file, which may hold against somebody who knows more, or less, about who was asked.
         identity: 16 bytes that no other ledger has.
         entries: how many rounds have begun.
         releases: how often each kind of release was made.
@@ -74,6 +80,7 @@ class Ledger:
         self.identity, self.entries = secrets.token_bytes(16), 0
         self.releases: Counter[Release] = Counter()
         self._digests: list[str] = []  # of the entries
+        self._unamplified = False  # who knows which clients were asked is an adversary of the file's claim
         self._read, self._last = 0, ""  # bytes of the file that are taken in, and a digest of its last line
         self._known: dict[frozenset[tuple[Release, int]], float] = {}
         if self.path is not None:
@@ -94,7 +101,7 @@ class Ledger:
 
     def after(self, release: Release, count: int = 1) -> float:
         """What it would cost after `count` further releases."""
-        return self._epsilon(self.releases + Counter({release: count}))
+        return self._epsilon(self.releases + Counter({self._counted(release): count}))
 
     def allows(self, release: Release, count: int = 1) -> bool:
         """Whether the budget has room for `count` further releases."""
@@ -115,7 +122,9 @@ class Ledger:
                 raise ValueError(f"Expected the ledger {self.path} that this run has spent from, but it is lost")
             self._catch_up()
             self._take(round, release, count)
-            kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": release.rate}
+            counted = self._counted(release)
+            kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": counted.rate}
+            kind |= {"sampled": release.rate} if counted.rate != release.rate else {}
             kind |= {"excess": release.excess} if release.excess else {}
             row = {"entry": self.entries, "round": round, **kind, "releases": count, "epsilon": self.epsilon}
             self._write(row)
@@ -161,7 +170,11 @@ class Ledger:
                 f"delta {self.delta}, above the budget of {self.budget}; run.rounds(...) and ft.run stop before it"
             )
         self.entries += 1
-        self.releases[release] += count
+        self.releases[self._counted(release)] += count
+
+    def _counted(self, release: Release) -> Release:
+        """Return what a release is to the claim's adversary."""
+        return release._replace(rate=1.0) if self._unamplified else release
 
     def _epsilon(self, releases: Counter[Release]) -> float:
         key = frozenset(releases.items())
@@ -228,9 +241,17 @@ class Ledger:
         """Takes in the line of the claim."""
         mine = {"delta": self.delta, **self.claim._asdict()}
         theirs = {name: row[name] for name in mine}
+        adversaries = mine["adversary"], theirs["adversary"]
+        self._unamplified = adversaries[0] == adversaries[1] + UNSEEN
+        if self._unamplified or adversaries[1] == adversaries[0] + UNSEEN:
+            self.claim = self.claim._replace(adversary=adversaries[1])
+            mine["adversary"] = adversaries[1]
         for name, value in mine.items():
             if theirs[name] != value:
-                raise ValueError(f"expected {name} {value!r}, but it says {theirs[name]!r}; one ledger has one claim")
+                raise ValueError(
+                    f"expected {name} {value!r}, but it says {theirs[name]!r}; one ledger has one claim, so give each "
+                    "its own: against whom both claims hold, their epsilons and deltas add up"
+                )
         self.identity = bytes.fromhex(row["ledger"])
 
 

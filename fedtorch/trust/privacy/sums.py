@@ -230,7 +230,7 @@ def _prepare(module: nn.Linear | LinearHead, sums: NoisedSums, data: Any) -> Spe
     else:
         outputs, intercept = 1, module.intercept
         with torch.no_grad():
-            features = module.feature_map(x)
+            features = module.block_design(x)[..., : module.features]
     if y.shape[2:] != (outputs,):
         raise ValueError(f"Expected targets of shape ({outputs},), but got {tuple(y.shape[2:])}")
     statistics = sums.of(features, y, data.mask, data.count, intercept)

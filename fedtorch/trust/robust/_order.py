@@ -30,6 +30,12 @@ def by_order(equally: Callable[[Tensor], Tensor], weighted: Callable[[Tensor, Te
     return average
 
 
+def middle(ordered: Tensor) -> Tensor:
+    """The median of numbers in ascending order `(..., M)`, float64: between two in the middle it is their mean."""
+    count = ordered.shape[-1]
+    return 0.5 * (ordered[..., (count - 1) // 2].double() + ordered[..., count // 2].double())
+
+
 def ascending(values: Tensor) -> Tensor:
     """Values `(..., M)` in ascending order; on a CPU by NumPy, whose sort of numbers alone is vectorised."""
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):

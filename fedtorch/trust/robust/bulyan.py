@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch.trust.robust._order import ascending
+from fedtorch.trust.robust._order import ascending, middle
 from fedtorch.trust.robust.krum import scores
 from fedtorch.trust.robust.rule import Rule, by_columns, check_faulty, inner_products, squared_distances
 
@@ -53,7 +53,7 @@ def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
 def _nearest_to_median(nearest: int, values: Tensor, weights: Tensor) -> Tensor:
     """The mean of every coordinate's `nearest` values to the median; in order, they stand side by side."""
     found, count = ascending(values), values.shape[-1]
-    middle = 0.5 * (found[..., (count - 1) // 2] + found[..., count // 2])[..., None]
-    first, last = middle - found[..., : count - nearest + 1], found[..., nearest - 1 :] - middle
+    centre = middle(found)[..., None]
+    first, last = centre - found[..., : count - nearest + 1], found[..., nearest - 1 :] - centre
     start = torch.maximum(first, last).argmin(-1, keepdim=True)
     return found.gather(-1, start + torch.arange(nearest, device=found.device)).double().mean(-1)

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedtorch.trust.robust._order import ascending, middle
 from fedtorch.trust.robust.median import coordinatewise_median
 from fedtorch.trust.robust.rule import Rule, by_inner_products, combined, distances_from, inner_products
 
@@ -33,7 +34,7 @@ def norm_bounding(radius: float | None = None) -> Rule:
     """The mean of messages whose norms are at most `radius`.
 
     Args:
-        radius: C; default: the median of the messages' norms.
+        radius: C; default: the median of the messages' norms, of an even number the mean of both in the middle.
 
     Raises:
         ValueError: a radius that is not positive.
@@ -65,7 +66,7 @@ def _check(radius: float | None) -> None:
 
 def _shortened(lengths: Tensor, radius: float | None) -> Tensor:
     """min(1, radius / length) of lengths `(..., M)`."""
-    bound = lengths.median(-1, keepdim=True).values if radius is None else torch.full_like(lengths[..., :1], radius)
+    bound = middle(ascending(lengths))[..., None] if radius is None else torch.full_like(lengths[..., :1], radius)
     return torch.where(lengths > bound, bound / lengths, 1.0)
 
 

@@ -25,6 +25,7 @@ from fedtorch import tree
 from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, indices, star as plain_star
 from fedtorch.tree import Rows, Tree
 from fedtorch.trust._messages import in_order, kept, like, rows
+from fedtorch.trust.robust._order import ascending, middle
 from fedtorch.trust.robust.rule import Rule
 
 _LARGEST = 1e100  # squares of numbers beyond would not be finite when they are added up
@@ -55,8 +56,8 @@ def bounded(weights: Tensor, spread: float) -> Tensor:
     tensor([1., 2., 4.], dtype=torch.float64)
     """
     weights = weights.to(torch.float64)
-    middle = weights.median(-1, keepdim=True).values
-    return weights.clamp(middle / spread, middle * spread)
+    median = middle(ascending(weights))[..., None]
+    return weights.clamp(median / spread, median * spread)
 
 
 def credible(values: Tensor) -> Tensor:

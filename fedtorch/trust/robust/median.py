@@ -13,10 +13,8 @@ tensor([3.], dtype=torch.float64)
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from fedtorch.kernels import order_statistics
-from fedtorch.trust.robust._order import by_order
+from fedtorch.trust.robust._order import by_order, middle
 from fedtorch.trust.robust.rule import Rule
 
 
@@ -28,9 +26,4 @@ def median() -> Rule:
     return Rule("median", coordinatewise_median)
 
 
-def _middle(ordered: Tensor) -> Tensor:
-    count = ordered.shape[-1]
-    return 0.5 * (ordered[..., (count - 1) // 2].double() + ordered[..., count // 2].double())
-
-
-coordinatewise_median = by_order(_middle, order_statistics.median)
+coordinatewise_median = by_order(middle, order_statistics.median)

@@ -150,7 +150,7 @@ def _hear(values: Tensor, part: dict[int, float], grid: Grid, entropy: Entropy, 
     if not near:
         return torch.zeros_like(values[0])
     weighted = values[near] * torch.tensor([part[other] for other in near], dtype=torch.float64)[:, None]
-    others = len(near) - 1  # nobody may drop out, and all others together recover nothing before
+    others = len(near) - 1  # nobody may drop out, and fewer than all others recover nothing, whatever the server says
     return secure_sum(
         weighted, grid, minimum=len(near), graph=Neighbourhoods(others, others), run=f"node {node}".encode(),
         attempt=attempt, clients=near, entropy=entropy,

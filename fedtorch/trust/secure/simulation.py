@@ -22,8 +22,8 @@ from fedtorch.tree import Tree
 from fedtorch.trust._messages import as_aggregate, as_sums, in_order, kept, like, rows
 from fedtorch.trust.privacy.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.secure.grid import ExactSums, Grid
-from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session, body_of
-from fedtorch.trust.secure.neighbours import Neighbourhoods, around
+from fedtorch.trust.secure.messages import MASKED, PHASES, Aborted, Session, split_words
+from fedtorch.trust.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
 from fedtorch.trust.secure.parties import Client
 from fedtorch.trust.secure.server import Server
 from fedtorch.trust.secure.sites import SiteMasks
@@ -38,20 +38,21 @@ class SecureSum(NamedTuple):
         >>> import torch
         >>> from fedtorch.trust import privacy, secure
         >>> values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
-        >>> made = secure.secure_sum(values, secure.Grid(bits=8), entropy=privacy.from_seed(0))
+        >>> made = secure.secure_sum(values, secure.Grid(bits=8), dropouts=0, entropy=privacy.from_seed(0))
         >>> made.total
         tensor([ 7., 70.], dtype=torch.float64)
         >>> made.masked.shape, bool((made.masked == secure.Grid(bits=8).encode(values)).any())
         (torch.Size([3, 2]), False)
         >>> made.sent // 3  # bytes of a client: 16 of words, the others of keys, shares and signatures
-        971
+        1205
     """
 
     total: Tensor  # (D,) float64, exactly that of the survivors' numbers on the grid
     survivors: list[int]  # rows of those that are in it
     masked: Tensor  # (M, D) int64, all that the server has seen of the survivors' numbers
     sent: int  # bytes of all messages of clients
-    seconds: float  # of clients' work, all together
+    received: int  # bytes of all that the server has passed on to them
+    seconds: float  # of the processor, for clients' work, all together
 
 
 def secure_sum(
@@ -59,6 +60,9 @@ def secure_sum(
     grid: Grid | ExactSums = Grid(),  # noqa: B008
     *,
     minimum: int = 3,
+    adversary: Adversary = "active",
+    dropouts: float = 0.3,
+    corrupt: float = 0.1,
     gone: Mapping[int, int] | None = None,
     graph: Neighbourhoods | None = None,
     tamper: Tamper | None = None,
@@ -76,28 +80,30 @@ def secure_sum(
         values: a client a row; with `ExactSums` numbers in the limbs of `fedtorch.exact` side by side.
         grid: that all clients agree on.
         minimum: clients of a sum.
-        gone: row -> the phase (1 to 5) before which a client drops out.
-        graph: neighbours and threshold; default: by `around`.
+        adversary: the server that single numbers are hidden from, `"active"` or `"curious"`; see `neighbourhoods`.
+        dropouts: the part of the clients that may drop out; with 0 each has to stay until the end.
+        corrupt: the part of the clients that may work with the server.
+        gone: row -> the phase (1 to 6) before which a client drops out.
+        graph: neighbours and threshold; default: those of `neighbourhoods` for these dropouts and corrupt clients.
         tamper: what the network does to messages.
         run: a name of the run.
         round: of the run.
         attempt: of the round; another one has other masks.
-        apart: clients by which the survivors differ at least from those of each earlier sum, unless they are the same.
+        apart: clients of every combination of this sum with earlier ones, at least, unless one was of the same clients.
         clients: numbers of the rows' clients, from 0 on; default: the rows' own.
         earlier: clients that survived in earlier sums.
         entropy: of all secrets; default: the operating system's.
 
     Raises:
-        Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or differ from an earlier
-            one by fewer than `apart`.
-        ValueError: numbers off the grid's range, or too few clients.
+        Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or a combination with
+            earlier ones of fewer than `apart`.
+        ValueError: numbers off the grid's range, or too few clients for these dropouts and corrupt clients.
 
     Example:
         >>> import torch
         >>> from fedtorch.trust import privacy, secure
         >>> values = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
-        >>> some = secure.Neighbourhoods(neighbours=3, threshold=2)
-        >>> made = secure_sum(values, gone={3: 3}, graph=some, entropy=privacy.from_seed(0))
+        >>> made = secure_sum(values, gone={3: 4}, dropouts=0.25, entropy=privacy.from_seed(0))
         >>> made.total, made.survivors  # client 3 has dropped out before it said its number
         (tensor([7.], dtype=torch.float64), [0, 1, 2])
     """
@@ -112,23 +118,21 @@ def secure_sum(
         for k in numbers
     }
     public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
-    graph = around(len(numbers)) if graph is None else graph
-    session = Session(run, round, attempt, public, words.shape[1], graph, minimum, grid.width, apart)
+    if graph is None:
+        graph = neighbourhoods(len(numbers), corrupt, dropouts, adversary=adversary, minimum=minimum)
+    session = Session(run, round, attempt, public, words.shape[1], graph, minimum, grid.width, apart, adversary)
     before = [frozenset(client + 1 for client in each) for each in earlier]
-    parties = {
-        k: Client(session, k, keys[k], entropy, own, [each for each in before if k in each])
-        for k, own in zip(numbers, words)
-    }
+    parties = {k: Client(session, k, keys[k], entropy, own, before) for k, own in zip(numbers, words)}
     row = {k: place for place, k in enumerate(numbers)}
     gone = {} if gone is None else {numbers[place]: phase for place, phase in gone.items()}
     server = Server(session)
-    wire, there = _Wire(server, gone, tamper), numbers
+    wire = _Wire(server, gone, tamper)
     for phase in PHASES:
-        wire.phase(phase, there, parties)
-        there = list(server.messages[phase])
+        wire.phase(phase, sorted(server.present(phase)), parties)
     total, survivors = grid.decode(server.total()), server.survivors
-    seen = [torch.frombuffer(bytearray(body_of(server.messages[MASKED][k])), dtype=torch.int64) for k in survivors]
-    return SecureSum(total, [row[k] for k in survivors], torch.stack(seen), wire.sent, wire.seconds)
+    seen = [bytearray(split_words(session, server.messages[MASKED][k])[1]) for k in survivors]
+    masked = torch.stack([torch.frombuffer(each, dtype=torch.int64) for each in seen])
+    return SecureSum(total, [row[k] for k in survivors], masked, wire.sent, wire.received, wire.seconds)
 
 
 class _Wire:
@@ -136,7 +140,7 @@ class _Wire:
 
     def __init__(self, server: Server, gone: Mapping[int, int], tamper: Tamper | None) -> None:
         self.server, self._gone, self._tamper = server, gone, tamper
-        self.sent, self.seconds = 0, 0.0
+        self.sent, self.received, self.seconds = 0, 0, 0.0
 
     def phase(self, phase: int, clients: Sequence[int], parties: Mapping[int, Client]) -> None:
         """Lets clients say what they have to, but for those that drop out before it."""
@@ -144,9 +148,10 @@ class _Wire:
             if phase >= self._gone.get(client, phase + 1):
                 continue
             payload = self.server.request(phase, client)
-            began = time.perf_counter()
+            self.received += len(payload)
+            began = time.process_time()
             message: bytes | None = parties[client].answer(phase, payload)
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.process_time() - began
             self.sent += len(message or b"")
             if self._tamper is not None and message is not None:
                 message = self._tamper(phase, client, message)
@@ -159,6 +164,10 @@ def secure_star(
     minimum: int = 3,
     entropy: Entropy | None = None,
     apart: int = 1,
+    *,
+    adversary: Adversary = "active",
+    dropouts: float = 0.3,
+    corrupt: float = 0.1,
 ) -> Exchange:
     """A star whose server sees a round's sums only, each number of them on the grid.
 
@@ -173,41 +182,42 @@ def secure_star(
         grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
         minimum: clients of a sum; over sites, sites.
         entropy: of all secrets; default: the operating system's.
-        apart: clients by which the survivors of a round differ at least from those of each earlier one, unless they are
-            the same. Where clients tell nearly the same in every round, one sum less another is that of the clients
-            by which they differ: `apart=minimum` rules that out for pairs of rounds, and ends a run in which a single
-            client drops out.
+        apart: clients of every combination of a round's sum with those of earlier rounds, at least, unless one was of
+            the same clients. Where clients tell nearly the same in every round, one sum less another is that of the
+            clients by which they differ: `apart=minimum` rules that out, also for three sums and more, and ends a run
+            in which a single client drops out.
+        adversary: the server that single messages are hidden from: `"active"`, which may tell every client another
+            story, or `"curious"`, which keeps to the protocol and is content with fewer neighbours and a lower
+            threshold; part of what all parties agree on, and of a run's settings in reports and records.
+        dropouts: the part of a round's clients that may drop out of its sum. From seven clients on, and of four, an
+            active server leaves room for 0.3; where it does not, the round says so. With 0 all have to stay.
+        corrupt: the part of a round's clients that may work with the server.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
         >>> from fedtorch.trust import secure
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
         >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
-        >>> algorithm = dataclasses.replace(plain, exchange=secure.secure_star())
+        >>> algorithm = dataclasses.replace(plain, exchange=secure.secure_star(dropouts=0.2))
         >>> one, two = (ft.run(a, ft.InProcess(data), rounds=1).server for a in (plain, algorithm))
         >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
         True
     """
     entropy = from_system() if entropy is None else entropy
-    exchange = kept(star(), partial(_finish, grid, minimum, entropy, apart, [], count()))
-    return exchange._replace(masks=SiteMasks(grid, max(minimum, 3), apart))
+    masks = SiteMasks(grid, max(minimum, 3), apart, adversary, dropouts, corrupt)
+    return kept(star(), partial(_finish, masks._replace(minimum=minimum), entropy, [], count()))._replace(masks=masks)
 
 
 def _finish(
-    grid: Grid | ExactSums,
-    minimum: int,
-    entropy: Entropy,
-    apart: int,
-    earlier: list[list[int]],
-    attempts: Iterator[int],
-    found: RowsOf,
+    masks: SiteMasks, entropy: Entropy, earlier: list[list[int]], attempts: Iterator[int], found: RowsOf
 ) -> Tree:
     """The aggregate of a round, whose survivors are added to those of earlier ones."""
     ids, messages = in_order(found)
     summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
     made = secure_sum(
-        rows(summed).cpu(), grid, minimum=minimum, attempt=next(attempts), clients=ids.tolist(), apart=apart,
-        earlier=earlier, entropy=entropy,
+        rows(summed).cpu(), masks.grid, minimum=masks.minimum, attempt=next(attempts), clients=ids.tolist(),
+        apart=masks.apart, earlier=earlier, entropy=entropy, adversary=masks.adversary, dropouts=masks.dropouts,
+        corrupt=masks.corrupt,
     )  # fmt: skip
     earlier.append(ids.tolist())
     total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), tree.take(summed, slice(0, 1)))

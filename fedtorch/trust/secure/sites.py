@@ -5,14 +5,13 @@ adds up the words, and takes part in the protocol of `parties` as one client. Th
 all clients, to the bit. What is hidden from the server is a site's part, among those of `minimum` sites; of single
 clients it learns that they have answered.
 
-A round that has to be done again sums the same messages. Its sites are then the same as before, or others by `minimum`
-at least, so that no difference of two sums is one of fewer. Between rounds nothing is compared: where messages hardly
-change, two rounds' sums with and without a site say nearly what it said.
+A site takes part in sums over one start with the same sites only, whatever the round, the run or the keys; see
+`fedtorch.federation.remote.past_sums`. Where starts hardly differ and messages hardly change, two sums with and without
+a site say nearly what it said, and noise only keeps that back, such as that of `privacy.local_level(..., quorum=q)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -29,19 +28,28 @@ from fedtorch.trust.privacy.entropy import from_system
 from fedtorch.trust.secure import ring
 from fedtorch.trust.secure.grid import ExactSums, Grid
 from fedtorch.trust.secure.messages import PHASES, Aborted, Session
-from fedtorch.trust.secure.neighbours import around
+from fedtorch.trust.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
 from fedtorch.trust.secure.parties import Client
 from fedtorch.trust.secure.server import Server
 
-_FEW = 64  # neighbours that a site can mask with without a thought
+_FEW = 65  # sites that can all mask with one another
+_SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a server whose sites try 2⁴⁰ keys
 
 
 class SiteMasks(NamedTuple):
-    """What a secure exchange brings to sites; see `fedtorch.federation.masks.Masks`, and `SiteSums`."""
+    """What a secure exchange brings to sites; see `fedtorch.federation.masks.Masks`, and `SiteSums`.
+
+    Up to 65 sites mask with all others; of more each has neighbours that are drawn. `dropouts` and `corrupt` are parts
+    of the sites with which a sum begins. A server may begin with fewer than there are: as many as then may still work
+    with it, `round(corrupt * minimum)`, are allowed for in every sum, and more only where more sites begin.
+    """
 
     grid: Grid | ExactSums
     minimum: int  # sites of a sum, at least 3
     apart: int
+    adversary: Adversary = "active"  # the server that sites' sums are hidden from
+    dropouts: float = 0.3  # the part of the sites that may drop out of a sum
+    corrupt: float = 0.1  # the part that may work with the server
     phases: tuple[int, ...] = tuple(PHASES)
 
     @property
@@ -50,11 +58,16 @@ class SiteMasks(NamedTuple):
         return 2.0**-self.grid.bits
 
     def __str__(self) -> str:
-        return f"sums under masks on {self.grid}, of at least {self.minimum} sites"
+        return (
+            f"sums under masks on {self.grid}, of at least {self.minimum} sites, hidden from a server that is "
+            f"{self.adversary}, with dropouts={self.dropouts:g} and corrupt={self.corrupt:g}"
+        )
 
-    def check(self, clients: int) -> None:
-        """Raises ValueError for clients whose sums do not fit the grid, or settings that are not for sites."""
+    def check(self, clients: int, parties: int | None = None) -> None:
+        """Raise ValueError for clients whose sums do not fit the grid, or settings that are not for so many sites."""
         self.grid.check(clients)
+        if parties is not None:
+            self._near(parties)
         if self.apart > 1:
             raise ValueError(
                 "Expected apart=1 over sites, whose sums differ by the clients that each has asked, but got "
@@ -66,23 +79,24 @@ class SiteMasks(NamedTuple):
         summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
         return SiteSums(self._session(parties, self.grid.encode(rows(summed))), self.grid, summed)
 
-    def party(
-        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
-    ) -> Client:
+    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
         """A site's part, whose secrets are of the operating system and of this sum alone."""
         words = self.grid.encode(rows(tree.map(as_sums, found.message, is_leaf=(Mean, Sum))).cpu())
         total = reduce(lambda one, other: ring.add(one, other, self.grid.width), words, torch.zeros_like(words[0]))
         key = Ed25519PrivateKey.from_private_bytes(signing)
-        return Client(self._session(parties, words), number, key, from_system(), total, earlier)
+        return Client(self._session(parties, words), number, key, from_system(), total)
 
     def _session(self, parties: Parties, words: Tensor) -> Session:
-        """Few sites mask with all others; fewer than `minimum` − 1 that work with the server learn nothing more."""
-        others, near = len(parties.keys) - 1, around(len(parties.keys))
-        near = near._replace(neighbours=others) if others <= _FEW else near
-        near = near._replace(threshold=min(max(near.threshold, self.minimum - 1), near.neighbours))
+        """What the sites of a sum and the server agree on."""
         return Session(
-            parties.run, 0, parties.attempt, parties.keys, words.shape[1], near, self.minimum, self.grid.width,
-            apart=self.minimum,
+            parties.run, 0, parties.attempt, parties.keys, words.shape[1], self._near(len(parties.keys)), self.minimum,
+            self.grid.width, adversary=self.adversary,
+        )  # fmt: skip
+
+    def _near(self, sites: int) -> Neighbourhoods:
+        return neighbourhoods(
+            sites, self.corrupt, self.dropouts, _SECRECY, adversary=self.adversary, minimum=self.minimum,
+            everybody=sites <= _FEW,
         )  # fmt: skip
 
 
@@ -100,12 +114,12 @@ class SiteSums(Server):
         >>> from fedtorch.federation.exchange import RowsOf
         >>> from fedtorch.federation.masks import Parties
         >>> from fedtorch.trust import secure
-        >>> masks = secure.SiteMasks(secure.Grid(), minimum=3, apart=1)  # those of `secure.secure_star()`
+        >>> masks = secure.SiteMasks(secure.Grid(), minimum=3, apart=1, dropouts=0)  # of `secure_star(dropouts=0)`
         >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
         >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
         >>> agreed = Parties(b"run", 0, {site: key.public_key().public_bytes_raw() for site, key in signing.items()})
         >>> message = ft.Mean(torch.tensor([[3.0], [5.0]]), torch.ones(2))  # of two clients of every site
-        >>> sites = {k: masks.party(agreed, k, secrets[k], RowsOf(torch.arange(2), message), ()) for k in secrets}
+        >>> sites = {k: masks.party(agreed, k, secrets[k], RowsOf(torch.arange(2), message)) for k in secrets}
         >>> server = masks.server(agreed, ft.Mean(torch.zeros(0, 1), torch.zeros(0)))
         >>> for phase in masks.phases:
         ...     for site, part in sites.items():
@@ -142,16 +156,14 @@ class HereOnly(NamedTuple):
     def __str__(self) -> str:
         return self.why
 
-    def check(self, clients: int) -> None:
-        """Raises ValueError."""
+    def check(self, clients: int, parties: int | None = None) -> None:
+        """Raise ValueError."""
         raise ValueError(f"Expected an exchange that sites can keep among them, but got {self.why}")
 
     def server(self, parties: Parties, message: Tree) -> SiteSums:
         """There is none."""
         raise Aborted(self.why)
 
-    def party(
-        self, parties: Parties, number: int, signing: bytes, found: RowsOf, earlier: Sequence[frozenset[int]]
-    ) -> Client:
+    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
         """There is none."""
         raise Aborted(self.why)

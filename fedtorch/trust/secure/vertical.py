@@ -6,8 +6,9 @@ gradient. `masked_party` puts masks on what a party sends, one for each other pa
 drives them, do not know.
 
 In its first message each party says a key, signed, which the server passes on; masks then are fresh in every message.
-*From whom:* the server, and the server with all but two of the parties, of whom it learns the sum. All parties take
-part in every iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
+*From whom:* the server, whether it keeps to the protocol or passes keys on as it likes (they are signed, and all have
+to be there), and the server with all but two of the parties, of whom it learns the sum. All parties take part in every
+iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
 
@@ -38,11 +39,11 @@ import itertools
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
 from fedtorch.trust.privacy.entropy import Entropy, Purpose
-from fedtorch.trust.secure._both_sides import commitment, opened_adverts, pair_mask
+from fedtorch.trust.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
 from fedtorch.trust.secure.grid import Grid
 from fedtorch.trust.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.trust.secure.neighbours import Neighbourhoods
@@ -94,8 +95,12 @@ def masked_party(
     adverts = opened_adverts(session, unbundle(_text((yield Receive(0, _room(session))))))
     if adverts.get(party, (b"",))[0] != public:
         raise Aborted(f"Expected party {party}'s own advert among those of all, but it is missing")
-    shared = {other: secret.exchange(X25519PublicKey.from_public_bytes(adverts[other][0]))
-              for other in adverts if other != party}  # fmt: skip
+    shared: dict[int, bytes] = {}
+    for other in sorted(adverts.keys() - {party}):
+        found = exchanged(secret, adverts[other][0])
+        if found is None:
+            raise Aborted(f"Expected a key of party {other}, but got one of low order", (other,))
+        shared[other] = found
     number = itertools.count()
 
     def mask(step: Send | Receive) -> Half:

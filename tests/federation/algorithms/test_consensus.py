@@ -12,7 +12,9 @@ from support.closed_forms import distance, linear, linear_clients, same_bits, sg
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation import run as running
-from fedtorch.federation.algorithms.consensus import Averaging, consensus
+from fedtorch.federation.algorithms import ep
+from fedtorch.federation.algorithms.consensus import Averaging, at_node, consensus
+from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gibbs import graphical, sparse
 
 K = 6
@@ -99,6 +101,54 @@ def test_deep_learning_without_a_server_to_a_tolerance(network: ft.Network, name
     for node in range(K):
         row = tree.map(lambda leaf, node=node: leaf[node], found.server)
         assert distance(row, served.server) < 1000 * tolerance
+
+
+@networks
+def test_expectation_propagation_without_a_server_is_that_with_one(network: ft.Network) -> None:
+    """Its end, its posteriors, those of devices and the correction; at every node, and of their mean.
+
+    A round passes an error on at most tenfold, and divides it by what is left of a precision of order one.
+    """
+    model, data, tolerance = hierarchical.linear(hierarchical.normal(3), noise=0.3), linear_clients(SIZES), 1e-9
+    population, close = ft.InProcess(data), 1e-6
+    served = ft.run(ft.ep(model), population, rounds=60, until=ep.settled())
+    alone = ft.run(ft.without_server(ft.ep(model), network, tolerance), population, rounds=60, until=ep.settled())
+    assert served.number < 60
+    assert alone.number == served.number
+    assert ep.converged(alone)
+    for name in ("mean_change", "sd_change", "damping", "improper"):
+        assert np.allclose(alone.log[name], served.log[name], rtol=1e-5, atol=1e-5)
+    q = ep.posterior(served)
+    for node in (None, 0, K - 1):
+        found = ep.posterior(alone, node=node)
+        assert distance(found.mean, q.mean) < close
+        assert distance(found.covariance_matrix, q.covariance_matrix) < close
+    one, two = ep.devices(served), ep.devices(alone)
+    assert distance(two, one) < close
+    corrected = [ep.corrected(run, points=512) for run in (served, alone)]
+    assert distance(corrected[1].posterior.mean, corrected[0].posterior.mean) < close
+    assert corrected[1].effective == pytest.approx(corrected[0].effective, rel=1e-4)
+    own = ep.corrected(alone, points=512, node=2)
+    assert distance(own.posterior.stddev, corrected[0].posterior.stddev) < close
+    one, two = ep.devices(served, given=corrected[0]).marginals(), ep.devices(alone, given=own).marginals()
+    assert distance(two.mean, one.mean) < close
+
+
+def test_every_node_has_its_own_copy() -> None:
+    """With a coarse tolerance they differ, and each is asked by its number."""
+    model, data = hierarchical.linear(hierarchical.normal(3), noise=0.3), linear_clients(SIZES)
+    run = ft.run(ft.without_server(ft.ep(model), NETWORKS["ring"], 1e-3), ft.InProcess(data), rounds=4)
+    copies = [ep.posterior(run, tolerance=float("inf"), node=node).mean for node in range(K)]
+    assert all(not torch.equal(copies[0], copy) for copy in copies[1:])
+    mean = ep.posterior(run, tolerance=float("inf")).mean
+    expected = gaussian.moments(tree.map(lambda copies: copies.mean(0), run.server.posterior)).mean
+    assert torch.equal(mean, expected)
+    assert int(at_node(run.server).version) == 4
+    with pytest.raises(ValueError, match=f"node of 0…{K - 1}, or None for the mean of all, but got {K}"):
+        ep.posterior(run, node=K)
+    served = ft.run(ft.ep(model), ft.InProcess(data), rounds=4)
+    with pytest.raises(ValueError, match="without a server to ask node 0, but got one with; leave node= away"):
+        ep.posterior(served, node=0)
 
 
 def test_traffic_goes_over_the_edges() -> None:

@@ -363,9 +363,7 @@ def test_steps_that_are_too_long_stop_the_run(learn: CovarianceUpdate) -> None:
     """The first devices whose numbers overflow are named, so that a tuner sees that the setting diverged."""
     algorithm = matrix_normal(ft.least_squares(head(), steps=20, lr=3.0), covariance=learn)
     run = ft.Run(algorithm, ft.InProcess(related(SIZES)))
-    with pytest.raises(
-        ValueError, match=r"Expected finite messages, but client .* sent NaN or Inf in 'parameters\.value'"
-    ):
+    with pytest.raises(ValueError, match=r"but client .* sent NaN, Inf or a negative weight in 'parameters\.value'"):
         list(run.rounds(40))
     assert 0 < run.number < 40
     assert run.server.covariance.dense().isfinite().all()
@@ -419,3 +417,25 @@ def test_the_noise_of_a_clock_beside_an_indicator_is_that_of_least_squares() -> 
     one, noise = statistics(data), noise_variance(summary)
     mode = posterior_mode(one, noise, final.covariance)
     assert mode.residual < 1e-9
+
+
+def test_a_frozen_body_is_a_feature_map_and_a_trainable_one_is_refused() -> None:
+    data = linear_clients([12, 9, 15, 20])
+    net = nn.Sequential(nn.Unflatten(-1, (1, 3)), nn.Conv1d(1, 2, 2), nn.Tanh(), nn.Flatten()).double()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.arange(1.0, parameter.numel() + 1).cos().reshape(parameter.shape))
+    net.requires_grad_(False)
+    seen = ft.data.from_tensors([(net(x), y) for x, y in data])
+    steps = lambda module: ft.gradient_descent(
+        module, steps=2, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    for solver in (lambda module: ft.least_squares(module, steps=5), steps):
+        one = ft.run(matrix_normal(solver(LinearHead(4, net, dtype=torch.float64))), ft.InProcess(data), rounds=4)
+        two = ft.run(matrix_normal(solver(LinearHead(4, dtype=torch.float64))), ft.InProcess(seen), rounds=4)
+        assert distance(one.server.parameters, two.server.parameters) < 1e-9
+        with torch.no_grad():
+            assert distance(one.client_module(3)(data[3][0]), two.client_module(3)(seen[3][0])) < 1e-9
+    net.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"coefficients alone are trained, .* feature_map\.1\.weight"):
+        matrix_normal(steps(LinearHead(4, net, dtype=torch.float64)))

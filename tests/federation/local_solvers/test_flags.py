@@ -85,6 +85,37 @@ def test_a_late_joiner_goes_on_from_the_trained_posterior(posterior: ft.Run) -> 
     assert float(again.step().info["loss"][0]) < before + 0.3
 
 
+def test_a_posterior_that_would_be_set_anew_with_every_call_is_refused() -> None:
+    """The flag is the only buffer that training changes, and changes once: also not by a first look at the rows."""
+    local = ft.gradient_descent(Regression(), steps=1, batched=False)
+    with pytest.raises(ValueError, match=r"changes the buffers .*variational_params_initialized"):
+        ft.Run(ft.fedavg(local), ft.InProcess(waves())).step()
+
+
+def test_gtv_keeps_flags_with_the_nodes_and_evaluates_each_by_itself() -> None:
+    """Nodes that are not coupled are trained as each alone; GPyTorch caches what it has evaluated of another node."""
+    data = waves().to(dtype=torch.float64)
+    local = ft.gradient_descent(Regression().double(), steps=15, batched=False, buffers="local", reset="never")
+    run = ft.Run(ft.gtv(local, ft.Network.ring(4), alpha=0.0), ft.InProcess(data))
+    square = {"error": lambda prediction, target: (prediction - target).square()}
+    for _ in range(2):  # what was cached in one round must not be used in the next
+        run.step()
+        found = run.evaluate(data, square)["error"].clients
+        with torch.no_grad():
+            own = [(run.client_module(k).eval()(x) - y).square().mean() for k, (x, y) in enumerate(data)]
+        assert torch.allclose(torch.as_tensor(found), torch.stack(own), rtol=1e-9)
+    alone = ft.run(ft.fedavg(local), ft.InProcess(data.select([2])), rounds=2)
+    for name, value in alone.tensors([0]).items():
+        assert torch.allclose(run.tensors([2])[name], value, rtol=0, atol=1e-8), name
+    assert bool((run.tensors()["posterior.variational_strategy.variational_params_initialized"] == 1).all())
+    coupled = ft.run(ft.gtv(local, ft.Network.ring(4), alpha=0.3), ft.InProcess(data), rounds=2)
+    apart, near = (one.tensors()["likelihood.noise_covar.raw_noise"].std() for one in (run, coupled))
+    assert float(near) < float(apart)
+    averaged = ft.gradient_descent(Regression(), steps=1, batched=False, buffers="average")
+    with pytest.raises(ValueError, match=r"trainable parameters to couple, but got buffers .* use buffers='local'"):
+        ft.gtv(averaged, ft.Network.ring(4), alpha=0.3)
+
+
 class Flagged(nn.Module):
     """Adds a constant in its first training step only."""
 

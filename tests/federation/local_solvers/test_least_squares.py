@@ -284,6 +284,61 @@ def test_a_linear_head_is_a_linear_layer_of_its_features(steps: int | None) -> N
     assert distance(theta["coefficients"][0], torch.linalg.lstsq(design, y[:, None]).solution[:, 0]) < 100 * ROUNDING
 
 
+def body(trained: bool = False) -> nn.Sequential:
+    """The convolutional body of a network, whose dropout would make features random; no generator of everybody's."""
+    net = nn.Sequential(nn.Unflatten(-1, (1, 3)), nn.Conv1d(1, 4, 2), nn.Tanh(), nn.Dropout(0.5), nn.Flatten())
+    with torch.no_grad():
+        for number, parameter in enumerate(net.parameters()):
+            parameter.copy_(torch.arange(1.0 + number, parameter.numel() + 1 + number).sin().reshape(parameter.shape))
+    return net.double().requires_grad_(trained)
+
+
+@pytest.mark.parametrize("steps", [None, 3])
+def test_the_frozen_body_of_a_network_is_a_feature_map(steps: int | None) -> None:
+    """Evaluated as in `eval()`, on rows as a network wants them; the same as its features computed before."""
+    data, eyes = linear_clients(SIZES), body().eval()
+    with torch.no_grad():
+        seen = ft.data.from_tensors([(eyes(x), y) for x, y in data])
+    runs = [
+        ft.run(ft.fedavg(ft.least_squares(module, steps=steps)), ft.InProcess(rows, 3), rounds=2)
+        for module, rows in ((ft.LinearHead(8, body(), dtype=torch.float64), data), (ft.LinearHead(8).double(), seen))
+    ]
+    found, expected = (run.server["coefficients"] for run in runs)
+    assert list(runs[0].server) == ["coefficients"]
+    assert distance(found, expected) < 1e-9
+    x, _ = data[2]
+    with torch.no_grad():
+        for module in (runs[0].global_module(), runs[0].client_module(2)):
+            assert distance(module(x), eyes(x) @ found[:-1] + found[-1]) < 1e-9
+    scores = [run.evaluate(rows, {"error": nn.functional.mse_loss})["error"] for run, rows in zip(runs, (data, seen))]
+    assert scores[0].overall == pytest.approx(scores[1].overall, rel=1e-9)
+
+
+def test_a_body_that_is_to_be_trained_is_refused_with_what_to_do() -> None:
+    with pytest.raises(
+        ValueError, match=r"got trainable feature_map\.1\.weight, .*feature_map\.requires_grad_\(False\)"
+    ):
+        ft.least_squares(ft.LinearHead(8, body(trained=True), dtype=torch.float64))
+    head = ft.LinearHead(8, body(), dtype=torch.float64)
+    head.coefficients.requires_grad_(False)
+    with pytest.raises(ValueError, match="got frozen coefficients; use"):
+        ft.least_squares(head)
+
+
+def test_a_module_with_frozen_parameters_comes_out_whole() -> None:
+    """Of any local solver; the frozen ones are the module's own."""
+    head = ft.LinearHead(8, body(), dtype=torch.float64)
+    solver = ft.gradient_descent(head, steps=1, loss=nn.functional.mse_loss, optimizer=sgd_of)
+    run = ft.run(ft.fedavg(solver), ft.InProcess(linear_clients(SIZES)), rounds=1)
+    whole = run.global_module()
+    assert torch.equal(whole.coefficients, run.server["coefficients"])
+    assert torch.equal(whole.feature_map[1].weight, head.feature_map[1].weight)
+
+
+def sgd_of(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
+
+
 def test_the_default_step_never_increases_the_loss_and_ends_at_the_minimiser() -> None:
     data = linear_clients(SIZES)
     start = tree.expand(ft.least_squares(linear()).parameters, len(SIZES))

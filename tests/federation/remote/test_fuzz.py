@@ -146,7 +146,7 @@ def test_a_server_goes_on_without_a_site_that_sends_no_frames() -> None:
 
 
 def masked() -> ft.Algorithm:
-    return dataclasses.replace(scaffold(), exchange=secure.secure_star(secure.Grid(30, 2.0**20)))
+    return dataclasses.replace(scaffold(), exchange=secure.secure_star(secure.Grid(30, 2.0**20), dropouts=0))
 
 
 def letters() -> ft.Algorithm:

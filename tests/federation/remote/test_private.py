@@ -56,7 +56,7 @@ def clients(ledgers: Ledgers, noise: float = 2.0, rate: float = 0.0, **more: Any
 
 
 def quorum(ledgers: Ledgers, noise: float = 2.0) -> ft.Algorithm:
-    plain = dataclasses.replace(ft.fedavg(sgd(0.0, linear(D))), exchange=secure.secure_star(GRID))
+    plain = dataclasses.replace(ft.fedavg(sgd(0.0, linear(D))), exchange=secure.secure_star(GRID, dropouts=0))
     return privacy.local_level(plain, 0.5, noise, delta=DELTA, quorum=3, ledger=ledgers.next())
 
 

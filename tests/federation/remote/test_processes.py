@@ -23,7 +23,7 @@ import fedtorch as ft
 from experiments.benchmarks import remote as benchmark
 from fedtorch import cli, tree
 from fedtorch.federation import checkpoint
-from fedtorch.federation.remote import Remote
+from fedtorch.federation.remote import AuditRecord, Remote
 from fedtorch.transport import Hub, Roster, book, identity, serve
 from fedtorch.transport.enrolment import Desk
 
@@ -96,7 +96,9 @@ def test_sites_as_processes_of_which_one_is_killed(place: Place) -> None:
     host = place.serve()
     for name in NAMES:
         place.join(name, host.port)
-    sites = Remote(host, NAMES, "scaffold", {"rate": 0.05}, quorum=1.0, seconds=60.0, agreed=place.roster.rows)
+    record = AuditRecord(place.folder / "server.jsonl", identity.read(place.folder / "server"))
+    more: dict[str, Any] = {"quorum": 1.0, "seconds": 60.0, "agreed": place.roster.rows, "record": record}
+    sites = Remote(host, NAMES, "scaffold", {"rate": 0.05}, **more)
     run = ft.Run(scaffold(0.05), sites, seed=3)
     for _ in range(3):
         run.step()
@@ -108,6 +110,9 @@ def test_sites_as_processes_of_which_one_is_killed(place: Place) -> None:
     wanted = ft.run(scaffold(0.05), ft.InProcess(DATA), rounds=6, seed=3)
     assert distance(run.server, wanted.server) < ROUNDING
     assert distance(place.models(), wanted.tensors()) < ROUNDING
+    records = [str(record.path), *(str(place.folder / name / "states" / "record.jsonl") for name in NAMES)]
+    authority = place.folder / "server" / "authority.pem"
+    assert cli.main(["record", "verify", *records, "--certificate", str(authority)]) == 0
     host.close()
 
 

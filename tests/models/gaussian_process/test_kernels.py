@@ -128,8 +128,10 @@ def test_any_kernel_of_gpytorch_can_be_coregionalised() -> None:
     x = draw(3, 5, 1)
     assert kernel.cross(x, x[0]).shape == (3, 2, 5, 5)
     assert torch.allclose(kernel.variance(x), kernel.covariance(x, x).diagonal(dim1=-2, dim2=-1))
+    one = Coregionalisation(gpytorch.kernels.RBFKernel().to(DTYPE), 1, torch.Size([3])).to(DTYPE)
+    assert one.cross(x, x[0]).shape == (3, 1, 5, 5)
     with pytest.raises(ValueError, match="batch dimension, the latent processes"):
-        Coregionalisation(gpytorch.kernels.RBFKernel(), 1)
+        Coregionalisation(gpytorch.kernels.RBFKernel(batch_shape=torch.Size([2, 2])), 1)
 
 
 def test_derivatives() -> None:

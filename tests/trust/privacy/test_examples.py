@@ -102,7 +102,7 @@ OPTIMIZERS = {
 def private(
     module: nn.Module | None = None, seed: int | None = 0, optimizer: str = "sgd", **settings
 ) -> ft.LocalSolver:
-    settings = {"clip": 0.5, "noise": NOTHING, "rate": 0.5, "steps": 4, "delta": DELTA, **settings}
+    settings = {"clip": 0.5, "noise": NOTHING, "rate": 0.5, "steps": 4, "delta": DELTA, "ghost": True, **settings}
     return privacy.example_level(
         mlp() if module is None else module,
         loss=settings.pop("loss", nn.functional.mse_loss),

@@ -69,6 +69,57 @@ def test_runs_on_one_ledger_add_up_also_in_turns(tmp_path: Path) -> None:
     assert third.step().report["epsilon"] == pytest.approx(privacy.spent({Release(3.0): 3, Release(5.0): 1}, DELTA))
 
 
+def by_hand(everybody: list[float], sampled: list[tuple[float, float]]) -> float:
+    """The epsilon of Gaussian rounds with everybody and of sampled ones, by dp-accounting alone."""
+    distributions = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")
+    parts = [distributions.from_gaussian_mechanism(noise) for noise in everybody]
+    parts += [distributions.from_gaussian_mechanism(noise, sampling_prob=rate) for noise, rate in sampled]
+    whole = parts[0]
+    for part in parts[1:]:
+        whole = whole.compose(part)
+    return whole.get_epsilon_for_delta(DELTA)
+
+
+def test_a_sampled_run_and_one_of_everybody_add_up_against_who_does_not_know_the_sample(tmp_path: Path) -> None:
+    """Begun with the sampled run, the claim is the weaker one, under which both are counted as they are."""
+    path = tmp_path / "ledger"
+    ft.run(private(path, rate=0.4), ft.InProcess(DATA), rounds=2)
+    after = ft.Run(private(path, noise=5.0), ft.InProcess(DATA))
+    assert after.algorithm.budget.claim.adversary.endswith("and nobody who knows which clients were asked")
+    assert after.step().report["epsilon"] == pytest.approx(by_hand([5.0], 2 * [(3.0, 0.4)]), rel=1e-3)
+    again = ft.Run(private(path, rate=0.4), ft.InProcess(DATA))
+    wanted = by_hand([5.0], 3 * [(3.0, 0.4)])
+    assert wanted <= again.step().report["epsilon"] < 1.001 * wanted
+    assert wanted < by_hand([5.0, 3.0, 3.0, 3.0], [])
+    assert [row["rate"] for row in lines(path)[1:]] == [0.4, 0.4, 1.0, 0.4]
+
+
+def test_where_the_sample_may_be_known_sampled_rounds_count_like_those_of_everybody(tmp_path: Path) -> None:
+    """Begun with everybody, the claim holds against who knows the sample, and no round weakens it."""
+    path = tmp_path / "ledger"
+    ft.run(private(path, noise=5.0), ft.InProcess(DATA), rounds=1)
+    wanted = privacy.spent({Release(5.0): 1, Release(3.0): 2}, DELTA)
+    assert wanted == pytest.approx(by_hand([5.0, 3.0, 3.0], []), rel=1e-3)
+    sampled = private(path, rate=0.4, budget=1.01 * wanted)
+    run = ft.run(sampled, ft.InProcess(DATA), rounds=5)
+    assert run.number == 2  # the budget has room for no more
+    assert run.history["epsilon"].iloc[-1] == pytest.approx(wanted)
+    assert not sampled.budget.claim.adversary.endswith("which clients were asked")
+    run.save(tmp_path / "checkpoint")
+    resumed = ft.Run(private(path, rate=0.4), ft.InProcess(DATA)).load(tmp_path / "checkpoint", anyway=True)
+    assert resumed.algorithm.budget.report()["epsilon"] == pytest.approx(wanted)
+    rows = [(row["rate"], row.get("sampled")) for row in lines(path)[1:]]
+    assert rows == [(1.0, None), (1.0, 0.4), (1.0, 0.4)]
+
+
+def test_claims_that_differ_in_more_than_the_sample_have_ledgers_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    Ledger(path, CLAIM._replace(adversary="peers"), DELTA)
+    for adversary in ("the server", "the server, and nobody who knows which clients were asked"):
+        with pytest.raises(ValueError, match="one ledger has one claim"):
+            Ledger(path, CLAIM._replace(adversary=adversary), DELTA)
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_budget_stops_before_the_round_that_would_exceed_it(tmp_path: Path, in_file: bool) -> None:
     most = privacy.epsilon(noise=3.0, rounds=4, delta=DELTA)

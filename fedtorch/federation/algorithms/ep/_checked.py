@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fedtorch.federation.algorithms.consensus import at_node
+from fedtorch.federation.algorithms.ep.algorithm import Server
 from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.federation.run import Run
 from fedtorch.models import gaussian
@@ -20,38 +22,51 @@ _WHYS = {
 }
 
 
-def checked(run: Run, tolerance: float) -> Any:
-    """The model of a run whose q can be used; raises and warns like `posterior`, on behalf of its caller's caller."""
+class Checked(NamedTuple):
+    """What a run has found that can be used."""
+
+    model: Any
+    server: Server  # of a run without a server, a node's copy or the mean of all
+    nodes: int | None  # how many there are in a run without a server
+
+
+def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
+    """The model and server of a run whose q can be used; raises and warns like `posterior`, for its caller's caller."""
     if run.algorithm.settings.get("algorithm") != "ep":
         raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
-    if not bool(gaussian.is_proper(run.server.posterior)):
+    copies, server = run.server.version.ndim > 0, run.server
+    if copies:
+        server = at_node(server, node)
+    elif node is not None:
+        raise ValueError(f"Expected a run without a server to ask node {node}, but got one with; leave node= away")
+    if not bool(gaussian.is_proper(server.posterior)):
         raise RuntimeError(
             f"Expected the posterior to be a density after {run.number} rounds, but got an indefinite precision; use "
             "a proper prior, more clients, or less damping="
         )
-    if float(run.server.moved.improper) == 1:
+    if float(server.moved.improper) == 1:
         raise RuntimeError(
             "Expected a client whose cavity is a density, but got none: what the prior and the others know of what "
             "is shared is not enough; use a proper prior, or more clients"
         )
-    for warning in _warnings(run, tolerance):
+    for warning in _warnings(run, server, tolerance):
         warnings.warn(warning, RuntimeWarning, stacklevel=3)
-    return run.algorithm.settings["model"]
+    return Checked(run.algorithm.settings["model"], server, len(run.server.version) if copies else None)
 
 
-def _warnings(run: Run, tolerance: float) -> Iterator[str]:
+def _warnings(run: Run, server: Server, tolerance: float) -> Iterator[str]:
     """What a user must know: that q still moves, and whose sites are not renewed any more."""
-    moved = run.server.moved
+    moved = server.moved
     if not converged(run, tolerance):
         yield (
             f"Not converged after {run.number} rounds: the last moved a mean by {float(moved.mean_change):.2g} sd and "
             f"an sd by {float(moved.sd_change):.2g} of itself; allow more rounds or less damping="
         )
-    prior, q = gaussian.unpack(run.server.prior.precision), gaussian.moments(run.server.posterior)
+    prior, q = gaussian.unpack(server.prior.precision), gaussian.moments(server.posterior)
     own = prior.diagonal() > 0
     if bool(own.any()):
         spread = torch.linalg.inv(prior[own][:, own])
-        before = spread @ run.server.prior.shift[own]
+        before = spread @ server.prior.shift[own]
         surprise = float(((q.mean[own] - before).square() / spread.diagonal()).sqrt().amax())
         if surprise > _SURPRISE:
             yield (

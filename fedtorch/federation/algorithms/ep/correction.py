@@ -28,10 +28,10 @@ from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep._start import as_prior
-from fedtorch.federation.exchange import Sum
-from fedtorch.federation.population import Population
+from fedtorch.federation.exchange import Sum, star
 from fedtorch.federation.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical.hyperpriors import Prior
@@ -77,7 +77,7 @@ class Corrected(NamedTuple):
         return ordered.gather(0, place[None])[0]
 
 
-def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01) -> Corrected:
+def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: int | None = None) -> Corrected:
     """Moments of the posterior itself, from one more summed round of a run's clients, all of whom must answer.
 
     A `RuntimeWarning` says so where fewer than a hundred nodes' worth of weight is left: q is too far from the
@@ -87,14 +87,17 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01) -> Corre
         run: of `ep` with a hierarchical model, or with `Factors` that have their `log_factor`.
         points: R, so many numbers are sent by each client.
         tolerance: see `posterior`, which warns and raises alike.
+        node: of a run `ft.without_server`, whose q and sums are used; default: the means of all. The sums are found by
+            consensus there, too.
     """
-    model = checked(run, tolerance)
+    model, server, networked = checked(run, tolerance, node)
     if model.log_factor is None:
         raise ValueError("Expected factors that tell their values, but got none; use Factors(..., log_factor=)")
-    q, prior = gaussian.moments(run.server.posterior), as_prior(model.prior).replaced(run.server.prior)
+    q, prior = gaussian.moments(server.posterior), as_prior(model.prior).replaced(server.prior)
     white = _proposed(len(q.mean), points).to(q.mean)
     nodes = q.mean + white @ torch.linalg.cholesky(q.covariance).mT
-    total = _summed(model.log_factor, nodes, run.population, model.prepare)
+    total = _summed(model.log_factor, nodes, run, model.prepare, networked)
+    total = total if networked is None else at_node(total, node)
     weights = torch.softmax(total + _log_prior(prior, nodes) - _log_mixture(white), 0)
     centre = weights @ nodes
     away = nodes - centre
@@ -109,8 +112,10 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01) -> Corre
     return Corrected(MultivariateNormal(centre, (weights[:, None] * away).mT @ away), nodes, weights, size)
 
 
-def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepare: Callable[[Any], Any]) -> Tensor:
-    """Σ_k log f_k at the nodes `(R,)`, by a round in which clients tell nothing else.
+def _summed(
+    log_factor: LogFactor, nodes: Tensor, run: Run, prepare: Callable[[Any], Any], networked: int | None
+) -> Tensor:
+    """Σ_k log f_k at the nodes `(R,)`, by a round in which clients tell nothing else; a row of each of a network.
 
     Student's nodes may lie a hundred standard deviations out, where covariances have no Cholesky factor in float64;
     a node at which a client cannot compute its factor has no weight.
@@ -120,15 +125,18 @@ def _summed(log_factor: LogFactor, nodes: Tensor, population: Population, prepar
         values = log_factor(inbox, data)
         return Reply(Sum(torch.where(values.isnan() | values.isneginf(), _NOWHERE, values)), state, {})
 
+    # Without a server, neighbours find the sums as in the run, and every one of them has the nodes.
+    outbox = nodes if networked is None else tree.expand(nodes, networked)
     algorithm = Algorithm(
-        init=lambda parameters, clients: (torch.zeros_like(nodes[:, 0]), ()),
-        outbox=lambda server: nodes,
+        init=lambda parameters, clients: (torch.zeros_like(outbox[..., 0]), ()),
+        outbox=lambda server: outbox,
         client=client,
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: {},
         prepare=prepare,
+        exchange=star() if networked is None else run.algorithm.exchange,
     )
-    done, clients = Run(algorithm, population, {}).step(), len(population.names)
+    done, clients = Run(algorithm, run.population, {}).step(), len(run.population.names)
     if len(done.ids) < clients:
         raise RuntimeError(f"Expected an answer of all {clients} clients, but got {len(done.ids)}; repeat")
     return done.server

@@ -20,7 +20,7 @@ def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01
 
     From its cavity, in which what the others know of φ is normal: with five devices that is good to one per cent of an
     sd. Or from the posterior of φ as `corrected` has found it, p(θ_k | all) = ∫ p(θ_k | φ, y_k) p(φ | all) dφ being a
-    mixture over its nodes.
+    mixture over its nodes. In a run `ft.without_server` a device's cavity is of the q that its own node has.
 
     Args:
         run: of `ep` with a hierarchical model.
@@ -31,7 +31,7 @@ def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01
     Raises:
         TypeError: a run of another algorithm, of factors without devices, or of a population that has not its data.
     """
-    model, data = checked(run, tolerance), getattr(run.population, "data", None)
+    model, data = checked(run, tolerance).model, getattr(run.population, "data", None)
     if not isinstance(model, Model) or data is None:
         raise TypeError(
             f"Expected a run of a hierarchical.Model on data at hand, but got one of a {type(model).__name__} on "

@@ -1,0 +1,223 @@
+"""Pages of results: what runs of an experiment found, kept as JSON, and the Markdown that is made of that alone.
+
+`python -m experiments.NAME … --results experiments/results` adds its run to `NAME.json` there, in place of one with the
+same options but `--seeds`, and writes `NAME.md`. A script says in its `READING` of which metrics less or more is
+better, and why a published figure does not come out. Notes below a page are kept. `python -m experiments.result_pages`
+writes all pages again from what is kept.
+
+How a figure compares with the published one: it *agrees* within two standard deviations, the published one where there
+is one, else ours over repetitions; without either, if it is the same to the digits that are printed. Else it is
+*better* or *worse*, or *differs* where neither more nor less is better.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+NOTES = "\n## Notes\n"
+ROUNDING = 1e-9  # of a published figure, where more digits are printed than another order of summing keeps
+NEVER = r"(?!)"
+WIDE = 5  # columns of a table of one line, which stands upright if it has more
+
+
+class Reason(NamedTuple):
+    """Why figures do not come out."""
+
+    where: str  # a pattern in "setting: metric"
+    why: str
+    if_better: bool = False  # whether it is said of better figures, too
+
+
+class Reading(NamedTuple):
+    """How a script's figures are to be read."""
+
+    smaller: str = NEVER  # a pattern of metrics of which less is better
+    larger: str = NEVER
+    reasons: tuple[Reason, ...] = ()
+    across: str = NEVER  # a pattern of settings that are a cell of a table, with groups `line` and `column`
+
+
+Row = Mapping[str, Any]  # of `common.Row`, what is None left out
+
+
+def reading(name: str) -> Reading:
+    """What an experiment's script says about its figures."""
+    return getattr(importlib.import_module(f"experiments.{name}"), "READING", Reading())
+
+
+def tolerance(row: Row) -> float:
+    """How far ours may be from the published figure and agree with it."""
+    sd = row.get("published_sd", row.get("sd"))
+    if sd is not None:
+        return 2 * sd
+    exponent = Decimal(repr(row["published"])).as_tuple().exponent
+    return max(0.5 * 10.0 ** int(exponent), ROUNDING * abs(row["published"]))
+
+
+def compared(row: Row, how: Reading) -> str:
+    """Ours beside the published figure in a word."""
+    gap = row["ours"] - row["published"]
+    if abs(gap) <= tolerance(row):
+        return "agrees"
+    if re.search(how.smaller, row["metric"]):
+        gap = -gap
+    elif not re.search(how.larger, row["metric"]):
+        return "differs"
+    return "better" if gap > 0 else "worse"
+
+
+def why(row: Row, word: str, how: Reading) -> str | None:
+    """The script's reason why a figure does not come out, if it has one."""
+    place = f"{row['setting']}: {row['metric']}"
+    said = [each for each in how.reasons if word != "agrees" and (each.if_better or word != "better")]
+    return next((reason.why for reason in said if re.search(reason.where, place)), None)
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
+
+
+def _number(value: float | None, form: str = ".4g") -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _beside(rows: Sequence[Row], how: Reading) -> list[str]:
+    """The table of what is published, and the reasons why some of it does not come out."""
+    lines: list[list[str]] = []
+    reasons: list[str] = []
+    words: list[str] = []
+    for row in rows:
+        words.append(compared(row, how))
+        verdict, reason = words[-1], why(row, words[-1], how)
+        if reason is not None:
+            reasons += [reason] if reason not in reasons else []
+            verdict = f"does not come out ({verdict}): reason {reasons.index(reason) + 1}"
+        published = _number(row["published"]) + (
+            "" if "published_sd" not in row else f" (sd {row['published_sd']:.2g})"
+        )
+        shown = [_number(row["ours"]), _number(row.get("sd"), ".2g"), str(row.get("repeats", 1)), published, verdict]
+        lines.append([row["setting"], row["metric"], *shown])
+    count = ", ".join(f"{word} {words.count(word)}" for word in sorted(set(words)))
+    text = [*table(["setting", "metric", "ours", "sd", "repetitions", "published", "verdict"], lines), ""]
+    text += [f"Of {len(rows)} published figures: {count}.", ""]
+    if reasons:
+        text += ["Reasons:", "", *(f"{i}. {each}" for i, each in enumerate(reasons, 1)), ""]
+    return text
+
+
+def _others(rows: Sequence[Row], how: Reading) -> list[str]:
+    """Tables of what nothing is published of, alike lines in one."""
+    lines: dict[tuple[str, str], dict[str, Row]] = {}  # by what the table is of and the line's name, a row a column
+    for row in rows:
+        cell = re.fullmatch(how.across, row["setting"])
+        if cell is None:
+            lines.setdefault(("", row["setting"]), {})[row["metric"]] = row
+        else:
+            lines.setdefault((row["metric"], cell["line"]), {})[cell["column"]] = row
+    shown = lambda row: _number(row["ours"]) + (f" ± {row['sd']:.2g}" if "sd" in row else "")
+    text: list[str] = []
+    for (of, columns), keys in groupby(sorted(lines, key=_first(lines)), lambda key: (key[0], _columns(lines[key]))):
+        cells = [[line, *(shown(lines[of, line][name]) for name in columns)] for _, line in keys]
+        if len(cells) == 1 and len(columns) > WIDE:
+            text += [*table([cells[0][0], ""], list(zip(columns, cells[0][1:]))), ""]
+        else:
+            text += [*table([of, *columns], cells), ""]
+    return text
+
+
+def _columns(line: Mapping[str, Row]) -> tuple[str, ...]:
+    return tuple(line)
+
+
+def _first(lines: Mapping[tuple[str, str], Mapping[str, Row]]) -> Any:
+    """Puts lines of one table next to each other, tables in the order of their first lines."""
+    kinds = list(dict.fromkeys((of, _columns(line)) for (of, _), line in lines.items()))
+    return lambda key: kinds.index((key[0], _columns(lines[key])))
+
+
+def _run(run: Mapping[str, Any], how: Reading) -> list[str]:
+    """What one run found, and how it was made."""
+    times = f"{run['seconds']:.0f} s, {run['processor_seconds']:.0f} s of processors"
+    text = [f"`{run['command']}` on", f"{run['machine']}; {run['date']}; {times}.", ""]
+    published = [row for row in run["rows"] if "published" in row]
+    others = [row for row in run["rows"] if "published" not in row]
+    if published:
+        text += _beside(published, how)
+    if others:
+        title = "Of these nothing is published" if published else "Nothing is published of these"
+        repeats = {row["repeats"] for row in others if "sd" in row}
+        spread = (
+            f"; ± is the standard deviation of {', '.join(map(str, sorted(repeats)))} repetitions" if repeats else ""
+        )
+        text += [f"{title}{spread}.", "", *_others(others, how)]
+    return text
+
+
+def page(record: Mapping[str, Any], how: Reading) -> str:
+    """The Markdown of what is kept of an experiment, without notes."""
+    text = [f"# {record['title']}", ""]
+    if any("published" in row for run in record["runs"] for row in run["rows"]):
+        text += [
+            "A figure agrees with the published one within two standard deviations: the published one's, else ours",
+            "over repetitions; without either, if it is the same to the digits printed.",
+            "",
+        ]
+    for number, run in enumerate(record["runs"], 1):
+        text += [f"## Run {number}", ""] if len(record["runs"]) > 1 else []
+        text += _run(run, how)
+    return "\n".join(text).rstrip() + "\n"
+
+
+def dumps(record: Mapping[str, Any]) -> str:
+    """JSON with a line for every row."""
+    runs = []
+    for run in record["runs"]:
+        about = json.dumps({key: value for key, value in run.items() if key != "rows"}, ensure_ascii=False, indent=1)
+        rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in run["rows"])
+        runs.append(f'{about[:-2]},\n "rows": [\n{rows}\n]}}')
+    about = json.dumps({key: record[key] for key in ("experiment", "title")}, ensure_ascii=False, indent=1)
+    return f'{about[:-2]},\n "runs": [\n' + ",\n".join(runs) + "\n]}\n"
+
+
+def options(run: Mapping[str, Any]) -> str:
+    """The command, without how often it repeats and where it writes."""
+    return re.sub(r" --(seeds|results|json|out)[ =]\S+", "", run["command"])
+
+
+def add(folder: Path, name: str, title: str, run: Mapping[str, Any]) -> None:
+    """Keeps a run, in place of one with the same options, and writes the page."""
+    file = folder / f"{name}.json"
+    runs = json.loads(file.read_text())["runs"] if file.exists() else []
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [each for each in runs if options(each) != options(run)] + [run]
+    runs.sort(key=lambda each: each["command"])
+    file.write_text(dumps({"experiment": name, "title": title, "runs": runs}))
+    write(file)
+
+
+def write(kept: Path) -> None:
+    """Writes the page of what is kept in a JSON file, beside it."""
+    record = json.loads(kept.read_text())
+    write_results(kept.with_suffix(".md"), page(record, reading(record["experiment"])))
+
+
+def write_results(file: Path, text: str) -> None:
+    """Writes Markdown, and keeps the notes below that of before."""
+    _, heading, notes = (file.read_text() if file.exists() else "").partition(NOTES)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text + heading + notes)
+
+
+if __name__ == "__main__":
+    for kept in sorted(RESULTS.glob("*.json")):
+        write(kept)

@@ -1,0 +1,232 @@
+"""An append-only file of JSON lines, each with the hash of the line before it and, if wanted, a signature.
+
+An entry is one line of canonical JSON: its number from 1, the time in UTC, the SHA-256 of the line before, what it
+says, and the signature of all of that. Several processes may append to one file. A line that was only written in
+part, when the machine stopped or the disk was full, is removed by the next writer, who says so in an entry.
+
+`read` and `faults` find entries that were changed, removed, repeated or moved. That entries are missing at the *end*
+cannot be seen in the file itself: compare its last entry with one that was noted elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+
+LONGEST = 2**16  # bytes of a line
+_CONTEXT = b"fedtorch log entry 1\n"  # a signature of an entry is none of anything else
+_RESERVED = {"entry", "time", "previous", "signature"}
+
+
+class Entry(NamedTuple):
+    """A line of a log as it was read."""
+
+    line: int  # its number in the file
+    content: dict[str, Any]  # without the signature; empty where the line is no entry
+    signed: bytes  # what the signature is of
+    signature: str
+    digest: str  # of the whole line
+
+    @property
+    def number(self) -> int:
+        """Return the number that the entry says it has, 0 where the line is no entry."""
+        return int(self.content.get("entry", 0))
+
+
+NONE = Entry(0, {}, b"", "", "")
+
+
+class ChainedLog:
+    """Append entries to a log.
+
+    Args:
+        path: of the file; a new one is made where there is none.
+        first: what the first entry of a new file says.
+        sign: bytes -> their signature as text; None leaves entries unsigned.
+
+    Attributes:
+        entries: how many the file has, as of the last time that this process looked.
+        head: the SHA-256 of the last one.
+
+    Raises:
+        ValueError: the file is no log.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = ChainedLog(f"{folder}/log.jsonl", {"event": "opened"})
+        ...     number = log.append({"event": "asked", "round": 1})
+        ...     [entry.content["event"] for entry in read(log.path)], faults(read(log.path)), number
+        (['opened', 'asked'], [], 2)
+    """
+
+    def __init__(self, path: Path | str, first: Mapping[str, Any], sign: Callable[[bytes], str] | None = None) -> None:
+        self.path, self._sign = Path(path).resolve(), sign
+        self.entries, self.head, self._size = 0, "", 0
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            if not self.path.exists():
+                self.path.touch(0o600)
+            self._catch_up()
+            if self.entries == 0:
+                self._write(first)
+                self.sync()
+
+    def append(self, body: Mapping[str, Any]) -> int:
+        """Write an entry and return its number; a process that is killed loses nothing, a power cut may: see `sync`.
+
+        Raises:
+            OSError: the disk does not take it; the file is as it was.
+            ValueError: the file has shrunk or is gone, or the entry is too long.
+        """
+        with self._lock():
+            self._catch_up()
+            self._write(body)
+            return self.entries
+
+    def sync(self) -> None:
+        """Force everything that was appended to the disk."""
+        with self.path.open("rb+") as file:
+            os.fsync(file.fileno())
+
+    def digest_at(self, number: int) -> str:
+        """Return the SHA-256 of an entry, "" where there is none."""
+        return next((entry.digest for entry in read(self.path) if entry.number == number), "")
+
+    def _lock(self) -> FileLock:
+        return FileLock(f"{self.path}.lock")
+
+    def _write(self, body: Mapping[str, Any]) -> None:
+        if _RESERVED & body.keys():
+            raise ValueError(
+                f"Expected no field {sorted(_RESERVED & body.keys())} in an entry, for all entries have it"
+            )
+        time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        content = {**body, "entry": self.entries + 1, "time": time, "previous": self.head}
+        if self._sign is not None:
+            content["signature"] = self._sign(_CONTEXT + canonical(content))
+        line = canonical(content) + b"\n"
+        if len(line) > LONGEST:
+            raise ValueError(f"Expected an entry of at most {LONGEST} bytes, but got one of {len(line)}")
+        try:
+            with self.path.open("ab") as file:
+                file.write(line)
+        except OSError:
+            os.truncate(self.path, self._size)
+            raise
+        self.entries, self.head, self._size = self.entries + 1, digest(line), self._size + len(line)
+
+    def _catch_up(self) -> None:
+        """Take in what others have appended, and remove a last line that is not whole."""
+        if not self.path.exists() or self.path.stat().st_size < self._size:
+            raise ValueError(f"Expected the log {self.path} to only grow, but it is gone or shorter than it was")
+        size = self.path.stat().st_size
+        if size == self._size:
+            return
+        start = max(self._size, size - 2 * LONGEST)  # the last whole line is in there
+        with self.path.open("rb") as file:
+            file.seek(start)
+            news = file.read()
+        whole = news.rfind(b"\n") + 1
+        last = news[news.rfind(b"\n", 0, max(whole - 1, 0)) + 1 : whole]
+        if last:
+            entry = _entry(0, last)
+            if not entry.content:
+                raise ValueError(f"Expected {self.path} to end with an entry of a log, but got {last[:100]!r}")
+            self.entries, self.head = entry.number, entry.digest
+        elif start > self._size:
+            raise ValueError(f"Expected a log of lines of at most {LONGEST} bytes in {self.path}, but got others")
+        self._size = start + whole
+        if rest := news[whole:]:
+            os.truncate(self.path, self._size)
+            if self.entries:
+                self._write({"event": "repaired", "removed_bytes": len(rest), "removed_sha256": digest(rest)})
+
+
+def read(path: Path | str) -> Iterator[Entry]:
+    """Yield the entries of a log one by one; a line that is none has an empty content."""
+    with Path(path).open("rb") as file:
+        number = 0
+        while line := file.readline(LONGEST + 1):
+            number += 1
+            yield _entry(number, line)
+
+
+def faults(entries: Iterator[Entry], verifies: Callable[[bytes, str], bool] | None = None) -> list[str]:
+    """Return what is wrong with the entries of a log, in words, in their order; a last line in part is not.
+
+    Args:
+        entries: of `read`.
+        verifies: (bytes, signature) -> whether the signature fits; None checks the hashes only.
+    """
+    wrong, numbers, before = list[str](), set[int](), Entry(0, {"entry": 0}, b"", "", "")
+    moved = list[str]()
+    for entry in entries:
+        number, fits = entry.number, verifies is None or verifies(_CONTEXT + entry.signed, entry.signature)
+        if not entry.content:
+            if not is_partial(entry):
+                wrong.append(f"line {entry.line} is no entry of a log: it was changed")
+        elif number in numbers:
+            wrong.append(f"entry {number} is there twice")
+        elif not fits:
+            unsigned = "it has no signature" if not entry.signature else "its signature does not fit"
+            wrong.append(f"entry {number} was changed ({unsigned}; hash {entry.digest[:16]})")
+        elif number < before.number:
+            moved.append(f"entry {number} stands behind entry {before.number}: entries were moved")
+        elif number == before.number + 1 and before.digest and entry.content["previous"] != before.digest:
+            wrong.append(
+                f"entry {before.number} was changed, or entry {number}, which has the hash "
+                f"{str(entry.content['previous'])[:16]} of it in place of {before.digest[:16]}"
+            )
+        elif number == 1 and entry.content["previous"]:
+            wrong.append("entry 1 is not the first one that was written")
+        # what is said of an entry is not said again of the next
+        before = entry if fits and entry.content else Entry(0, {"entry": number or before.number + 1}, b"", "", "")
+        numbers.add(before.number)
+    missing = [(one + 1, other - 1) for one, other in pairwise([0, *sorted(numbers - {0})]) if other - one > 1]
+    wrong += [
+        f"entry {one} is missing" if one == last else f"entries {one} to {last} are missing" for one, last in missing
+    ]
+    return wrong + moved
+
+
+def is_partial(entry: Entry) -> bool:
+    """Return whether a line was only written in part, which the next writer mends."""
+    return not entry.content and entry.signature == "partial"
+
+
+def _entry(number: int, line: bytes) -> Entry:
+    hashed = digest(line)
+    if not line.endswith(b"\n"):
+        return Entry(number, {}, b"", "partial" if len(line) <= LONGEST else "", hashed)
+    try:
+        content = json.loads(line)
+        whole = type(content["entry"]) is int and content["entry"] > 0 and canonical(content) + b"\n" == line
+        texts = [content["time"], content["previous"], signature := content.pop("signature", "")]
+        if not whole or not all(isinstance(text, str) for text in texts):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return Entry(number, {}, b"", "", hashed)
+    return Entry(number, content, canonical(content), signature, hashed)
+
+
+def canonical(content: Any) -> bytes:
+    """Return the one way in which a value is written as JSON.
+
+    >>> canonical({"b": 1, "a": [0.5, "ü"]})
+    b'{"a":[0.5,"\\\\u00fc"],"b":1}'
+    """
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def digest(line: bytes) -> str:
+    """Return the SHA-256 of some bytes in hexadecimal."""
+    return hashlib.sha256(line).hexdigest()

@@ -1,0 +1,77 @@
+"""Categorical inputs beside continuous ones."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class EmbedCategories(nn.Module):
+    """Categorical inputs beside continuous ones: each level becomes a learnt point, and continuous columns pass.
+
+    The kernel of the embedded inputs is a kernel of the categories, positive definite whatever the points; levels that
+    behave alike come to lie close together. It is a feature extractor, shared by all units. Only differences of
+    embedded points matter, so the kernel's lengthscales of the new columns are redundant but harmless.
+
+    Args:
+        dims: columns of the inputs.
+        levels: by column, the number of its levels, whose codes are 0, 1, ….
+        size: dimensions of the points of one column.
+
+    Shapes: inputs `(..., N, dims)`; outputs `(..., N, dims − categorical columns + size · categorical columns)`.
+
+    Raises:
+        ValueError: a column that is not there, or fewer than two levels; or codes that are not levels.
+
+    Source: Zhang, Tao, Chen and Apley (2020), "A latent variable approach to Gaussian process modeling with
+    qualitative and quantitative factors"; the source of this package's model names such kernels as future work.
+
+    >>> embed = EmbedCategories(dims=2, levels={1: 4})  # a number, and a category of four levels
+    >>> embed(torch.tensor([[0.7, 0.0], [0.7, 2.0]])).detach().round(decimals=4) + 0.0  # levels start on a circle
+    tensor([[ 0.7000,  0.5000,  0.0000],
+            [ 0.7000, -0.5000,  0.0000]])
+    """
+
+    def __init__(self, dims: int, levels: dict[int, int], size: int = 2) -> None:
+        super().__init__()
+        for column, count in levels.items():
+            if not 0 <= column < dims or count < 2:
+                raise ValueError(
+                    f"Expected columns of 0…{dims - 1} with at least 2 levels, but got {count} levels for column "
+                    f"{column}"
+                )
+        self.levels = dict(levels)
+        self.continuous = [column for column in range(dims) if column not in levels]
+        self.out_dims = len(self.continuous) + size * len(levels)
+        # On a circle, so that all levels start with the same distance to their neighbours.
+        self.points = nn.ParameterList([nn.Parameter(_circle(count, size)) for count in levels.values()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The continuous columns and each level's point."""
+        parts = [x[..., self.continuous]]
+        for (_column, count), points in zip(self.levels.items(), self.points):
+            code = x[..., _column].long()
+            one_hot = (code[..., None] == torch.arange(count, device=x.device)).to(x.dtype)
+            parts.append(one_hot @ points)
+        return torch.cat(parts, -1)
+
+    def check(self, x: Tensor) -> None:
+        """Raises ValueError unless all codes of x `(..., N, dims)` are levels."""
+        for column, count in self.levels.items():
+            code = x[..., column]
+            wrong = (code != code.round()) | (code < 0) | (code >= count)
+            if bool(wrong.any()):
+                raise ValueError(
+                    f"Expected codes 0…{count - 1} in column {column}, but got {code[wrong].flatten()[0].item()}"
+                )
+
+
+def _circle(count: int, size: int) -> Tensor:
+    angle = 2 * math.pi * torch.arange(count) / count
+    points = torch.zeros(count, size)
+    points[:, 0] = angle.cos()
+    if size > 1:
+        points[:, 1] = angle.sin()
+    return 0.5 * points if size > 1 else torch.linspace(-0.5, 0.5, count)[:, None]

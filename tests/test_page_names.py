@@ -1,0 +1,71 @@
+"""What pages call by name is there: names of the package, arguments, files, commands and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import page_names
+
+PAGES = page_names.pages()
+BLOCKS = """
+```python
+import fedtorch as ft
+from fedtorch.models import hierarchical
+
+model = fit(rows)
+```
+"""
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[path.relative_to(page_names.ROOT).as_posix() for path in PAGES])
+def test_every_name_stands_for_something(path: Path) -> None:
+    assert page_names.Page(path).unresolved() == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hierarchical.poisson",
+        "ft.fedavrage",
+        "fedtorch.models.hierarchical.linaer",
+        "privacy.epsilons",
+        "ft.InProcess(data, chunks=1)",
+        "ft.Run.stop_now",
+        "run.bytes_upwards",
+        "data.split_in_halves(0.8)",
+        "model.no_such_member",
+        "wheels=",
+        "ft.scaffold(local) | ft.trust.attacks.no_such_attack([0])",
+        "not_a_word_of_it",
+        "no_such_script.py",
+        "fedtorch/federation/algorithms/<name>.rs",
+        "make no-such-target",
+        "make test PYTEST=tests/vfl",
+        "fedtorch report DIR --no-such-option",
+        "fedtorch no-such-command",
+        "python -m experiments.no_such_experiment",
+        "python -m experiments.quickstart --no-such-option",
+        "--no-such-option",
+        "pip install 'fedtorch[everything]'",
+        "callbacks: [{class_path: fedtorch.NoReport}]",
+    ],
+)
+def test_names_of_nothing_are_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_names, "ROOT", tmp_path)  # of pages only: what programs say is kept
+    page = tmp_path / "page.md"
+    page.write_text(f"{BLOCKS}\nIt is `{text}`.\n")
+    read = page_names.Page(page)
+    monkeypatch.undo()
+    assert len(read.unresolved()) == 1
+
+
+def test_commands_of_blocks_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_names, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```console\n$ fedtorch report DIR  # what it is\n$ make nothing\n```\n\n```python\nft.nothing()\n```\n"
+    )
+    read = page_names.Page(page)
+    monkeypatch.undo()
+    assert read.unresolved() == ["make nothing: no target nothing", "ft.nothing: no ft.nothing"]
