@@ -23,6 +23,10 @@ A site elsewhere makes its own key, and sends no more than a request; a renewed 
 >>> certificate, renewed = (identity.sign(authority, asked, "ward 8") for _ in range(2))
 >>> identity.fingerprint(certificate) == identity.fingerprint(renewed)
 True
+>>> identity.check_site_certificate(certificate)
+>>> identity.check_site_certificate(server.certificate)
+Traceback (most recent call last):
+PermissionError: Expected a certificate for clientAuth, but got one for ['serverAuth']; ...
 >>> site = identity.Identity(key, certificate, server.authority)
 >>> site, site.ends - server.ends < identity.YEAR
 (Identity('ward 8'), True)
