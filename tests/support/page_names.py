@@ -41,7 +41,7 @@ VALUES = {  # what pages call values of these classes
 }
 ALIASES = {"ft": "fedtorch", "fedtorch": "fedtorch", "nn": "torch.nn", "F": "torch.nn.functional", "L": "lightning"}
 PLACEHOLDER = re.compile(r"<\w+>|\b[A-Z]{2,}\b|…|\.\.\.")
-FILE = re.compile(r"[\w.<>*/-]+(/|\.(py|pyi|md|toml|yaml|html|json|txt))|[\w.<>*-]*/[\w.<>*/-]+\.\w+")
+FILE = re.compile(r"[\w.<>*/-]+(/|\.(py|pyi|md|toml|yaml|html|jsonl?|txt))|[\w.<>*-]*/[\w.<>*/-]+\.\w+")
 OWN = re.compile(r"my_")  # the reader's
 MISSING = object()
 
@@ -70,11 +70,12 @@ def files() -> list[str]:
 
 
 @functools.cache
-def programs() -> str:
-    """The repository's programs without comments, docstrings and sentences in strings."""
+def programs(whole: bool = False) -> str:
+    """The repository's programs, unless whole without comments, docstrings and sentences in strings."""
     names = (".py", ".pyi", "Makefile", "pyproject.toml")
     sources = [path for path in files() if path.endswith(names) and path != "tests/test_page_names.py"]
-    return "\n".join(PROSE_IN_CODE.sub(" ", (ROOT / path).read_text()) for path in sources)
+    texts = [(ROOT / path).read_text() for path in sources]
+    return "\n".join(texts if whole else (PROSE_IN_CODE.sub(" ", text) for text in texts))
 
 
 @functools.cache
@@ -257,8 +258,10 @@ class Page:
         return [f"no {name}" for name in names if not is_known(name)]
 
     def has_file(self, text: str) -> bool:
-        """Whether the repository has it, makes it, or a block of the page names it."""
+        """Whether the repository has it, makes it, or a program or a block of the page names it."""
         if text.startswith(MADE) or text in self.words or text.removesuffix("/") in self.words:
+            return True
+        if re.search(rf"(?<![\w.-]){re.escape(text)}\b", programs(whole=True)):
             return True
         wanted = [re.sub(r"<\w+>", "*", text), PLACEHOLDER.sub("*", text)]
         return any(fnmatch(f"/{path}", f"*/{each}") for path in files() for each in wanted)
