@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import argparse
 import ast
-import builtins
 import functools
 import importlib
 import importlib.util
 import inspect
-import os
 import re
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from fedtorch import cli
+from support.repository import classes, file_names, files, members, modules, options_of_programs, words
 
 ROOT = Path(__file__).parents[2]
 MADE = tuple(line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if "*" not in line)
 FENCED = re.compile(r"^(```+|:::+)([^\n]*)\n(.*?)^\1[ \t]*$", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 PYTHON, CONSOLE = re.compile(r"\{code-cell\}|python"), re.compile(r"console|bash|sh\b")
-PROSE_IN_CODE = re.compile(r'"""(?:.*?)"""|#[^\n]*|"[^"\n]* [^"\n]*"', re.DOTALL)
 VALUES = {  # what pages call values of these classes
     "run": ("fedtorch", "Run"),
     "data": ("fedtorch.data", "FederatedData"),
@@ -55,62 +52,6 @@ def pages() -> list[Path]:
         *ROOT.glob("docs/**/*.md"),
     ]
     return sorted(page for page in found if not page.relative_to(ROOT).as_posix().startswith(MADE))
-
-
-@functools.cache
-def files() -> list[str]:
-    """The files and folders of the repository, folders with a slash at the end."""
-    found = []
-    for folder, names, here in os.walk(ROOT):
-        names[:] = [name for name in names if not name.startswith(".") and name not in ("__pycache__", "_build")]
-        inside = Path(folder).relative_to(ROOT).as_posix()
-        found += [f"{inside}/{name}".removeprefix("./") for name in here]
-        found += [f"{inside}/{name}/".removeprefix("./") for name in names]
-    return found
-
-
-@functools.cache
-def programs(whole: bool = False) -> str:
-    """The repository's programs, unless whole without comments, docstrings and sentences in strings."""
-    names = (".py", ".pyi", "Makefile", "pyproject.toml")
-    sources = [path for path in files() if path.endswith(names) and path != "tests/test_page_names.py"]
-    texts = [(ROOT / path).read_text() for path in sources]
-    return "\n".join(texts if whole else (PROSE_IN_CODE.sub(" ", text) for text in texts))
-
-
-@functools.cache
-def words() -> set[str]:
-    """Every word of the programs, of Python and of its standard library."""
-    return {*re.findall(r"\w+", programs()), *dir(builtins), *sys.stdlib_module_names}
-
-
-@functools.cache
-def members() -> set[str]:
-    """Names that the programs define within something: functions, fields, parameters, keys."""
-    defined = re.findall(r"\bdef (\w+)|\b(\w+)\s*[:=]|\bclass (\w+)", programs())
-    return {name for names in defined for name in names}
-
-
-@functools.cache
-def modules() -> dict[str, list[str]]:
-    """Modules of the package and of the experiments by their last name."""
-    found: dict[str, list[str]] = {}
-    for path in files():
-        if path.startswith(("fedtorch/", "experiments/")) and path.endswith(".py"):
-            name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            found.setdefault(name.rpartition(".")[2], []).append(name)
-    return found
-
-
-@functools.cache
-def classes() -> dict[str, list[str]]:
-    """Modules of the package by the classes and functions that they define."""
-    found: dict[str, list[str]] = {}
-    for path in files():
-        if path.startswith("fedtorch/") and path.endswith(".py") and "/programs/" not in path:
-            for name in re.findall(r"^(?:class|def) (\w+)", (ROOT / path).read_text(), re.MULTILINE):
-                found.setdefault(name, []).append(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-    return found
 
 
 @functools.cache
@@ -259,18 +200,10 @@ class Page:
 
     def has_file(self, text: str) -> bool:
         """Whether the repository has it, makes it, or a program or a block of the page names it."""
-        if text.startswith(MADE) or text in self.words or text.removesuffix("/") in self.words:
-            return True
-        if re.search(rf"(?<![\w.-]){re.escape(text)}\b", programs(whole=True)):
+        if text.startswith(MADE) or text in file_names() or {text, text.removesuffix("/")} & self.words:
             return True
         wanted = [re.sub(r"<\w+>", "*", text), PLACEHOLDER.sub("*", text)]
         return any(fnmatch(f"/{path}", f"*/{each}") for path in files() for each in wanted)
-
-
-@functools.cache
-def options_of_programs() -> set[str]:
-    """The options of all programs, without the dashes."""
-    return set(re.findall(r'"--([\w-]+)"', programs()))
 
 
 @functools.cache
