@@ -68,8 +68,8 @@ say = partial(demo_site.say, "server")
 def serving(iterations: int) -> Iterator[Hub]:
     """A server, and the sites' processes, which have been invited."""
     with tempfile.TemporaryDirectory(prefix="fedtorch-") as temporary:
-        authority = Path(temporary) / "server"
-        own, roster = identity.make_server(authority), Roster(authority / "roster.json")
+        authority = Path(temporary) / "authority"
+        own, roster = identity.make_server(authority), Roster(Path(temporary) / "roster.json")
         desk, hub = Desk(authority, "127.0.0.1:0", roster), serve("127.0.0.1:0", own, roster)
         say(f"an authority of its own; enrols at port {desk.port}, serves at port {hub.port}")
         at = f"127.0.0.1:{desk.port}"

@@ -92,18 +92,15 @@ def mean_of(function: PerExample, largest_is_best: bool | None = None) -> Stacke
             )
         return {"sum": _masked(values, mask).sum(1), "rows": _rows(mask)}
 
-    def compute(sums: Tree) -> Tensor:
-        return sums["sum"] / sums["rows"]
-
-    return StackedMetric(update, compute, largest_is_best)
+    return StackedMetric(update, lambda sums: sums["sum"] / sums["rows"], largest_is_best)
 
 
 def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
     """The mean over examples, and over an example's outputs, of a loss that torch has with `reduction=`.
 
     Args:
-        loss: such as `torch.nn.functional.mse_loss` or `nn.HuberLoss()`, of predictions and targets `(n, ...)`. The
-            weights of its classes are not divided out.
+        loss: such as `torch.nn.functional.mse_loss` or `nn.HuberLoss()`, of predictions and targets `(n, ...)`. Targets
+            of its `ignore_index` are left out; the weights of its classes are not divided out.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -115,31 +112,37 @@ def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
     if isinstance(loss, torch.nn.Module):
         each = copied(loss)
         each.reduction = "none"
+    ignored = _ignored_class(loss)
 
-    def values(prediction: Tensor, target: Tensor) -> Tensor:
+    def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
+        prediction, target = _zero_padding(prediction, mask), _zero_padding(target, mask)
         if prediction.shape == (*target.shape, 1):
             prediction = prediction.squeeze(-1)
-        rows = target.shape[:2]
-        found = each(prediction.flatten(0, 1), target.flatten(0, 1))
-        if found.shape not in (target.flatten(0, 1).shape, (rows.numel(),)):
+        rows = target.flatten(0, 1)
+        found = each(prediction.flatten(0, 1), rows)
+        if found.shape not in (rows.shape, rows.shape[:1]):
             raise ValueError(
                 f"Expected a loss of every example, but got shape {tuple(found.shape)} of predictions "
                 f"{tuple(prediction.shape)} and targets {tuple(target.shape)}; bring them to one shape"
             )
-        return found.reshape(*rows, -1).mean(-1)
+        counted = tree.along(mask.flatten(), found).expand_as(found)
+        if ignored is not None and not rows.is_floating_point():
+            counted = counted & (rows != ignored)
+        total = torch.where(counted, found.detach().double(), 0.0).reshape(len(mask), -1).sum(1)
+        return {"sum": total, "rows": _rows(counted.reshape(len(mask), -1))}
 
-    return mean_of(values, False)
+    return StackedMetric(update, lambda sums: sums["sum"] / sums["rows"], False)
 
 
 def accuracy() -> StackedMetric:
     """The share of examples with the largest logit at the target: logits `(K, N, C)`, classes `(K, N)`.
 
-    Binary logits, `(K, N)` or `(K, N, 1)`, say class 1 where they are positive.
+    Binary logits, `(K, N)` or `(K, N, 1)`, say class 1 where they are positive. NaN is never right.
     """
 
     def hits(prediction: Tensor, target: Tensor) -> Tensor:
         logits, classes = _classification(prediction, target)
-        return logits.argmax(-1) == classes
+        return (logits.argmax(-1) == classes) & ~logits.isnan().any(-1)
 
     return mean_of(hits, True)
 
@@ -305,6 +308,12 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
         if hasattr(metric, "reduction") or "reduction" in inspect.signature(metric).parameters:
             return mean_loss(metric)
     return mean_of(metric)
+
+
+def _ignored_class(loss: Callable[..., Tensor]) -> Any:
+    """The class that a loss ignores, None if it does not."""
+    known = inspect.signature(loss).parameters.get("ignore_index")
+    return getattr(loss, "ignore_index", known and known.default)
 
 
 def _rows(mask: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """How far something is that takes longer than two seconds.
 
-On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error.
+On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error. What is left is said
+from the steps that were done of late, and not before there are a few; the longest wait among them does not count.
 
 Within a `Progress` no other is shown. `progress=False` where a function takes it, `with quiet():` around anything, and
 the environment variable `TQDM_DISABLE=1` silence it.
@@ -15,10 +16,12 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -27,6 +30,8 @@ Told = Mapping[str, Any]  # what is shown beside how far it is
 _SHORT = 2.0  # seconds that nothing is said of
 _BETWEEN = 10.0  # seconds between two lines in a log at least; in a long run a tenth of what has passed
 _REFRESHED = 0.1  # seconds between two states of a bar
+_RECENT = 64  # moments from which it is said how long the rest takes
+_FEW = 3  # stretches between them, at least
 _inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether somebody else shows progress, or nobody may
 
 
@@ -63,6 +68,7 @@ class Progress:
     ) -> None:
         self.title, self.total, self.unit, self.done, self.always = title, total, unit, initial, always
         self._initial, self._began, self._outer = initial, time.monotonic(), _inside.get()
+        self._moments = deque([(0.0, initial)], _RECENT)  # (seconds since it began, steps)
         told = self._outer or os.environ.get("TQDM_DISABLE") or sys.stderr is None
         self._shown = shown and not told
         self._kind: Any = _bar_kind() if self._shown and always else None  # else when something is first shown
@@ -90,7 +96,12 @@ class Progress:
         """
         self.done += steps
         self._tell = tell or self._tell
-        if self._shown and (passed := time.monotonic() - self._began) >= self._next:
+        if not self._shown:
+            return
+        passed = time.monotonic() - self._began
+        if passed - self._moments[-1][0] >= passed / _RECENT:
+            self._moments.append((passed, self.done))
+        if passed >= self._next:
             self._show(passed)
 
     def close(self) -> None:
@@ -121,7 +132,8 @@ class Progress:
                 total=self.total, initial=self._initial, desc=self.title, unit=self.unit, dynamic_ncols=True, **scale
             )
             self._bar.start_t -= passed
-        self._bar.n = self.done
+            self._bar.n = self.done
+        self._bar.update(self.done - self._bar.n)  # which tells it how fast it is now
         self._bar.set_postfix(self._tell(), refresh=True)
 
     def _write(self, passed: float, ended: bool) -> None:
@@ -130,13 +142,21 @@ class Progress:
         of = "" if self.total is None else f" of {amount(self.total)}"
         what = "MB" if self.unit == "B" else f"{self.unit}s"
         parts = [f"{self.title}: {amount(self.done)}{of} {what} in {_duration(passed)}"]
-        made = self.done - self._initial
-        if not ended and self.total is not None and made > 0 and self.done < self.total:
-            parts.append(f"about {_duration(passed * (self.total - self.done) / made)} left")
+        seconds = self._seconds_of_a_step()
+        if not ended and self.total is not None and seconds is not None and self.done < self.total:
+            parts.append(f"about {_duration(seconds * (self.total - self.done))} left")
         parts += [f"{name} {value}" for name, value in self._tell().items()]
         sys.stderr.write(", ".join(parts) + "\n")
         sys.stderr.flush()
         self._said = self.done
+
+    def _seconds_of_a_step(self) -> float | None:
+        """Of late, without the slowest stretch, which may have been a wait; None before there are a few."""
+        stretches = [(later[0] - sooner[0], later[1] - sooner[1]) for sooner, later in pairwise(self._moments)]
+        stretches = sorted([each for each in stretches if each[1] > 0], key=lambda each: each[0] / each[1])[:-1]
+        if len(stretches) < _FEW - 1:
+            return None
+        return sum(each[0] for each in stretches) / sum(each[1] for each in stretches)
 
 
 def tracked(

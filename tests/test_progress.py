@@ -45,7 +45,8 @@ def test_nothing_is_said_of_what_is_short(clock: Clock, capsys: pytest.CaptureFi
 def test_a_log_has_few_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     work(clock, 100.0)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "Work: 2 of 100 rounds in 2.0 s, about 1 min 38 s left, loss 0.5"
+    assert lines[0] == "Work: 2 of 100 rounds in 2.0 s, loss 0.5"
+    assert lines[1] == "Work: 12 of 100 rounds in 12 s, about 1 min 28 s left, loss 0.0833"
     assert lines[-1] == "Work: 100 of 100 rounds in 1 min 40 s, loss 0.01"
     assert len(lines) == 2 + 9  # after 2 s, 12 s, 22 s, …, and at the end
     work(clock, 36_000.0, steps=10_000)
@@ -56,9 +57,37 @@ def test_a_log_has_few_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -
         shown.update()
     assert capsys.readouterr().err.splitlines() == ["Unknown: 9 steps in 3.0 s", "Unknown: 10 steps in 3.0 s"]
     with Progress("File", 5_000_000, unit="B") as shown:
-        clock.now += 4
-        shown.update(1_000_000)
+        for _ in range(4):
+            clock.now += 1
+            shown.update(250_000)
+            shown._next = 4.0
     assert capsys.readouterr().err.startswith("File: 1.0 of 5.0 MB in 4.0 s, about 16 s left\n")
+
+
+@pytest.mark.parametrize(("first", "middle"), [(26.0, 0.1), (0.1, 26.0), (26.0, 5.0)])
+def test_what_is_left_does_not_follow_from_a_wait(
+    clock: Clock, capsys: pytest.CaptureFixture[str], first: float, middle: float
+) -> None:
+    """300 steps of 0.1 s, of which the first waits for others to come, or one in the middle."""
+    with Progress("Vertical training", 300, unit="iteration") as shown:
+        for step in range(300):
+            clock.now += {0: first, 40: middle}.get(step, 0.1)
+            shown.update()
+    lines = capsys.readouterr().err.splitlines()
+    left = [line.partition("about ")[2].removesuffix(" left") for line in lines if "about" in line]
+    assert lines[0].startswith("Vertical training: 1 of 300 iterations in 26 s") or first < 1
+    assert "left" not in lines[0] or first < 1
+    assert left
+    assert all("min" not in each and "h" not in each for each in left), lines
+
+
+def test_what_is_left_follows_a_change_of_pace(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("Work", 2000) as shown:
+        for step in range(1000):
+            clock.now += 0.1 if step < 500 else 0.3
+            shown.update()
+        shown._show(200.0)
+    assert "about 5 min 0 s left" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_what_fails_says_how_far_it_came(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
 """Sites on other machines, and the server that they join.
 
-fedtorch authority DIR                            server: make an authority and the server's identity, once
+fedtorch authority DIR --server DIR               server: make an authority, and in another folder the server's identity
 fedtorch invite NAME --authority DIR --at H:P     server: print a token for a site
-fedtorch admit --authority DIR --listen H:P       server: enrol the sites that show a token, until interrupted
-fedtorch revoke NAME --authority DIR --why TEXT   server: let a site in no longer
-fedtorch enrol TOKEN --identity DIR               site: make a key, and have it certified
+fedtorch admit --authority DIR --server DIR --listen H:P   server: enrol the sites that show a token, until interrupted
+fedtorch revoke NAME --server DIR --why TEXT      server: let a site in no longer
+fedtorch enrol TOKEN --identity DIR [--renew]     site: make a key, and have it certified
 fedtorch join H:P --data my_data.py --identity DIR   site: take part until a run is over
 fedtorch join H:P --half my_half.py --identity DIR   party: run its half of a vertical protocol
 fedtorch states DIR [--clean DAYS]                site: what is kept of each run; delete runs that ended so long ago
@@ -25,7 +25,8 @@ from typing import Any
 def add(commands: Any) -> None:
     """Adds the commands to a parser's."""
     authority = _command(commands, "authority", _make_authority, "server: make an authority and the server's identity")
-    authority.add_argument("folder", metavar="DIR", type=Path, help="a new folder for its keys; keep it to yourself")
+    authority.add_argument("folder", metavar="DIR", type=Path, help="a new folder for its key; a run does not need it")
+    authority.add_argument("--renew", action="store_true", help="give the server a new certificate of this authority")
     invite = _command(commands, "invite", _invite, "server: print a token for a site")
     invite.add_argument("name", metavar="NAME", help="of the site, which its certificate will say")
     invite.add_argument("--at", required=True, metavar="HOST:PORT", help="where `fedtorch admit` listens")
@@ -36,10 +37,23 @@ def add(commands: Any) -> None:
     revoke = _command(commands, "revoke", _revoke, "server: let a site in no longer")
     revoke.add_argument("name", metavar="NAME", help="of the site")
     revoke.add_argument("--why", default="", metavar="TEXT", help="for the record")
-    for command in (invite, admit, revoke):
+    for command in (invite, admit):
         command.add_argument("--authority", required=True, metavar="DIR", type=Path, help="of `fedtorch authority`")
+    for command in (authority, admit, revoke):
+        command.add_argument(
+            "--server",
+            default=Path("server"),
+            metavar="DIR",
+            type=Path,
+            help="the server's identity and roster, for runs (default server)",
+        )
+    for command in (authority, admit):
+        command.add_argument(
+            "--lifetime", type=float, default=365.0, metavar="DAYS", help="of a new certificate (default 365)"
+        )
     enrol = _command(commands, "enrol", _enrol, "site: make a key, and have it certified")
     enrol.add_argument("token", metavar="TOKEN", help="of `fedtorch invite`, as the server gave it")
+    enrol.add_argument("--renew", action="store_true", help="get a new certificate for the key that is there")
     join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
     join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
     own = join.add_mutually_exclusive_group(required=True)
@@ -81,16 +95,38 @@ def _command(commands: Any, name: str, do: Any, what: str) -> Any:
 
 
 def _make_authority(options: argparse.Namespace) -> None:
+    from datetime import timedelta
+
     from fedtorch.transport import identity
 
-    made = identity.make_server(options.folder)
-    print(f"authority {identity.fingerprint(made.authority)} in {options.folder}; keep authority.key.pem to yourself")
+    if options.folder.resolve() == options.server.resolve():
+        raise ValueError(
+            "Expected two folders, for the authority's key must not be where the server runs, but got "
+            f"{options.folder} for both; choose another --server"
+        )
+    if not options.renew:
+        _check_empty(options.server)
+        identity.make_authority(options.folder)
+    elif not (options.folder / "authority.key.pem").exists():
+        raise FileNotFoundError(f"Expected an authority in {options.folder}, but its key is not there")
+    made = identity.make_server(options.folder, timedelta(days=options.lifetime))
+    made.save(options.server)
+    print(
+        f"authority {identity.fingerprint(made.authority)} in {options.folder}; keep this folder away from the server"
+    )
+    print(f"server in {options.server}; its certificate ends on {made.ends:%Y-%m-%d}")
+
+
+def _check_empty(folder: Path) -> None:
+    """Raises FileExistsError for the folder of another server."""
+    if (folder / "certificate.pem").exists():
+        raise FileExistsError(f"Expected a folder without an identity, but {folder} has one; choose another --server")
 
 
 def _roster(options: argparse.Namespace) -> Any:
     from fedtorch.transport.roster import Roster
 
-    return Roster(options.authority / "roster.json")
+    return Roster(options.server / "roster.json")
 
 
 def _invite(options: argparse.Namespace) -> None:
@@ -101,9 +137,12 @@ def _invite(options: argparse.Namespace) -> None:
 
 
 def _admit(options: argparse.Namespace) -> None:
+    from datetime import timedelta
+
     from fedtorch.transport.enrolment import Desk
 
-    desk = Desk(options.authority, options.listen, _roster(options))
+    lifetime = timedelta(days=options.lifetime)
+    desk = Desk(options.authority, options.listen, _roster(options), lifetime=lifetime)
     print(f"enrolling at {options.listen.rpartition(':')[0]}:{desk.port}; interrupt to end", flush=True)
     with suppress(KeyboardInterrupt):
         threading.Event().wait()
@@ -118,10 +157,12 @@ def _enrol(options: argparse.Namespace) -> None:
     from fedtorch.federation.remote import past_sums
     from fedtorch.transport import enrolment
 
-    made = enrolment.enrol(enrolment.read_token(options.token), options.identity)
-    with suppress(FileExistsError):  # it is another identity of the same site
-        past_sums.begin(options.identity / "states")
-    print(f"enrolled as {made.name!r}; the identity is in {options.identity}")
+    made = enrolment.enrol(enrolment.read_token(options.token), options.identity, options.renew)
+    if not options.renew:
+        with suppress(FileExistsError):  # it is another identity of the same site
+            past_sums.begin(options.identity / "states")
+    where = f"the identity is in {options.identity}, its certificate ends on {made.ends:%Y-%m-%d}"
+    print(f"enrolled as {made.name!r}; {where}")
 
 
 def _join(options: argparse.Namespace) -> None:
@@ -135,10 +176,17 @@ def _run_half(options: argparse.Namespace) -> None:
     from fedtorch.vfl.resuming import resuming_over_link
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    dial = partial(transport.connect, options.address, identity.read(options.identity))
+    me = identity.read(options.identity)
+    _say_where(options, me)
+    dial = partial(transport.connect, options.address, me)
     waits = {"seconds": options.patience, "patience": options.patience}
     traffic = resuming_over_link(read_half(options.half), dial, _states(options), **waits)[1]
     print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
+
+
+def _say_where(options: argparse.Namespace, me: Any) -> None:
+    ends = f"{me.ends:%Y-%m-%d}"
+    logging.info("connecting to %s as %r, whose certificate ends on %s", options.address, me.name, ends)
 
 
 def _states(options: argparse.Namespace) -> Path:
@@ -152,6 +200,7 @@ def _take_part(options: argparse.Namespace) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
+    _say_where(options, me)
     dial = partial(transport.connect, options.address, me)
     record = AuditRecord(options.record or _states(options) / "record.jsonl", me)
     visit = join(dial, offer, _states(options), identity=me, patience=options.patience, record=record)

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation._answers import Answers, Gathered, joined
-from fedtorch.federation._finite import check_sum, has_negative_weights, is_finite, not_finite
+from fedtorch.federation._finite import check_sum, is_finite, not_finite
 from fedtorch.federation._memory import block_bytes
 from fedtorch.federation._state_table import StateTable
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
@@ -190,7 +190,7 @@ class LocalClients:
             if lost is not None:
                 answers = answers.without(lost, self.device)
             partial = exchange.gather(answers.message, answers.ids)
-            if not is_finite(partial) or has_negative_weights(answers.message):
+            if not is_finite(partial, answers.message):
                 bad = {int(indices(answers.ids)[row]): field for row, field in not_finite(answers.message).items()}
                 refused.update(bad)
                 answers = answers.without(torch.tensor(list(bad), dtype=torch.int64), self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from fedtorch import tree
@@ -11,14 +12,18 @@ from fedtorch.federation.exchange import Mean, Sum
 from fedtorch.tree import Tree
 
 
-def is_finite(partial: Tree) -> bool:
-    """Whether a partial aggregate is finite, as it is where all messages are: NaN and Inf add up to NaN or Inf."""
+def is_finite(partial: Tree, messages: Tree = None) -> bool:
+    """Return whether a partial aggregate is finite and no weight of messages is negative; one number is read.
+
+    NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
+    """
     sums = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()]
+    sums += [torch.where((weight < 0).any(), torch.nan, 0.0) for weight in weights(messages)]
     return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 
 def has_negative_weights(messages: Tree) -> bool:
-    """Whether a `Mean` of messages, or of a partial aggregate, has a weight below 0."""
+    """Return whether a `Mean` of messages, or of a partial aggregate, has a weight below 0."""
     return any(bool((weight < 0).any()) for weight in weights(messages))
 
 

@@ -49,13 +49,19 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
 
     Raises:
         ValueError: no ids, negative ones, or some twice; those beyond the population are refused where it is used.
+        TypeError: ids that are no whole numbers.
 
     Example:
         >>> import fedtorch as ft
         >>> ft.fixed_cohort([4, 1])(ft.random.key(0))
         tensor([1, 4])
     """
-    clients = torch.as_tensor(ids, dtype=torch.int64, device="cpu").sort().values
+    given = torch.as_tensor(ids, device="cpu")
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise TypeError(
+            f"Expected ids of clients as whole numbers, but got {given.dtype}; pass their places, such as [0, 3]"
+        )
+    clients = given.to(torch.int64).sort().values
     if not clients.numel():
         raise ValueError("Expected at least one client in a cohort, but got none; pass cohort=None to ask everybody")
     check_ids(clients, torch.iinfo(torch.int64).max)

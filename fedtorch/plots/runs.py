@@ -107,11 +107,12 @@ def groups(run: Any, metric: str) -> Figure:
         )
     figure = new_figure(6.4, 4.0)
     axes = figure.subplots()
-    rounds, _ = _column(table, names[0])
-    lines = np.stack([_column(table, name)[1] for name in names])
-    axes.fill_between(rounds, lines.min(0), lines.max(0), color="0.5", alpha=0.2, linewidth=0, label="gap")
-    for i, (name, line) in enumerate(zip(names, lines)):
-        axes.plot(rounds, line, color=f"C{i}", label=f"group {name.removeprefix(f'{column}_group_')}")
+    known = table.dropna(subset=names, how="all")
+    low, high = known[names].min(axis=1).to_numpy(), known[names].max(axis=1).to_numpy()
+    axes.fill_between(known["round"].to_numpy(), low, high, color="0.5", alpha=0.2, linewidth=0, label="gap")
+    for i, name in enumerate(names):
+        label = f"group {name.removeprefix(f'{column}_group_')}"
+        axes.plot(*_column(table, name), color=f"C{i}", label=label)  # of rounds in which it has rows
     axes.plot(*_column(table, column), color="0.3", label="all rows")
     axes.plot(*_column(table, f"{column}_worst_decile"), color="0.3", linestyle=":", label="mean over the worst tenth")
     finish(axes, "communication round", _in_words(column))

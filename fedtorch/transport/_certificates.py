@@ -12,6 +12,7 @@ from cryptography.x509.oid import NameOID
 
 from fedtorch import _files as files
 
+SERVER = "server.fedtorch"  # the name in the certificate of every server, wherever it listens
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}")
 
 
@@ -28,9 +29,27 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError unless `name` may be that of a site."""
+    """Raise ValueError unless `name` may be that of a site."""
+    if name.casefold().strip(" .") == SERVER:
+        raise ValueError(
+            f"Expected the name of a site, but got {name!r}, which is that of every server; choose another"
+        )
     if not _NAME.fullmatch(name):
         raise ValueError(f"Expected a name of 1 to 63 letters, digits, '.', '_', '-' and spaces, but got {name!r}")
+
+
+def check_usage(certificate: bytes, usage: x509.ObjectIdentifier) -> None:
+    """Raise PermissionError unless a PEM certificate was made for this usage alone, to serve or to join."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate).extensions.get_extension_for_class(x509.ExtendedKeyUsage)
+        usages = list(found.value)
+    except x509.ExtensionNotFound:
+        usages = []
+    if usages != [usage]:
+        raise PermissionError(
+            f"Expected a certificate for {usage._name}, but got one for {[each._name for each in usages]}; "
+            "`fedtorch enrol` gets a site's, `fedtorch authority` a server's"
+        )
 
 
 def write_secret(path: Path, content: bytes) -> None:

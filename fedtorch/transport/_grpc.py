@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
 from typing import Any
 
+from fedtorch.transport._chunks import CHUNK, HEAD
 from fedtorch.transport.hub import Limits
 from fedtorch.transport.identity import SERVER, Identity
+
+_PROBE = 5.0  # seconds in which a server is asked why it cannot be spoken to
 
 
 def library() -> Any:
@@ -43,18 +48,52 @@ def dial(address: str, authority: bytes, identity: Identity | None, limits: Limi
     except grpc.FutureTimeoutError:
         channel.close()
         raise ConnectionError(
-            f"Expected the server of this identity at {address} within {limits.seconds:g} s, but got no connection; "
-            "see whether it is up, whether both clocks are right, and whether it is the one that was enrolled with"
+            f"Expected the server of this identity at {address} within {limits.seconds:g} s, but got no connection: "
+            f"{_why_none(address, authority, identity)}"
         ) from None
     return channel
 
 
+def _why_none(address: str, authority: bytes, identity: Identity | None) -> str:
+    """Why a server cannot be spoken to: a handshake without a certificate of our own tells whose fault it is."""
+    context, (host, _, port) = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), address.rpartition(":")
+    context.load_verify_locations(cadata=authority.decode())
+    context.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE) as plain:
+            context.wrap_socket(plain, server_hostname=SERVER).close()
+    except ssl.SSLCertVerificationError as error:
+        return (
+            "who listens there shows no certificate that the authority of this identity has made for a server and that "
+            f"is valid now ({error.verify_message}); see whether it is the one that was enrolled with, whether both "
+            "clocks are right, and whether the server's certificate has ended"
+        )
+    except (OSError, ValueError) as error:
+        return f"{error or type(error).__name__}; see whether it is up and whether the address is right"
+    whose = "" if identity is None else f", and does not believe the certificate of {identity.name!r}"
+    return (
+        f"the server is there, but ends every connection{whose}; ask whether its authority made it, and whether the "
+        "server's clock is right"
+    )
+
+
+def listening(limits: Limits, streams: int) -> list[tuple[str, int]]:
+    """What a server is told of the limits, besides those of both sides, where so many streams are open at most."""
+    milliseconds = int(1000 * limits.idle_seconds)
+    return [
+        *options(limits),
+        ("grpc.server_handshake_timeout_ms", milliseconds),
+        ("grpc.max_connection_idle_ms", milliseconds),
+        ("grpc.max_allowed_incoming_connections", streams + limits.idle),
+    ]
+
+
 def options(limits: Limits) -> list[tuple[str, int]]:
     """What a server and a channel are told of the limits."""
-    milliseconds = int(1000 * limits.keepalive)
+    milliseconds, longest = int(1000 * limits.keepalive), min(limits.frame, CHUNK) + HEAD.size
     return [
-        ("grpc.max_send_message_length", limits.frame),
-        ("grpc.max_receive_message_length", limits.frame),
+        ("grpc.max_send_message_length", longest),
+        ("grpc.max_receive_message_length", longest),
         ("grpc.keepalive_time_ms", milliseconds),
         ("grpc.keepalive_timeout_ms", milliseconds),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -152,6 +152,10 @@ class Post:
                 node.came.popleft()
         except TimeoutError:
             pass
+        except PermissionError as error:
+            node.came.clear()
+            node.shut = True
+            self._fail(node, str(error))
         except OSError:
             node.came.clear()
 
@@ -205,4 +209,6 @@ def read(content: Any, limits: Limits) -> Letter:
         raise ValueError("expected frames of bytes, but got something else; is its app fedtorch's?")
     if not isinstance(name, str) or len(frames) > 2 * limits.ahead or any(len(f) > limits.frame for f in frames):
         raise ValueError(f"expected a name, and at most {2 * limits.ahead} frames of at most {limits.frame} bytes")
+    if sum(map(len, frames)) > limits.member + limits.unasked:
+        raise ValueError(f"expected at most {limits.member + limits.unasked} bytes in a message")
     return Letter(found.get("opens") is True, name, frames)

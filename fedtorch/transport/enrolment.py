@@ -11,10 +11,10 @@ The server answers on a port of its own, `Desk`, where it shows the authority's 
 >>> from fedtorch.transport import Roster, identity
 >>> from fedtorch.transport.enrolment import Desk, Token, enrol, invite, read_token
 >>> folder = tempfile.TemporaryDirectory()
->>> server, roster = f"{folder.name}/server", Roster(f"{folder.name}/server/roster.json")
->>> made = identity.make_server(server)
->>> desk = Desk(server, "127.0.0.1:0", roster)
->>> token: Token = invite(server, "ward 7", f"127.0.0.1:{desk.port}", rows=1000)
+>>> authority, roster = f"{folder.name}/authority", Roster(f"{folder.name}/roster.json")
+>>> known = identity.make_authority(authority)
+>>> desk = Desk(authority, "127.0.0.1:0", roster)
+>>> token: Token = invite(authority, "ward 7", f"127.0.0.1:{desk.port}", rows=1000)
 >>> text = str(token)  # to be handed over
 >>> enrol(read_token(text), f"{folder.name}/site")
 Identity('ward 7')
@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +43,8 @@ from typing import Any, NamedTuple
 from fedtorch import _files as files, wire
 from fedtorch.transport import identity
 from fedtorch.transport._certificates import check_name, write_secret
-from fedtorch.transport._grpc import dial, library, listen
+from fedtorch.transport._grpc import dial, library, listen, listening
+from fedtorch.transport._idle import IdleConnections
 from fedtorch.transport.hub import Limits
 from fedtorch.transport.identity import Identity
 from fedtorch.transport.rates import Gate, Rate
@@ -50,7 +52,7 @@ from fedtorch.transport.roster import Roster
 
 DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
-_LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))
+LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))
 _AT_ONCE = 4
 _MARK = "fedtorch1."  # what a token begins with, and its version
 
@@ -82,7 +84,7 @@ def invite(
     """A token for a site of this name, which expires after so many seconds.
 
     Args:
-        authority: folder of the server, see `identity.make_server`.
+        authority: its folder, see `identity.make_authority`.
         name: of the site.
         address: host and port at which the server enrols sites.
         seconds: until it expires.
@@ -118,20 +120,29 @@ def read_token(text: str) -> Token:
     return found
 
 
-def enrol(token: Token, folder: Path | str) -> Identity:
-    """Makes a key, has it certified, and keeps the identity in a folder.
+def enrol(token: Token, folder: Path | str, renew: bool = False) -> Identity:
+    """Make a key, have it certified, and keep the identity in a folder.
+
+    Args:
+        token: of the server's side.
+        folder: of the identity.
+        renew: get a new certificate for the key that is in the folder.
 
     Raises:
-        FileExistsError: the folder has an identity.
+        FileExistsError: the folder has an identity, and it is not to be renewed.
+        FileNotFoundError: there is none that could be renewed.
         ConnectionError: nobody answers at the token's address, or somebody else does.
-        PermissionError: the server does not take the token, and says why.
+        PermissionError: the server does not take the token, and says why; or gives a certificate of another kind.
     """
-    if (Path(folder) / "certificate.pem").exists():
-        raise FileExistsError(f"Expected a folder without an identity, but {folder} has one; choose another folder")
+    if not renew and (Path(folder) / "certificate.pem").exists():
+        raise FileExistsError(
+            f"Expected a folder without an identity, but {folder} has one; renew its certificate with --renew, or "
+            "choose another folder"
+        )
+    key = identity.read(folder).key if renew else identity.new_key()
     authority = _authority(token)
-    key = identity.new_key()
     about = {"secret": token.secret, "request": identity.request(key, token.name).decode()}
-    grpc, channel = library(), dial(token.address, authority, None, _LIMITS)
+    grpc, channel = library(), dial(token.address, authority, None, LIMITS)
     try:
         reply = wire.metadata(channel.unary_unary(f"/{_SERVICE}/{_METHOD}")(wire.encode(None, about), timeout=20.0))
     except grpc.RpcError as error:
@@ -141,43 +152,64 @@ def enrol(token: Token, folder: Path | str) -> Identity:
     finally:
         channel.close()
     made = Identity(key, str(reply["certificate"]).encode(), authority)
+    made.check_site()
     made.save(folder)
-    return made
+    return identity.read(folder)
 
 
 class Desk:
     """Where sites enrol, until it is closed.
 
     Args:
-        authority: folder of the server.
+        authority: its folder, see `identity.make_authority`; needed while sites enrol, and not by a run.
         address: host and port to listen at; with port 0, `port` says which was free.
         roster: to which sites are added.
+        limits: of attempts and of connections.
+        lifetime: of sites' certificates.
 
     Raises:
         OSError: nothing can listen there.
     """
 
-    def __init__(self, authority: Path | str, address: str, roster: Roster) -> None:
+    def __init__(
+        self,
+        authority: Path | str,
+        address: str,
+        roster: Roster,
+        limits: Limits = LIMITS,
+        lifetime: timedelta = identity.YEAR,
+    ) -> None:
         grpc, folder = library(), Path(authority)
         workers = ThreadPoolExecutor(_AT_ONCE, "fedtorch-enrolment")
-        options = [("grpc.max_receive_message_length", _LIMITS.frame), ("grpc.so_reuseport", 0)]
+        options = listening(limits, streams=0)
         self._server = grpc.server(workers, options=options, maximum_concurrent_rpcs=_AT_ONCE)
         handler = grpc.unary_unary_rpc_method_handler(
-            partial(_answer, folder, roster, Gate(_LIMITS.each, _LIMITS.all), grpc)
+            partial(_answer, partial(admit, folder, roster, lifetime=lifetime), Gate(limits.each, limits.all), grpc)
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         certificate = (folder / "authority.pem").read_bytes()
         own = Identity((folder / "authority.key.pem").read_bytes(), certificate, certificate)
         self.port = listen(self._server, address, own, both=False)
+        self._connections = IdleConnections(self.port, limits)
         self._server.start()
 
     def close(self) -> None:
         """Takes no more sites."""
-        self._server.stop(1.0).wait(_LIMITS.seconds)
+        self._connections.close()
+        self._server.stop(1.0).wait(LIMITS.seconds)
 
 
-def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Callable[[], float] = time.time) -> bytes:
-    """The certificate for a token's secret and a signing request; the token is used up, and the site in the roster.
+def admit(
+    authority: Path,
+    roster: Roster,
+    secret: str,
+    request: bytes,
+    now: Callable[[], float] = time.time,
+    lifetime: timedelta = identity.YEAR,
+) -> bytes:
+    """Return the certificate for a token's secret and a signing request; use up the token, and let the site in.
+
+    A site that renews its certificate keeps the number of rows that was agreed, unless the token says another.
 
     Raises:
         PermissionError: no such token, or it has been used or has expired.
@@ -186,10 +218,10 @@ def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Cal
     Example:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
-        >>> server, roster = identity.make_server(folder.name), Roster(f"{folder.name}/roster.json")
+        >>> known, roster = identity.make_authority(folder.name), Roster(f"{folder.name}/roster.json")
         >>> token, key = invite(folder.name, "ward 7", "server.example:8443"), identity.new_key()
         >>> certificate = admit(Path(folder.name), roster, token.secret, identity.request(key, "ward 7"))
-        >>> Identity(key, certificate, server.authority), list(roster.sites)
+        >>> Identity(key, certificate, known), list(roster.sites)
         (Identity('ward 7'), ['ward 7'])
         >>> folder.cleanup()
     """
@@ -201,22 +233,24 @@ def admit(authority: Path, roster: Roster, secret: str, request: bytes, now: Cal
     if now() > agreed["expires"]:
         promise.unlink(missing_ok=True)
         raise PermissionError(f"{expected}, but it has expired; ask for another")
-    certificate = identity.sign(authority, request, agreed["name"])
+    certificate = identity.sign(authority, request, agreed["name"], lifetime)
     try:
         promise.rename(promise.with_suffix(".used"))  # one of several that try succeeds
     except FileNotFoundError:
         raise PermissionError(f"{expected}, but it has just been used; if not by you, tell the server's side") from None
-    roster.add(agreed["name"], identity.fingerprint(certificate), agreed["rows"])
+    name, key = agreed["name"], identity.fingerprint(certificate)
+    before, rows = roster.sites.get(name), agreed["rows"]
+    roster.add(name, key, before.rows if rows is None and before is not None and before.key == key else rows)
     files.replace(promise.with_suffix(".used"), json.dumps({"name": agreed["name"], "used": now()}).encode())
     return certificate
 
 
-def _answer(folder: Path, roster: Roster, gate: Gate, grpc: Any, payload: bytes, context: Any) -> bytes:
+def _answer(admit: Callable[[str, bytes], bytes], gate: Gate, grpc: Any, payload: bytes, context: Any) -> bytes:
     """The reply to a site's request to enrol."""
     try:
         gate.enter(context.peer())
         about = wire.metadata(payload)
-        certificate = admit(folder, roster, str(about.get("secret")), str(about.get("request")).encode())
+        certificate = admit(str(about.get("secret")), str(about.get("request")).encode())
     except ConnectionRefusedError as error:
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
     except (PermissionError, ValueError) as error:
@@ -233,7 +267,7 @@ def _authority(token: Token) -> bytes:
     host, _, port = token.address.rpartition(":")
     shown = ""
     with suppress(OSError, ValueError):
-        shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=_LIMITS.seconds)
+        shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=LIMITS.seconds)
     if not shown:
         raise ConnectionError(
             f"Expected somebody who enrols sites at {token.address}, but got no answer; ask whether it is up"

@@ -9,7 +9,8 @@ grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
 >>> import tempfile
 >>> from fedtorch.transport import Roster, connect, identity, serve
 >>> folder = tempfile.TemporaryDirectory()
->>> server, site = identity.make_server(folder.name), identity.make_site(folder.name, "ward 7")
+>>> authority = f"{folder.name}/authority"
+>>> server, site = identity.make_server(authority), identity.make_site(authority, "ward 7")
 >>> roster = Roster(f"{folder.name}/roster.json")
 >>> roster.add("ward 7", identity.fingerprint(site.certificate))
 >>> host = serve("127.0.0.1:0", server, roster)
@@ -24,26 +25,28 @@ grpcio is imported when it is first needed (`pip install 'fedtorch[remote]'`).
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from fedtorch.transport._grpc import dial, library, listen, options
-from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link, Pipe
-from fedtorch.transport.identity import Identity, fingerprint
+from fedtorch.transport._chunks import join, split
+from fedtorch.transport._grpc import dial, library, listen, listening
+from fedtorch.transport._idle import IdleConnections
+from fedtorch.transport._pipe import Pipe
+from fedtorch.transport.hub import LIMITS, Hub, Limits, Line, Link
+from fedtorch.transport.identity import Identity, check_site_certificate, fingerprint
 from fedtorch.transport.rates import Gate
 from fedtorch.transport.roster import Roster
 
-_SERVICE, _METHOD = "fedtorch.Sites", "Join"
+_SERVICE, _METHOD = "fedtorch.Sites", "Frames"  # in chunks; another method would be another way to say them
 _STOP = 10.0  # seconds in which a server has ended all streams
 _SPARE = 4  # threads beyond one a peer, for those that are refused
 
 
 def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIMITS) -> Hub:
-    """A hub that listens at `address`, such as `0.0.0.0:443`; with port 0, `port` of the hub says which was free.
+    """A hub that listens at `address`, such as `0.0.0.0:9443`; with port 0, `port` of the hub says which was free.
 
     Args:
         address: host and port.
@@ -53,16 +56,23 @@ def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIM
 
     Raises:
         OSError: nothing can listen there.
+        PermissionError: the identity is not a server's.
+        ValueError: the certificate is not valid at the time that this machine's clock tells.
     """
     grpc = library()
+    identity.check_server()
     hub = Hub(limits)
     workers = ThreadPoolExecutor(limits.peers + _SPARE, "fedtorch-site")
-    server = grpc.server(workers, options=options(limits), maximum_concurrent_rpcs=limits.peers + _SPARE)
-    handler = grpc.stream_stream_rpc_method_handler(partial(_stream, hub, roster, Gate(limits.each, limits.all), grpc))
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
+    most = limits.peers + _SPARE
+    server = grpc.server(workers, options=listening(limits, limits.peers), maximum_concurrent_rpcs=most)
     hub.port = listen(server, address, identity, both=True)
+    connections = IdleConnections(hub.port, limits, besides=hub.end_stalled)
+    stream = partial(_stream, hub, roster, Gate(limits.each, limits.all), connections, grpc)
+    handlers = {_METHOD: grpc.stream_stream_rpc_method_handler(stream)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
     server.start()
     hub.on_close(partial(_stop, server, workers))
+    hub.on_close(connections.close)
     return hub
 
 
@@ -71,14 +81,16 @@ def connect(address: str, identity: Identity, limits: Limits = LIMITS) -> Link:
 
     Raises:
         ConnectionError: there is no server in time, or not the one that was enrolled with.
+        PermissionError: the identity is not a site's.
         ValueError: the certificate is not valid at the time that this machine's clock tells.
     """
     grpc = library()
-    identity.check_clock()
+    identity.check_site()
     channel = dial(address, identity.authority, identity, limits)
-    line = Line(Pipe(limits.ahead), Pipe(limits.ahead))
-    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(iter(line.outward))
-    threading.Thread(target=_listen, args=(grpc, call, line), name="fedtorch-link", daemon=True).start()
+    limits.check()
+    line = Line(Pipe(limits.ahead, limit=limits.member), Pipe(limits.ahead))
+    call = channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(split(line.outward))
+    threading.Thread(target=_listen, args=(grpc, call, line, limits), name="fedtorch-link", daemon=True).start()
     return Link(line, limits, partial(_hang_up, line, call, channel))
 
 
@@ -94,21 +106,30 @@ def _hang_up(line: Line, call: Any, channel: Any) -> None:
 
 
 def _stream(
-    hub: Hub, roster: Roster, gate: Gate, grpc: Any, requests: Iterator[bytes], context: Any
+    hub: Hub,
+    roster: Roster,
+    gate: Gate,
+    connections: IdleConnections,
+    grpc: Any,
+    requests: Iterator[bytes],
+    context: Any,
 ) -> Iterator[bytes]:
     """A site's stream as the server has it: yields what goes out, while a thread takes what comes in."""
     try:
         gate.enter(context.peer())
         (certificate,) = context.auth_context()["x509_pem_cert"]
+        check_site_certificate(certificate)
         peer = roster.name_of(certificate)
         line = hub.join(peer, partial(roster.check, peer, fingerprint(certificate)))
     except (PermissionError, ConnectionRefusedError) as error:
         code = "PERMISSION_DENIED" if isinstance(error, PermissionError) else "RESOURCE_EXHAUSTED"
         context.abort(getattr(grpc.StatusCode, code), str(error))
-    gone = ConnectionAbortedError(f"{peer!r} has left")
-    context.add_callback(lambda: hub.leave(peer, line, gone))
-    threading.Thread(target=_take, args=(requests, line), name=f"fedtorch-{peer}", daemon=True).start()
-    yield from _until_refused(line, context, grpc)
+    connections.enter(context.peer())
+    context.add_callback(partial(connections.leave, context.peer()))
+    context.add_callback(partial(hub.leave, peer, line, ConnectionAbortedError(f"{peer!r} has left")))
+    take = threading.Thread(target=_take, args=(requests, hub, peer, line), name=f"fedtorch-{peer}", daemon=True)
+    take.start()
+    yield from split(_until_refused(line, context, grpc))
 
 
 def _until_refused(line: Line, context: Any, grpc: Any) -> Iterator[bytes]:
@@ -121,24 +142,34 @@ def _until_refused(line: Line, context: Any, grpc: Any) -> Iterator[bytes]:
             return
 
 
-def _take(requests: Iterator[bytes], line: Line) -> None:
-    with contextlib.suppress(Exception):  # the stream's end has many names, and its callback ends the line
-        for frame in requests:
-            line.inward.put(frame)
+def _take(requests: Iterator[bytes], hub: Hub, peer: str, line: Line) -> None:
+    """Takes a site's frames until its stream ends, or it sends what is not taken."""
+    try:
+        join(requests, line.inward, hub.limits.frame)
+    except (ValueError, PermissionError) as error:
+        hub.leave(peer, line, PermissionError(str(error)))
+    except Exception as error:  # the stream's end has many names, and its callback ends the line
+        error.__traceback__ = None  # gRPC keeps the error, and would keep the frames that wait
 
 
-def _listen(grpc: Any, call: Any, line: Line) -> None:
+def _listen(grpc: Any, call: Any, line: Line, limits: Limits) -> None:
     """Takes what the server sends, until the stream ends."""
     reason: Exception = ConnectionAbortedError("the server has ended the stream")
-    hint = " before a word; it may not believe this certificate: ask whether its authority made it, and for its clock"
     try:
-        for frame in call:
-            line.inward.put(frame)
-            hint = ""
+        join(call, line.inward, limits.frame)
+    except ValueError as error:
+        reason = ConnectionAbortedError(str(error))
     except OSError:
         pass
     except grpc.RpcError as error:
-        refused = error.code() is grpc.StatusCode.PERMISSION_DENIED
-        kind: Callable[[str], Exception] = PermissionError if refused else ConnectionResetError
-        reason = kind(f"the server has ended the stream{'' if refused else hint}: {error.details()}")
+        reason = _reason(grpc, error.code(), error.details())
     line.end(reason)
+
+
+def _reason(grpc: Any, code: Any, details: str) -> Exception:
+    """The error for a stream that the server, or the network, has ended."""
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return PermissionError("the server has other streams; install the same version of fedtorch on both sides")
+    refused = code is grpc.StatusCode.PERMISSION_DENIED
+    kind: Callable[[str], Exception] = PermissionError if refused else ConnectionResetError
+    return kind(f"the server has ended the stream: {details}")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from fedtorch.transport._pipe import Pipe, Room
 from fedtorch.transport.rates import Rate
 
 
@@ -29,78 +31,23 @@ class Limits(NamedTuple):
     peers: int = 256  # connected at once
     each: Rate = Rate(256, 2.0)  # new streams of one address, behind which there may be many peers
     all: Rate = Rate(1024, 20.0)  # new streams
+    unasked: int = 2**24  # bytes of a frame that comes without having been asked for
+    member: int = 2**28  # bytes of one peer's frames that wait to be taken
+    total: int = 2**30  # bytes of all peers' frames that wait to be taken
+    idle_each: int = 4  # connections of one address that have no stream yet
+    idle: int = 64  # connections that have no stream yet
+    idle_seconds: float = 10.0  # after which a connection without a stream is closed
+
+    def check(self) -> None:
+        """Raise ValueError unless a frame fits into what one peer may hold, and that into what all may."""
+        if not 0 < self.frame <= self.member <= self.total:
+            raise ValueError(
+                f"Expected frame <= member <= total bytes, but got {self.frame}, {self.member} and {self.total}; raise "
+                "`member` and `total` together with `frame`"
+            )
 
 
 LIMITS = Limits()
-
-
-class Pipe:
-    """Frames on their way in one direction, first in first out, of which a few may wait.
-
-    Args:
-        ahead: how many may wait.
-        changed: told of every change, for whoever waits for several pipes.
-
-    >>> pipe = Pipe(ahead=2)
-    >>> pipe.put(b"model")
-    >>> pipe.get(), pipe.waiting
-    (b'model', False)
-    """
-
-    def __init__(self, ahead: int, changed: threading.Condition | None = None) -> None:
-        self.changed = threading.Condition() if changed is None else changed
-        self._ahead, self._frames = ahead, deque[bytes]()
-        self._ended: Exception | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether there is a frame to take."""
-        return bool(self._frames)
-
-    def put(self, frame: bytes, seconds: float | None = None) -> None:
-        """Adds a frame, once there is room.
-
-        Raises:
-            TimeoutError: there was no room in time.
-            OSError: the pipe has ended; the reason.
-        """
-        with self.changed:
-            if not self.changed.wait_for(lambda: self._ended or len(self._frames) < self._ahead, seconds):
-                raise TimeoutError(f"Expected a frame to be taken within {seconds:g} s, but {self._ahead} wait")
-            if self._ended:
-                raise self._ended
-            self._frames.append(frame)
-            self.changed.notify_all()
-
-    def get(self, seconds: float | None = None) -> bytes:
-        """The next frame; those that came before an end are still given.
-
-        Raises:
-            TimeoutError: none came in time.
-            OSError: the pipe has ended; the reason.
-        """
-        with self.changed:
-            if not self.changed.wait_for(lambda: self._frames or self._ended, seconds):
-                raise TimeoutError(f"Expected a frame within {seconds:g} s, but got none")
-            if not self._frames and self._ended:
-                raise self._ended
-            frame = self._frames.popleft()
-            self.changed.notify_all()
-            return frame
-
-    def end(self, reason: Exception) -> None:
-        """Lets nothing more in; the first reason stays."""
-        with self.changed:
-            self._ended = self._ended or reason
-            self.changed.notify_all()
-
-    def __iter__(self) -> Iterator[bytes]:
-        """All frames until the end, for whoever carries them."""
-        while True:
-            try:
-                yield self.get()
-            except OSError:
-                return
 
 
 class Line(NamedTuple):
@@ -138,8 +85,9 @@ class Hub:
     """
 
     def __init__(self, limits: Limits = LIMITS) -> None:
+        limits.check()
         self.limits, self.port, self.closed = limits, 0, False
-        self._changed = threading.Condition()
+        self._changed, self._room = threading.Condition(), Room(limits.total)
         self._lines: dict[str, Line] = {}
         self._turn: deque[str] = deque()  # whose frame is taken next
         self._closing: list[Callable[[], None]] = []
@@ -150,8 +98,19 @@ class Hub:
         with self._changed:
             return frozenset(self._lines)
 
-    def send(self, peer: str, frame: bytes) -> None:
+    @property
+    def held(self) -> dict[str, int]:
+        """The bytes of each peer's frames that wait to be taken."""
+        with self._changed:
+            return {peer: line.inward.held for peer, line in self._lines.items()}
+
+    def send(self, peer: str, frame: bytes, answers: int = 1) -> None:
         """Puts a frame on the peer's stream; it may not have arrived when this returns.
+
+        Args:
+            peer: its name.
+            frame: of the peer.
+            answers: frames of any length with which the peer may answer; others have at most `limits.unasked` bytes.
 
         Raises:
             ConnectionError: the peer is not connected.
@@ -163,6 +122,7 @@ class Hub:
             line = self._lines.get(peer)
         if line is None:
             raise ConnectionError(f"Expected {peer!r} to be connected, but it is not")
+        line.inward.ask(answers)
         try:
             line.outward.put(frame, self.limits.seconds)
         except TimeoutError as error:
@@ -185,6 +145,7 @@ class Hub:
                 self._turn.append(peer)
                 line = self._lines[peer]
                 frame = line.inward.get()
+                line.inward.answer_only()
             if self._may_speak(peer, line):
                 return peer, frame
 
@@ -200,6 +161,7 @@ class Hub:
             if not self._changed.wait_for(lambda: peer in self._lines, seconds):
                 raise TimeoutError(f"Expected {peer!r} to connect within {seconds:g} s, but it did not")
             line = self._lines[peer]
+            line.inward.ask(math.inf)
         return Link(line, self.limits, partial(self.leave, peer, line, ConnectionAbortedError("the server hung up")))
 
     def drop(self, peer: str, reason: str) -> None:
@@ -225,22 +187,35 @@ class Hub:
             before = self._lines.get(peer)
             if before is None and len(self._lines) >= self.limits.peers:
                 raise ConnectionRefusedError(f"Expected at most {self.limits.peers} peers; try again later")
-            line = Line(Pipe(self.limits.ahead, self._changed), Pipe(self.limits.ahead), admitted)
+            limits = self.limits
+            inward = Pipe(limits.ahead, self._changed, limits.member, self._room, limits.unasked)
+            line = Line(inward, Pipe(limits.ahead), admitted)
             self._lines[peer] = line
             if before is None:
                 self._turn.append(peer)
             self._changed.notify_all()
         if before is not None:
             before.end(ConnectionAbortedError(f"{peer!r} has connected anew"))
+            before.inward.abandon()
         return line
 
     def leave(self, peer: str, line: Line, reason: Exception) -> None:
-        """Ends a line, and forgets the peer unless it has a newer one."""
+        """Ends a line, and forgets the peer unless it has a newer one; frames that wait for `receive` are dropped."""
         with self._changed:
             if self._lines.get(peer) is line:
                 del self._lines[peer]
                 self._turn.remove(peer)
         line.end(reason)
+        line.inward.abandon()
+
+    def end_stalled(self) -> None:
+        """Ends the lines of peers that have begun a frame, hold room for it, and send nothing more of it."""
+        with self._changed:
+            lines = dict(self._lines)
+        for peer, line in lines.items():
+            if line.inward.stalled(self.limits.seconds):
+                reason = f"Expected all of a frame, but nothing more of it came for {self.limits.seconds:g} s"
+                self.leave(peer, line, ConnectionAbortedError(reason))
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Has something done when the hub closes."""
@@ -318,6 +293,7 @@ class Link:
         """Ends the stream."""
         self._hang_up()
         self._line.end(ConnectionAbortedError("this side has closed the stream"))
+        self._line.inward.clear()
 
 
 def _check_frame(frame: bytes, limits: Limits) -> None:

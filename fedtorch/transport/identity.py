@@ -1,31 +1,41 @@
 """Who a process is: a key of its own, a certificate that an authority has made for it, and that authority.
 
-The server's folder has an authority, which makes one certificate for serving and one for each site. Sites take no
-server with a certificate of anybody else, nor one that was made for a site. Keys are of the curve P-256, which
-every TLS library speaks; they never leave the folder in which they were made.
+An authority has a folder of its own, with its key, which nobody needs who serves or joins: keep it elsewhere. It makes
+certificates for serving and for sites; which one, does not depend on the name. Sites take no server with a certificate
+of anybody else, nor one that was made for a site, and servers no site with a certificate for serving. Keys are of the
+curve P-256, which every TLS library speaks; they never leave the folder in which they were made.
 
 >>> import tempfile
 >>> from fedtorch.transport import identity
 >>> folder = tempfile.TemporaryDirectory()
->>> server = identity.make_server(folder.name)
->>> identity.read(folder.name) == server, identity.make_site(folder.name, "ward 7")  # a site on the same machine
-(True, Identity('ward 7'))
+>>> authority = f"{folder.name}/authority"
+>>> server = identity.make_server(authority)
+>>> server.save(f"{folder.name}/server")  # where it serves from, without the authority's key
+>>> identity.read(f"{folder.name}/server")
+Identity('server.fedtorch')
+>>> identity.make_site(authority, "ward 7")  # a site on the same machine
+Identity('ward 7')
 
 A site elsewhere makes its own key, and sends no more than a request; a renewed certificate has the same fingerprint:
 
 >>> key = identity.new_key()
 >>> asked = identity.request(key, "ward 8")
->>> certificate, renewed = (identity.sign(folder.name, asked, "ward 8") for _ in range(2))
+>>> certificate, renewed = (identity.sign(authority, asked, "ward 8") for _ in range(2))
 >>> identity.fingerprint(certificate) == identity.fingerprint(renewed)
 True
->>> identity.Identity(key, certificate, server.authority)
-Identity('ward 8')
+>>> identity.check_site_certificate(certificate)
+>>> identity.check_site_certificate(server.certificate)
+Traceback (most recent call last):
+PermissionError: Expected a certificate for clientAuth, but got one for ['serverAuth']; ...
+>>> site = identity.Identity(key, certificate, server.authority)
+>>> site, site.ends - server.ends < identity.YEAR
+(Identity('ward 8'), True)
 >>> folder.cleanup()
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -35,13 +45,23 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fedtorch.transport._certificates import check_name, common_name, digest_of, write_secret
+from fedtorch.transport._certificates import (
+    SERVER as SERVER,
+    check_name,
+    check_usage,
+    common_name,
+    digest_of,
+    write_secret,
+)
 
-SERVER = "server.fedtorch"  # the name in the certificate of every server, wherever it listens
-YEARS = timedelta(days=5 * 365)
+YEAR = timedelta(days=365)
+SOON = timedelta(days=30)  # before the end of a certificate it is warned of
+_AUTHORITY_LIFETIME = 10 * YEAR
 _SKEW = timedelta(hours=1)  # by which clocks may differ when a certificate is new
 _KEY, _CERTIFICATE, _AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
 _AUTHORITY_KEY = "authority.key.pem"
+_SERVES, _JOINS = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+_LOG = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
@@ -50,54 +70,102 @@ class Identity(NamedTuple):
     key: bytes
     certificate: bytes
     authority: bytes  # whose certificates are believed
+    folder: Path | None = None  # from which it was read; what is remembered of all its runs lies there
 
     @property
     def name(self) -> str:
-        """What the certificate calls its holder."""
+        """Return what the certificate calls its holder."""
         return common_name(x509.load_pem_x509_certificate(self.certificate))
+
+    @property
+    def ends(self) -> datetime:
+        """Return the time at which the certificate ends."""
+        return x509.load_pem_x509_certificate(self.certificate).not_valid_after_utc
 
     def __repr__(self) -> str:
         return f"Identity({self.name!r})"
 
     def save(self, folder: Path | str) -> None:
-        """Writes the three files; the key is for its owner's eyes only."""
+        """Write the three files; the key is for its owner's eyes only."""
         Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
         for name, content in ((_KEY, self.key), (_CERTIFICATE, self.certificate), (_AUTHORITY, self.authority)):
             write_secret(Path(folder) / name, content)
 
+    def check_server(self) -> None:
+        """Raise PermissionError unless this is a server's identity, and ValueError where it is not valid now."""
+        check_usage(self.certificate, _SERVES)
+        self.check_clock()
+
+    def check_site(self) -> None:
+        """Raise PermissionError unless this is a site's identity, and ValueError where it is not valid now."""
+        check_usage(self.certificate, _JOINS)
+        self.check_clock()
+
     def check_clock(self, now: datetime | None = None) -> None:
-        """Raises ValueError where the certificate is not valid at the time of this machine's clock."""
-        certificate = x509.load_pem_x509_certificate(self.certificate)
-        first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        """Raise ValueError where the certificate is not valid by this machine's clock; warn where it ends soon."""
+        first, last = x509.load_pem_x509_certificate(self.certificate).not_valid_before_utc, self.ends
         now = datetime.now(UTC) if now is None else now
         if not first <= now <= last:
             raise ValueError(
                 f"Expected a time between {first:%Y-%m-%d %H:%M} and {last:%Y-%m-%d %H:%M} UTC, when the certificate "
                 f"of {self.name!r} is valid, but this machine's clock says {now:%Y-%m-%d %H:%M}; set the clock, or "
-                "enrol anew"
+                f"renew the certificate {_how_to_renew(self.name)}"
             )
+        warn_of_end(self.certificate, now)
+
+
+def warn_of_end(certificate: bytes, now: datetime | None = None) -> str:
+    """Warn that a PEM certificate ends within thirty days; return what was said, "" where there is time.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     authority = make_authority(folder)
+        ...     made = make_site(folder, "ward 7", timedelta(days=3))
+        >>> warn_of_end(made.certificate).partition(", on")[0]
+        "the certificate of 'ward 7' ends in 2 days"
+    """
+    parsed = x509.load_pem_x509_certificate(certificate)
+    left = parsed.not_valid_after_utc - (datetime.now(UTC) if now is None else now)
+    if left > SOON:
+        return ""
+    name = common_name(parsed)
+    said = (
+        f"the certificate of {name!r} ends in {max(left.days, 0)} days, on {parsed.not_valid_after_utc:%Y-%m-%d %H:%M} "
+        f"UTC; renew it {_how_to_renew(name)}"
+    )
+    _LOG.warning("%s", said)
+    return said
 
 
 def read(folder: Path | str) -> Identity:
-    """What `Identity.save` wrote.
+    """Read what `Identity.save` wrote.
 
     Raises:
         FileNotFoundError: there is no identity.
     """
     try:
-        return Identity(*((Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY)))
+        key, certificate, authority = ((Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY))
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"Expected an identity in {folder}, but {Path(error.filename).name} is not there; make one with "
             "`fedtorch enrol`"
         ) from None
+    return Identity(key, certificate, authority, Path(folder))
 
 
-def make_server(folder: Path | str, lifetime: timedelta = YEARS) -> Identity:
-    """An authority, and the identity of a server under it, in a folder that has none yet.
+def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME) -> bytes:
+    """Make an authority in a folder that has none yet; return its certificate.
 
     Raises:
         FileExistsError: there is an authority already, which sites may know.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     known = make_authority(folder)
+        ...     make_server(folder).authority == make_site(folder, "ward 7").authority == known
+        True
     """
     folder = Path(folder)
     if (folder / _AUTHORITY_KEY).exists():
@@ -106,47 +174,72 @@ def make_server(folder: Path | str, lifetime: timedelta = YEARS) -> Identity:
         )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([_attribute("fedtorch authority")])
-    builder = _builder(name, name, key.public_key(), lifetime)
+    builder = _builder(name, name, key.public_key(), datetime.now(UTC) + lifetime)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_usage(signs=True), critical=True)
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER)]), critical=False)
-    authority = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     write_secret(folder / _AUTHORITY_KEY, _pem(key))
-    (folder / _AUTHORITY).write_bytes(authority)
-    own = new_key()
-    made = Identity(own, sign(folder, request(own, SERVER), SERVER, lifetime), authority)
-    made.save(folder)
-    return made
+    (folder / _AUTHORITY).write_bytes(certificate)
+    return certificate
 
 
-def make_site(authority: Path | str, name: str, lifetime: timedelta = YEARS) -> Identity:
-    """A site's identity where authority and site are in one hand, as on one machine; else see `enrolment`."""
+def make_server(authority: Path | str, lifetime: timedelta = YEAR) -> Identity:
+    """Make the identity of a server under the authority in a folder, which is made where there is none.
+
+    It is not written there: `save` it where the server is, and keep the authority's folder elsewhere.
+    """
+    if not (Path(authority) / _AUTHORITY_KEY).exists():
+        make_authority(authority)
+    key = new_key()
+    certificate = _certify(authority, _request(key, SERVER), SERVER, lifetime, _SERVES, x509.DNSName(SERVER))
+    return Identity(key, certificate, (Path(authority) / _AUTHORITY).read_bytes())
+
+
+def make_site(authority: Path | str, name: str, lifetime: timedelta = YEAR) -> Identity:
+    """Make a site's identity where authority and site are in one hand, as on one machine; else see `enrolment`."""
     key = new_key()
     certificate = sign(authority, request(key, name), name, lifetime)
     return Identity(key, certificate, (Path(authority) / _AUTHORITY).read_bytes())
 
 
 def new_key() -> bytes:
-    """A private key as PEM."""
+    """Return a new private key as PEM."""
     return _pem(ec.generate_private_key(ec.SECP256R1()))
 
 
 def request(key: bytes, name: str) -> bytes:
-    """A signing request, which proves that whoever asks has the key."""
+    """Return a signing request of a site, which proves that whoever asks has the key."""
     check_name(name)
-    private = serialization.load_pem_private_key(key, None)
-    assert isinstance(private, ec.EllipticCurvePrivateKey)
-    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([_attribute(name)]))
-    return builder.sign(private, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    return _request(key, name)
 
 
-def sign(authority: Path | str, request: bytes, name: str, lifetime: timedelta = YEARS) -> bytes:
-    """The certificate of whoever made the signing request, as `name`, whatever name the request says.
+def sign(authority: Path | str, request: bytes, name: str, lifetime: timedelta = YEAR) -> bytes:
+    """Return a site's certificate for whoever made the signing request, as `name`, whatever name the request says.
 
     Raises:
-        ValueError: it is no request, or not signed with its key, or of another kind of key; or no name for a site.
+        ValueError: it is no request, or not signed with its key, or of another kind of key; or no name for a site; or
+            the authority's own certificate has ended.
     """
     check_name(name)
+    return _certify(authority, request, name, lifetime, _JOINS, x509.UniformResourceIdentifier("fedtorch:site"))
+
+
+def check_site_certificate(certificate: bytes) -> None:
+    """Raise PermissionError unless a PEM certificate was made for a site; warn where it ends soon."""
+    check_usage(certificate, _JOINS)
+    warn_of_end(certificate)
+
+
+def _certify(
+    authority: Path | str,
+    request: bytes,
+    name: str,
+    lifetime: timedelta,
+    usage: x509.ObjectIdentifier,
+    known_as: x509.GeneralName,
+) -> bytes:
+    """A certificate for one usage; it ends with the authority's, if not before."""
     try:
         asked = x509.load_pem_x509_csr(request)
         key = asked.public_key()
@@ -155,26 +248,40 @@ def sign(authority: Path | str, request: bytes, name: str, lifetime: timedelta =
         raise ValueError(f"Expected a signing request, but got something else: {error}") from None
     if not fine or not isinstance(key, ec.EllipticCurvePublicKey):
         raise ValueError("Expected a signing request of a P-256 key, signed with it, but got another")
-    own = serialization.load_pem_private_key((Path(authority) / _AUTHORITY_KEY).read_bytes(), None)
+    private = serialization.load_pem_private_key((Path(authority) / _AUTHORITY_KEY).read_bytes(), None)
     issuer = x509.load_pem_x509_certificate((Path(authority) / _AUTHORITY).read_bytes())
-    assert isinstance(own, ec.EllipticCurvePrivateKey)
-    serves = ExtendedKeyUsageOID.SERVER_AUTH if name == SERVER else ExtendedKeyUsageOID.CLIENT_AUTH
-    builder = _builder(x509.Name([_attribute(name)]), issuer.subject, key, lifetime)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    if issuer.not_valid_after_utc < datetime.now(UTC):
+        raise ValueError(
+            f"Expected an authority that is valid, but that in {authority} ended on "
+            f"{issuer.not_valid_after_utc:%Y-%m-%d}; make another with `fedtorch authority`, and have all sites enrol"
+        )
+    ends = min(datetime.now(UTC) + lifetime, issuer.not_valid_after_utc)
+    builder = _builder(x509.Name([_attribute(name)]), issuer.subject, key, ends)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage(signs=False), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage([serves]), critical=True)
-    builder = builder.add_extension(x509.SubjectAlternativeName(_names(name)), critical=False)
-    return builder.sign(own, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=True)
+    builder = builder.add_extension(x509.SubjectAlternativeName([known_as]), critical=False)
+    return builder.sign(private, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _request(key: bytes, name: str) -> bytes:
+    private = serialization.load_pem_private_key(key, None)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([_attribute(name)]))
+    return builder.sign(private, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _how_to_renew(name: str) -> str:
+    if name == SERVER:
+        return "with `fedtorch authority DIR --server DIR --renew`"
+    return "with a token of `fedtorch invite` at the server's side and `fedtorch enrol TOKEN --renew` at the site"
 
 
 def fingerprint(certificate: bytes) -> str:
-    """SHA-256 of the public key in a PEM certificate, in hexadecimal: the same when the certificate is renewed."""
+    """Return the SHA-256 of the public key in a PEM certificate, in hexadecimal; renewed ones have the same."""
     public = x509.load_pem_x509_certificate(certificate).public_key()
     return digest_of(public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
-
-
-def _names(name: str) -> Sequence[x509.GeneralName]:
-    return [x509.DNSName(name) if name == SERVER else x509.UniformResourceIdentifier("fedtorch:site")]
 
 
 def _attribute(name: str) -> x509.NameAttribute:
@@ -182,12 +289,12 @@ def _attribute(name: str) -> x509.NameAttribute:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, lifetime: timedelta
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, ends: datetime
 ) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
+    first = min(datetime.now(UTC), ends) - _SKEW
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     builder = builder.serial_number(x509.random_serial_number())
-    return builder.not_valid_before(now - _SKEW).not_valid_after(now + lifetime)
+    return builder.not_valid_before(first).not_valid_after(ends)
 
 
 def _usage(signs: bool) -> x509.KeyUsage:

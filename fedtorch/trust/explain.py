@@ -102,8 +102,7 @@ def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: 
     if not (rho >= 0 and math.isfinite(rho)):
         raise ValueError(f"Expected a finite rho of at least 0, but got {rho}")
     if rho == 0:
-        rows, times = data.rows, torch.ones(int(data.counts.sum()), dtype=torch.int64)
-        return dataclasses.replace(data, rows={_ROWS: rows, _TIMES: times.to(tree.leaves(rows)[0].device)})
+        return dataclasses.replace(data, rows=_marked(data.rows, torch.ones(int(data.counts.sum()), dtype=torch.int64)))
     if len(signals) != len(data) or bool((signals.counts == 0).any()):
         raise ValueError(f"Expected signals of all {len(data)} clients, but got {int((signals.counts > 0).sum())}")
     parts, times, counts = [], [], []
@@ -112,8 +111,7 @@ def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: 
         parts += [_repeated(data[k], own), _repeated(signals[k], guessed)]
         times += [torch.full((m * own,), own), torch.zeros(t * guessed, dtype=torch.int64)]
         counts.append(m * own + t * guessed)
-    rows = tree.concatenate(parts)
-    rows = {_ROWS: rows, _TIMES: torch.cat(times).to(tree.leaves(rows)[0].device)}
+    rows = _marked(tree.concatenate(parts), torch.cat(times))
     return dataclasses.replace(data, rows=rows, counts=torch.tensor(counts))
 
 
@@ -164,6 +162,10 @@ def _repeats(rho: float, rows: int, signals: int, most: int, name: str) -> tuple
         )
     ratio = exact.limit_denominator(most)
     return ratio.denominator, ratio.numerator
+
+
+def _marked(rows: Tree, times: Tensor) -> Tree:
+    return {_ROWS: rows, _TIMES: times.to(tree.leaves(rows)[0].device)}
 
 
 def _repeated(rows: Tree, times: int) -> Tree:

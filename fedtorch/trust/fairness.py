@@ -133,7 +133,7 @@ def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
         client=partial(_fair_client, local, loss, q, lr),
         server=lambda parameters, aggregate, key: tree.add_scaled(parameters, aggregate.change.value),
         model=local.tensors,
-        prepare=lambda data: _Rows(local.prepare(data), data),
+        prepare=lambda data: _Rows(local.prepare(checked_weight(data, rows_weight)), data),
         **solved_by(local, algorithm="q_ffl", q=q, lr=lr),
     )
 
@@ -166,8 +166,7 @@ def agnostic(
         return AgnosticServer(parameters, zero), _AgnosticState(zero, nothing, local.init(parameters))
 
     def server(state: AgnosticServer, aggregate: None, key: Tensor) -> AgnosticServer:
-        share = lr / float(state.total.weight)
-        moved = tree.add_scaled(state.parameters, state.total.change, share)
+        moved = tree.add_scaled(state.parameters, state.total.change, lr / float(state.total.weight))
         return state._replace(parameters=moved, loss=state.total.loss / state.total.weight)
 
     return Algorithm(
@@ -292,12 +291,10 @@ def _present(data: FederatedData, group: Callable[[Tree], Tensor], groups: Seque
     """The groups that have rows; of others the user is warned."""
     member = group(data.rows)
     present = {value for value in groups if bool((member == value).any())}
-    absent = [f"{value:g}" for value in groups if value not in present]
+    absent = ", ".join(f"{value:g}" for value in groups if value not in present)
     if absent:
-        warnings.warn(
-            f"Expected rows of every group, but got none of {', '.join(absent)}; the gap is that of the others",
-            stacklevel=3,
-        )
+        text = f"Expected rows of every group, but got none of {absent}; the gap is that of the others"
+        warnings.warn(text, stacklevel=3)
     return present
 
 
@@ -312,6 +309,10 @@ def _fair_client(
 ) -> Reply:
     solved = local.solve(inbox, state, data.data, None, turn)
     risk = _risk(local, loss, local.tensors(inbox, state), data.rows)
+    if bool((risk < 0).any()):
+        raise ValueError(
+            f"Expected losses of at least 0, which have powers, but got {float(risk.min())}; add a constant"
+        )
     change = tree.subtract(solved.parameters, inbox)
     squares = sum(leaf.to(torch.float64).square().flatten(1).sum(1) for leaf in tree.leaves(change)) / lr**2
     tiny = torch.finfo(torch.float64).tiny

@@ -105,7 +105,7 @@ def resuming_over_link(
 
     Args:
         begin: makes the half, of a journal.
-        dial: connects to the server, such as `lambda: transport.connect("server.example:443", identity)`.
+        dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
         folder: where states are kept, of all runs that this party takes part in; None keeps them in memory.
         seconds: the longest wait for a message, which may be one for all other parties to come back.
         patience: the longest time without a server.
@@ -127,6 +127,7 @@ def resuming_over_link(
                 waits.again(error)
                 continue
             party.entered = False
+            _LOG.info("connected; waiting for the server, and for all other parties")
             try:
                 more = over_link(party.half(), link, seconds=seconds)[1]
                 moved = [moved[0] + more.up, moved[1] + more.down]
@@ -169,12 +170,15 @@ class _Party:
         self.entered = True
         self.journal.enter(bytes(told.run.tolist()).hex())
         yield Send(0, Held(torch.tensor(sorted(self.journal.versions.numbers))), rows=True)
-        self.journal.begin(int((yield Receive(0, FROM)).point))
+        point = int((yield Receive(0, FROM)).point)
+        _LOG.info("run %s has begun with all parties, from point %d", self.journal.run[:8], point)
+        self.journal.begin(point)
         result = yield from self.begin(self.journal)
         yield Send(0, DONE)
         yield Receive(0, DONE)
         self.journal.versions.finish()
         self.result, self.done = result, True
+        _LOG.info("run %s is over", self.journal.run[:8])
 
 
 class _Server:

@@ -134,6 +134,9 @@ def test_refusals() -> None:
     for ids in ([-1, 2], [2, 2]):
         with pytest.raises(ValueError, match="distinct ascending ids"):
             ft.fixed_cohort(ids)
+    for ids in ([1.7, 2.0], [True, False]):
+        with pytest.raises(TypeError, match="Expected ids of clients as whole numbers, but got torch"):
+            ft.fixed_cohort(ids)
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_chebyshev_with_the_eigenvalue_needs_no_sums_but_checks() -> None:
     smallest = float(torch.linalg.eigvalsh(root @ q @ root)[0])
     found = solvers.chebyshev(one, smallest=smallest, tolerance=TOLERANCE)
     assert distance(found.parameters, dense_solution(data, network, 0.7)) < NEAR
-    assert found.sums <= 3 + 2 * (found.rounds // 20)
+    assert found.sums <= 3 + 2 * (found.rounds // 20) + 2  # the error of what it ends with
     for wrong in (0.0, 2.0):
         with pytest.raises(ValueError, match="Expected the smallest eigenvalue between 0 and 2"):
             solvers.chebyshev(one, smallest=wrong)

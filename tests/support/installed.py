@@ -108,11 +108,11 @@ def remote() -> None:
 
     folder, sites = Path.cwd(), []
     (folder / "my_data.py").write_text(MY_DATA)
-    said(COMMAND, "authority", "server")
+    said(COMMAND, "authority", "authority", "--server", "server")
     roster = Roster(folder / "server" / "roster.json")
-    desk = Desk("server", "127.0.0.1:0", roster)
+    desk = Desk("authority", "127.0.0.1:0", roster)
     for name in ("a", "b"):
-        token = said(COMMAND, "invite", name, "--authority", "server", "--at", f"127.0.0.1:{desk.port}").strip()
+        token = said(COMMAND, "invite", name, "--authority", "authority", "--at", f"127.0.0.1:{desk.port}").strip()
         said(COMMAND, "enrol", token, "--identity", name)
     desk.close()
     host = serve("127.0.0.1:0", identity.read("server"), roster)

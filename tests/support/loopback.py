@@ -70,7 +70,7 @@ class Loopback:
         """A site's process ends; what it has said may still arrive, as over a network."""
         self.sites.pop(name, None)
 
-    def send(self, name: str, frame: bytes) -> None:
+    def send(self, name: str, frame: bytes, answers: int = 1) -> None:
         if name not in self.sites:
             raise ConnectionError(f"Expected {name!r} to be connected, but it is not")
         if not self.before(name, frame):

@@ -46,10 +46,11 @@ class Thread(threading.Thread):
         folder: Path | None = None,
         identity: Identity | None = None,
         record: AuditRecord | None = None,
+        patience: float = 20.0,
     ) -> None:
         super().__init__(daemon=True, name=f"site {name}")
         self.host, self.site, self.offer, self.folder, self.identity = host, name, offer, folder, identity
-        self.record = record
+        self.record, self.patience = record, patience
         self.visit: Visit | None = None
         self.error: Exception | None = None
 
@@ -57,7 +58,7 @@ class Thread(threading.Thread):
         try:
             dial = lambda: memory.link(self.host, self.site)
             own = {"identity": self.identity, "record": self.record}
-            self.visit = join(dial, self.offer, self.folder, patience=20.0, **own)
+            self.visit = join(dial, self.offer, self.folder, patience=self.patience, **own)
         except Exception as error:
             self.error = error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ class Place:
     """A server where sites enrol."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.authority = folder, folder / "server"
+        self.folder, self.authority = folder, folder / "authority"
         self.identity = identity.make_server(self.authority)
         self.roster = Roster(folder / "roster.json")
         self.desk = Desk(self.authority, "127.0.0.1:0", self.roster)
@@ -49,8 +50,23 @@ def test_whoever_enrols_is_let_in(place: Place) -> None:
     assert host.receive(5.0) == ("ward 7", b"here")
     link.close()
     host.close()
-    with pytest.raises(FileExistsError, match="has one; choose another folder"):
+    with pytest.raises(FileExistsError, match="has one; renew its certificate with --renew, or choose"):
         enrolment.enrol(place.invite(), place.folder / "site")
+
+
+def test_a_renewed_certificate_is_of_the_same_key_and_keeps_what_was_agreed(place: Place) -> None:
+    first = enrolment.enrol(place.invite(rows=40), place.folder / "site")
+    desk = Desk(place.authority, "127.0.0.1:0", place.roster, lifetime=timedelta(days=3))
+    token = place.invite()._replace(address=f"127.0.0.1:{desk.port}")
+    again = enrolment.enrol(token, place.folder / "site", renew=True)
+    assert again.key == first.key
+    assert again.ends < first.ends - timedelta(days=300)
+    assert identity.read(place.folder / "site") == again
+    assert place.roster.rows == {"ward 7": 40}
+    assert place.roster.name_of(again.certificate) == "ward 7"
+    with pytest.raises(FileNotFoundError, match="Expected an identity in"):
+        enrolment.enrol(place.invite(), place.folder / "elsewhere", renew=True)
+    desk.close()
 
 
 def test_a_token_has_one_use_and_its_secret_is_nowhere(place: Place) -> None:

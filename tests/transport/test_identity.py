@@ -12,14 +12,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
-from fedtorch.transport import Roster, identity
+from fedtorch.transport import Roster, enrolment, identity
 from fedtorch.transport._certificates import common_name
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Path:
-    identity.make_server(tmp_path / "server")
-    return tmp_path / "server"
+    identity.make_authority(tmp_path / "authority")
+    return tmp_path / "authority"
 
 
 def test_a_site_is_certified_by_the_authority_under_its_name(authority: Path) -> None:
@@ -35,8 +35,8 @@ def test_a_site_is_certified_by_the_authority_under_its_name(authority: Path) ->
 def test_keys_are_for_their_owner_and_come_back_from_the_folder(authority: Path, tmp_path: Path) -> None:
     made = identity.make_site(authority, "ward 7")
     made.save(tmp_path / "site")
-    assert identity.read(tmp_path / "site") == made
-    for path in (tmp_path / "site" / "key.pem", authority / "key.pem", authority / "authority.key.pem"):
+    assert identity.read(tmp_path / "site") == made._replace(folder=tmp_path / "site")
+    for path in (tmp_path / "site" / "key.pem", authority / "authority.key.pem"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(FileNotFoundError, match=r"key\.pem is not there; make one with `fedtorch enrol`"):
         identity.read(tmp_path / "nowhere")
@@ -44,14 +44,15 @@ def test_keys_are_for_their_owner_and_come_back_from_the_folder(authority: Path,
 
 def test_an_authority_is_not_made_twice(authority: Path) -> None:
     with pytest.raises(FileExistsError, match="has one; keep it"):
-        identity.make_server(authority)
+        identity.make_authority(authority)
+    assert identity.make_server(authority).authority == (authority / "authority.pem").read_bytes()
 
 
 def test_whose_clock_is_wrong_hears_of_it(authority: Path) -> None:
     made = identity.make_site(authority, "ward 7", timedelta(days=30))
     made.check_clock()
     for wrong in (-1, 31):
-        with pytest.raises(ValueError, match=r"this machine's clock says .* set the clock, or enrol anew"):
+        with pytest.raises(ValueError, match=r"this machine's clock says .* set the clock, or renew"):
             made.check_clock(datetime.now(UTC) + timedelta(days=wrong))
 
 
@@ -59,6 +60,56 @@ def test_whose_clock_is_wrong_hears_of_it(authority: Path) -> None:
 def test_names_that_are_none(authority: Path, name: str) -> None:
     with pytest.raises(ValueError, match="Expected a name of 1 to 63"):
         identity.make_site(authority, name)
+
+
+@pytest.mark.parametrize("name", ["server.fedtorch", "Server.FEDTORCH", "server.fedtorch."])
+def test_no_site_has_the_name_of_servers(authority: Path, tmp_path: Path, name: str) -> None:
+    asked = identity.request(identity.new_key(), "a")
+    for refuse in (
+        lambda: identity.make_site(authority, name),
+        lambda: identity.request(identity.new_key(), name),
+        lambda: identity.sign(authority, asked, name),
+        lambda: enrolment.invite(authority, name, "h:1"),
+        lambda: Roster(tmp_path / "roster.json").add(name, "key"),
+    ):
+        with pytest.raises(ValueError, match="which is that of every server"):
+            refuse()
+
+
+def test_what_a_certificate_is_for_does_not_come_from_its_name(
+    authority: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "check_name", lambda name: None)
+    made = identity.make_site(authority, identity.SERVER)
+    certificate = x509.load_pem_x509_certificate(made.certificate)
+    usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usages) == [x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH]
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == []
+    with pytest.raises(PermissionError, match="Expected a certificate for serverAuth"):
+        made.check_server()
+    with pytest.raises(PermissionError, match="Expected a certificate for clientAuth"):
+        identity.make_server(authority).check_site()
+
+
+def test_certificates_end_after_a_year_and_with_their_authority(tmp_path: Path) -> None:
+    now, authority = datetime.now(UTC), tmp_path / "short"
+    for made in (identity.make_server(tmp_path / "long"), identity.make_site(tmp_path / "long", "a")):
+        assert timedelta(364) < made.ends - now < timedelta(366)
+    identity.make_authority(authority, timedelta(days=10))
+    assert identity.make_site(authority, "a").ends == identity.make_server(authority).ends < now + timedelta(days=11)
+    identity.make_authority(tmp_path / "ended", timedelta(seconds=-2))
+    with pytest.raises(ValueError, match="Expected an authority that is valid, but"):
+        identity.make_site(tmp_path / "ended", "a")
+
+
+def test_the_end_of_a_certificate_is_warned_of_in_time(authority: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = identity.make_server(authority)
+    for days, said in ((31, ""), (29, "'server.fedtorch' ends in 29 days"), (0.5, "'server.fedtorch' ends in 0 days")):
+        caplog.clear()
+        made.check_clock(made.ends - timedelta(days=days))
+        assert (said in caplog.text) if said else not caplog.records
+    assert "renew it with `fedtorch authority DIR --server DIR --renew`" in caplog.text
 
 
 def test_the_name_is_the_authority_s_to_give(authority: Path) -> None:

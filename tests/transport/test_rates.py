@@ -93,11 +93,11 @@ def test_a_server_takes_so_many_streams_of_an_address(tmp_path: Path) -> None:
     hub.close()
 
 
-def test_tokens_are_tried_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_tried_so_often(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
-    monkeypatch.setattr(enrolment, "_LIMITS", enrolment._LIMITS._replace(each=Rate(3, 1e-3)))
+    limits = enrolment.LIMITS._replace(each=Rate(3, 1e-3))
     identity.make_server(tmp_path / "server")
-    desk = Desk(tmp_path / "server", "127.0.0.1:0", Roster(tmp_path / "server" / "roster.json"))
+    desk = Desk(tmp_path / "server", "127.0.0.1:0", Roster(tmp_path / "server" / "roster.json"), limits)
     token = enrolment.invite(tmp_path / "server", "a", f"127.0.0.1:{desk.port}")
     for _ in range(3):
         with pytest.raises(PermissionError, match="never existed"):

@@ -53,6 +53,16 @@ def test_q_ffl_is_the_papers_loop(q: float) -> None:
         assert distance(joined(run.server)[:, 0], theta) < ROUNDING
 
 
+def test_q_ffl_refuses_losses_and_clients_that_it_cannot_weigh() -> None:
+    signed = lambda output, target: output[..., 0] - target
+    with pytest.raises(ValueError, match="Expected losses of at least 0, which have powers, but got -"):
+        ft.run(fairness.q_ffl(sgd(RATE), signed, 1.0, lr=RATE), ft.InProcess(DATA), rounds=1)
+    rows = ft.data.FederatedData(DATA[0], torch.tensor([12, 0]), allow_empty=True)
+    local = ft.least_squares(linear(), steps=1, lr=RATE)
+    with pytest.raises(ValueError, match="Client '1': expected a positive weight, but got 0"):
+        ft.Run(fairness.q_ffl(local, squared, 0.0, lr=RATE), ft.InProcess(rows))
+
+
 def test_more_q_makes_losses_more_alike() -> None:
     found = {}
     for q in (0.0, 1.0, 5.0):
@@ -195,6 +205,8 @@ def test_a_group_without_rows_is_left_out_of_the_gap_whatever_the_order() -> Non
             found = fairness.watch_groups(run, DATA, mse, member, order)
         assert math.isnan(found.pop("val_error_group_7"))
         assert found == plain
+    band = ft.plots.groups(run, "error").axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() - band.min() == pytest.approx(plain["val_error_gap"])
     for groups in ([0.0], [0.0, 7.0], [7.0, 8.0]):  # nothing to compare with
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

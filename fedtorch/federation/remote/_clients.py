@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.remote import _frames as frames, _inbox as inbox
 from fedtorch.federation.remote._account import Account
 from fedtorch.federation.remote._fingerprint import fingerprint
+from fedtorch.federation.remote._finished import state_of, tell_all
 from fedtorch.federation.remote._frames import Frame
 from fedtorch.federation.remote._hidden import Hidden
-from fedtorch.federation.remote._inbox import Inboxes
+from fedtorch.federation.remote._inbox import Inboxes, consecutive
 from fedtorch.federation.remote._keyring import Keyring
 from fedtorch.federation.remote._masked import Asked, SumLost, name_of_sum, start_for_all
 from fedtorch.federation.remote._plan import Plan
 from fedtorch.federation.remote._reading import Answer, Reader
 from fedtorch.federation.remote._recording import ServerRecording
-from fedtorch.federation.remote._sites import LATE, Heard, Question
+from fedtorch.federation.remote._sites import LATE, Heard, Question, reasons
 from fedtorch.tree import Tree
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)
@@ -41,6 +43,9 @@ class RemoteClients:
         plan: of the population.
         algorithm: what they compute.
         state: one client's initial state.
+
+    Attributes:
+        over: whether sites are told that the run is over.
     """
 
     def __init__(self, plan: Plan, algorithm: Algorithm, state: Tree) -> None:
@@ -48,6 +53,7 @@ class RemoteClients:
         self.run, sites = secrets.token_hex(16), len(plan.sites.names)
         names, nobody = plan.names, [(_NOBODY, plan.nobody)]
         self._up = self._down = 0  # bytes of the round
+        self.over = False
         self._hidden, here = self._hide(), algorithm
         if self._hidden is not None:  # what comes of it are aggregates
             here = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
@@ -71,6 +77,7 @@ class RemoteClients:
         if self._read.message is None:
             self._read.message = self._local.reply(self._local.empty_block(), outbox, turn).message
         self._up = self._down = 0
+        self.over = False
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
         start = start_for_all(self.algorithm, outbox)
         missing = self._prepare(asked, start)
@@ -150,7 +157,7 @@ class RemoteClients:
         }
         heard = self._ask(requests, number, lambda site, frame: self._read.sums(site, frame, like))
         if heard.missing:
-            raise RuntimeError(f"Expected scores of all sites, but got none of {_reasons(heard.missing)}")
+            raise RuntimeError(f"Expected scores of all sites, but got none of {reasons(heard.missing)}")
         nothing = [tree.map(lambda leaf, n=n: leaf.new_zeros(n, *leaf.shape[1:]), like) for n in self.plan.counts]
         return tree.concatenate([heard.answers.get(site, none) for site, none in zip(self.plan.sites.names, nothing)])
 
@@ -168,18 +175,20 @@ class RemoteClients:
             )
         return self._local.tensors(outbox, ids)
 
-    def finish(self, outbox: Tree) -> None:
-        """Tells the sites that the run is over, and what their clients hear last."""
+    def finish(self, outbox: Tree, seconds: float = 0.0) -> None:
+        """Tells the sites that the run is over, and what their clients hear last; those that are away have time."""
+        tell_all(self.plan.sites, partial(self._tell_over, outbox), seconds)
+
+    def _tell_over(self, outbox: Tree, here: Mapping[int, str]) -> list[int]:
+        """Tells sites, and returns the numbers of those that have it on their stream."""
         if self.algorithm.exchange.sealed is not None:
             self._prepare([])
         number, sites = self.plan.sites.next_sequence(), self.plan.sites
         requests = {
-            site: self._request("over", index, self._own(index, None), outbox, number)
-            for index, site in enumerate(sites.names)
+            site: self._request("over", index, self._own(index, None), outbox, number) for index, site in here.items()
         }
         self._recording.over(self.run, requests)
-        for site, frame in requests.items():
-            sites.tell(site, self.run, self._begin, frame)
+        return [index for index, site in here.items() if sites.tell(site, self.run, self._begin, requests[site])]
 
     def withdraw(self, site: str) -> Tree:
         """What a site's clients have told beyond their initial states; the site is not asked any more.
@@ -201,7 +210,7 @@ class RemoteClients:
         if kept not in self._saved:
             self._saved.append(kept)
         run = torch.tensor(list(bytes.fromhex(self.run)), dtype=torch.uint8)
-        known = {**self._recording.state_dict(), **self._account.state_dict()}
+        known = state_of(self.over, self.plan.sites.bring) | self._recording.state_dict() | self._account.state_dict()
         return {"kept": torch.tensor(kept), "run": run, **known}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
@@ -209,6 +218,7 @@ class RemoteClients:
         self._recording.load_state_dict(flat)
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
+        self.over = bool(flat["over"])
         self._account.load_state_dict(flat)
         if self._hidden is not None:
             self._hidden.forget()
@@ -247,7 +257,7 @@ class RemoteClients:
         if ids is None:
             return frames.encode_blobs(kind, blobs, **about)
         exchange, (tensors, sizes) = self.algorithm.exchange, frames.coded(blobs)
-        hears = exchange.scatter(outbox, _consecutive(ids)) if exchange.sealed is None else None
+        hears = exchange.scatter(outbox, consecutive(ids)) if exchange.sealed is None else None
         return inbox.encode(kind, Inboxes(ids, hears), {"more": more, "blobs": tensors}, sizes=sizes, **about)
 
     def _hide(self) -> Hidden | None:
@@ -328,7 +338,7 @@ class RemoteClients:
         if len(answers) < least:
             raise RuntimeError(
                 f"Expected answers of at least {least} of {asked} sites, but got {len(answers)}, without "
-                f"{_reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
+                f"{reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
             )
 
     def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
@@ -337,20 +347,6 @@ class RemoteClients:
                 self._kept[index], partial = number, answers[site].partial
                 if self._hidden is not None and partial is not None:
                     self._hidden.keep({site: partial})
-                if (
-                    self.plan.withdrawals
-                    and self._hidden is None
-                    and partial is not None
-                    and self.algorithm.told is not None
-                ):
+                told = partial is not None and self.algorithm.told is not None
+                if self.plan.withdrawals and self._hidden is None and told:
                     self._account.add(index, partial.told.value)
-
-
-def _consecutive(ids: Tensor) -> Tensor | slice:
-    """A slice, which is read as views, where it will do."""
-    first, last = int(ids[0]), int(ids[-1]) + 1
-    return slice(first, last) if last - first == len(ids) else ids
-
-
-def _reasons(missing: Mapping[str, str]) -> str:
-    return "; ".join(f"{site!r}: {why}" for site, why in missing.items())

@@ -32,6 +32,12 @@ class Inboxes(NamedTuple):
         return tree.map(lambda leaf: _rows(leaf, rows), self.inbox)
 
 
+def consecutive(ids: Tensor) -> Rows:
+    """Return ascending ids as a slice, which is read as views, where it will do."""
+    first, last = int(ids[0]), int(ids[-1]) + 1
+    return slice(first, last) if last - first == len(ids) else ids
+
+
 def at_site(exchange: Exchange) -> Exchange:
     """An exchange whose outbox is `Inboxes`; bytes are counted where they travel."""
     return exchange._replace(scatter=lambda outbox, ids: outbox.of(ids), traffic=lambda outbox, messages, ids: (0, 0))

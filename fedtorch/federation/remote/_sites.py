@@ -172,16 +172,24 @@ class Sites:
         self._note(question.missing | gone)
         return question.heard(gone)
 
+    def is_here(self, name: str) -> bool:
+        """Whether a site is connected and has said what it brings."""
+        return name in self._here and name in self.host.connected
+
+    def look(self, ends: float) -> None:
+        """Takes in who comes, for a moment that ends at this time at the latest."""
+        self._next(max(0.0, min(_LOOK, ends - time.monotonic())))
+
     def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
         """Sends a frame that wants no answer, if the site is here."""
-        return name in self._here and self._send(name, run, begin, frame)
+        return name in self._here and self._send(name, run, begin, frame, answers=0)
 
-    def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes) -> bool:
+    def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes, answers: int = 1) -> bool:
         try:
             if self._begun.get(name) != run:
-                self.host.send(name, begin(name))
+                self.host.send(name, begin(name), answers=0)
                 self._begun[name] = run
-            self.host.send(name, request)
+            self.host.send(name, request, answers)
         except (ConnectionError, TimeoutError):
             self._forget(name)
             return False
@@ -195,6 +203,9 @@ class Sites:
             return None
         try:
             frame = frames.read(payload, peer)
+            if frame.kind == "hello" and peer not in self.names:
+                self._turn_away(peer)
+                return None
             if frame.kind == "hello":
                 self._greet(frame)
             elif peer not in self._here:
@@ -217,8 +228,6 @@ class Sites:
         """Takes in what a site says that it brings, if it may take part."""
         name = frame.sender
         self._forget(name)
-        if name not in self.names:
-            raise ValueError(f"Expected one of the sites of this run, but got {name!r}; ask the server's side")
         if (protocol := frame.integer("protocol")) != PROTOCOL:
             raise ValueError(
                 f"Expected a site that speaks protocol {PROTOCOL}, but {name!r} speaks {protocol}; install the same "
@@ -243,6 +252,13 @@ class Sites:
         self.bring.setdefault(name, brings)
         self._here.add(name)
 
+    def _turn_away(self, name: str) -> None:
+        """Tells a site that is in no run now to wait for another."""
+        _LOG.warning("site %r has connected, but the run is of %s; it waits", name, list(self.names))
+        reason = f"the server's run is of other sites than {name!r}; ask its side whether this site is to be in it"
+        with suppress(ConnectionError, TimeoutError):  # it is told when it is back
+            self.host.send(name, frames.encode("wait", reason=reason), answers=0)
+
     def _forget(self, name: str) -> None:
         self._here.discard(name)
         for known in (self._begun, self._owes, self._strays):
@@ -253,3 +269,8 @@ class Sites:
             if self.troubles.get(name) != why:
                 _LOG.warning("site %r: %s", name, why)
             self.troubles[name] = why
+
+
+def reasons(missing: Mapping[str, str]) -> str:
+    """Why sites did not answer, by name, in a line."""
+    return "; ".join(f"{site!r}: {why}" for site, why in missing.items())

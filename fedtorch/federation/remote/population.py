@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._clients import RemoteClients
+from fedtorch.federation.remote._finished import LAST_WORD, brought_to
 from fedtorch.federation.remote._plan import Lost, Plan
 from fedtorch.federation.remote._sites import Sites
 from fedtorch.federation.remote.audit import AuditRecord
@@ -28,7 +30,7 @@ class Remote:
     if its clients' messages were lost, and goes on with the next; `troubles` says why.
 
     Args:
-        host: where sites connect, such as `transport.serve("0.0.0.0:443", identity, roster)`.
+        host: where sites connect, such as `transport.serve("0.0.0.0:9443", identity, roster)`.
         sites: their names, in the order in which their clients are numbered.
         algorithm: the name of what they are asked to run.
         settings: of it, as JSON.
@@ -43,6 +45,8 @@ class Remote:
         roster: as the authority has signed it, `transport.book.sign_roster(...)`, by which sites believe each other's
             keys; for sums under masks and sealed letters.
         rotate: after so many rounds sites make other keys.
+        checkpoint: the run's file. `finish` saves it before sites hear that the run is over; a server that is started
+            again with it then waits for none of them.
         record: what sites are asked and what they answer is appended to it, and runs are begun with its signature.
 
     Attributes:
@@ -89,6 +93,7 @@ class Remote:
         withdrawals: bool = False,
         roster: bytes | None = None,
         rotate: int = 100,
+        checkpoint: Path | str | None = None,
         record: AuditRecord | None = None,
     ) -> None:
         expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints, rotate=rotate)
@@ -101,10 +106,14 @@ class Remote:
         except (TypeError, ValueError) as error:
             raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
         self.device, self.leads = torch.device("cpu"), True
-        asked = Sites(host, sites, agreed)
+        asked, bring = Sites(host, sites, agreed), brought_to(checkpoint, sites)
         if record is not None:
             asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
-        asked.meet(patience)
+        if bring is None:
+            asked.meet(patience)
+        else:
+            asked.bring = bring
+        self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(patience, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):
@@ -150,8 +159,14 @@ class Remote:
         return RemoteClients(self.plan, algorithm, state)
 
     def finish(self, run: Any) -> None:
-        """Tells the sites that a run on this population is over, and what their clients predict with."""
-        run.clients.finish(run.outbox)
+        """Tells the sites that a run on this population is over, and what their clients predict with.
+
+        With a `checkpoint` this is noted there first, and sites that are away have ten seconds to come back.
+        """
+        run.clients.over = True
+        if self._checkpoint is not None:
+            run.save(self._checkpoint)
+        run.clients.finish(run.outbox, self._last_word)
 
     def withdraw(self, run: Any, site: str) -> None:
         """Takes what a site has told for good out of a run, and asks it no more.

@@ -13,6 +13,7 @@ from fedtorch import _files as files
 from fedtorch.federation.remote import _frames as frames
 from fedtorch.federation.remote._frames import PROTOCOL, Frame, run_of
 from fedtorch.federation.remote._recording import SiteRecording
+from fedtorch.federation.remote._site_log import SiteLog
 from fedtorch.federation.remote.audit import AuditRecord
 from fedtorch.federation.remote.offer import Offer
 from fedtorch.federation.remote.past_sums import PastSums
@@ -40,7 +41,7 @@ def join(
     """Takes part in what a server asks, until it says that a run is over; returns the site's part in it.
 
     Args:
-        dial: connects to the server, such as `lambda: transport.connect("server.example:443", identity)`.
+        dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
         offer: what the site brings.
         folder: where the site keeps its clients' states, and which sums under masks it has taken part in, see
             `past_sums`; without one it cannot go on after it was killed, and refuses such sums unless its terms say
@@ -112,8 +113,9 @@ def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
             try:
                 site.recording.connected()
                 _say(link, site.hello())
+                site.log.connected(len(site.offer.data), int(site.offer.data.counts.sum()))
                 while site.ended is None:
-                    payload = link.receive(patience.seconds)
+                    payload = _next(link, site, patience)
                     patience.heard()
                     _say(link, site.answer(payload))
                 return site.ended
@@ -122,6 +124,16 @@ def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
         except (ConnectionError, TimeoutError) as error:
             _LOG.warning("no server, connecting again: %s", error)
             patience.again(error)
+
+
+def _next(link: Link, site: Site, patience: Patience) -> bytes:
+    """The server's next frame; where it has said that its run is without this site, however late that comes."""
+    while True:
+        try:
+            return link.receive(patience.seconds)
+        except TimeoutError:
+            if not site.unlisted:
+                raise
 
 
 def _say(link: Link, frame: bytes | None) -> None:
@@ -145,6 +157,8 @@ class Site:
     Attributes:
         ended: the site's part in the run that is over, None before.
         begun: the frame that began the run in which it takes part, or would not.
+        unlisted: whether the server has said that its run is without this site.
+        log: lines about what it does.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -162,10 +176,12 @@ class Site:
         identity: Identity | None = None,
         record: AuditRecord | None = None,
     ) -> None:
-        self.offer, self.folder, self._watch, self._identity = offer, folder, Watch(offer.terms, folder), identity
-        self.recording = SiteRecording(record, offer)
+        self.offer, self.folder, self._identity = offer, folder, identity
+        self._watch = Watch(offer.terms, folder, None if identity is None else identity.folder)
+        self.recording, self.log = SiteRecording(record, offer), SiteLog()
         self.ended: Visit | None = None
         self.begun: bytes | None = None
+        self.unlisted = False
         self._past = PastSums(folder, offer.terms.remember_sums)
         self._visit: Visit | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
@@ -182,6 +198,10 @@ class Site:
         sequence = 0
         try:
             frame = frames.read(payload, "the server")
+            self.unlisted = frame.kind == "wait"
+            if frame.kind == "wait":
+                self.log.unlisted(frame.text("reason"))
+                return None
             if frame.kind == "who":
                 return self.hello()
             if frame.kind in ("begin", "over"):
@@ -211,6 +231,7 @@ class Site:
                 visit = Visit(self.offer, self._watch, frame, self.folder, self._identity, self._past)
                 self.recording.begin(frame, server, None)
                 self._visit = visit
+                self.log.begun(frame, visit.first, len(self.offer.data))
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
@@ -232,14 +253,18 @@ class Site:
         answers = {"round": visit.round, "total": visit.total, "evaluate": visit.evaluate, "letters": visit.letters}
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)
+        self.log.working()
         visit.settle(frame)
-        return answers[frame.kind](frame)
+        answer = answers[frame.kind](frame)
+        self.log.answered(frame)
+        return answer
 
     def _end(self, frame: Frame) -> None:
         if self._visit is not None and self._visit.run == run_of(frame):
             self._visit.settle(frame)
             self._visit.end(frame)
             self.recording.over(frame)
+            self.log.over(frame)
             self.ended = self._visit
 
     def _refuse(self, payload: bytes, sequence: int, reason: str) -> bytes:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from fedtorch import _files as files, tree
 from fedtorch.federation._budget import Budget
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.tree import Tree
+
+_SECONDS = 30.0  # for another process of the site that counts
 
 
 class Refusal(ValueError):
@@ -45,7 +49,9 @@ class Watch:
 
     Args:
         terms: of the site.
-        folder: where the rounds are counted; None counts those of this process.
+        folder: of states.
+        beside: the folder of the site's identity, which does not change with that of the states. Rounds are counted in
+            both, and the larger count holds; without either those of this process are counted.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -61,13 +67,15 @@ class Watch:
         the site has answered 1 round, and does not answer more
     """
 
-    def __init__(self, terms: Terms, folder: Path | None) -> None:
-        self.terms, self._path, self._rounds = terms, None, 0
-        if folder is not None and terms.rounds is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._path = folder / "rounds.json"
-            if self._path.exists():
-                self._rounds = int(json.loads(self._path.read_bytes())["rounds"])
+    def __init__(self, terms: Terms, folder: Path | None, beside: Path | None = None) -> None:
+        self.terms, self._rounds = terms, 0
+        folders = [each for each in (folder, beside) if each is not None and terms.rounds is not None]
+        for each in folders:
+            each.mkdir(parents=True, exist_ok=True)
+        self._paths = [each / "rounds.json" for each in folders]
+        self._lock = FileLock(f"{self._paths[-1]}.lock", timeout=_SECONDS) if self._paths else nullcontext()
+        with self._lock:
+            self._read()
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuses an algorithm that would break the terms whatever is asked of it."""
@@ -91,18 +99,29 @@ class Watch:
         budget, terms = algorithm.budget, self.terms
         self.check_cohort(len(ids))
         if terms.rounds is not None:
-            if self._rounds >= terms.rounds:
-                many = "s" * (self._rounds != 1)
-                raise Refusal(f"the site has answered {self._rounds} round{many}, and does not answer more")
-            self._rounds += 1
-            if self._path is not None:
-                files.replace(self._path, json.dumps({"rounds": self._rounds}).encode())
+            with self._lock:
+                self._count(terms.rounds)
         if budget is not None:
             if not budget.allows() or budget.report()["epsilon"] > (terms.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")
             budget.spend(turn.round, ids, turn.key)
             if terms.epsilon is not None and budget.report()["epsilon"] > terms.epsilon:
                 raise Refusal(f"the site spends no more than epsilon = {terms.epsilon}")
+
+    def _count(self, most: int) -> None:
+        """Counts a round, or refuses it."""
+        self._read()
+        if self._rounds >= most:
+            many = "s" * (self._rounds != 1)
+            raise Refusal(f"the site has answered {self._rounds} round{many}, and does not answer more")
+        self._rounds += 1
+        for path in self._paths:
+            files.replace(path, json.dumps({"rounds": self._rounds}).encode())
+
+    def _read(self) -> None:
+        """Takes in what has been counted, by another process of this site too."""
+        counted = [int(json.loads(path.read_bytes())["rounds"]) for path in self._paths if path.exists()]
+        self._rounds = max([self._rounds, *counted])
 
     def _counts(self, budget: Budget) -> bool:
         """Whether noise is added where rows are, or by as many others as the site counts on, and is written down."""

@@ -33,7 +33,7 @@ def of_latents(kernel: Any) -> Any:
         TypeError: a kernel that this model cannot use; see `check_kernel`.
         ValueError: no kernel, one with more batch dimensions than one, or several of which one has any.
     """
-    kernels = [kernel] if isinstance(kernel, Kernel) else list(kernel)
+    kernels = list(kernel) if isinstance(kernel, (list, tuple)) else [kernel]
     for one in kernels:
         check_kernel(one)
     if isinstance(kernel, Kernel) and len(kernel.batch_shape) == 1:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fedtorch.functional import Swap
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
 
-Kernel = gpytorch.kernels.Kernel
+Kernel: Any = gpytorch.kernels.Kernel
 
 
 def parameter_dims(module: nn.Module) -> dict[str, int]:
@@ -57,7 +57,7 @@ def diagonal(kernel: Any, dims: dict[str, int], x: Tensor) -> Tensor:
     return _evaluate(kernel, dims, call, x)
 
 
-class SideBySide(Kernel):  # type: ignore[misc]
+class SideBySide(Kernel):
     """One kernel for each latent process, as one kernel of the batch shape `(latents,)`.
 
     Args:
@@ -93,11 +93,11 @@ def _evaluate(kernel: Any, dims: dict[str, int], call: Callable[..., Tensor], *i
         with _batch_shapes(kernel, units) as fitted, swap([fitted(*item) for item in stacked.items()]):
             return call(*inputs)
     rows = [x.expand(units, *x.shape[-2 - depth :]) for x in inputs]
-    values = []
+    parts = []
     for number in range(units):
         with swap([value[number] for value in stacked.values()]):
-            values.append(call(*(x[number] for x in rows)))
-    return torch.stack(values)
+            parts.append(call(*(x[number] for x in rows)))
+    return torch.stack(parts)
 
 
 @contextmanager

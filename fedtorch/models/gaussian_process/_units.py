@@ -90,7 +90,9 @@ class UnitModel(gpytorch.Module):
             if name.endswith("raw_noise"):
                 constraint = self.constraint_for_parameter_name(name)
                 noise = (_START_NOISE * scale[..., None]).square().to(values[name])
-                found[name] = constraint.inverse_transform(noise).expand_as(found[name]).clone()
+                raw = constraint.inverse_transform(noise).expand_as(found[name])
+                # A constraint that excludes it leaves the likelihood's own.
+                found[name] = torch.where(raw.isfinite(), raw, found[name])
         return found
 
     def _size_of(self, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

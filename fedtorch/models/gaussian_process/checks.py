@@ -28,6 +28,14 @@ from fedtorch.models.gaussian_process._gpytorch_kernels import check_kernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
+_LIKELIHOODS = {
+    gpytorch.likelihoods.FixedNoiseGaussianLikelihood: (
+        "its noise belongs to rows by their place, and units have rows of their own; take a GaussianLikelihood, or a "
+        "likelihood that reads the noise from a further column of the rows"
+    ),
+    gpytorch.likelihoods.MultitaskGaussianLikelihood: "units are the outputs; take a GaussianLikelihood",
+    gpytorch.likelihoods.SoftmaxLikelihood: "it wants several functions of a unit; make every class a unit",
+}
 
 
 def check_gaussian(likelihood: Any, what: str, instead: str) -> None:
@@ -36,8 +44,24 @@ def check_gaussian(likelihood: Any, what: str, instead: str) -> None:
         raise TypeError(f"Expected a GaussianLikelihood for {what}, but got {type(likelihood).__name__}; {instead}")
 
 
-def check_parts(model: Geometry) -> None:
-    """Raises ValueError unless the kernels and the likelihood have the units' batch shape."""
+def check_parts(model: Geometry, mean: bool = False) -> None:
+    """Raises ValueError unless the kernels and the likelihood have the units' batch shape, TypeError for other parts.
+
+    >>> from fedtorch.models.gaussian_process import ConvolvedGP
+    >>> ConvolvedGP(torch.zeros(3, 1), mean=gpytorch.means.LinearMean(1))
+    Traceback (most recent call last):
+    TypeError: Expected mean=True or False, but got LinearMean; ...
+    """
+    if not isinstance(mean, bool):
+        raise TypeError(
+            f"Expected mean=True or False, but got {type(mean).__name__}; True is a constant of each unit, and for a "
+            "trend give a list of kernels with a LinearKernel among them"
+        )
+    for kind, instead in _LIKELIHOODS.items():
+        if isinstance(model.likelihood, kind):
+            raise TypeError(
+                f"Expected a likelihood for this model, but got {type(model.likelihood).__name__}: {instead}"
+            )
     batch = tuple(model.batch_shape)
     if tuple(model.kernel.scale.shape) != batch:
         raise ValueError(

@@ -207,6 +207,18 @@ class ConvolutionProcess(_Mixture):
         return self.amplitude * self.latent_variance * (0.5 * (latent.log() - both.log()).sum(-1)).exp()
 
 
+def output_kernel(kernel: OutputKernel | Any, dims: int, latents: int, batch_shape: torch.Size) -> OutputKernel:
+    """Return a kernel of outputs: the one given, a `ConvolutionProcess` for None, or else a `Coregionalisation`.
+
+    >>> import gpytorch
+    >>> type(output_kernel(gpytorch.kernels.RBFKernel(), dims=1, latents=1, batch_shape=torch.Size())).__name__
+    'Coregionalisation'
+    """
+    if kernel is None:
+        return ConvolutionProcess(dims, latents, batch_shape)
+    return kernel if hasattr(kernel, "smoothed") else Coregionalisation(kernel, dims, batch_shape)
+
+
 class Coregionalisation(_Mixture):
     r"""The linear model of coregionalisation, f_m = Σ_i v_mi g_i, with any GPyTorch kernels for the latent processes.
 

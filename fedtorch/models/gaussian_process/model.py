@@ -17,7 +17,7 @@ from fedtorch.models.gaussian_process._stacked_kernel import parameter_dims
 from fedtorch.models.gaussian_process._units import Observed, full
 from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_kernels, check_parts
-from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, OutputKernel
+from fedtorch.models.gaussian_process.kernels import OutputKernel, output_kernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
 
 MultivariateNormal = gpytorch.distributions.MultivariateNormal
@@ -32,7 +32,7 @@ class ConvolvedGP(Geometry):
 
     Args:
         inducing: inducing inputs w `(J, d)`, the same for all latent processes.
-        kernel: default: a `ConvolutionProcess`.
+        kernel: default: a `ConvolutionProcess`. A kernel of GPyTorch, or a list of them, becomes a `Coregionalisation`.
         likelihood: any GPyTorch likelihood of one-dimensional outputs, with the units' batch shape; default: Gaussian
             noise with a variance above 1e-8.
         latents: latent processes of the default kernel.
@@ -40,7 +40,7 @@ class ConvolvedGP(Geometry):
         learn_inducing: whether the inducing inputs are parameters.
         features: applied to all inputs and inducing inputs and shared by all units: a deep kernel, or
             `EmbedCategories`. Kernels see its outputs. Rows are shown to its `check` first, if it has one.
-        mean: whether each unit has a constant mean of its own.
+        mean: whether each unit has a constant mean of its own; for a trend take a latent process with a LinearKernel.
         scale: of the outputs of all units, for example the root of their pooled mean square, two sums over units;
             default: each unit's own, as its outputs suggest. A unit that has seen only a small part of its signal
             misjudges its own.
@@ -54,7 +54,8 @@ class ConvolvedGP(Geometry):
     Raises:
         ValueError: inducing inputs that are not finite or not `(J, d)`, a kernel of other dimensions, a scale that is
             not positive, or a kernel, likelihood or own kernel of another batch shape.
-        TypeError: an own kernel beside a likelihood that is not Gaussian.
+        TypeError: an own kernel beside a likelihood that is not Gaussian; a likelihood of several outputs, or with a
+            noise of each row; a mean that is no bool.
 
     Example:
         >>> import torch
@@ -72,7 +73,7 @@ class ConvolvedGP(Geometry):
     def __init__(
         self,
         inducing: Tensor,
-        kernel: OutputKernel | None = None,
+        kernel: OutputKernel | Any = None,
         likelihood: Any = None,
         *,
         latents: int = 1,
@@ -95,7 +96,7 @@ class ConvolvedGP(Geometry):
         self.features = None if features is None else features.to(inducing)
         self._feature_dims = {} if features is None else parameter_dims(features)
         dims = self.embed(inducing).shape[-1]
-        self.kernel: Any = ConvolutionProcess(dims, latents, batch_shape) if kernel is None else kernel
+        self.kernel: Any = output_kernel(kernel, dims, latents, batch_shape)
         if self.kernel.dims != dims:
             raise ValueError(f"Expected a kernel of {dims} dimensions, but got one of {self.kernel.dims}")
         if likelihood is None:
@@ -103,7 +104,7 @@ class ConvolvedGP(Geometry):
         self.likelihood, self.batch_shape, self.scale, self.jitter = likelihood, batch_shape, scale, jitter
         self.own_kernel, self.share_own_kernel = own_kernel, share_own_kernel
         self._own_dims = {} if own_kernel is None else parameter_dims(own_kernel)
-        check_parts(self)
+        check_parts(self, mean)
         if learn_inducing:
             self.inducing = nn.Parameter(inducing.clone())
         else:

@@ -24,6 +24,8 @@ tensor([1., 2.], dtype=torch.float64)
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from fedtorch.networks.solvers.conjugate_gradient import ConjugateGradients
@@ -73,6 +75,7 @@ def chebyshev(
             stop = stop or first.step()
         smallest = 2.0 if stop else _MARGIN * first.smallest_eigenvalue()
     while not stop:
+        monitor.smallest = partial(float, smallest)
         stop = _iterate(first, monitor, smallest)
         if not stop:
             quotient = _rayleigh_quotient(first, monitor)

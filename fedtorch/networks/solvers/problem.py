@@ -95,6 +95,11 @@ class LinearProblem:
         eye = torch.eye(self.cross.shape[1], dtype=self.cross.dtype, device=self.cross.device)
         return torch.addcmul(self.gram, self.degrees[:, None, None], eye, value=self.alpha)
 
+    @cached_property
+    def inverse_blocks(self) -> Tensor:
+        """P⁻¹, the pseudo-inverses of `blocks`, `(n, d, d)`."""
+        return linalg.pseudo_inverse(self.blocks)
+
     @property
     def round_bytes(self) -> int:
         """What a round of messages weighs: d numbers over every edge in both directions."""
@@ -131,6 +136,37 @@ class LinearProblem:
     def optimality(self, w: Tensor) -> float:
         """How far `w` `(n, d)` is from a minimiser: `residual_size` relative to `size`, which units do not change."""
         return self.residual_size(self.cross - self.product(w)) / self.size(w)
+
+    @cached_property
+    def pooled_eigenvalue(self) -> float:
+        """The smallest v'Qv / v'Pv, P the `blocks`, of v that all nodes of a component share; 1 without coupling.
+
+        P⁻¹Q has no larger smallest eigenvalue, and at a strong coupling hardly a smaller one.
+        """
+        labels, count = self.components
+        pooled, blocks = (
+            matrix.new_zeros(count, *matrix.shape[1:]).index_add_(0, labels, matrix)
+            for matrix in (self.gram, self.blocks)
+        )
+        parts = linalg.equilibrated(pooled)
+        root = parts.inverse_root(parts.null())
+        return 1 / max(1.0, float(torch.linalg.eigvalsh(root.mT @ blocks @ root).max()))
+
+    def error(self, residual: Tensor, w: Tensor, smallest: float = torch.inf) -> float:
+        """Estimate how far `w` is from a solution relative to its size, both in the norm of the `blocks` P.
+
+        That is ‖b − Qw‖ in the norm of P⁻¹ over the smallest eigenvalue of P⁻¹Q, which units of features do not change.
+
+        Args:
+            residual: b − Q w at `w` `(n, d)`.
+            w: the parameters.
+            smallest: an estimate of the eigenvalue, if it is below `pooled_eigenvalue`.
+        """
+        conditioned, size = (
+            (m @ x.unsqueeze(2)).squeeze(2) for m, x in ((self.inverse_blocks, residual), (self.blocks, w))
+        )
+        far, near = (residual * conditioned).sum().clamp(min=0).sqrt(), (w * size).sum().clamp(min=0).sqrt()
+        return float(far / near) / min(smallest, self.pooled_eigenvalue) if bool(far > 0) else 0.0
 
     def objective(self, w: Tensor, penalty: Penalty = squared) -> float:
         """f at `w` `(n, d)`."""

@@ -33,7 +33,7 @@ from fedtorch.progress import Progress
 
 Scope = Literal["local", "reference"]
 Watch = Callable[[int, Tensor], object]  # (rounds of messages so far, parameters (n, d)) -> something true to stop
-Reason = Literal["converged", "rounds", "watch", "breakdown"]
+Reason = Literal["converged", "ill-conditioned", "rounds", "watch", "breakdown"]
 _EXACT = 8  # units in the last place: no residual relative to the numbers that it is made of is surely below
 
 
@@ -43,6 +43,11 @@ class Solution(NamedTuple):
     `reason` is why the solver stopped: it "converged", all its "rounds" are used up, the "watch" wanted it, or
     "breakdown": numbers that are no longer finite, or nothing more to gain in this precision. Where later ones are
     worse, the parameters are the best of those that were checked. None of them are NaN.
+
+    Where the equations are badly conditioned, as with couplings that differ by many orders of magnitude, they may hold
+    to ten digits at parameters of which none is right. Solvers that look at the residual of Q w = b go on until the
+    `error` is below the square root of the tolerance also. "ill-conditioned" says that the equations hold to rounding
+    and parameters do not to that: take `direct`, or bring couplings closer together.
     """
 
     parameters: Tensor  # (n, d)
@@ -53,10 +58,11 @@ class Solution(NamedTuple):
     bytes: int  # of all messages to neighbours or the server
     scope: Scope  # local: between checks of optimality a node needs its neighbours only
     clusters: Tensor | None = None  # (n,) int64, nodes with equal parameters; for penalties that make ties
+    error: float | None = None  # estimate of these parameters', see `LinearProblem.error`; None if there is none
 
     @property
     def converged(self) -> bool:
-        """Whether `optimality` is within the tolerance, or is exact to rounding."""
+        """Whether `optimality` is within the tolerance or exact to rounding, and an `error` within its square root."""
         return self.reason == "converged"
 
 
@@ -89,6 +95,7 @@ class Monitor:
         self.best: Tensor | None = None
         self._size = 1.0  # of the numbers in the equations, which changes slowly
         self.reason: Reason = "rounds"
+        self.smallest: Callable[[], float] = lambda: math.inf  # eigenvalue of P⁻¹Q, as far as the solver knows it
         self._progress = Progress("GTV minimisation")
 
     def tell(self, w: Tensor) -> bool:
@@ -112,10 +119,16 @@ class Monitor:
         found = self.problem.residual_size(residual)
         if self.due() or self._within(found / self._size):
             self._size = self.problem.size(w)
-        return self.check(found / self._size, w)
+        return self.check(found / self._size, w, lambda: self.problem.error(residual, w, self.smallest()))
 
-    def check(self, optimality: float, w: Tensor) -> bool:
-        """Takes the optimality of `w`, two sums over the network, and keeps the best; whether to stop because of it."""
+    def check(self, optimality: float, w: Tensor, error: Callable[[], float] = lambda: 0.0) -> bool:
+        """Takes the optimality of `w`, two sums over the network, and keeps the best; whether to stop because of it.
+
+        Args:
+            optimality: of `w`.
+            w: parameters.
+            error: of them, which is asked for where the optimality is within the tolerance.
+        """
         self.sums += 2
         self.optimality = optimality
         if not math.isfinite(optimality):
@@ -125,9 +138,18 @@ class Monitor:
             if self.due():
                 self.best = w.clone()
         if self._within(optimality):
-            self.reason = "converged"
-            return True
+            self.sums += 2
+            if self._certain(error()):
+                self.reason = "converged"
+                return True
+            if within(optimality, 0.0, w):
+                self.reason = "ill-conditioned"
+                return True
         return False
+
+    def _certain(self, error: float) -> bool:
+        """Whether parameters have half of the digits to which the equations are to hold."""
+        return within(error**2, self.tolerance, self.problem.cross)
 
     def _within(self, optimality: float) -> bool:
         return within(optimality, self.tolerance, self.problem.cross) if self.tolerance else optimality == 0
@@ -155,6 +177,7 @@ class Monitor:
             clusters: of `w`.
         """
         self._progress.close()
+        squared = optimality is None
         optimality = optimality or self.problem.optimality
         w = finish(w)
         found = optimality(w)
@@ -163,13 +186,15 @@ class Monitor:
             value = optimality(other)
             if not found <= value:
                 w, found, clusters = other, value, None
-        reason = self.reason
-        if within(found, self.tolerance, w):
+        residual = self.problem.cross - self.problem.product(w)
+        error = self.problem.error(residual, w, self.smallest()) if squared else None
+        reason, small = self.reason, within(found, self.tolerance, w)
+        if small and self._certain(error or 0.0):
             reason = "converged"
-        elif reason == "converged":  # it was so by a residual that had been carried on from round to round
-            reason = "breakdown"
+        elif reason not in ("rounds", "watch"):  # a residual carried on from round to round is not always the true one
+            reason = "ill-conditioned" if small else "breakdown"
         cost = self.rounds, self.sums, self.rounds * self.problem.round_bytes
-        return Solution(w, found, reason, *cost, scope, clusters)
+        return Solution(w, found, reason, *cost, scope, clusters, error)
 
 
 def start_at(problem: LinearProblem, start: Tensor | None) -> Tensor:

@@ -8,7 +8,9 @@ size and may be empty. Each example's gradient g_i is cut to a norm of at most C
 with the client's number of rows n, whoever was drawn. Gradients are taken by `vmap` over clients and examples; where
 all that is trained are weights and biases of `nn.Linear`, `nn.Conv1d` and `nn.Conv2d`, no example's gradient is kept: a
 layer with inputs a and gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its positions, and the
-clipped sum is one matrix product ("ghost norms"). Sums are in the module's dtype, whose rounding is not accounted for.
+clipped sum is one matrix product ("ghost norms"). Each example's loss is computed by itself in both ways, so that no
+module can make one example change another's gradient. Sums are in the module's dtype, or float32 for those of 16 bits;
+the rounding of sums over examples is not accounted for.
 
 Sources: Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1; Goodfellow (2015), "Efficient
 per-example gradient computations"; Bu, Wang, Zha and Karypis (2023), "Differentially private optimization on large

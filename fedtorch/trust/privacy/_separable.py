@@ -44,9 +44,7 @@ def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> P
     if isinstance(criterion, nn.Module):
         criterion = copy.deepcopy(criterion).to(device, torch.float64)
     objective = Objective(module.to(device, torch.float64), criterion)
-    objective.trainer = loss.objective.trainer
-    if hasattr(module, "trainer"):
-        module.trainer = objective.trainer
+    objective.trainer.answers = loss.objective.trainer.answers
     double = PrivateLoss(objective, loss.tensors, loss.clip, loss.rate, loss.spending, loss.layers is not None)
     double.random = loss.random
     return double
@@ -72,7 +70,7 @@ def check_separable(loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str
         point = _some_point(loss, tensors, rows)
     if point is None:
         return
-    size = sum(leaf.flatten(2).square().sum(2) for leaf in point.examples).sqrt().mean()
+    size = _norms(point.examples).mean()
     if not all(_close(w, e.mean(1), point.bound * size) for w, e in zip(point.whole, point.examples)):
         raise _mixing("the loss of a batch")
     if loss.layers is not None and not _layers_agree(point, float(size)):
@@ -131,7 +129,7 @@ def _point(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | No
 def _layers_agree(point: _Point, size: float) -> bool:
     """Whether ghost norms clip as the examples' own gradients do, tensor by tensor; a warning says so if not."""
     loss, examples, bound = point.loss, point.examples, point.bound
-    sizes = sum(leaf.flatten(2).square().sum(2) for leaf in examples).sqrt()  # (1, B)
+    sizes = _norms(examples)
     taken = torch.ones_like(sizes, dtype=torch.bool)
     for clip in (1e300, float(sizes.median())):
         loss.clip = clip
@@ -162,6 +160,11 @@ def _batch_gradient(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Te
         losses, *_ = loss.stacked([*own, *tree.leaves(rows)], rows, 0, randomness)
         found = torch.autograd.grad(losses.sum(), own, allow_unused=True)
     return [torch.zeros_like(value) if gradient is None else gradient for gradient, value in zip(found, own)]
+
+
+def _norms(examples: list[Tensor]) -> Tensor:
+    """Of each example's whole gradient, `(1, B)`."""
+    return torch.stack([leaf.flatten(2).square().sum(2) for leaf in examples]).sum(0).sqrt()
 
 
 def _perturbed(value: Tensor, key: Tensor) -> Tensor:

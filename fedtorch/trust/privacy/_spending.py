@@ -119,16 +119,18 @@ class Spending:
         """The ledger has been written before the round."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Which ledger, and how many of its rounds have begun."""
+        """Which ledger, how many of its rounds have begun, and the digest of the last."""
         identity = torch.tensor(list(self.ledger.identity), dtype=torch.uint8)
-        return {"ledger": identity, "entries": torch.tensor(self.ledger.entries)}
+        last = torch.tensor(list(bytes.fromhex(self.ledger.last)), dtype=torch.uint8)
+        return {"ledger": identity, "entries": torch.tensor(self.ledger.entries), "last": last}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
         """Refuses a checkpoint of another ledger, or of one that has lost rounds."""
         if "ledger" not in flat:
             raise ValueError("Expected a checkpoint of a run with a ledger, but got one of a run without")
         identity = bytes(flat["ledger"].tolist())
-        self.ledger.expect(identity, int(flat["entries"]), self.release, self.count)
+        last = bytes(flat["last"].tolist()).hex() if "last" in flat else ""
+        self.ledger.expect(identity, int(flat["entries"]), self.release, self.count, last)
 
     def purpose(self, round: int, phase: str, roster: bytes) -> Purpose:
         """What numbers of the attempt that is open are for."""

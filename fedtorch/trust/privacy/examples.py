@@ -99,9 +99,10 @@ def example_level(
         ledger: a file that only grows; None keeps it in memory.
         entropy: of noise and batches; default: the operating system's. `from_seed(0)` makes a simulation reproducible
             in blocks of the same clients, and guarantees nothing, as its ledger says.
-        ghost: whether modules of linear layers and convolutions are trained without making examples' gradients, which
-            is several times faster. A step whose loss depends on a weight other than by one call of its layer (a
-            penalty, a second call) and all later ones go on with ghost=False, and a warning is logged.
+        ghost: whether modules of linear layers and convolutions are trained without making examples' gradients: on a
+            network of two layers 2.5 times as fast with batches of 16, 35 times with 256, in less memory. A step whose
+            loss depends on a weight other than by one call of its layer (a penalty, a second call) is taken with
+            ghost=False, and so are all after it; a warning is logged.
         cut: the largest batch of a client; None takes whatever is drawn, and adds nothing to δ.
         rounds: how many are planned, for schedules that ask.
         project: applied to the stacked parameters after every step.

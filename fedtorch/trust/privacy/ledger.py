@@ -3,8 +3,9 @@
 A file has a line of JSON for the claim and one for every round that began, written and forced to the disk before
 anything of the round is computed. Each line holds a digest of the one before, so that nothing in between goes missing.
 Several runs on the same people share a file, one after the other or at once, and what they release adds up. Going
-back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows and the ledger does not is an
-error: without the ledger nobody can say what was released.
+back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows, or the file `LEDGER.head`
+beside the ledger, and the ledger does not is an error: without the ledger nobody can say what was released. A last line
+that is not whole, as after a kill or on a full disk, is of a round that never began, and is moved to `LEDGER.partial`.
 
 What a ledger claims is said when it is begun. Secret sampling amplifies privacy only against somebody who does not know
 who was asked (`UNSEEN`). A ledger whose claim excludes such a person counts rounds with everybody and sampled rounds as
@@ -25,11 +26,13 @@ import json
 import os
 import secrets
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from fedtorch.trust.privacy import _ledger_head
 from fedtorch.trust.privacy._checks import check_delta
 from fedtorch.trust.privacy.accountant import COARSE, Release, spent
 from fedtorch.trust.privacy.mechanisms import MECHANISMS
@@ -76,6 +79,7 @@ class Ledger:
         self.claim, self.delta, self.budget = claim, delta, budget
         self.identity, self.entries = secrets.token_bytes(16), 0
         self.releases: Counter[Release] = Counter()
+        self._digests: list[str] = []  # of the entries
         self._unamplified = False  # who knows which clients were asked is an adversary of the file's claim
         self._read, self._last = 0, ""  # bytes of the file that are taken in, and a digest of its last line
         self._known: dict[frozenset[tuple[Release, int]], float] = {}
@@ -83,8 +87,12 @@ class Ledger:
             self.path = self.path.resolve()
             with self._lock():
                 if not self.path.exists():
-                    self._write({"ledger": self.identity.hex(), "delta": delta, **claim._asdict()})
+                    _ledger_head.check_not_lost(self.path)
+                    self.path.touch()
                 self._catch_up()
+                if self._read == 0:
+                    self._write({"ledger": self.identity.hex(), "delta": delta, **claim._asdict()})
+                _ledger_head.check(self.path, self.identity, self._digests)
 
     @property
     def epsilon(self) -> float:
@@ -120,8 +128,15 @@ class Ledger:
             kind |= {"excess": release.excess} if release.excess else {}
             row = {"entry": self.entries, "round": round, **kind, "releases": count, "epsilon": self.epsilon}
             self._write(row)
+            self._digests.append(self._last)
+            _ledger_head.note(self.path, self.identity, self._digests)
 
-    def expect(self, identity: bytes, entries: int, release: Release, count: int) -> None:
+    @property
+    def last(self) -> str:
+        """Return the digest of the last entry, "" where there is none or the ledger is in memory."""
+        return self._digests[-1] if self._digests else ""
+
+    def expect(self, identity: bytes, entries: int, release: Release, count: int, last: str = "") -> None:
         """Checks that all is here that a checkpoint knows of.
 
         Args:
@@ -129,9 +144,10 @@ class Ledger:
             entries: of it, at least.
             release: what its rounds released; in memory and without a guarantee the entries are then made up.
             count: how often in each round.
+            last: digest of the last of these entries, "" if it is not known.
 
         Raises:
-            ValueError: another ledger, or one with fewer entries.
+            ValueError: another ledger, or one with fewer entries or with others.
         """
         if self.path is None and self.claim.entropy == NO_GUARANTEE:
             missing = max(0, entries - self.entries)
@@ -144,11 +160,8 @@ class Ledger:
                 f"Expected the ledger {identity.hex()}, from which the checkpoint's run has spent, but got "
                 f"{self.identity.hex()} ({place}); pass the file that belongs to it as ledger="
             )
-        if entries > self.entries:
-            raise ValueError(
-                f"Expected a ledger of at least {entries} rounds, of which the checkpoint knows, but got one of "
-                f"{self.entries} ({place}); without the others nobody can say what was released"
-            )
+        digests = [""] * self.entries if self.path is None else self._digests
+        _ledger_head.check_entries(digests, entries, last, f"{place}, as the checkpoint knows it")
 
     def _take(self, round: int, release: Release, count: int) -> None:
         if not self.allows(release, count):
@@ -175,10 +188,15 @@ class Ledger:
     def _write(self, row: dict[str, Any]) -> None:
         assert self.path is not None
         line = json.dumps({**row, "previous": self._last}).encode() + b"\n"
-        with self.path.open("ab") as file:
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with self.path.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):  # else whoever opens it next mends it
+                os.truncate(self.path, self._read)
+            raise
         self._read, self._last = self._read + len(line), _digest(line)
 
     def _catch_up(self) -> None:
@@ -188,11 +206,16 @@ class Ledger:
             file.seek(self._read)
             news = file.read()
             size = os.fstat(file.fileno()).st_size
-        if size < self._read or (news and not news.endswith(b"\n")):
+        if size < self._read:
             raise ValueError(
-                f"Expected the ledger {self.path} to end with a whole line and only to grow, but it has {size} bytes; "
-                "a last line that is not whole is of a round that never began, and may be cut off"
+                f"Expected the ledger {self.path} only to grow, but it has {size} bytes, and had {self._read}; bring "
+                "back what was cut off"
             )
+        whole = news.rfind(b"\n") + 1
+        if begun := news[whole:]:
+            _ledger_head.set_aside(self.path, begun)
+            os.truncate(self.path, self._read + whole)
+            news = news[:whole]
         for line in news.splitlines(keepends=True):
             self._check(line)
 
@@ -211,6 +234,7 @@ class Ledger:
         except (KeyError, TypeError, ValueError) as error:
             number = self.entries + 2 if self._read else 1
             raise ValueError(f"Line {number} of the ledger {self.path} cannot be used: {error}") from error
+        self._digests += [_digest(line)] if self._read else []
         self._read, self._last = self._read + len(line), _digest(line)
 
     def _begin(self, row: dict[str, Any]) -> None:

@@ -72,8 +72,8 @@ def neighbourhoods(
 
     Args:
         clients: n.
-        corrupt: γ, the part of the clients that work with the server.
-        dropouts: δ, the part that drop out.
+        corrupt: γ, the part of the clients that work with the server; from 1 on, how many.
+        dropouts: δ, the part that drop out; from 1 on, how many.
         secrecy: a client's secrets are safe but with probability 2^−secrecy, for all clients together.
         failure: the sum is recovered but with probability 2^−failure.
         adversary: whom secrets are kept from: an `"active"` server, or a `"curious"` one that keeps to the protocol.
@@ -81,8 +81,8 @@ def neighbourhoods(
         everybody: whether all others are neighbours in any case.
 
     Raises:
-        ValueError: fewer than three clients, parts out of range, or tails that even all others cannot keep; the message
-            says which dropouts and which collusion so many clients can bear.
+        ValueError: fewer than three clients, parts and numbers out of range, or tails that even all others cannot
+            keep; the message says which dropouts and which collusion so many clients can bear.
 
     Example:
         >>> neighbourhoods(100)
@@ -96,10 +96,14 @@ def neighbourhoods(
         ...
         ValueError: Expected 6 clients that an active server cannot outwit, with corrupt=0.1 (1 of them) and ...
     """
-    if clients < 3 or not (0 <= corrupt < 1 and 0 <= dropouts < 1):
-        raise ValueError(f"Expected at least 3 clients and parts below 1, but got {clients}, {corrupt} and {dropouts}")
+    numbers = [part if part >= 1 else round(part * clients) for part in (corrupt, dropouts)]
+    if clients < 3 or min(corrupt, dropouts) < 0 or any(int(number) != number for number in numbers):
+        raise ValueError(
+            "Expected at least 3 clients, and corrupt ones and dropouts as parts below 1 or whole numbers, but got "
+            f"{clients}, {corrupt} and {dropouts}"
+        )
     tails = _Tails(secrecy, failure, adversary, minimum, everybody)
-    bad, gone = round(corrupt * clients), round(dropouts * clients)
+    bad, gone = (min(int(number), clients - 1) for number in numbers)
     near = tails.found(clients, bad, gone)
     if near is None:
         raise ValueError(_refusal(tails, clients, (corrupt, bad), (dropouts, gone)))

@@ -81,8 +81,8 @@ def secure_sum(
         grid: that all clients agree on.
         minimum: clients of a sum.
         adversary: the server that single numbers are hidden from, `"active"` or `"curious"`; see `neighbourhoods`.
-        dropouts: the part of the clients that may drop out; with 0 each has to stay until the end.
-        corrupt: the part of the clients that may work with the server.
+        dropouts: the part of the clients that may drop out, or from 1 on how many; with 0 all stay until the end.
+        corrupt: the part of the clients that may work with the server, or from 1 on how many.
         gone: row -> the phase (1 to 6) before which a client drops out.
         graph: neighbours and threshold; default: those of `neighbourhoods` for these dropouts and corrupt clients.
         tamper: what the network does to messages.
@@ -189,9 +189,10 @@ def secure_star(
         adversary: the server that single messages are hidden from: `"active"`, which may tell every client another
             story, or `"curious"`, which keeps to the protocol and is content with fewer neighbours and a lower
             threshold; part of what all parties agree on, and of a run's settings in reports and records.
-        dropouts: the part of a round's clients that may drop out of its sum. From seven clients on, and of four, an
-            active server leaves room for 0.3; where it does not, the round says so. With 0 all have to stay.
-        corrupt: the part of a round's clients that may work with the server.
+        dropouts: the part of a round's clients that may drop out of its sum, or from 1 on how many. From seven clients
+            on, and of four, an active server leaves room for 0.3; where it does not, the round says so. With 0 all
+            have to stay.
+        corrupt: the part of a round's clients that may work with the server, or from 1 on how many.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft

@@ -39,9 +39,19 @@ _SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a ser
 class SiteMasks(NamedTuple):
     """What a secure exchange brings to sites; see `fedtorch.federation.masks.Masks`, and `SiteSums`.
 
-    Up to 65 sites mask with all others; of more each has neighbours that are drawn. `dropouts` and `corrupt` are parts
-    of the sites with which a sum begins. A server may begin with fewer than there are: as many as then may still work
-    with it, `round(corrupt * minimum)`, are allowed for in every sum, and more only where more sites begin.
+    Up to 65 sites mask with all others, so that the server learns the sum of the sites that were confirmed or nothing;
+    of more, each has neighbours that are drawn. `dropouts` and `corrupt` are parts of the sites with which a sum
+    begins, or numbers of them. A server may begin a sum with fewer sites than there are, and they with as many corrupt
+    ones: where that is to be kept out, `corrupt` is a number.
+
+    Example:
+        >>> from fedtorch.trust import secure
+        >>> masks = secure.secure_star(minimum=4, corrupt=1, dropouts=1).masks
+        >>> masks.check(clients=100, parties=5)
+        >>> masks.check(clients=100, parties=4)
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected 4 clients that an active server cannot outwit, with corrupt=1 (1 of them) and ...
     """
 
     grid: Grid | ExactSums

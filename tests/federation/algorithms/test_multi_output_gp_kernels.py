@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import functional
+from fedtorch.federation.checkpoint import describe
 from fedtorch.models.gaussian_process import ConvolvedGP, _stacked_kernel as stacked_kernel
 from fedtorch.models.gaussian_process.kernels import Coregionalisation
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
@@ -99,6 +100,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "MultiDeviceKernel": (lambda: k.MultiDeviceKernel(k.RBFKernel(), [], torch.device("cpu")), "over devices"),
     "NewtonGirardAdditiveKernel": (lambda: k.NewtonGirardAdditiveKernel(k.RBFKernel(), 2), "float32"),
 }
+LEARN_INDUCING = {"composition", "RQ, ARD", "Matern 3/2", "different ones"}
 NOT_KERNELS = {"Kernel": "the base class", "keops": "a module, whose kernels need PyKeOps"}
 
 
@@ -144,7 +146,8 @@ def made(name: str, shape: Size = LATENTS) -> Any:
 
 
 def model(name: str, units: Size = ONE) -> ConvolvedGP:
-    return ConvolvedGP(inputs(name, J, seed=1), Coregionalisation(made(name), 2, units), batch_shape=units)
+    kernel = Coregionalisation(made(name), 2, units)
+    return ConvolvedGP(inputs(name, J, seed=1), kernel, batch_shape=units, learn_inducing=name in LEARN_INDUCING)
 
 
 def signals(name: str) -> tuple[ft.data.FederatedData, Tensor, Tensor]:
@@ -279,6 +282,25 @@ def test_units_with_a_process_of_their_own(name: str) -> None:
     assert bool(average.client_module(1).marginals(x[1])[0].isfinite().all())
 
 
+@pytest.mark.parametrize("make", [ft.fedmgp, lambda gp: ft.fedmgp_average(gp, units=K)], ids=["sums", "averages"])
+def test_sites_that_would_not_run_the_same_model_differ_in_their_settings(make: Callable[..., ft.Algorithm]) -> None:
+    """Those that a server and its sites compare: inducing inputs, columns, random features, kinds of kernels."""
+    w = inputs("RBF", J)
+
+    def told(kernel: Any, inducing: Tensor = w) -> str:
+        return describe(make(ConvolvedGP(inducing, kernel)).settings)
+
+    assert told(k.RBFKernel()) == told(k.RBFKernel(), w * (1 + 1e-15))
+    others = [
+        k.MaternKernel(),
+        k.RBFKernel(active_dims=(0,)),
+        k.RBFKernel(active_dims=(1,)),
+        k.RFFKernel(4, num_dims=2),
+    ]
+    others += [k.RFFKernel(4, num_dims=2), k.ScaleKernel(k.RBFKernel())]
+    assert len({told(k.RBFKernel()), told(k.RBFKernel(), w + 0.01), *map(told, others)}) == 2 + len(others)
+
+
 def test_every_kernel_is_here() -> None:
     """A kernel that a release of GPyTorch adds is noticed: it gets a case, or a reason why not."""
     used = set()
@@ -319,9 +341,7 @@ def test_what_lengthscales_start_from() -> None:
     gp = ConvolvedGP(w, Coregionalisation([mine, frozen, narrow, scaled, column], 2))
     root = 2**0.5
     expected = [[7.0], [frozen.lengthscale.item()], [0.055], [8 * root, 8 * root], [16 * root]]
-    found = [
-        scaled.base_kernel.lengthscale if part is scaled else part.lengthscale for part in gp.kernel.kernel.kernels
-    ]
+    found = [getattr(part, "base_kernel", part).lengthscale for part in gp.kernel.kernel.kernels]
     assert [value.flatten().tolist() for value in found] == [pytest.approx(value) for value in expected]
     both = k.ScaleKernel(k.RBFKernel(batch_shape=Size([2])) + k.RQKernel(), batch_shape=Size([2]))
     ConvolvedGP(w, Coregionalisation(both, 2))

@@ -85,11 +85,11 @@ def test_who_may_not_come_does_not_disturb_the_run(lines: Callable[[float], Line
     run.step()
     address, quick = f"127.0.0.1:{made.host.port}", LIMITS._replace(seconds=0.5)
     identity.make_server(tmp_path / "other")
-    stranger = identity.make_site(tmp_path / "other", "b")._replace(authority=identity.read(folder).authority)
+    stranger = identity.make_site(tmp_path / "other", "b")._replace(authority=(folder / "authority.pem").read_bytes())
     with pytest.raises(ConnectionError):
         connect(address, stranger, quick).receive(1.0)
     stale = identity.make_site(folder, "b", timedelta(seconds=-1))  # as a clock that is ahead sees it
-    with pytest.raises(ValueError, match="set the clock, or enrol anew"):
+    with pytest.raises(ValueError, match="set the clock, or renew the certificate"):
         join(lambda: connect(address, stale, quick), offers(DATA, scaffold)["b"])
     run.step()
     assert distance(run.server, alone(2).server) < ROUNDING

@@ -44,8 +44,8 @@ class Place:
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.sites = folder, dict[str, subprocess.Popen[bytes]]()
-        authority = str(folder / "server")
-        assert cli.main(["authority", authority]) == 0
+        authority = str(folder / "authority")
+        assert cli.main(["authority", authority, "--server", str(folder / "server")]) == 0
         self.roster = Roster(folder / "server" / "roster.json")
         desk = Desk(authority, "127.0.0.1:0", self.roster)
         for name in NAMES:
@@ -123,7 +123,7 @@ def test_messages_that_the_server_cannot_read_over_grpc(place: Place, make: Any,
     host, rows = place.serve(), DATA.rows
     for name in NAMES:
         place.join(name, host.port, "my_secrets.py")
-    roster = book.sign_roster(place.folder / "server", place.roster)
+    roster = book.sign_roster(place.folder / "authority", place.roster)
     sites = Remote(host, NAMES, make.__name__, setting, quorum=1.0, seconds=60.0, roster=roster, rotate=2, rows=rows)
     run, wanted = (ft.Run(make(**setting), clients, seed=3) for clients in (sites, ft.InProcess(DATA)))
     for k in range(5):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, Coregionalisation, EmbedCategories
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
@@ -179,3 +180,39 @@ def test_categories_become_points() -> None:
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="at least one dimension and one latent, but got 0 and 1"):
         ConvolutionProcess(0)
+
+
+def test_a_kernel_of_gpytorch_is_enough() -> None:
+    """As users of GPyTorch write it: the kernel itself, or several, in place of a coregionalisation of them."""
+    inducing = torch.linspace(0, 1, 4, dtype=DTYPE)[:, None]
+    rbf, periodic = gpytorch.kernels.RBFKernel(), gpytorch.kernels.PeriodicKernel()
+    one = ConvolvedGP(inducing, rbf)
+    two = ConvolvedGP(inducing, [rbf, periodic], batch_shape=torch.Size([3]))
+    assert isinstance(one.kernel, Coregionalisation)
+    assert (one.points, two.points, two.kernel.weight.shape) == (4, 8, (3, 2))
+    with pytest.raises(TypeError, match="Expected a kernel of GPyTorch, but got Linear"):
+        ConvolvedGP(inducing, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_parts_of_gpytorch_that_would_not_be_what_they_say_are_refused() -> None:
+    inducing, likelihoods = torch.linspace(0, 1, 4, dtype=DTYPE)[:, None], gpytorch.likelihoods
+    with pytest.raises(TypeError, match=r"Expected mean=True or False, but got LinearMean; .* LinearKernel"):
+        ConvolvedGP(inducing, mean=gpytorch.means.LinearMean(1))
+    for likelihood, message in (
+        (likelihoods.FixedNoiseGaussianLikelihood(torch.ones(5)), "belongs to rows by their place"),
+        (likelihoods.MultitaskGaussianLikelihood(2), "units are the outputs"),
+        (likelihoods.SoftmaxLikelihood(2, 3), "make every class a unit"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ConvolvedGP(inducing, likelihood=likelihood)
+
+
+def test_a_noise_that_its_constraint_excludes_starts_where_the_likelihood_does() -> None:
+    """Outputs of two units suggest noise of 0.09 and 9e-4; of one it is outside."""
+    inducing, units = torch.linspace(0, 1, 4, dtype=DTYPE)[:, None], torch.Size([2])
+    within = gpytorch.constraints.Interval(1e-4, 0.01)
+    likelihood = gpytorch.likelihoods.GaussianLikelihood(noise_constraint=within, batch_shape=units)
+    gp = ConvolvedGP(inducing, likelihood=likelihood, batch_shape=units)
+    before = gp.likelihood.noise[0].item()
+    gp.start(torch.tensor([[1.0, -1.0], [0.1, -0.1]], dtype=DTYPE))
+    assert gp.likelihood.noise.flatten().tolist() == [pytest.approx(before), pytest.approx(9e-4)]

@@ -154,7 +154,7 @@ def ridge(strength: float = 1.0) -> Tensor:
 
 
 def private(module: nn.Module, ghost: bool, **settings) -> ft.LocalSolver:
-    settings = {"clip": 0.5, "noise": 1e-9, "rate": 0.7, "steps": 6, "delta": 1e-3, **settings}
+    settings = {"clip": 0.5, "noise": 1e-9, "rate": 0.7, "steps": 4, "delta": 1e-3, **settings}
     return privacy.example_level(module, entropy=privacy.from_seed(0), ghost=ghost, **settings)
 
 
@@ -210,13 +210,10 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize("clip", [0.05, 1e3])
 @pytest.mark.parametrize("name", [*EXACT, *FAST])
-def test_ghost_norms_train_as_the_examples_own_gradients_do(
-    name: str, clip: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ghost_norms_train_as_the_examples_own_gradients_do(name: str, caplog: pytest.LogCaptureFixture) -> None:
     module = (EXACT | FAST)[name]
-    ways = [private(module, ghost, clip=clip, noise=1e-10 / clip) for ghost in (True, False)]
+    ways = [private(module, ghost, clip=8.0, noise=1e-10) for ghost in (True, False)]  # about half of them are clipped
     assert distance(*map(ends, ways)) < 1e-8
     assert (loss_of(ways[0]).layers is None) == (name in EXACT)
     said = [record.message for record in caplog.records if "ghost=False" in record.message]

@@ -135,6 +135,7 @@ def test_a_budget_stops_before_the_round_that_would_exceed_it(tmp_path: Path, in
         assert run.number == rounds
         if path is not None:
             path.unlink()
+            path.with_name("ledger.head").unlink()
 
 
 def test_an_earlier_checkpoint_spends_again(tmp_path: Path) -> None:
@@ -159,17 +160,27 @@ def test_a_lost_ledger_is_an_error(tmp_path: Path) -> None:
     whole = path.read_bytes()
     run.save(tmp_path / "checkpoint")
     resumed = lambda: ft.Run(private(path), ft.InProcess(DATA)).load(tmp_path / "checkpoint", anyway=True)
+    head = path.with_name("ledger.head")
     path.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))  # a copy of yesterday
-    with pytest.raises(ValueError, match="at least 2 rounds"):
+    with pytest.raises(ValueError, match=r"at least 2 rounds in .*, by ledger.head beside it, but got one of 1"):
+        resumed()
+    head.unlink()
+    with pytest.raises(ValueError, match=r"at least 2 rounds in .*, as the checkpoint knows it, but got one of 1"):
         resumed()
     path.unlink()
     with pytest.raises(ValueError, match="it is lost"):
         run.step()
+    with pytest.raises(ValueError, match=r"of which ledger.head knows 1 rounds, but it is lost; bring it back, or"):
+        resumed()
+    head.unlink()
     with pytest.raises(ValueError, match="pass the file that belongs to it"):
         resumed()  # which has begun a new one
     with pytest.raises(ValueError, match="in memory"):
         ft.Run(private(None), ft.InProcess(DATA)).load(tmp_path / "checkpoint")
     path.write_bytes(whole)
+    with pytest.raises(ValueError, match=r"Expected the ledger .* by ledger\.head beside it, but got"):
+        resumed()
+    head.unlink()
     assert resumed().step().report["epsilon"] == pytest.approx(privacy.epsilon(noise=3.0, rounds=3, delta=DELTA))
 
 
@@ -186,7 +197,6 @@ def test_damaged_ledgers_are_refused(tmp_path: Path) -> None:
         ledger.spend(round, Release(2.0, 0.5))
     whole = path.read_bytes().splitlines(keepends=True)
     wrong = {
-        "whole line": [*whole[:-1], whole[-1][:20]],
         "does not follow": whole[:2] + whole[3:],
         "Line 5": [*whole[:3], whole[3].replace(b"2.0", b"9.0"), whole[4]],
         "Line 1": [b"{}\n"],
@@ -215,6 +225,73 @@ def test_a_ledger_that_was_cut_under_a_run_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "ledger").write_bytes(before)
     with pytest.raises(ValueError, match="only to grow"):
         ledger.spend(1, Release(1.0))
+
+
+def test_a_ledger_that_was_cut_beyond_the_checkpoint_is_noticed(tmp_path: Path) -> None:
+    """The checkpoint knows two rounds, the ledger had four."""
+    path = tmp_path / "ledger"
+    run = ft.run(private(path), ft.InProcess(DATA), rounds=2)
+    run.save(tmp_path / "checkpoint")
+    yesterday = path.read_bytes()
+    run.step(), run.step()
+    whole = path.read_bytes().splitlines(keepends=True)
+    resumed = lambda: ft.Run(private(path), ft.InProcess(DATA)).load(tmp_path / "checkpoint")
+    for cut in (yesterday, b"".join(whole[:4])):
+        path.write_bytes(cut)
+        with pytest.raises(ValueError, match=r"at least 4 rounds in .* but got one of \d: it was cut, or an old copy"):
+            resumed()
+    path.write_bytes(b"".join(whole))
+    assert resumed().step().report["epsilon"] == pytest.approx(privacy.epsilon(noise=3.0, rounds=5, delta=DELTA))
+
+
+def test_copies_of_a_ledger_that_have_grown_apart_are_noticed(tmp_path: Path) -> None:
+    path, other = tmp_path / "ledger", tmp_path / "copy"
+    ft.run(private(path), ft.InProcess(DATA), rounds=1)
+    other.write_bytes(path.read_bytes())
+    ft.run(private(path), ft.InProcess(DATA), rounds=3).save(tmp_path / "checkpoint")
+    ft.run(private(other, noise=4.0), ft.InProcess(DATA), rounds=4)
+    with pytest.raises(ValueError, match=r"Expected round 4 of the ledger in .*copy.* two copies of one ledger"):
+        ft.Run(private(other), ft.InProcess(DATA)).load(tmp_path / "checkpoint")
+    path.write_bytes(other.read_bytes())
+    with pytest.raises(ValueError, match=r"Expected round 4 of the ledger in .* by ledger\.head beside it"):
+        private(path)
+
+
+@pytest.mark.parametrize("keep", [0, 3])
+def test_a_last_line_that_is_not_whole_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keep: int
+) -> None:
+    path = tmp_path / "ledger"
+    ledger = Ledger(path, CLAIM, DELTA)
+    for round in range(keep):
+        ledger.spend(round, Release(2.0))
+    whole = path.read_bytes() if keep else b""
+    path.write_bytes(whole + b'{"entry": 4, "rou')
+    if not keep:
+        path.with_name("ledger.head").unlink()  # a kill at the very first line
+    again = Ledger(path, CLAIM, DELTA)
+    assert "was not whole (17 bytes), of a round that never began" in caplog.text
+    assert path.with_name("ledger.partial").read_bytes() == b'{"entry": 4, "rou\n'
+    again.spend(keep, Release(2.0))
+    assert path.read_bytes().startswith(whole)
+    assert Ledger(path, CLAIM, DELTA).entries == keep + 1
+
+
+def test_a_full_disk_leaves_a_whole_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ledger"
+    ledger = Ledger(path, CLAIM, DELTA)
+    ledger.spend(0, Release(2.0))
+    whole = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            ledger.spend(1, Release(2.0))
+    assert path.read_bytes() == whole
+    assert Ledger(path, CLAIM, DELTA).entries == 1
 
 
 def test_a_simulation_resumes_without_a_file(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_neighbours_that_are_told_two_lists_of_survivors(n: int, corrupt: tuple[
 @pytest.mark.parametrize(("n", "corrupt"), [(7, (7,)), (10, (3,)), (20, (2, 9))])
 def test_two_stories_about_any_phase(n: int, corrupt: tuple[int, ...], phase: int) -> None:
     """Two lists of adverts (and so two graphs), of shares, of whom to mask with, of survivors, of confirmations."""
-    for part in (0.4, 0.7) if n < 20 else (0.6,):
+    for part in (0.4, 0.7) if n < 10 else (0.55,):
         made = Cheated(session(n), corrupt, views=2)
         learnt = two_stories(made, 1, phase, part)
         assert all(len(each) >= made.session.honest for each in learnt)

@@ -52,9 +52,11 @@ def test_what_is_advised_where_nothing_will_do_will_do(n: int) -> None:
 
 
 def test_fewer_than_three_or_parts_that_are_none_are_refused() -> None:
-    for arguments in ((2,), (10, 1.0), (10, 0.1, -0.1)):
-        with pytest.raises(ValueError, match="at least 3 clients and parts below 1"):
+    for arguments in ((2,), (10, 1.5), (10, 0.1, -0.1)):
+        with pytest.raises(ValueError, match="at least 3 clients, and corrupt ones and dropouts as parts"):
             neighbourhoods(*arguments)
+    assert neighbourhoods(20, corrupt=2, dropouts=6) == neighbourhoods(20)
+    assert neighbourhoods(8, corrupt=2, dropouts=1).colluding == 2
     with pytest.raises(ValueError, match="neither fewer of the one nor of the other alone"):
         neighbourhoods(20, corrupt=0.95, dropouts=0.95)
 

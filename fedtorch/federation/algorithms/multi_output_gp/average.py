@@ -51,7 +51,8 @@ def fedmgp_average(
     """Algorithm 2 of the source: FedAvg on pseudo-gradients of θ = (hyperparameters, μ, Cholesky factor of M).
 
     Each unit takes Adam steps on its risk (14), −E_q[log p(y_m | f_m)] + p_m KL(q ‖ p), in all parameters; the server
-    averages the changes of the shared ones. Kept as the published baseline: `fedmgp` is exact, and faster.
+    averages the changes of the shared ones. Priors of hyperparameters are no part of that risk and do not count. Kept
+    as the published baseline: `fedmgp` is exact, and faster.
 
     Args:
         module: of one unit, no batch shape.
@@ -85,7 +86,7 @@ def fedmgp_average(
         tensors=lambda parameters, state: {**parameters, **state.scales},
         prepare=gp.check,
         module=gp.module,
-        settings={"units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
+        settings={"fixed": gp.fixed, "units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
     )
     algorithm = personal_layers(local, gp.trained, lr=server_lr, weight=weight)
     return replace(algorithm, exchange=star() if exchange is None else exchange)

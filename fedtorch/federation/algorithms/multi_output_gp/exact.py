@@ -159,7 +159,8 @@ def fedmgp(
         prepare=partial(_prepare, gp=gp, accept_disclosure=accept_disclosure),
         told=lambda state: state.told,
         averages="messages",
-        settings={"algorithm": "fedmgp", "server_lr": server_lr, "exact_units": exact_units, **work._asdict()},
+        settings={"algorithm": "fedmgp", "fixed": gp.fixed, "server_lr": server_lr, "exact_units": exact_units}
+        | work._asdict(),
         start=gp.start(),
         predict=gp.predict,
         module=gp.module,

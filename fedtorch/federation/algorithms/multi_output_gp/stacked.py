@@ -51,7 +51,10 @@ class StackedGP:
         from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
         if not isinstance(module, ConvolvedGP):
-            raise TypeError(f"Expected a ConvolvedGP, but got {type(module).__name__}")
+            raise TypeError(
+                f"Expected a ConvolvedGP, but got {type(module).__name__}; make one of inducing inputs and your "
+                "kernel, ConvolvedGP(inducing, kernel)"
+            )
         if tuple(module.batch_shape):
             raise ValueError(
                 f"Expected a module of one unit, but got batch_shape={tuple(module.batch_shape)}; leave it away"
@@ -67,6 +70,18 @@ class StackedGP:
         self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
         self.scales = [n for n in self.own if n not in self.trained]
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What all sites and the server must have alike beside the hyperparameters: inducing inputs, columns, kernels.
+
+        Numbers are rounded, so that another processor's `linspace` gives the same.
+        """
+        named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        coarse = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+        values = {n: t.detach() for n, t in named.items() if n not in self.values}
+        rounded = {n: t.to(coarse.get(t.dtype, t.dtype)) + 0 for n, t in values.items()}  # and −0 is 0
+        return {"parts": [type(part).__qualname__ for part in self.module.modules()], **rounded}
 
     def start(self, *more: str) -> dict[str, Tensor]:
         """Where training starts: shared and trained tensors, and `more` of them."""

@@ -1,0 +1,183 @@
+"""Frames on their way in one direction, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+
+class Room:
+    """Bytes that several pipes hold together; all of them share one condition.
+
+    Args:
+        limit: the most bytes.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.used = limit, 0
+
+
+class Pipe:
+    """Frames on their way in one direction, first in first out, of which a few may wait.
+
+    Whoever puts a frame waits until there is room for all of it, so that a frame that has begun to arrive can always
+    be completed. A frame that is larger than the limits waits until there is nothing else.
+
+    Args:
+        ahead: how many frames may wait.
+        changed: notified of every change, for whoever waits for several pipes.
+        limit: bytes that may wait.
+        shared: bytes that may wait in several pipes with the same `changed`.
+        unasked: bytes of a frame that comes without having been asked for, see `ask`; None where all frames may come.
+    """
+
+    def __init__(
+        self,
+        ahead: int,
+        changed: threading.Condition | None = None,
+        limit: float = math.inf,
+        shared: Room | None = None,
+        unasked: int | None = None,
+    ) -> None:
+        self.changed = threading.Condition() if changed is None else changed
+        self._ahead, self._frames, self._arriving = ahead, deque[bytes](), deque[int]()
+        self._own, self._shared = Room(limit), Room(math.inf) if shared is None else shared
+        self._unasked = math.inf if unasked is None else unasked
+        self._asked: float | None = None  # long frames that may come; None until somebody has said so
+        self._ended: tuple[type[Exception], tuple[object, ...]] | None = None
+        self._moved = time.monotonic()  # when a part of the arriving frame came last
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is a frame to take."""
+        return bool(self._frames)
+
+    @property
+    def held(self) -> int:
+        """Bytes of frames that wait, and of one that is arriving."""
+        return self._own.used
+
+    def ask(self, frames: float) -> None:
+        """Lets so many more long frames come."""
+        with self.changed:
+            self._asked = (self._asked or 0) + frames
+            self.changed.notify_all()
+
+    def put(self, frame: bytes, seconds: float | None = None) -> None:
+        """Adds a frame, once there is room.
+
+        Raises:
+            TimeoutError: there was no room in time.
+            PermissionError: nobody has asked for so long a frame.
+            OSError: the pipe has ended; the reason.
+        """
+        self.reserve(len(frame), seconds)
+        self.fill(frame)
+
+    def reserve(self, size: int, seconds: float | None = None) -> None:
+        """Waits for room for a frame that `fill` then adds; raises what `put` does."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: self._ended or self._may_decide(size), seconds):
+                raise TimeoutError(
+                    f"Expected a frame to be taken within {seconds:g} s, but {len(self._frames)} wait, with "
+                    f"{self.held} bytes"
+                )
+            self._raise_ended()
+            if size > self._unasked and not self._asked:
+                raise PermissionError(
+                    f"Expected frames of at most {self._unasked} bytes unless they were asked for, but got one of "
+                    f"{size}; raise `unasked` in the limits of the server if it should take them"
+                )
+            self._asked = None if self._asked is None else max(self._asked - 1, 0)
+            self._arriving.append(size)
+            self._use(size)
+            self._moved = time.monotonic()
+
+    def fill(self, frame: bytes) -> None:
+        """Adds the frame for which there is room; of a pipe that has ended it is dropped."""
+        with self.changed:
+            if self._arriving:
+                self._arriving.popleft()
+                self._frames.append(frame)
+                self.changed.notify_all()
+
+    def note_part(self) -> None:
+        """Notes that a part of the arriving frame has come."""
+        self._moved = time.monotonic()
+
+    def stalled(self, seconds: float) -> bool:
+        """Whether a frame is arriving of which nothing has come for so long."""
+        return bool(self._arriving) and time.monotonic() - self._moved > seconds
+
+    def get(self, seconds: float | None = None) -> bytes:
+        """The next frame; those that came before an end are still given.
+
+        Raises:
+            TimeoutError: none came in time.
+            OSError: the pipe has ended; the reason.
+        """
+        with self.changed:
+            if not self.changed.wait_for(lambda: self._frames or self._ended, seconds):
+                raise TimeoutError(f"Expected a frame within {seconds:g} s, but got none")
+            if not self._frames:
+                self._raise_ended()
+            frame = self._frames.popleft()
+            self._use(-len(frame))
+            self.changed.notify_all()
+            return frame
+
+    def answer_only(self) -> None:
+        """Lets long frames come only once they are asked for, where nobody has said anything of them before."""
+        with self.changed:
+            if self._asked is None:
+                self.ask(0)
+
+    def end(self, reason: Exception) -> None:
+        """Lets nothing more in; the first reason stays."""
+        with self.changed:  # no exception is kept: its traceback would refer back to the pipe and its frames
+            self._ended = self._ended or (type(reason), reason.args)
+            self._use(-sum(self._arriving))
+            self._arriving.clear()
+            self._shared.used -= self._own.used  # what waits may be dropped with the pipe, unseen
+            self._shared = Room(math.inf)
+            self.changed.notify_all()
+
+    def abandon(self) -> None:
+        """Drops the frames that wait, unless any may come because a link takes them."""
+        if self._asked != math.inf:
+            self.clear()
+
+    def clear(self) -> None:
+        """Drops the frames that wait."""
+        with self.changed:
+            self._use(-sum(map(len, self._frames)))
+            self._frames.clear()
+            self.changed.notify_all()
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All frames until the end, for whoever carries them."""
+        while True:
+            try:
+                yield self.get()
+            except OSError:
+                return
+
+    def _may_decide(self, size: int) -> bool:
+        """Whether a frame of this size may come now, or is refused."""
+        if size > self._unasked and not self._asked:
+            return self._asked is not None
+        waiting = len(self._frames) + len(self._arriving)
+        fits = all(room.used == 0 or room.used + size <= room.limit for room in (self._own, self._shared))
+        return waiting < self._ahead and fits
+
+    def _use(self, size: int) -> None:
+        self._own.used += size
+        self._shared.used += size
+
+    def _raise_ended(self) -> None:
+        if self._ended:
+            kind, said = self._ended
+            raise kind(*said)

@@ -1,0 +1,85 @@
+"""How far a ledger had come, in a file beside it, by which one that was cut, or copied back, is known.
+
+`LEDGER.head` says how many entries there were and the digest of the last one. It is written after every entry, so that
+the ledger may be one entry ahead of it after a kill, and never behind.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedtorch import _files as files
+
+_LOG = logging.getLogger(__name__)
+
+
+def note(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
+    """Writes down the last entry."""
+    content = {"ledger": identity.hex(), "entries": len(digests), "last": digests[-1] if digests else ""}
+    files.replace(_head(ledger), json.dumps(content).encode())
+
+
+def check(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
+    """Raises ValueError unless the ledger has the entries that were noted; notes those of one that has no head."""
+    head = _head(ledger)
+    if not head.exists():
+        if digests:
+            _LOG.warning(
+                "no %s beside the ledger: its %d entries are taken for all that there were", head, len(digests)
+            )
+        note(ledger, identity, digests)
+        return
+    known = json.loads(head.read_bytes())
+    if known["ledger"] != identity.hex():
+        raise ValueError(
+            f"Expected the ledger {known['ledger']} in {ledger}, by {head.name} beside it, but got {identity.hex()}; "
+            f"bring back the file that belongs there, or remove {head.name} if another ledger was put there on purpose"
+        )
+    check_entries(digests, known["entries"], known["last"], f"{ledger}, by {head.name} beside it")
+
+
+def check_entries(digests: Sequence[str], entries: int, last: str, where: str) -> None:
+    """Raises ValueError unless a ledger has so many entries, and this one at that place."""
+    if len(digests) < entries:
+        raise ValueError(
+            f"Expected a ledger of at least {entries} rounds in {where}, but got one of {len(digests)}: it was cut, or "
+            "an old copy was put in its place. Without the others nobody can say what was released; bring back the "
+            "newest copy, and count what is missing as spent"
+        )
+    if entries and last and digests[entries - 1] != last:
+        raise ValueError(
+            f"Expected round {entries} of the ledger in {where} to be the one that was written, but got another: two "
+            "copies of one ledger have grown apart, and what was released is the sum of both. Keep to one file, and "
+            "make a new ledger with a budget that leaves out what both have spent"
+        )
+
+
+def check_not_lost(ledger: Path) -> None:
+    """Raises ValueError where a ledger is not there that had entries."""
+    head = _head(ledger)
+    if head.exists() and (known := json.loads(head.read_bytes()))["entries"]:
+        raise ValueError(
+            f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; "
+            f"bring it back, or remove {head.name} to begin a ledger that knows nothing of them"
+        )
+
+
+def set_aside(ledger: Path, begun: bytes) -> None:
+    """Keeps the part of a line that was written of a round that never began, beside the ledger, and says so."""
+    aside = ledger.with_name(f"{ledger.name}.partial")
+    with aside.open("ab") as file:
+        file.write(begun + b"\n")
+    _LOG.warning(
+        "the last line of the ledger %s was not whole (%d bytes), of a round that never began, as after a kill or on a "
+        "full disk; it was moved to %s",
+        ledger,
+        len(begun),
+        aside,
+    )
+
+
+def _head(ledger: Path) -> Path:
+    return ledger.with_name(f"{ledger.name}.head")
