@@ -82,8 +82,8 @@ def why(row: Row, word: str, how: Reading) -> str | None:
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a Markdown table."""
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in (columns, *lines)]
+    return [f"| {' | '.join(line)} |" for line in (cells[0], ["---"] * len(columns), *cells[1:])]
 
 
 def _number(value: float | None, form: str = ".4g") -> str:

@@ -105,11 +105,11 @@ def test_settings_of_two_parts_make_a_table() -> None:
         for way in "ab"
         for n in (1, 2)
     ]
-    rows.append({"setting": "alone", "metric": "seconds", "ours": 3.0})
+    rows.append({"setting": "alone", "metric": "|seconds|", "ours": 3.0})
     run = {"command": "python", "machine": "m", "date": "d", "seconds": 1.0, "processor_seconds": 1.0, "rows": rows}
     text = result_pages.page({"title": "T", "runs": [run]}, READING)
     assert "| error | 1 | 2 |\n| --- | --- | --- |\n| a | 1 ± 0.5 | 2 ± 0.5 |\n| b | 1 ± 0.5 | 2 ± 0.5 |\n" in text
-    assert "|  | seconds |\n| --- | --- |\n| alone | 3 |\n" in text
+    assert "|  | \\|seconds\\| |\n| --- | --- |\n| alone | 3 |\n" in text
     assert "the standard deviation of 4 repetitions" in text
 
 
