@@ -281,8 +281,7 @@ def _sum(message: Mean | Sum) -> Mean | Sum:
     """The partial aggregate of one block: Σ w v and Σ w, or Σ v."""
     if isinstance(message, Sum):
         return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
-    total = message.weight.sum(dtype=torch.float64)
-    return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), total)
+    return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), message.weight.double().sum())
 
 
 def _divide(partial: Mean | Sum) -> Mean | Sum:
