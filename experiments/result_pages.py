@@ -17,7 +17,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,31 +123,38 @@ def _others(rows: Sequence[Row], how: Reading) -> list[str]:
             lines.setdefault(("", row["setting"]), {})[row["metric"]] = row
         else:
             lines.setdefault((row["metric"], cell["line"]), {})[cell["column"]] = row
-    shown = lambda row: _number(row["ours"]) + (f" ± {row['sd']:.2g}" if "sd" in row else "")
+    kinds: dict[tuple[str, tuple[str, ...]], list[str]] = {}  # tables by what they are of and their columns
+    for of, line in lines:
+        columns = dict.fromkeys(name for other in lines if of and other[0] == of for name in lines[other])
+        kinds.setdefault((of, tuple(columns or lines[of, line])), []).append(line)
     text: list[str] = []
-    for (of, columns), keys in groupby(sorted(lines, key=_first(lines)), lambda key: (key[0], _columns(lines[key]))):
-        cells = [[line, *(shown(lines[of, line][name]) for name in columns)] for _, line in keys]
-        if len(cells) == 1 and len(columns) > WIDE:
-            text += [*table([cells[0][0], ""], list(zip(columns, cells[0][1:]))), ""]
+    for (of, names), those in kinds.items():
+        cells = [[line, *(_shown(lines[of, line].get(name)) for name in names)] for line in those]
+        if len(cells) == 1 and len(names) > WIDE:
+            text += [*table([cells[0][0], ""], list(zip(names, cells[0][1:]))), ""]
         else:
-            text += [*table([of, *columns], cells), ""]
+            text += [*table([of, *names], cells), ""]
     return text
 
 
-def _columns(line: Mapping[str, Row]) -> tuple[str, ...]:
-    return tuple(line)
-
-
-def _first(lines: Mapping[tuple[str, str], Mapping[str, Row]]) -> Any:
-    """Puts lines of one table next to each other, tables in the order of their first lines."""
-    kinds = list(dict.fromkeys((of, _columns(line)) for (of, _), line in lines.items()))
-    return lambda key: kinds.index((key[0], _columns(lines[key])))
+def _shown(row: Row | None) -> str:
+    """Ours and its spread."""
+    return "" if row is None else _number(row["ours"]) + (f" ± {row['sd']:.2g}" if "sd" in row else "")
 
 
 def _run(run: Mapping[str, Any], how: Reading) -> list[str]:
     """What one run found, and how it was made."""
-    times = f"{run['seconds']:.0f} s, {run['processor_seconds']:.0f} s of processors"
-    text = [f"`{run['command']}` on", f"{run['machine']}; {run['date']}; {times}.", ""]
+    times = (
+        f"{run['seconds']:.0f} s, {run['processor_seconds']:.0f} s of processors"
+        if "seconds" in run
+        else "time unknown"
+    )
+    text = [
+        f"`{run['command']}` on",
+        f"{run['machine']}; {run['date']}; {times}.",
+        *([run["remark"]] if "remark" in run else []),
+        "",
+    ]
     published = [row for row in run["rows"] if "published" in row]
     others = [row for row in run["rows"] if "published" not in row]
     if published:
@@ -172,6 +178,9 @@ def page(record: Mapping[str, Any], how: Reading) -> str:
             "over repetitions; without either, if it is the same to the digits printed.",
             "",
         ]
+    if not record["runs"]:
+        command = f"python -m experiments.{record['experiment']} --results experiments/results"
+        text += [f"No run is kept yet; `{command}` keeps one and writes this page."]
     for number, run in enumerate(record["runs"], 1):
         text += [f"## Run {number}", ""] if len(record["runs"]) > 1 else []
         text += _run(run, how)

@@ -231,8 +231,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Fits all combinations, prints a table per number of parties and draws the figures."""
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--parties", type=int, choices=(2, 10), action="append", help="only this number of parties")
+    parser.add_argument("--steps", type=int, default=5000, help="of variational inference (default 5000)")
+    parser.add_argument("--draws", type=int, default=800, help="of NUTS (default 800)")
     options = parser.parse_args(argv)
-    size = Size(60, 4, (2,), 100, 20) if options.smoke else Size(500, 20, (2, 10), 5000, 800)
+    size = Size(60, 4, (2,), 100, 20) if options.smoke else Size(500, 20, (2, 10), options.steps, options.draws)
     size = size._replace(parties=tuple(options.parties or size.parties))
     rhos = RHOS[1:2] if options.smoke else RHOS
     runs = [combinations(size, seed, rhos) for seed in range(options.seeds)]

@@ -129,8 +129,11 @@ def draw(found: dict[tuple[float, str], tuple[Tensor, Tensor]], truth: list[floa
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Fits everything, prints the moments of what Figure 4 shows and draws it."""
-    options = common.arguments(__doc__ or "").parse_args(argv)
-    size = Size(150, 150, 10) if options.smoke else Size(2000, 4000, 400)
+    parser = common.arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=4000, help="of variational inference (default 4000)")
+    parser.add_argument("--draws", type=int, default=400, help="of NUTS (default 400)")
+    options = parser.parse_args(argv)
+    size = Size(150, 150, 10) if options.smoke else Size(2000, options.steps, options.draws)
     rows: list[common.Row] = []
     lines = []
     runs = [densities(size, seed) for seed in range(options.seeds)]
