@@ -142,6 +142,17 @@ def _shown(row: Row | None) -> str:
     return "" if row is None else _number(row["ours"]) + (f" ± {row['sd']:.2g}" if "sd" in row else "")
 
 
+def _spread(rows: Sequence[Row]) -> str:
+    """What stands behind ±: repetitions, or what a column says where a script has a spread of another kind."""
+    repeats = {row.get("repeats") for row in rows if "sd" in row}
+    if not repeats:
+        return ""
+    counts = ", ".join(str(count) for count in sorted(count for count in repeats if count is not None))
+    of_repeats = f"the standard deviation of {counts} repetitions" if counts else ""
+    own = "what its column says" if None in repeats else ""
+    return f"; ± is {' or '.join(filter(None, (of_repeats, own)))}"
+
+
 def _run(run: Mapping[str, Any], how: Reading) -> list[str]:
     """What one run found, and how it was made."""
     times = (
@@ -161,11 +172,7 @@ def _run(run: Mapping[str, Any], how: Reading) -> list[str]:
         text += _beside(published, how)
     if others:
         title = "Of these nothing is published" if published else "Nothing is published of these"
-        repeats = {row["repeats"] for row in others if "sd" in row}
-        spread = (
-            f"; ± is the standard deviation of {', '.join(map(str, sorted(repeats)))} repetitions" if repeats else ""
-        )
-        text += [f"{title}{spread}.", "", *_others(others, how)]
+        text += [f"{title}{_spread(others)}.", "", *_others(others, how)]
     return text
 
 

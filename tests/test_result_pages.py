@@ -113,6 +113,24 @@ def test_settings_of_two_parts_make_a_table() -> None:
     assert "the standard deviation of 4 repetitions" in text
 
 
+@pytest.mark.parametrize(
+    ("spreads", "said"),
+    [
+        ([{}], "of these."),
+        ([{"sd": 1.0, "repeats": 3}, {}], "of these; ± is the standard deviation of 3 repetitions."),
+        ([{"sd": 1.0}], "of these; ± is what its column says."),
+        (
+            [{"sd": 1.0, "repeats": 3}, {"sd": 1.0}],
+            "of these; ± is the standard deviation of 3 repetitions or what its column says.",
+        ),
+    ],
+)
+def test_what_the_spread_is_of(spreads: list[dict], said: str) -> None:
+    rows = [{"setting": str(i), "metric": "m", "ours": 1.0, **spread} for i, spread in enumerate(spreads)]
+    run = {"command": "python", "machine": "m", "date": "d", "rows": rows}
+    assert f"Nothing is published {said}\n" in result_pages.page({"title": "T", "runs": [run]}, READING)
+
+
 def test_a_script_keeps_its_runs_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = ["--results", str(tmp_path)]
     file = tmp_path / "demo_statistics.md"
