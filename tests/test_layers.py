@@ -32,6 +32,7 @@ LAYERS = (
         "_lazy",
         "_safetensors_header",
         "_torchmetrics",
+        "_untrained",
         "_streams",
         "transport",
         "wire",

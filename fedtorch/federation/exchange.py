@@ -4,9 +4,9 @@ Two kinds of message, both about this round and over those who answer. A `Mean` 
 so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is added up. What clients tell for good
 (`Algorithm.told`) travels beside them as the `Sum` of its changes, see `Sent`.
 
-A block's weighted sum is computed in the dtype of its values, with weights that are brought to a sum of about one; sums
-of blocks and ranks are kept in float64, so that all of them agree up to that rounding. The server takes what is fresh
-in the dtype of the messages, and totals in float64.
+A block's weighted sum is computed in the dtype of its values, with weights scaled to a sum of about one; sums of blocks
+and ranks are in float64, so that all of them agree up to that rounding. The server takes what is fresh in the dtype of
+the messages, and totals in float64.
 
 What an author of an exchange needs, for clients that are a slice or a tensor of numbers:
 
@@ -281,8 +281,7 @@ def _sum(message: Mean | Sum) -> Mean | Sum:
     """The partial aggregate of one block: Σ w v and Σ w, or Σ v."""
     if isinstance(message, Sum):
         return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
-    weight = message.weight
-    return Mean(tree.map(lambda v: weighted_sum(weight, v), message.value), weight.sum(dtype=torch.float64))
+    return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), message.weight.double().sum())
 
 
 def _divide(partial: Mean | Sum) -> Mean | Sum:

@@ -112,8 +112,6 @@ class Run:
         self._keys = RoundKeys(seed)
         self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
 
-    # -- round by round --------------------------------------------------------------------------------------------
-
     def step(self) -> Round:
         """Does one round."""
         began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody

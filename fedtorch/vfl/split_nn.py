@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedtorch import functional, random
+from fedtorch._untrained import refuse_untrained
 from fedtorch.module_randomness import Drawn
 
 
@@ -119,7 +120,8 @@ class Stacked(nn.Module):
             `(B, n, C)`.
 
         Raises:
-            ValueError: rows of another number of dimensions, or no key for a module that draws random numbers.
+            ValueError: rows of another number of dimensions, no key for a module that draws random numbers, or at the
+                first call in training mode, parameters of the module that are not registered.
         """
         if x.ndim not in (self.row_dims + 1, self.row_dims + 2):
             raise ValueError(
@@ -142,6 +144,8 @@ class Stacked(nn.Module):
         drawn = Drawn(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
         with drawn:
             result = call(x, *weights)
+        if self._draws is None:
+            refuse_untrained(result, weights, template)
         self._draws = drawn.calls > 0
         if self._draws and keys is None:
             raise ValueError("Expected keys for a module that draws random numbers, but got None")

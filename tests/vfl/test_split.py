@@ -510,6 +510,22 @@ def test_bad_input() -> None:
         network().check(data()._replace(weight=torch.zeros(B, N)))
 
 
+def test_parameters_in_a_plain_list_are_refused() -> None:
+    """The stack would not train them."""
+
+    class Holding(nn.Module):
+        def __init__(self, frozen: bool) -> None:
+            super().__init__()
+            self.registered, self.plain = nn.Linear(3, 4), [nn.Linear(4, 1).requires_grad_(not frozen)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.plain[0](self.registered(x))
+
+    with pytest.raises(ValueError, match=r"'plain\[0\]\.weight' and 1 more of Holding, which .* not registered"):
+        Stacked(Holding(frozen=False), KEYS)(torch.zeros(2, 3))
+    assert Stacked(Holding(frozen=True), KEYS)(torch.zeros(2, 3)).shape == (len(KEYS), 2, 1)
+
+
 def test_a_prediction_that_fails_leaves_the_mode_alone() -> None:
     model, (first, second, third) = network().train(), data().features
     with pytest.raises(ValueError, match=rf"the same rows of all parties, but got \[{N}, 1, {N}\] of them"):

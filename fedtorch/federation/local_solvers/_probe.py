@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedtorch import functional, random, tree
+from fedtorch._untrained import refuse_untrained
 from fedtorch.data import BadClients, described_rows
 from fedtorch.federation.local_solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.local_solvers._state import refuse_changed_buffers
@@ -27,18 +28,25 @@ _CHECKPOINTED = (
 )
 
 
-def check_rows(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None:
+def check_rows(
+    stacked: StackedLoss,
+    data: Any,
+    values: Mapping[str, Tensor],
+    original: Callable[[], nn.Module | None] | None = None,
+) -> None:
     """Tries whether the module can train on the rows of a block: on a few, with the extreme labels among them.
 
     Args:
         stacked: the loss.
         data: a block `ClientData`, which has clients.
         values: one client's tensors and stacked buffers by name.
+        original: gives the user's module, while there is one, so that a loss which reads its parameters is refused;
+            None looks for none.
 
     Raises:
         BadClients: it cannot take the rows of some.
         ValueError: the rows are not (input, target), and there is no `training_step` to read others; or the loss
-            compares every output with every target.
+            compares every output with every target, or reads parameters that are not trained.
         RuntimeError: it checkpoints activations.
     """
     if stacked.objective.supervised and not (isinstance(data.batch, tuple) and len(data.batch) == 2):
@@ -52,7 +60,7 @@ def check_rows(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) ->
         own, (client, row) = _own(stacked, values, device), _spread(data)
         rows = _rows_at(data, client, row, device)
         with Broadcasts(len(row)) as broadcasts:
-            error = _failure(stacked, own, rows)
+            error = _failure(stacked, own, rows, original)
         if error is None and broadcasts.met is not None:
             name = type(stacked.objective.module).__name__
             refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
@@ -69,7 +77,12 @@ def check_rows(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) ->
         ) from error
 
 
-def _failure(stacked: StackedLoss, own: list[Tensor], rows: Tree) -> Exception | None:
+def _failure(
+    stacked: StackedLoss,
+    own: list[Tensor],
+    rows: Tree,
+    original: Callable[[], nn.Module | None] | None = None,
+) -> Exception | None:
     """What goes wrong in one client's loss and gradient, as far as it can be the rows'."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
@@ -88,6 +101,8 @@ def _failure(stacked: StackedLoss, own: list[Tensor], rows: Tree) -> Exception |
             return None if isinstance(error, NotImplementedError) else error
         except Exception:  # the probe says what else a module objects to
             return None
+    if original is not None:
+        refuse_untrained(loss, leaves[: len(stacked.tensors)], stacked.objective.module, original())
     return None
 
 

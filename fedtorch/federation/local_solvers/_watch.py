@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -15,10 +16,21 @@ from fedtorch.federation.local_solvers._clock import RoundTrainer, catch_up
 
 
 class Watch(L.Callback):
-    """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts."""
+    """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts.
 
-    def __init__(self, quadratic: Quadratic | None, round: int = 0) -> None:
-        self.quadratic, self.round = quadratic, round
+    Args:
+        quadratic: of the client.
+        round: of the federation.
+        examine: is called with the module and each loss of the first batch, before its backward pass.
+    """
+
+    def __init__(
+        self,
+        quadratic: Quadratic | None,
+        round: int = 0,
+        examine: Callable[[L.LightningModule, Tensor], None] | None = None,
+    ) -> None:
+        self.quadratic, self.round, self._examine = quadratic, round, examine
         self.losses: list[Tensor] = []
         self.rates = 0.0
         self.exception: BaseException | None = None
@@ -44,6 +56,11 @@ class Watch(L.Callback):
             optimizer.register_step_post_hook(self._after_step)
         if trainer.optimizers:
             trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """Shows the losses of the first batch to `examine`."""
+        if self._examine is not None:
+            self._examine(pl_module, loss)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Adds λx − h to the gradients of the optimiser's parameters."""
@@ -73,6 +90,7 @@ class Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Takes down the loss, which Lightning has divided by the number of accumulated batches."""
+        self._examine = None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1

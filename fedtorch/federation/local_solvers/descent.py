@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class Descent:
         ignore_hooks: Sequence[str] = (),
     ) -> None:
         self.module = copy.deepcopy(module)
+        self._original = weakref.ref(module)
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
@@ -100,12 +102,14 @@ class Descent:
 
         Raises:
             BadClients: some have no rows, or rows that the module cannot take.
+            ValueError: the loss reads parameters that are not trained.
         """
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
         if len(data.count):
-            check_rows(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
+            values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
+            check_rows(self.loss, data, values, self._original)
         self._learn(data)
         return data
 

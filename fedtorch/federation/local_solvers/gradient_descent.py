@@ -81,7 +81,8 @@ def gradient_descent(
     Raises:
         TypeError, ValueError, RuntimeError: at construction or on first sight of the data (when a population is bound),
             if the module cannot run stacked, checkpoints activations, or cannot take the rows of some client (their
-            number of features, their dtype, labels out of range); the message says what to do.
+            number of features, their dtype, labels out of range), or if the loss depends on parameters that are not
+            trained (a closure over `module`, a plain list of parameters); the message says what to do.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
+from fedtorch._untrained import refuse_untrained
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_solvers._clock import RoundTrainer
 from fedtorch.federation.local_solvers._probe import check_rows
@@ -90,7 +92,8 @@ def lightning_fit(
     Raises:
         TypeError, ValueError: at construction; when a population is bound, of rows that the `training_step` cannot
             take (without hooks, callbacks, plugins and `precision`, which may change them on their way); or in a fit
-            that changes buffers, unfreezes parameters or uses a line search.
+            that changes buffers, unfreezes parameters, uses a line search or has a loss of parameters that are not
+            trained.
 
     Example:
         >>> import lightning, torch, fedtorch as ft
@@ -168,6 +171,8 @@ class _Fit:
         self, module: nn.Module, batch_size: int | None, buffers: str, shuffle: bool, arguments: dict[str, Any]
     ) -> None:
         self.module = copy.deepcopy(module)
+        self._original = weakref.ref(module)
+        self._examined = False
         self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
         averaged, self.buffers = divided_buffers(self.module, buffers)
         self.counts = counts(self.module, averaged)
@@ -196,8 +201,9 @@ class _Fit:
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-                watch = Watch(own, turn.round)
+                watch = Watch(own, turn.round, None if self._examined else self._examine)
                 fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device))
+                self._examined = True
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
         numbers = lambda values: torch.tensor(list(values), dtype=torch.float64, device=device)
@@ -207,6 +213,10 @@ class _Fit:
             numbers(each.steps for each in fitted),
             {name: numbers(each.info.get(name, float("nan")) for each in fitted) for name in names},
         )
+
+    def _examine(self, module: L.LightningModule, loss: Tensor) -> None:
+        """Refuses a loss of parameters that no fit changes."""
+        refuse_untrained(loss, module.parameters(), module, self._original())
 
     def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:
         """A client's minibatches, which are those of `Batches`."""

@@ -66,8 +66,6 @@ class RemoteClients:
         self._account = Account(sites, nothing)
         self._recording = ServerRecording(plan, algorithm)
 
-    # -- rounds ----------------------------------------------------------------------------------------------------
-
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Asks the sites of the cohort; see `Clients.step`.
 

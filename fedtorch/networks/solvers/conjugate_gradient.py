@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 
 import torch
-from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 
 from fedtorch.networks.solvers.problem import LinearProblem
@@ -118,6 +117,8 @@ class ConjugateGradients:
             diagonal = 1 / length
             diagonal[1:] += ratio[:-1] / length[:-1]
             beside = ratio[:-1] ** 0.5 / length[:-1]
+            from scipy.linalg import eigh_tridiagonal
+
             value = float(eigh_tridiagonal(diagonal, beside, eigvals_only=True, select="i", select_range=(0, 0))[0])
             self._ritz = len(length), value
         return value

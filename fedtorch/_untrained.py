@@ -1,0 +1,94 @@
+"""Parameters that a loss reads, but that training does not change.
+
+Solvers train copies of a module: in the places of its parameters stand tensors of each client. A loss that reads the
+module itself, as `lambda output, y: mse(output, y) + net.weight.square().sum()` does, or a parameter that the module
+keeps in a plain list, takes a value that stays as it is, and its penalty has no effect. The autograd graph of a loss
+says what it depends on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+_TABLES = ("_parameters", "_modules")
+_SKIPPED = ("_buffers", "_fabric", "_trainer", *_TABLES)
+
+
+def refuse_untrained(loss: Tensor, trained: Iterable[Tensor], *modules: nn.Module | None) -> None:
+    """Raise ValueError if a loss depends on parameters of modules that are not among the trained tensors.
+
+    Whatever does not require a gradient is a constant, and so are parameters of other modules, such as a teacher's.
+
+    Args:
+        loss: any tensor, computed with gradients.
+        trained: leaves that may be read.
+        modules: whose parameters may not be read otherwise, those that are not registered included.
+    """
+    known = {id(tensor) for tensor in trained}
+    others = {id(leaf): leaf for leaf in _leaves(loss) if id(leaf) not in known}
+    for module in modules if others else ():
+        if module is None:
+            continue
+        registered = {id(parameter): name for name, parameter in module.named_parameters()}
+        names = [registered[number] for number in others if number in registered]
+        if names:
+            raise ValueError(
+                f"Expected a loss of what is trained, but it depends on {_some(names)} of the {type(module).__name__} "
+                "itself, where each client trains a tensor in its place: the term would have no effect; let forward "
+                "or a LightningModule's training_step read it as an attribute of self, use the optimiser's "
+                "weight_decay, or detach() what is meant as a constant"
+            )
+        names = [name for name, tensor in _held(module) if id(tensor) in others]
+        if names:
+            raise ValueError(
+                f"Expected a loss of what is trained, but it depends on {_some(names)} of {type(module).__name__}, "
+                "which requires a gradient and is not registered as a parameter: it would be neither trained nor "
+                "sent; make it an attribute of nn.Parameter, an nn.ParameterList, an nn.ModuleList or another "
+                "submodule, or freeze it by requires_grad_(False)"
+            )
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """What requires a gradient and enters a loss."""
+    waiting: list[Node | None] = [get_gradient_edge(loss).node] if loss.requires_grad else []
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            yield leaf
+        waiting.extend(following for following, _ in node.next_functions)
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that a module's attributes hold, whatever they are kept in, but for buffers and a trainer's."""
+    waiting: list[tuple[str, Any]] = [("", module)]
+    seen: set[int] = set()
+    while waiting:
+        path, owner = waiting.pop(0)
+        attributes = {name: value for name, value in vars(owner).items() if name not in _SKIPPED}
+        for table in _TABLES:
+            attributes.update(vars(owner).get(table) or {})
+        leaves = [(n, keys, leaf) for n, value in attributes.items() for keys, leaf in tree_flatten_with_path(value)[0]]
+        for attribute, keys, leaf in leaves:
+            if id(leaf) in seen:
+                continue
+            seen.add(id(leaf))
+            name = f"{path}{attribute}{keystr(keys)}"
+            if isinstance(leaf, Tensor):
+                yield name, leaf
+            elif isinstance(getattr(leaf, "__dict__", None), dict) and not isinstance(leaf, ModuleType):
+                waiting.append((f"{name}.", leaf))
+
+
+def _some(names: list[str]) -> str:
+    return repr(names[0]) if len(names) == 1 else f"{names[0]!r} and {len(names) - 1} more"
