@@ -19,19 +19,18 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import fedtorch as ft
-from fedtorch import transport, vfl
+from fedtorch import sites as transport, vfl
 from fedtorch.data import cache, catalogue
-from fedtorch.federation.remote import Offer, join
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import generalised
-from fedtorch.transport import enrolment
-from fedtorch.vfl import likelihoods
-from fedtorch.vfl.alignment import Holder, following, leading
-from fedtorch.vfl.iteration import party_half, server_half
-from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
-from fedtorch.vfl.protocol import Half
-from fedtorch.vfl.remote import over_link
-from fedtorch.vfl.split_nn import mlp
+from fedtorch.protocol.halves import Half
+from fedtorch.sites import Offer, enrolment, join
+from fedtorch.sites.vertical.remote import over_link
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.model.split_nn import mlp
+from fedtorch.vfl.nodes.iteration import party_half, server_half
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
+from fedtorch.vfl.rows.alignment import Holder, following, leading
 
 SITES = {"north": [0], "south": [1], "west": [2, 3]}  # each site's clients
 LACKING = 10  # every site lacks so many of the patients that all are about in the vertical run

@@ -28,11 +28,12 @@ from experiments import common, demo_site
 from experiments.demo_site import ALGORITHMS, SITES, Table
 from fedtorch import tree, vfl
 from fedtorch.federation.algorithms.ep import posterior
-from fedtorch.transport import Hub, Roster, enrolment, identity, serve
-from fedtorch.transport.enrolment import Desk
-from fedtorch.vfl.iteration import exchange
-from fedtorch.vfl.nodes import Iteration, ServerNode
-from fedtorch.vfl.remote import over_hub
+from fedtorch.sites import Hub, Roster, enrolment, serve
+from fedtorch.sites.enrolment import Desk
+from fedtorch.sites.identity import identity
+from fedtorch.sites.vertical.remote import over_hub
+from fedtorch.vfl.nodes.iteration import exchange
+from fedtorch.vfl.nodes.node import Iteration, ServerNode
 
 PATIENCE = 300.0  # seconds for processes to come up on a busy machine
 # Imported, for server and sites compare the names of what they run, and a module that is run itself has another name.

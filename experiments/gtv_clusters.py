@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common, result_pages
-from fedtorch.federation import recipes
+from fedtorch.federation.runs import recipes
 from fedtorch.networks import clustering, discrepancy, solvers
 
 CLUSTERS, FEATURES, NOISE = 3, 3, 0.5

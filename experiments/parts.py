@@ -32,11 +32,11 @@ from experiments import (
     sparse_network,
 )
 from fedtorch.data import FederatedData
+from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import directed
 from fedtorch.models.gibbs.kernels import LocalKernel
 from fedtorch.models.hierarchical import Model, shrinkage
-from fedtorch.trust.robust import Rule
 
 Part = Literal["training", "validation"]
 

@@ -30,12 +30,12 @@ import fedtorch as ft
 from experiments import common, gtv_trust
 from fedtorch import functional, vfl
 from fedtorch.networks import solvers
+from fedtorch.protocol.halves import Half, together
 from fedtorch.trust import attacks, privacy
-from fedtorch.vfl import likelihoods
-from fedtorch.vfl.iteration import party_half, server_half
-from fedtorch.vfl.nodes import Gradient, Iteration, ServerNode, Value
-from fedtorch.vfl.protocol import Half, together
-from fedtorch.vfl.split_nn import mlp
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.model.split_nn import mlp
+from fedtorch.vfl.nodes.iteration import party_half, server_half
+from fedtorch.vfl.nodes.node import Gradient, Iteration, ServerNode, Value
 
 DELTA = 1e-3
 RHOS = (0.0, 0.3, 1.0, 3.0, 10.0)

@@ -27,7 +27,7 @@ import fedtorch as ft
 from experiments import common, result_pages
 from experiments.side_by_side import Joined, server, side_by_side
 from fedtorch import functional
-from fedtorch.federation.exchange import Exchange
+from fedtorch.federation.exchanges.exchange import Exchange
 from fedtorch.trust import attacks, robust
 
 FIXED = "mixed trimmed mean"

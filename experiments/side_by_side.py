@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.exchange import Exchange, RowsOf, indices
+from fedtorch.federation.exchanges.exchange import Exchange, RowsOf, indices
 from fedtorch.tree import Rows, Tree
 
 _SMALL_BLOCK = 4096  # rows, padding included, that are not worth dividing by size

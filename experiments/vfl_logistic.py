@@ -39,8 +39,10 @@ from torch import Tensor
 
 from experiments import common
 from fedtorch import random, vfl
-from fedtorch.vfl import encoder, likelihoods, oracles
-from fedtorch.vfl.prediction import log_score, noise_variance
+from fedtorch.vfl import oracles
+from fedtorch.vfl.fit import encoder
+from fedtorch.vfl.fit.prediction import log_score, noise_variance
+from fedtorch.vfl.model import likelihoods
 
 RHOS = (0.5, 1.0, 2.0)
 NOISES = ("with noise", "without noise")

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from experiments import common
 from fedtorch import random, vfl
-from fedtorch.vfl import likelihoods, oracles
+from fedtorch.vfl import oracles
+from fedtorch.vfl.model import likelihoods
 
 WIDTH, LEVELS, PARTIES, INTERCEPT, SCALE = 2, 5, 2, -2.0, 0.3
 RHOS = (1.0, 2.0)

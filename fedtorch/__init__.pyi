@@ -12,7 +12,6 @@ from . import (
     wire as wire,
 )
 from .data import BadClients as BadClients
-from .federation import recipes as recipes
 from .federation.algorithm import (
     Algorithm as Algorithm,
     Local as Local,
@@ -44,11 +43,7 @@ from .federation.algorithms.pooled_covariance import pooled_covariance as pooled
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from .federation.algorithms.scaffold import scaffold as scaffold
 from .federation.algorithms.separate import separate as separate
-from .federation.client_sharding import ClientSharding as ClientSharding
-from .federation.comparison import compare as compare, constant as constant
-from .federation.distributed import Distributed as Distributed
-from .federation.evaluation import Score as Score
-from .federation.exchange import (
+from .federation.exchanges.exchange import (
     Exchange as Exchange,
     Mean as Mean,
     Sum as Sum,
@@ -56,7 +51,24 @@ from .federation.exchange import (
     private_rows as private_rows,
     star as star,
 )
-from .federation.faults import (
+from .federation.exchanges.unreliable_edges import unreliable_edges as unreliable_edges
+from .federation.lightning.client_sharding import ClientSharding as ClientSharding
+from .federation.lightning.federation import Federation as Federation
+from .federation.lightning.round_progress_bar import RoundProgressBar as RoundProgressBar
+from .federation.populations.distributed import Distributed as Distributed
+from .federation.populations.growing import Growing as Growing
+from .federation.populations.in_process import InProcess as InProcess
+from .federation.populations.redelivery import Redelivered as Redelivered
+from .federation.runs import recipes as recipes
+from .federation.runs.cohorts import (
+    fixed_cohort as fixed_cohort,
+    poisson_cohort as poisson_cohort,
+    uniform_cohort as uniform_cohort,
+    weighted_cohort as weighted_cohort,
+)
+from .federation.runs.comparison import compare as compare, constant as constant
+from .federation.runs.evaluation import Score as Score
+from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
     exponential_noise as exponential_noise,
@@ -64,31 +76,19 @@ from .federation.faults import (
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
-from .federation.growing import Growing as Growing
-from .federation.history import History as History, Round as Round
-from .federation.lightning import Federation as Federation
-from .federation.local_solvers.gradient_descent import gradient_descent as gradient_descent
-from .federation.local_solvers.least_squares import least_squares as least_squares
-from .federation.local_solvers.lightning_fit import lightning_fit as lightning_fit
-from .federation.local_solvers.reading import reading as reading
-from .federation.local_solvers.unlabelled import unlabelled as unlabelled
-from .federation.population import InProcess as InProcess
-from .federation.redelivery import Redelivered as Redelivered
-from .federation.remote import Remote as Remote
-from .federation.round_progress_bar import RoundProgressBar as RoundProgressBar
-from .federation.run import Run as Run, run as run
-from .federation.sampler import Sampler as Sampler
-from .federation.sampling import (
-    fixed_cohort as fixed_cohort,
-    poisson_cohort as poisson_cohort,
-    uniform_cohort as uniform_cohort,
-    weighted_cohort as weighted_cohort,
-)
-from .federation.tuning import Grid as Grid, grid as grid
-from .federation.unreliable_edges import unreliable_edges as unreliable_edges
+from .federation.runs.history import History as History, Round as Round
+from .federation.runs.run import Run as Run, run as run
+from .federation.runs.sampler import Sampler as Sampler
+from .federation.runs.tuning import Grid as Grid, grid as grid
+from .federation.solvers.gradient_descent import gradient_descent as gradient_descent
+from .federation.solvers.least_squares import least_squares as least_squares
+from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
+from .federation.solvers.reading import reading as reading
+from .federation.solvers.unlabelled import unlabelled as unlabelled
 from .models.linear import LinearHead as LinearHead
 from .module_randomness import Drawn as Drawn
 from .networks import Network as Network
 from .report.callback import Report as Report
+from .sites import Remote as Remote
 
 __version__: str

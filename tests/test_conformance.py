@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression
-from support.closed_forms import (
+from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
     copy_of,
@@ -36,9 +36,10 @@ from support.waiting import Waiting
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation import exchange, run as running
-from fedtorch.federation.exchange import Exchange, Mean, Sum, client_count, sum_over
-from fedtorch.kernels import choice
+from fedtorch.dispatch import choice
+from fedtorch.federation.exchanges import exchange
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, sum_over
+from fedtorch.federation.runs import run as running
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import imputation, sparse
@@ -280,7 +281,7 @@ def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None, monk
     """One block, blocks by size, and either in chunks; those by size hold at most three clients."""
     runs = []
     for small, chunk in ((16_384, None), (16_384, 3), (0, None), (0, 1)):
-        monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", small)
+        monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", small)
         algorithm, clients = ALGORITHMS[name](), population(name, chunk)
         size = None if cohort is None or name in POOLED else cohort
         rounds = ft.Run(algorithm, clients, start(name, algorithm), cohort=size, seed=2).rounds(ROUNDS)

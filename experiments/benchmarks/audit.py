@@ -21,8 +21,10 @@ from torch import nn
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
-from fedtorch.federation.remote import AuditRecord, Offer, audit, join
-from fedtorch.transport import Hub, identity, memory
+from fedtorch.sites import AuditRecord, Hub, Offer, join
+from fedtorch.sites.audit import audit
+from fedtorch.sites.identity import identity
+from fedtorch.sites.streams import memory
 
 SITES = ("a", "b", "c")
 

@@ -21,8 +21,8 @@ from experiments import common
 from experiments.benchmarks import cost_formulas as formulas, measure, remote, scaling_ranks
 from experiments.benchmarks.cost_formulas import Cluster, Here, Wide
 from experiments.benchmarks.remote_problem import averaged
-from fedtorch.federation.remote import Offer, Remote
-from fedtorch.federation.remote.site import Site
+from fedtorch.sites import Offer, Remote
+from fedtorch.sites.rounds.site import Site
 
 FIT = (100, 10_000)  # clients of the rounds that give a and b
 SEEN = (1000, 30_000)  # of those that check them

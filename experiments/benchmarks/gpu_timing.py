@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedtorch.kernels import choice
+from fedtorch.dispatch import choice
 
 
 class Timed(NamedTuple):

@@ -32,8 +32,8 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
 from experiments.benchmarks.peers import __main__ as peers
+from fedtorch.sites.secure.messages import MASKED
 from fedtorch.trust import privacy, secure
-from fedtorch.trust.secure.messages import MASKED
 
 STEPS = 5
 LARGE = 1024  # batches whose examples' gradients are not made: 400 MB each step

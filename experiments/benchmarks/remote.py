@@ -8,7 +8,7 @@ share few processors, the three computations that a round has in place of one ar
 nothing, so that an iteration's time is that of its messages.
 
 `latency` trains a split network of three parties over lines on which every message takes 50 ms, by parties that run
-ahead of the server by so many iterations (`fedtorch.vfl.ahead`) and, with 0, by parties that wait.
+ahead of the server by so many iterations (`fedtorch.vfl.nodes.ahead`) and, with 0, by parties that wait.
 
 `many` has 20 sites in a process each and 180 more in one, every one with a connection of its own.
 """
@@ -36,14 +36,15 @@ from experiments.benchmarks import measure
 from experiments.benchmarks.forked import fork
 from experiments.benchmarks.proxy import Proxy
 from experiments.benchmarks.remote_problem import ALGORITHMS, averaged, clients
-from fedtorch.federation.remote import Offer, Remote, _frames as frames, join
-from fedtorch.transport import Hub, Limits, Roster, connect, identity, serve
-from fedtorch.vfl import likelihoods, split_nn
-from fedtorch.vfl.ahead import ahead_half
-from fedtorch.vfl.iteration import server_half
-from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
-from fedtorch.vfl.protocol import Half, Receive, Send, together
-from fedtorch.vfl.remote import over_hub, over_link
+from fedtorch.protocol.halves import Half, Receive, Send, together
+from fedtorch.sites import Hub, Limits, Offer, Remote, Roster, connect, join, serve
+from fedtorch.sites.identity import identity
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.vertical.remote import over_hub, over_link
+from fedtorch.vfl.model import likelihoods, split_nn
+from fedtorch.vfl.nodes.ahead import ahead_half
+from fedtorch.vfl.nodes.iteration import server_half
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
 
 LIMITS = Limits(seconds=300.0)
 BLOCK = 20  # rounds that take turns

@@ -15,7 +15,7 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import measure
 from experiments.robustness import all_rules
-from fedtorch.federation.exchange import Exchange, Mean
+from fedtorch.federation.exchanges.exchange import Exchange, Mean
 
 
 def ways(messages: int, numbers: int, faulty: int) -> dict[str, Callable[[], object]]:

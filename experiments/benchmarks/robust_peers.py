@@ -21,8 +21,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
+from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.trust import robust
-from fedtorch.trust.robust import Rule
 
 ROOT = Path(__file__).parents[2]
 INTERPRETER = ROOT / ".venv-peers" / "robust" / "bin" / "python"

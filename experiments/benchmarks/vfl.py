@@ -24,11 +24,11 @@ import torch
 
 from experiments import common
 from fedtorch import random, vfl
-from fedtorch.vfl import likelihoods
-from fedtorch.vfl.guide import initial
-from fedtorch.vfl.iteration import exchange
-from fedtorch.vfl.nodes import Iteration, PartyNode, ServerNode
-from fedtorch.vfl.noise import draw_noise
+from fedtorch.vfl.fit.guide import initial
+from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.nodes.iteration import exchange
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
 
 WIDTHS, FOLDS, RHOS = (5, 6), 10, (0.5, 1.0, 5.0, 10.0)
 GUIDES: dict[str, Callable[[], vfl.Guide]] = {

@@ -17,11 +17,11 @@ import torch
 
 from experiments import common, vfl_heart_models
 from fedtorch import data as ft_data, random, vfl
-from fedtorch.vfl import likelihoods
-from fedtorch.vfl._captured import CapturedBound
-from fedtorch.vfl.part import draw_noises
-from fedtorch.vfl.split import adam
-from fedtorch.vfl.split_nn import mlp
+from fedtorch.vfl.fit.captured import CapturedBound
+from fedtorch.vfl.fit.part import draw_noises
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.model.split_nn import mlp
+from fedtorch.vfl.split_network import adam
 
 STEPS = 50_000
 

@@ -167,7 +167,7 @@ def vertical_data(rows: int, copies: int | None = None) -> Any:
 
 def sfvi(small: bool) -> Work:
     """Vertical inference of a logistic model."""
-    likelihoods = first("fedtorch.vfl.likelihoods", "fedtorch.models.likelihoods")
+    likelihoods = first("fedtorch.vfl.model.likelihoods", "fedtorch.models.likelihoods")
     model = ft.vfl.augmented(likelihoods.bernoulli(), [ft.vfl.linear(5), ft.vfl.linear(6)], 1.0)
     guide, data = getattr(ft.vfl.Guide, "of", ft.vfl.Guide)(ft.vfl.sums()), vertical_data(60 if small else 800)
     fit = functools.partial(ft.vfl.sfvi, model, guide, data, key=ft.random.key(0), steps=3 if small else 200)
@@ -176,8 +176,8 @@ def sfvi(small: bool) -> Work:
 
 def split_network(small: bool) -> Work:
     """Eight hierarchical Bayes split networks in one graph."""
-    likelihoods = first("fedtorch.vfl.likelihoods", "fedtorch.models.likelihoods")
-    mlp = first("fedtorch.vfl.split_nn", "fedtorch.models.split_nn").mlp
+    likelihoods = first("fedtorch.vfl.model.likelihoods", "fedtorch.models.likelihoods")
+    mlp = first("fedtorch.vfl.model.split_nn", "fedtorch.models.split_nn").mlp
     rows, keys = vertical_data(60 if small else 300, 8), ft.random.fold_in(ft.random.key(7), torch.arange(8))
     steps = 2 if small else 50
 

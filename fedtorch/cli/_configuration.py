@@ -25,20 +25,20 @@ from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep import Factors
 from fedtorch.federation.algorithms.matrix_normal import Shrinkage
-from fedtorch.federation.distributed import Distributed
-from fedtorch.federation.evaluation import Split, inputs_and_targets
-from fedtorch.federation.exchange import Exchange
-from fedtorch.federation.faults import Faults
-from fedtorch.federation.history import Recorder
-from fedtorch.federation.lightning import Federation
-from fedtorch.federation.population import InProcess
-from fedtorch.federation.round_progress_bar import RoundProgressBar
-from fedtorch.federation.sampling import Cohort
+from fedtorch.federation.exchanges.exchange import Exchange
+from fedtorch.federation.exchanges.robust import Rule
+from fedtorch.federation.lightning.federation import Federation
+from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
+from fedtorch.federation.populations.distributed import Distributed
+from fedtorch.federation.populations.in_process import InProcess
+from fedtorch.federation.runs.cohorts import Cohort
+from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
+from fedtorch.federation.runs.faults import Faults
+from fedtorch.federation.runs.history import Recorder
 from fedtorch.metrics import StackedMetric
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.penalties import ShrinkagePrior
 from fedtorch.models.matrix_normal import CovarianceUpdate
-from fedtorch.trust.robust import Rule
 
 
 def federation(

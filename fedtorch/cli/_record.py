@@ -1,7 +1,7 @@
 """`fedtorch record`: what was done, and whether anybody has changed it since.
 
 fedtorch record verify run.safetensors.json              a run on record, see `fedtorch.trust.record`
-fedtorch record verify record.jsonl --certificate PEM    an audit record, see `fedtorch.federation.remote.audit`
+fedtorch record verify record.jsonl --certificate PEM    an audit record, see `fedtorch.sites.audit.audit`
 fedtorch record verify SERVER SITE … --certificate PEM   and whether the server's and the sites' agree
 """
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
 
 
 def _verify_all(options: argparse.Namespace) -> int:
-    from fedtorch.federation.remote import audit
+    from fedtorch.sites.audit import audit
 
     audits = [file for file in options.files if audit.is_record(file)]
     if options.head is not None and len(audits) != 1:
@@ -43,7 +43,7 @@ def _verify_all(options: argparse.Namespace) -> int:
 
 
 def _verify_audit(file: str, options: argparse.Namespace) -> int:
-    from fedtorch.federation.remote import audit
+    from fedtorch.sites.audit import audit
 
     certificate = None if options.certificate is None else options.certificate.read_bytes()
     return _print(file, audit.verify(file, certificate=certificate, roster=options.roster, head=options.head))

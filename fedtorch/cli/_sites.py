@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
     own = join.add_mutually_exclusive_group(required=True)
     own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
-    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see fedtorch.vfl.journal")
+    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see sites.vertical.journal")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(
@@ -97,7 +97,7 @@ def _command(commands: Any, name: str, do: Any, what: str) -> Any:
 def _make_authority(options: argparse.Namespace) -> None:
     from datetime import timedelta
 
-    from fedtorch.transport import identity
+    from fedtorch.sites.identity import identity
 
     if options.folder.resolve() == options.server.resolve():
         raise ValueError(
@@ -124,13 +124,13 @@ def _check_empty(folder: Path) -> None:
 
 
 def _roster(options: argparse.Namespace) -> Any:
-    from fedtorch.transport.roster import Roster
+    from fedtorch.sites.identity.roster import Roster
 
     return Roster(options.server / "roster.json")
 
 
 def _invite(options: argparse.Namespace) -> None:
-    from fedtorch.transport import enrolment
+    from fedtorch.sites import enrolment
 
     seconds = options.days * enrolment.DAY
     print(enrolment.invite(options.authority, options.name, options.at, seconds=seconds, rows=options.rows))
@@ -139,7 +139,7 @@ def _invite(options: argparse.Namespace) -> None:
 def _admit(options: argparse.Namespace) -> None:
     from datetime import timedelta
 
-    from fedtorch.transport.enrolment import Desk
+    from fedtorch.sites.enrolment import Desk
 
     lifetime = timedelta(days=options.lifetime)
     desk = Desk(options.authority, options.listen, _roster(options), lifetime=lifetime)
@@ -154,8 +154,8 @@ def _revoke(options: argparse.Namespace) -> None:
 
 
 def _enrol(options: argparse.Namespace) -> None:
-    from fedtorch.federation.remote import past_sums
-    from fedtorch.transport import enrolment
+    from fedtorch.sites import enrolment
+    from fedtorch.sites.rounds import past_sums
 
     made = enrolment.enrol(enrolment.read_token(options.token), options.identity, options.renew)
     if not options.renew:
@@ -170,10 +170,10 @@ def _join(options: argparse.Namespace) -> None:
 
 
 def _run_half(options: argparse.Namespace) -> None:
-    from fedtorch import transport
-    from fedtorch.transport import identity
-    from fedtorch.vfl.remote import read_half
-    from fedtorch.vfl.resuming import resuming_over_link
+    from fedtorch import sites as transport
+    from fedtorch.sites.identity import identity
+    from fedtorch.sites.vertical.remote import read_half
+    from fedtorch.sites.vertical.resuming import resuming_over_link
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me = identity.read(options.identity)
@@ -194,9 +194,9 @@ def _states(options: argparse.Namespace) -> Path:
 
 
 def _take_part(options: argparse.Namespace) -> None:
-    from fedtorch import transport
-    from fedtorch.federation.remote import AuditRecord, join, read_offer
-    from fedtorch.transport import identity
+    from fedtorch import sites as transport
+    from fedtorch.sites import AuditRecord, join, read_offer
+    from fedtorch.sites.identity import identity
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, offer = identity.read(options.identity), read_offer(options.data)
@@ -212,8 +212,8 @@ def _take_part(options: argparse.Namespace) -> None:
 def _show_states(options: argparse.Namespace) -> None:
     import math
 
-    from fedtorch.federation.remote import past_sums
-    from fedtorch.federation.remote.versions import clean, runs
+    from fedtorch.protocol.versions import clean, runs
+    from fedtorch.sites.rounds import past_sums
 
     if options.begin_sums:
         past_sums.begin(options.folder)

@@ -1,5 +1,1 @@
-"""Who computes what, who hears whom, and where it runs."""
-
-import lazy_loader
-
-__getattr__, __dir__, _ = lazy_loader.attach(__name__, submodules=["recipes"])
+"""Federations: the contract of algorithms, and who computes what, who hears whom, where it runs, round by round."""

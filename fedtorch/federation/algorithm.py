@@ -40,8 +40,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from fedtorch import expected, tree
-from fedtorch.federation._budget import Budget
-from fedtorch.federation.exchange import Exchange, star, sum_over
+from fedtorch.federation.budget import Budget
+from fedtorch.federation.exchanges.exchange import Exchange, star, sum_over
 from fedtorch.tree import Tree
 
 

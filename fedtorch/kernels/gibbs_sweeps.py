@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.kernels import philox
-from fedtorch.kernels._launch import launch, power_of_two
-from fedtorch.kernels.choice import program
+from fedtorch.dispatch.choice import program
+from fedtorch.dispatch.launch import launch, power_of_two
+from fedtorch.random import philox
 
 MOST = 16  # coefficients
 _SIZE = 256  # numbers of a program's matrices
@@ -66,7 +66,10 @@ def knows(keys: Tensor, coefficients: int) -> bool:
     >>> knows(ft.random.key(0)[None, None], coefficients=3)  # on the CPU
     False
     """
-    return program("gibbs_sweeps", (keys,), (torch.int64,), fits=0 < coefficients <= MOST) is not None
+    return (
+        program("fedtorch.kernels.programs.gibbs_sweeps", (keys,), (torch.int64,), fits=0 < coefficients <= MOST)
+        is not None
+    )
 
 
 def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
@@ -89,7 +92,9 @@ def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps:
     """
     (clients, count, size), tensors = heard.centre.shape, (*rows, *heard, *chains[1:])
     double = all(tensor.dtype == torch.float64 for tensor in tensors)
-    programs = program("gibbs_sweeps", (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double)
+    programs = program(
+        "fedtorch.kernels.programs.gibbs_sweeps", (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double
+    )
     if not programs:
         return _reference(rows, heard, chains, keys, sweeps)
     out = Chains(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in chains))

@@ -6,7 +6,7 @@ r"""T gradient steps of K generalised linear models, each on its own rows, in on
 with the mean losses of `torch.nn.functional`: `mse_loss`, `binary_cross_entropy_with_logits`, `poisson_nll_loss`,
 `cross_entropy`. A client's parameters stay in registers for all steps, and its rows too where they are few; else they
 are read again every step, from the cache where they fit there. Wide Gaussian models with many steps are better solved
-from their Gram matrices, as `fedtorch.federation.local_solvers.least_squares` does.
+from their Gram matrices, as `fedtorch.federation.solvers.least_squares` does.
 
 Source: McCullagh and Nelder, "Generalized linear models", 1989, section 2.5, for canonical links. Bound: one read of
 the data while it stays resident, or 4 N d T operations a client. Not measured yet.
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch.kernels._launch import launch, power_of_two
-from fedtorch.kernels.choice import FLOATS, program
+from fedtorch.dispatch.choice import FLOATS, program
+from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
 _RESIDENT = 2**13  # numbers of a client's rows that stay in registers; of float64, whose logarithms need many, 2**11
@@ -108,7 +108,7 @@ def glm_steps(
     others = [tensor for tensor in (batches, precision, shift) if tensor is not None]
     classes = start.shape[2] if start.ndim == 3 else 1
     known = fits(family, start.shape[1], classes, start.dtype) and start.dtype == x.dtype
-    programs = program("glm_steps", (x, y, count, total, start, *others), fits=known)
+    programs = program("fedtorch.kernels.programs.glm_steps", (x, y, count, total, start, *others), fits=known)
     problem = _Problem(family, x, y, count, total, start, steps, lr, batches, precision, shift)
     return _launched(programs, problem) if programs else _reference(problem)
 

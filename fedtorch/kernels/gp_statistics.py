@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.kernels._launch import launch, power_of_two
-from fedtorch.kernels.choice import installed, possible, program
+from fedtorch.dispatch.choice import installed, possible, program
+from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST_POINTS, MOST_DIMS = 32, 16  # inducing inputs J, of which Triton 3.6 has registers for, and their dimensions
 _ROWS = 4096  # of B that the derivative makes at a time
@@ -67,7 +67,10 @@ def gp_statistics(
     """
     tensors = (x, y, weight, inducing, width, height, whiten)
     _check(*tensors)
-    if not runs(tensors) or program("gp_statistics", tensors, (torch.float64,), differentiable=True) is None:
+    if (
+        not runs(tensors)
+        or program("fedtorch.kernels.programs.gp_statistics", tensors, (torch.float64,), differentiable=True) is None
+    ):
         return _reference(*tensors)
     return _Statistics.apply(*tensors)
 
@@ -130,7 +133,7 @@ class _Statistics(torch.autograd.Function):
 def _launched(
     x: Tensor, y: Tensor, weight: Tensor, inducing: Tensor, width: Tensor, height: Tensor, whiten: Tensor
 ) -> tuple[Tensor, Tensor]:
-    programs = program("gp_statistics", (x,), (torch.float64,))
+    programs = program("fedtorch.kernels.programs.gp_statistics", (x,), (torch.float64,))
     (clients, rows, dims), latents, points = x.shape, height.shape[1], inducing.shape[-2]
     size = latents * points
     gram, cross = x.new_empty(clients, size, size), x.new_empty(clients, size)

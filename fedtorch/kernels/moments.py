@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.kernels._launch import launch, power_of_two
-from fedtorch.kernels.choice import program
+from fedtorch.dispatch.choice import program
+from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST = 16  # dimensions
 _SIZE = 512  # numbers of a program's matrices
@@ -41,7 +41,9 @@ def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     """
     size = vector.shape[-1]
     same = matrix.shape[:-1] == vector.shape and vector.dtype == matrix.dtype
-    programs = program("moments", (matrix, vector), (torch.float64,), fits=0 < size <= MOST and same)
+    programs = program(
+        "fedtorch.kernels.programs.moments", (matrix, vector), (torch.float64,), fits=0 < size <= MOST and same
+    )
     if not programs:
         inverse = _inverse(matrix)
         return (inverse @ vector[..., None])[..., 0], inverse
@@ -65,7 +67,7 @@ def tilted(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([[0.7500]]), tensor([[[0.2500]]]))
     """
     clients, many, size = nodes.shape
-    programs = program("moments", (nodes, weights), (torch.float64,), fits=0 < size <= MOST)
+    programs = program("fedtorch.kernels.programs.moments", (nodes, weights), (torch.float64,), fits=0 < size <= MOST)
     if not programs:
         mean = (weights[..., None] * nodes).sum(1)
         gap = nodes - mean[:, None]

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.kernels._launch import launch, power_of_two
-from fedtorch.kernels.choice import FLOATS, program
+from fedtorch.dispatch.choice import FLOATS, program
+from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST = 64  # numbers of a row
 _SEGMENT = 64  # edges
@@ -121,7 +121,9 @@ def descended(
 
 def _programs(matrix: Tensor, rows: Tensor, *others: Tensor) -> Any:
     fits = 0 < rows.shape[1] <= MOST and rows.dtype in FLOATS
-    return program("neighbours", (matrix.values(), rows, *others), FLOATS, fits=fits, differentiable=True)
+    return program(
+        "fedtorch.kernels.programs.neighbours", (matrix.values(), rows, *others), FLOATS, fits=fits, differentiable=True
+    )
 
 
 class _Sum(torch.autograd.Function):

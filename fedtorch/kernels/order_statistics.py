@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.kernels._launch import launch, power_of_two
-from fedtorch.kernels.choice import FLOATS, program
+from fedtorch.dispatch.choice import FLOATS, program
+from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST = 1024  # messages
 _SIZE = 2**15  # bytes of a program's messages
@@ -77,7 +77,7 @@ def trimmed_mean(value: Tensor, share: Tensor, fraction: float) -> Tensor:
 
 
 def _programs(value: Tensor, share: Tensor) -> Any:
-    return program("order_statistics", (value, share), FLOATS, fits=0 < len(value) <= MOST)
+    return program("fedtorch.kernels.programs.order_statistics", (value, share), FLOATS, fits=0 < len(value) <= MOST)
 
 
 def _launched(kernel: Any, value: Tensor, share: Tensor, *numbers: float) -> Tensor:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.kernels._launch import launch, tile
-from fedtorch.kernels.choice import FLOATS, program
+from fedtorch.dispatch.choice import FLOATS, program
+from fedtorch.dispatch.launch import launch, tile
 
 _SIZE = 1024  # elements of a program
 
@@ -54,7 +54,10 @@ def fits(tensor: Tensor) -> bool:
     >>> fits(torch.zeros(2, 3))  # on the CPU
     False
     """
-    return program("stacked_step", (tensor.detach(),), FLOATS, fits=tensor.is_contiguous()) is not None
+    return (
+        program("fedtorch.kernels.programs.stacked_step", (tensor.detach(),), FLOATS, fits=tensor.is_contiguous())
+        is not None
+    )
 
 
 def clipped(
@@ -185,7 +188,7 @@ def _program(parameter: Tensor, *others: Tensor | None) -> Any:
     kept = [other for other in others[1:] if other is not None]
     contiguous = parameter.is_contiguous() and all(other.is_contiguous() for other in kept)
     tensors = [tensor.detach() for tensor in (parameter, others[0], *kept) if tensor is not None]
-    return program("stacked_step", tensors, FLOATS, fits=contiguous)
+    return program("fedtorch.kernels.programs.stacked_step", tensors, FLOATS, fits=contiguous)
 
 
 def _launch(

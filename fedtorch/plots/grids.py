@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fedtorch.federation.tuning import Grid
+    from fedtorch.federation.runs.tuning import Grid
 
 
 def heat_map(grid: Grid, name: str = "score") -> Figure:

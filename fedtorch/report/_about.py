@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fedtorch.federation.evaluation import Score
-from fedtorch.federation.run import Run
+from fedtorch.federation.runs.evaluation import Score
+from fedtorch.federation.runs.run import Run
 from fedtorch.networks import Network
 from fedtorch.report import _posteriors as posteriors
 from fedtorch.report._drawing import reduced

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.federation.algorithms import ep
-from fedtorch.federation.run import Run
-from fedtorch.federation.sampler import Sampler, load_arviz
+from fedtorch.federation.runs.run import Run
+from fedtorch.federation.runs.sampler import Sampler, load_arviz
 
 _MOST = 200  # components that are told of one source
 _TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each chain

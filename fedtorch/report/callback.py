@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from fedtorch.federation.lightning import Federation
+from fedtorch.federation.lightning.federation import Federation
 from fedtorch.networks import Network
 from fedtorch.report.folder import write
 

@@ -1,7 +1,7 @@
 """What a run leaves in its folder, and the page that is made of it.
 
-- `history.safetensors`: the history of the run, see `fedtorch.federation.history`. Where it is missing, the history of
-  the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
+- `history.safetensors`: the history of the run, see `fedtorch.federation.runs.history`. Where it is missing, the
+  history of the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
 - `about.json`: what a history does not say: clients' names, settings, network, posteriors, scores, privacy's claim.
   Where it is missing, clients are numbers, and the rest is left out.
 - `….safetensors.json`: a record of the run, which `fedtorch.trust.record.Ledger` writes beside a checkpoint.
@@ -29,12 +29,11 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 from torch import Tensor
 
-from fedtorch import _files as files
-from fedtorch.federation import checkpoint
-from fedtorch.federation.checkpoint import below
-from fedtorch.federation.evaluation import Score
-from fedtorch.federation.history import History
-from fedtorch.federation.run import Run
+from fedtorch import _files as files, checkpoint
+from fedtorch.checkpoint import below
+from fedtorch.federation.runs.evaluation import Score
+from fedtorch.federation.runs.history import History
+from fedtorch.federation.runs.run import Run
 from fedtorch.report._about import FORMAT, about
 from fedtorch.report._page import Story, page
 from fedtorch.trust import record
@@ -174,7 +173,7 @@ def _of_run(path: Path) -> dict[str, Tensor]:
 
 
 def _of_trainer(path: Path) -> dict[str, Tensor]:
-    from fedtorch.federation.checkpoint_io import PlainCheckpointIO
+    from fedtorch.checkpoint_io import PlainCheckpointIO
 
     found = PlainCheckpointIO().load_checkpoint(path)
     flat = found.get("state_dict", {}).get("_extra_state", {}) if isinstance(found, dict) else {}

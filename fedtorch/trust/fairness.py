@@ -36,9 +36,9 @@ from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, solved_by
 from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_weight
-from fedtorch.federation.evaluation import inputs_and_targets
-from fedtorch.federation.exchange import Mean
-from fedtorch.federation.run import Run
+from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.runs.evaluation import inputs_and_targets
+from fedtorch.federation.runs.run import Run
 from fedtorch.tree import Tree
 
 _MOST = 60.0  # of the logarithm of a weight; e⁶⁰ leaves room in float32 for steps that are multiplied by it

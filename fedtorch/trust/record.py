@@ -34,11 +34,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import _files as files, tree
+from fedtorch import _files as files, checkpoint, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation import checkpoint
-from fedtorch.federation.history import Round
-from fedtorch.federation.run import Run
+from fedtorch.federation.runs.history import Round
+from fedtorch.federation.runs.run import Run
 
 _KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")
 _PACKAGES = ("torch", "numpy", "scipy", "lightning", "safetensors")

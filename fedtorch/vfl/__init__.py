@@ -22,42 +22,34 @@ from typing import TYPE_CHECKING
 
 import lazy_loader
 
-from fedtorch.vfl.augmented import attenuation as attenuation, augmented as augmented
-from fedtorch.vfl.auxiliary import (
+from fedtorch.vfl.fit.auxiliary import (
     Auxiliary as Auxiliary,
     amortised as amortised,
     mean_field as mean_field,
     noiseless as noiseless,
     sums as sums,
 )
-from fedtorch.vfl.data import VerticalData as VerticalData
-from fedtorch.vfl.gaussians import (
+from fedtorch.vfl.fit.gaussians import (
     GaussianFamily as GaussianFamily,
     diagonal as diagonal,
     full_covariance as full_covariance,
     low_rank as low_rank,
 )
-from fedtorch.vfl.guide import Guide as Guide, Parameters as Parameters, count_parameters as count_parameters
-from fedtorch.vfl.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
-from fedtorch.vfl.leakage import LabelLeakageWarning as LabelLeakageWarning
-from fedtorch.vfl.model import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
-from fedtorch.vfl.noise import Noise as Noise
-from fedtorch.vfl.part import Part as Part, parts as parts
-from fedtorch.vfl.parties import (
-    Aligned as Aligned,
-    Party as Party,
-    align as align,
-    from_table as from_table,
-    joined as joined,
-)
-from fedtorch.vfl.power import power as power
-from fedtorch.vfl.prediction import (
+from fedtorch.vfl.fit.guide import Guide as Guide, Parameters as Parameters, count_parameters as count_parameters
+from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
+from fedtorch.vfl.fit.noise import Noise as Noise
+from fedtorch.vfl.fit.part import Part as Part, parts as parts
+from fedtorch.vfl.fit.prediction import (
     log_score as log_score,
     lost_score as lost_score,
     noise_variance as noise_variance,
     spread as spread,
 )
-from fedtorch.vfl.predictors import (
+from fedtorch.vfl.fit.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
+from fedtorch.vfl.fit.soul import Soul as Soul, soul as soul
+from fedtorch.vfl.model.augmented import attenuation as attenuation, augmented as augmented
+from fedtorch.vfl.model.power import power as power
+from fedtorch.vfl.model.predictors import (
     NetworkPredictor as NetworkPredictor,
     Predictor as Predictor,
     by_level as by_level,
@@ -67,17 +59,25 @@ from fedtorch.vfl.predictors import (
     normal_prior as normal_prior,
     slopes as slopes,
 )
-from fedtorch.vfl.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
-from fedtorch.vfl.soul import Soul as Soul, soul as soul
+from fedtorch.vfl.model.vertical import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
+from fedtorch.vfl.rows.data import VerticalData as VerticalData
+from fedtorch.vfl.rows.leakage import LabelLeakageWarning as LabelLeakageWarning
+from fedtorch.vfl.rows.parties import (
+    Aligned as Aligned,
+    Party as Party,
+    align as align,
+    from_table as from_table,
+    joined as joined,
+)
 
 if TYPE_CHECKING:
     from fedtorch.vfl.lightning import StackedEarlyStopping as StackedEarlyStopping, VerticalLoader as VerticalLoader
-    from fedtorch.vfl.split import SplitNetwork as SplitNetwork
+    from fedtorch.vfl.split_network import SplitNetwork as SplitNetwork
 else:  # what needs Lightning, which takes seconds to import
     __getattr__, __dir__, _ = lazy_loader.attach(
         __name__,
         submod_attrs={
             "lightning": ["StackedEarlyStopping", "VerticalLoader"],
-            "split": ["SplitNetwork"],
+            "split_network": ["SplitNetwork"],
         },
     )

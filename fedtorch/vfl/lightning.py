@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.vfl.data import VerticalData
+from fedtorch.vfl.rows.data import VerticalData
 
 
 class _Epoch:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.vfl._checks import prepared
-from fedtorch.vfl.collapsed import collapsed_log_likelihood
-from fedtorch.vfl.data import VerticalData
-from fedtorch.vfl.model import VerticalModel
+from fedtorch.vfl.model.checks import prepared
+from fedtorch.vfl.model.collapsed import collapsed_log_likelihood
+from fedtorch.vfl.model.vertical import VerticalModel
+from fedtorch.vfl.rows.data import VerticalData
 
 
 class Draws(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedtorch.kernels import choice
+from fedtorch.dispatch import choice
 
 
 @pytest.hookimpl(tryfirst=True)

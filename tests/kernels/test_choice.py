@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.programs import launches
 
-from fedtorch.kernels import _launch, choice, moments, order_statistics
+from fedtorch.dispatch import choice, launch as _launch
+from fedtorch.kernels import moments, order_statistics
 from fedtorch.kernels.glm_steps import CATEGORICAL, GAUSSIAN, glm_steps
 from fedtorch.kernels.moments import solved
 

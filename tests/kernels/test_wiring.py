@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.local_solvers._fused import FusedSteps
+from fedtorch.federation.solvers._fused import FusedSteps
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.trust import privacy, robust
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression, Ridge
-from support.closed_forms import ROUNDING, clock_clients, distance, linear_clients
+from support.oracles.closed_forms import ROUNDING, clock_clients, distance, linear_clients
 from torch import Tensor, nn
 
 import fedtorch as ft

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING
+from support.oracles.closed_forms import ROUNDING
 from torch import Tensor
 
 from fedtorch.models import low_rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closed_forms import same_bits
+from support.oracles.closed_forms import same_bits
 from torch import Tensor
 
 import fedtorch as ft

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from sklearn.model_selection import train_test_split
-from support.closed_forms import client_tensors
+from support.oracles.closed_forms import client_tensors
 from torch import Tensor
 
 import fedtorch as ft

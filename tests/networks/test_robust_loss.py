@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.optimize import linprog, minimize
 from scipy.sparse import coo_matrix, hstack, identity, vstack
-from support.closed_forms import distance
-from support.gtv_problems import bare_linear_clients, dense_solution, weighted_network
+from support.oracles.closed_forms import distance
+from support.oracles.gtv_problems import bare_linear_clients, dense_solution, weighted_network
 
 import fedtorch as ft
 from fedtorch.networks import solvers

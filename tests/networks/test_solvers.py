@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, clock_clients, distance
-from support.gtv_problems import bare_linear_clients, dense_solution, dense_system, weighted_network
+from support.oracles.closed_forms import ROUNDING, clock_clients, distance
+from support.oracles.gtv_problems import bare_linear_clients, dense_solution, dense_system, weighted_network
 from torch import Tensor
 
 import fedtorch as ft

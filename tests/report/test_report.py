@@ -17,8 +17,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from support.small_federations import trainer
 
 import fedtorch as ft
+from fedtorch import checkpoint
 from fedtorch.cli import main
-from fedtorch.federation import checkpoint
 from fedtorch.federation.algorithms import ep
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import sparse

@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fedtorch.transport import Identity, Roster, book, identity
+from fedtorch.sites import Identity, Roster
+from fedtorch.sites.identity import book, identity
 
 
 class Certified(NamedTuple):

@@ -10,11 +10,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
-from fedtorch.trust import privacy, secure
-from fedtorch.trust.privacy.entropy import expanded
-from fedtorch.trust.secure import Aborted, Client, Neighbourhoods, Server, Session, shamir
-from fedtorch.trust.secure._both_sides import commitment, exchanged, pair_mask
-from fedtorch.trust.secure.messages import (
+from fedtorch.random.entropy import expanded
+from fedtorch.sites.secure import Aborted, Client, Neighbourhoods, Server, Session, shamir
+from fedtorch.sites.secure._both_sides import commitment, exchanged, pair_mask
+from fedtorch.sites.secure.messages import (
     ADVERT,
     KEYS,
     LETTER,
@@ -28,6 +27,7 @@ from fedtorch.trust.secure.messages import (
     records,
     split_words,
 )
+from fedtorch.trust import privacy, secure
 
 SIZE = 2
 Agreed = tuple[Session, dict[int, Ed25519PrivateKey]]

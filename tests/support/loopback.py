@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fedtorch.federation.remote import Offer, past_sums
-from fedtorch.federation.remote.site import Site
-from fedtorch.transport import Identity
+from fedtorch.sites import Identity, Offer
+from fedtorch.sites.rounds import past_sums
+from fedtorch.sites.rounds.site import Site
 
 
 class Clock:

@@ -34,7 +34,7 @@ PYTHON, CONSOLE = re.compile(r"\{code-cell\}|python"), re.compile(r"console|bash
 VALUES = {  # what pages call values of these classes
     "run": ("fedtorch", "Run"),
     "data": ("fedtorch.data", "FederatedData"),
-    "exchange": ("fedtorch.federation.exchange", "Exchange"),
+    "exchange": ("fedtorch.federation.exchanges.exchange", "Exchange"),
 }
 ALIASES = {"ft": "fedtorch", "fedtorch": "fedtorch", "nn": "torch.nn", "F": "torch.nn.functional", "L": "lightning"}
 PLACEHOLDER = re.compile(r"<\w+>|\b[A-Z]{2,}\b|…|\.\.\.")

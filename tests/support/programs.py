@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedtorch.kernels import _launch, choice
+from fedtorch.dispatch import choice, launch as _launch
 
 
 @contextmanager

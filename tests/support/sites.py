@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import fedtorch as ft
-from fedtorch.federation.remote import AuditRecord, Offer, Remote, Visit, join
-from fedtorch.transport import Hub, Identity, memory
+from fedtorch.sites import AuditRecord, Hub, Identity, Offer, Remote, Visit, join
+from fedtorch.sites.streams import memory
 from fedtorch.tree import Tree
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import random, vfl
-from fedtorch.vfl import encoder, likelihoods
-from fedtorch.vfl.split_nn import mlp
+from fedtorch.vfl.fit import encoder
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.model.split_nn import mlp
 
 WIDTHS, N, B = [3, 2, 4], 14, 3
 KEYS = random.fold_in(random.key(0), torch.arange(B))

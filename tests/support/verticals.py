@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree, vfl
-from fedtorch.vfl import encoder, likelihoods
-from fedtorch.vfl._checks import prepared
-from fedtorch.vfl.guide import initial
-from fedtorch.vfl.nodes import PartyNode, ServerNode
-from fedtorch.vfl.noise import draw_noise
-from fedtorch.vfl.protocol import Half, decode, drive, encode
+from fedtorch.protocol.halves import Half, decode, drive, encode
+from fedtorch.vfl.fit import encoder
+from fedtorch.vfl.fit.guide import initial
+from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.model.checks import prepared
+from fedtorch.vfl.nodes.node import PartyNode, ServerNode
 
 WIDTHS = [2, 3, 1]
 SD = 0.8

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, linear, linear_clients, sgd
+from support.oracles.closed_forms import ROUNDING, distance, linear, linear_clients, sgd
 from torch import Tensor
 
 import fedtorch as ft

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.closed_forms import linear_clients
+from support.oracles.closed_forms import linear_clients
 
 import fedtorch as ft
 from fedtorch.trust.drift import DriftAlarm, training_loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, linear, linear_clients, sgd
+from support.oracles.closed_forms import ROUNDING, distance, linear, linear_clients, sgd
 from torch import Tensor, nn
 
 import fedtorch as ft

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from scipy import optimize
-from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, sgd
-from support.gtv_problems import bare_linear_clients
+from support.oracles.closed_forms import ROUNDING, distance, joined, linear, linear_clients, sgd
+from support.oracles.gtv_problems import bare_linear_clients
 from torch import Tensor
 
 import fedtorch as ft

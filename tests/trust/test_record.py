@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.closed_forms import linear, linear_clients, sgd
+from support.oracles.closed_forms import linear, linear_clients, sgd
 
 import fedtorch as ft
 from fedtorch.cli import main

@@ -10,16 +10,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from support.closed_forms import ROUNDING
+from support.oracles.closed_forms import ROUNDING
 from support.splits import CASES, KEYS, SGD, B, N, bayes, bottoms, data, distance, draw, network
 from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
-from fedtorch.vfl import encoder, likelihoods
-from fedtorch.vfl._blocks import NodeNoise
-from fedtorch.vfl.iteration import exchange
-from fedtorch.vfl.nodes import Gradient, Iteration, Value
-from fedtorch.vfl.split_nn import Stacked, mlp
+from fedtorch.vfl.fit import encoder
+from fedtorch.vfl.fit._blocks import NodeNoise
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.model.split_nn import Stacked, mlp
+from fedtorch.vfl.nodes.iteration import exchange
+from fedtorch.vfl.nodes.node import Gradient, Iteration, Value
 
 
 def in_one_graph(model: vfl.SplitNetwork, rows: vfl.VerticalData, steps: int) -> None:

@@ -1,5 +1,5 @@
 """What Flower starts at a site for every message."""
 
-from fedtorch.federation.remote import flower
+from fedtorch.sites.flower import site as flower
 
 app = flower.app()

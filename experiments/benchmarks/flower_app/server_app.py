@@ -10,8 +10,8 @@ from flwr.serverapp import Grid, ServerApp
 import fedtorch as ft
 from experiments.benchmarks.remote_problem import ALGORITHMS
 from fedtorch import tree
-from fedtorch.federation.remote import Remote
-from fedtorch.transport import flower
+from fedtorch.sites import Remote
+from fedtorch.sites.flower import transport as flower
 
 app = ServerApp()
 

@@ -13,7 +13,7 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import core
 from experiments.benchmarks.peers import work
-from fedtorch.federation.local_solvers.batches import Batches
+from fedtorch.federation.solvers.batches import Batches
 
 
 def schedule(counts: np.ndarray, task: work.Task, rounds: int) -> tuple[np.ndarray, np.ndarray]:

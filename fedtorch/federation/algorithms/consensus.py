@@ -32,7 +32,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
-from fedtorch.federation.exchange import Exchange, Mean, Sum, graph
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

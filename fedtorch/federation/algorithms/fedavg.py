@@ -20,7 +20,7 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.tree import Tree
 
 Weight = Callable[[Any], Tensor]  # data -> (K,)

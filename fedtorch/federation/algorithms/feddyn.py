@@ -33,7 +33,7 @@ from fedtorch.federation.algorithms._controls import Controls, State, mean_contr
 from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.algorithms.scaffold import Server
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.tree import Tree
 
 

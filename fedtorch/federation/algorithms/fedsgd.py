@@ -17,8 +17,8 @@ from torch import nn
 
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import Weight, fedavg, rows_weight
-from fedtorch.federation.local_solvers.gradient_descent import gradient_descent
-from fedtorch.federation.local_solvers.objective import Loss
+from fedtorch.federation.solvers.gradient_descent import gradient_descent
+from fedtorch.federation.solvers.objective import Loss
 
 
 def fedsgd(

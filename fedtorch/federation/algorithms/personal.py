@@ -22,7 +22,7 @@ from fedtorch.federation.algorithms.fedavg import (
     proximal,
     rows_weight,
 )
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.tree import Tree
 
 

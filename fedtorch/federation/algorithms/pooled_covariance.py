@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
 

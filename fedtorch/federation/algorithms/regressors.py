@@ -28,7 +28,7 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Neighbourhood, graph
+from fedtorch.federation.exchanges.exchange import Neighbourhood, graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

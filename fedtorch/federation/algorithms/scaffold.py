@@ -33,7 +33,7 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.tree import Tree
 
 

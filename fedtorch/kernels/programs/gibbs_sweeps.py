@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fedtorch.kernels.programs.philox import gammas, new_key, wide_exponential, wide_normal
+from fedtorch.random.philox_program import gammas, new_key, wide_exponential, wide_normal
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedtorch.kernels.choice import possible
+from fedtorch.dispatch.choice import possible
 from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process._geometry import Features, Geometry
 from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchange import Exchange, Mean, RowsOf, Sum, indices
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices
+from fedtorch.federation.exchanges.messages import kept, like, rows
 from fedtorch.tree import Rows, Tree
-from fedtorch.trust._messages import kept, like, rows
 
 Lie = Callable[[Tree, Tensor], Tree]  # (what is said (K, ...), keys (K,)) -> what is said instead
 Collusion = Callable[[Tensor, Tensor], Tensor]  # (honest messages (H, D), the attackers' own (A, D)) -> (A, D)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedtorch.federation.local_solvers.objective import Loss
+from fedtorch.federation.solvers.objective import Loss
 from fedtorch.trust.attacks._search import descended, least
 
 Predict = Callable[[Tensor], Tensor]  # rows (n, ...) -> outputs (n, ...)

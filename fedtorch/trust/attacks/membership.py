@@ -28,9 +28,9 @@ from fedtorch import random, tree
 from fedtorch.data import from_tensors
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.federation.algorithms.separate import separate
-from fedtorch.federation.population import InProcess
-from fedtorch.federation.run import run
-from fedtorch.trust.privacy.auditing import area, roc
+from fedtorch.federation.populations.in_process import InProcess
+from fedtorch.federation.runs.run import run
+from fedtorch.trust.privacy.accounting.auditing import area, roc
 
 
 class Membership(NamedTuple):

@@ -28,21 +28,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedtorch import functional
+from fedtorch.protocol.halves import Half, Name, Receive, Send, wrapped
 from fedtorch.tree import Tree
 from fedtorch.trust.attacks._search import least
 from fedtorch.trust.attacks.inversion import Inversion
-from fedtorch.vfl.protocol import Half, Name, Receive, Send, wrapped
 
 
 def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
     """A node's half that does what it did, and shows every message to `heard`.
 
     Args:
-        half: from `fedtorch.vfl.iteration.server_half` or `party_half`.
+        half: from `fedtorch.vfl.nodes.iteration.server_half` or `party_half`.
         heard: (the other node, message, whether it was sent by this node) -> anything.
 
     >>> import torch
-    >>> from fedtorch.vfl.protocol import Receive, Send, together
+    >>> from fedtorch.protocol.halves import Receive, Send, together
     >>> def party():
     ...     yield Send(0, torch.tensor([3.0]))
     ...     return (yield Receive(0, torch.zeros(1)))

@@ -13,7 +13,7 @@ Algorithm 1 and Theorem 1.
 
 >>> import torch
 >>> from fedtorch.trust.privacy.clipping import clip_rows
->>> from fedtorch.trust.privacy.mechanisms import gaussian
+>>> from fedtorch.trust.privacy.noise import gaussian
 >>> clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, gaussian)[0]
 tensor([[0.6000, 0.8000],
         [0.3000, 0.4000]])
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.tree import Tree
-from fedtorch.trust.privacy.mechanisms import Mechanism
+from fedtorch.trust.privacy.noise import Mechanism
 
 SLACK = 1 - 2.0**-20  # what float32 rounds up stays within the bound
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.closed_forms import distance, linear, linear_clients, same_bits, sgd
+from support.oracles.closed_forms import distance, linear, linear_clients, same_bits, sgd
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation import run as running
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.consensus import Averaging, at_node, consensus
+from fedtorch.federation.runs import run as running
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gibbs import graphical, sparse
 

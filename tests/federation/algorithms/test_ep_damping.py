@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance
+from support.oracles.closed_forms import ROUNDING, distance
 from torch import Tensor
 
 from fedtorch.federation.algorithms.ep import _damping as damping

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import (
+from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
     distance,

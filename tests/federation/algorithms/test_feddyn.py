@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, sgd
+from support.oracles.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, sgd
 from torch import Tensor
 
 import fedtorch as ft

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, same_bits, sgd
+from support.oracles.closed_forms import ROUNDING, distance, joined, linear, linear_clients, moments, same_bits, sgd
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam
 

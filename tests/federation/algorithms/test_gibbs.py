@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from support.closed_forms import distance, linear_clients, same_bits
+from support.oracles.closed_forms import distance, linear_clients, same_bits
 from support.sampled import sampled
 from support.small_federations import trainer
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import exact, random, tree
-from fedtorch.federation import run as running
+from fedtorch.federation.runs import run as running
 from fedtorch.models.gibbs import deviations, global_priors, sparse
 
 SIZES = [12, 5, 9, 30]
@@ -97,7 +97,7 @@ def central(data: ft.data.FederatedData, rounds: int, sweeps: int, chains: int, 
 @pytest.mark.parametrize("chunk", [None, 1, 3])
 @pytest.mark.parametrize("small", [0, 16_384], ids=["blocks by size", "one block"])
 def test_federated_equals_central_to_the_bit(chunk: int | None, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", small)
+    monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", small)
     data = linear_clients(SIZES)
     found = ft.run(sparse_algorithm(), ft.InProcess(data, chunk), START, seed=3, rounds=6).last
     assert same_bits(found.server.variables, central(data, 6, 3, 2, seed=3))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import (
+from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
     copy_of,
@@ -17,13 +17,13 @@ from support.closed_forms import (
     mean_squared_error,
     sgd,
 )
-from support.gtv_problems import bare_linear_clients, dense_solution, weighted_network
+from support.oracles.gtv_problems import bare_linear_clients, dense_solution, weighted_network
 from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.federation.exchange import Sent
-from fedtorch.federation.unreliable_edges import unreliable_edges
+from fedtorch.federation.exchanges.exchange import Sent
+from fedtorch.federation.exchanges.unreliable_edges import unreliable_edges
 from fedtorch.networks import solvers
 
 SIZES = [7, 4, 9, 5, 12, 6, 8, 5]

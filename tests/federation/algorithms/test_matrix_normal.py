@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, client_tensors, clock_clients, distance, linear_clients, same_bits
+from support.oracles.closed_forms import ROUNDING, client_tensors, clock_clients, distance, linear_clients, same_bits
 from torch import Tensor, nn
 
 import fedtorch as ft

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import client_tensors, distance
+from support.oracles.closed_forms import client_tensors, distance
 from torch import Tensor
 
 import fedtorch as ft

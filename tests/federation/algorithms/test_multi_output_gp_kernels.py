@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import functional
-from fedtorch.federation.checkpoint import describe
+from fedtorch.checkpoint import describe
 from fedtorch.models.gaussian_process import ConvolvedGP, _stacked_kernel as stacked_kernel
 from fedtorch.models.gaussian_process.kernels import Coregionalisation
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch

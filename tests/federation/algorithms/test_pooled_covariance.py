@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from support.closed_forms import distance
 from support.gaps import clients, fit
+from support.oracles.closed_forms import distance
 
 from fedtorch.models.gibbs import imputation
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from sklearn.linear_model import LinearRegression
 from sklearn.tree import DecisionTreeRegressor
-from support.closed_forms import ROUNDING, copy_of, distance, same_bits
-from support.gtv_problems import bare_linear_clients, weighted_network
+from support.oracles.closed_forms import ROUNDING, copy_of, distance, same_bits
+from support.oracles.gtv_problems import bare_linear_clients, weighted_network
 from torch import Tensor
 
 import fedtorch as ft

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closed_forms import (
+from support.oracles.closed_forms import (
     ROUNDING,
     client_tensors,
     distance,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import geweke
-from support.closed_forms import linear_clients, same_bits
+from support.oracles import geweke
+from support.oracles.closed_forms import linear_clients, same_bits
 from support.sampled import sampled
 from torch import Tensor
 

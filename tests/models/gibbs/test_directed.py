@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from support import geweke
-from support.closed_forms import same_bits
+from support.oracles import geweke
+from support.oracles.closed_forms import same_bits
 from support.sampled import sampled
 from torch import Tensor
 
@@ -203,7 +203,7 @@ def test_a_site_leaves_a_local_mode() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_the_same_bits_in_every_chunking(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", 0)
+    monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", 0)
     data = cyclic_sites([30, 4, 70, 40])
     rounds = [
         tuple(

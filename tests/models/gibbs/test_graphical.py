@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from support.closed_forms import same_bits
+from support.oracles.closed_forms import same_bits
 from support.sampled import sampled
 from torch import Tensor
 
@@ -119,7 +119,7 @@ def test_the_gaussian_posterior() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_the_same_bits_in_every_chunking(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtorch.federation.population.SMALL_BLOCK", 0)
+    monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", 0)
     data = normal_rows(CHAIN, [30, 4, 20, 40])
     rounds = [
         tuple(

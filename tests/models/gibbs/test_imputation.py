@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import geweke
-from support.closed_forms import same_bits
 from support.gaps import START, clients, fit
+from support.oracles import geweke
+from support.oracles.closed_forms import same_bits
 from support.sampled import sampled
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 import arviz
 import pytest
 import torch
-from support.closed_forms import distance, linear_clients
+from support.oracles.closed_forms import distance, linear_clients
 from support.sampled import sampled
 from torch import Tensor
 

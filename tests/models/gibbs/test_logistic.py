@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from support import geweke
-from support.closed_forms import linear_clients, same_bits
+from support.oracles import geweke
+from support.oracles.closed_forms import linear_clients, same_bits
 from torch import Tensor
 
 import fedtorch as ft

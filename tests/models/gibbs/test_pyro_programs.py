@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro import poutine
 from scipy import stats
-from support import sparse_oracle
+from support.oracles import sparse_oracle
 from support.sampled import sampled
 from torch import Tensor
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from support import geweke, sparse_oracle
-from support.closed_forms import linear_clients
+from support.oracles import geweke, sparse_oracle
+from support.oracles.closed_forms import linear_clients
 from support.sampled import sampled
 from torch import Tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import geweke
+from support.oracles import geweke
 from torch import Tensor
 
 from fedtorch import random

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.closed_forms import distance
+from support.oracles.closed_forms import distance
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 

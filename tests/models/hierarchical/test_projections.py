@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.closed_forms import ROUNDING, distance
-from support.normal_factors import conjugate
+from support.oracles.closed_forms import ROUNDING, distance
+from support.oracles.normal_factors import conjugate
 from torch import Tensor
 
 import fedtorch as ft

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.closed_forms import distance
+from support.oracles.closed_forms import distance
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedtorch import functional, random, vfl
+from fedtorch.protocol.halves import Half, together
 from fedtorch.trust import attacks, privacy
-from fedtorch.vfl import likelihoods
-from fedtorch.vfl.iteration import party_half, server_half
-from fedtorch.vfl.nodes import Gradient, Iteration, ServerNode, Value
-from fedtorch.vfl.protocol import Half, together
-from fedtorch.vfl.split_nn import mlp
+from fedtorch.vfl.model import likelihoods
+from fedtorch.vfl.model.split_nn import mlp
+from fedtorch.vfl.nodes.iteration import party_half, server_half
+from fedtorch.vfl.nodes.node import Gradient, Iteration, ServerNode, Value
 
 WIDTHS, N = [3, 2], 200
 KEYS = random.fold_in(random.key(0), torch.arange(1))

@@ -11,7 +11,7 @@ import torch
 from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep.algorithm import Server
 from fedtorch.federation.algorithms.ep.fitting import converged
-from fedtorch.federation.run import Run
+from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 
 _SHOWN = 5  # names of clients in a warning

@@ -13,7 +13,7 @@ from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.ep import _damping as pacing
 from fedtorch.federation.algorithms.ep._damping import Moved, Pace
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical import Model

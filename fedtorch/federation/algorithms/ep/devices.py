@@ -8,7 +8,7 @@ from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.run import Run
+from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Natural

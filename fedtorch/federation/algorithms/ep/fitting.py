@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedtorch.federation.run import Run
+from fedtorch.federation.runs.run import Run
 
 _LARGEST = 10  # change of a last round, in tolerances
 _READ = "mean_change", "sd_change", "damping", "remaining"

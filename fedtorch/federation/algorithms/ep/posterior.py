@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributions import MultivariateNormal
 
 from fedtorch.federation.algorithms.ep._checked import checked
-from fedtorch.federation.run import Run
+from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 
 

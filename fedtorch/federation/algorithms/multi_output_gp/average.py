@@ -22,7 +22,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
-from fedtorch.federation.exchange import Exchange, star
+from fedtorch.federation.exchanges.exchange import Exchange, star
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def fedmgp_average(
         server_lr: the global step η.
         batch_size: rows of a step; default: all.
         units: how many units there are, M: p_m = 1/M.
-        exchange: how changes are averaged; default: the weighted mean of `star()`; see `fedtorch.trust.robust`.
+        exchange: how changes are averaged; default: the weighted mean of `star()`; see
+            `fedtorch.federation.exchanges.robust`.
         weight: data -> `(K,)` positive weights.
 
     Example:

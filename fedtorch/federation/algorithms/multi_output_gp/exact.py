@@ -20,7 +20,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
     some_rows,
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
-from fedtorch.federation.exchange import Mean
+from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 

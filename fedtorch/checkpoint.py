@@ -1,0 +1,134 @@
+"""Checkpoints of runs: flat tensors in a safetensors file that appears whole, and a fingerprint of what they belong to.
+
+A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
+the device or the number of ranks, which change no result beyond rounding, and not the data, which may be too large to
+read for it. Functions count by their name and the values that they close over.
+
+>>> import tempfile, torch
+>>> from fedtorch import checkpoint
+>>> folder = tempfile.TemporaryDirectory()
+>>> path = f"{folder.name}/round.safetensors"
+>>> checkpoint.write(path, {"server.weight": torch.ones(2), "round": torch.tensor(3)})
+>>> flat = checkpoint.read(path)
+>>> checkpoint.below("server.", flat)
+{'weight': tensor([1., 1.])}
+>>> checkpoint.check_structure(flat, {"server.weight": torch.zeros(2), "round": torch.tensor(0)})  # as here
+>>> theirs, mine = ({"lr": checkpoint.describe(lr)} for lr in (0.1, 0.5))
+>>> checkpoint.check_fingerprint(theirs, mine)
+Traceback (most recent call last):
+ValueError: Expected a checkpoint of a run with lr 0.5, but got one with 0.1; pass anyway=True to go on from it ...
+>>> folder.cleanup()
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedtorch import _files as files
+
+_DEEPEST = 4  # functions within functions that a description follows
+_LONGEST = 240  # characters of a description that are kept as they are
+
+
+def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
+    files.replace(
+        path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()})
+    )
+
+
+def read(path: Path | str) -> dict[str, Tensor]:
+    """What `write` wrote.
+
+    Raises:
+        ValueError: the file is empty, torn, or something else.
+    """
+    try:
+        return safetensors.torch.load(Path(path).read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+
+
+def describe(value: Any) -> str:
+    """A value as text that is the same in another process; functions by name and by what they close over.
+
+    Of a long text it is the beginning, and the digest of all of it.
+    """
+    text = _described(value, 0)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[: _LONGEST // 2]}… ({len(text)} characters of digest {_digest(text.encode())})"
+
+
+def _digest(payload: bytes) -> str:
+    return hashlib.sha256(payload).hexdigest()[:16]
+
+
+def _described(value: Any, depth: int) -> str:
+    if isinstance(value, Tensor):
+        numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return f"tensor {tuple(value.shape)} of digest {_digest(numbers)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_described(part, depth)}" for name, part in value.items()) + "}"
+    if hasattr(value, "__dataclass_fields__") or hasattr(value, "_asdict"):
+        fields = value._asdict() if hasattr(value, "_asdict") else vars(value)
+        return f"{type(value).__qualname__}({_described(fields, depth)})"
+    if isinstance(value, tuple) and value and all(isinstance(part, str) for part in value):
+        return f"{len(value)} names of digest {_digest(json.dumps(value).encode())}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(_described(part, depth) for part in value) + ")"
+    if isinstance(value, functools.partial):
+        return f"{_described(value.func, depth)}({_described((value.args, value.keywords), depth)})"
+    if hasattr(value, "__code__"):
+        constants = [c for c in value.__code__.co_consts if isinstance(c, (int, float, str)) and c != value.__doc__]
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        inner = _described((constants, held, value.__defaults__), depth + 1) if depth < _DEEPEST else ""
+        return f"{value.__module__}.{value.__qualname__}{inner}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return str(value)
+    return type(value).__qualname__ if not isinstance(value, type) else value.__qualname__
+
+
+def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Refuses what another run wrote, by the first thing in which the two differ."""
+    for name in {**mine, **theirs}:
+        if theirs.get(name) != mine.get(name):
+            raise ValueError(
+                f"Expected a checkpoint of a run with {name} {mine.get(name)}, but got one with {theirs.get(name)}; "
+                "pass anyway=True to go on from it all the same"
+            )
+
+
+def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
+    """Refuses the state of a run unlike `mine`, which may differ in the clients that have taken part."""
+    loose = ("history.", "recorders.", "fingerprint", "clients.record")  # which check their own
+    missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
+    if any(not name.startswith(loose) for name in missing | other):
+        raise ValueError(
+            f"Expected a checkpoint of this algorithm, with {sorted(missing)}, but got one with {sorted(other)} instead"
+        )
+    for name, leaf in mine.items():
+        if name.startswith(loose):
+            continue
+        rows = name.startswith("clients.")
+        want, got = leaf.shape[rows:], state[name].shape[rows:]
+        if want != got or leaf.dtype != state[name].dtype:
+            raise ValueError(
+                f"Expected {name} in the checkpoint to be {leaf.dtype} of shape {tuple(want)}, but got "
+                f"{state[name].dtype} of shape {tuple(got)}"
+            )
+
+
+def below(prefix: str, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `flat` has under a prefix."""
+    return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}

@@ -1,0 +1,104 @@
+"""Which form of an operation runs: its Triton program on a CUDA device, its torch reference everywhere else.
+
+The environment variable `FEDTORCH_KERNELS` is read at every call:
+
+- `on`, the default: programs run on CUDA tensors of the dtypes and sizes that they know, where Triton is installed;
+- `off`: references run always;
+- `interpret`: programs run on CPU tensors too, in Triton's interpreter, which shows that they are right and is slow.
+
+A tensor that is being differentiated, mapped over or traced goes to the reference, unless the operation has its own
+derivative.
+
+An operation asks for its program, and does without:
+
+>>> import torch
+>>> from fedtorch.dispatch import choice
+>>> def doubled(x):
+...     module = choice.program("my_programs.doubled", (x,), fits=x.numel() < 2**20)  # a module of Triton programs, or
+None
+...     return 2 * x if module is None else module.doubled(x)
+>>> x = torch.tensor([1.0, 2.0])  # on the CPU
+>>> doubled(x), choice.possible(x.device) and choice.installed()
+(tensor([2., 4.]), False)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch.dispatch import launch as _launch
+
+VARIABLE = "FEDTORCH_KERNELS"
+MODES = ("on", "off", "interpret")
+FLOATS = (torch.float32, torch.float64)
+
+
+def _mode() -> str:
+    """What `FEDTORCH_KERNELS` says.
+
+    Raises:
+        ValueError: something else than `MODES`.
+    """
+    found = os.environ.get(VARIABLE, "on")
+    if found not in MODES:
+        raise ValueError(f"Expected {VARIABLE} to be one of {', '.join(MODES)}, but got {found!r}")
+    return found
+
+
+def possible(device: torch.device) -> bool:
+    """Whether programs may run on a device at all; where they may not, nothing else need be asked.
+
+    >>> import torch
+    >>> possible(torch.device("cuda")), possible(torch.device("cpu"))
+    (True, False)
+    """
+    chosen = _mode()
+    return chosen != "off" and device.type in ("cuda", "cpu") and (device.type == "cuda" or chosen == "interpret")
+
+
+def program(
+    operation: str,
+    tensors: Sequence[Tensor],
+    dtypes: Container[torch.dtype] = FLOATS,
+    *,
+    fits: bool = True,
+    differentiable: bool = False,
+) -> Any:
+    """The module of programs of an operation if they are to run on these tensors, None for the reference.
+
+    Args:
+        operation: name of the module of programs.
+        tensors: that the operation reads, of which the first has the dtype that matters.
+        dtypes: that the program knows.
+        fits: whether the sizes are within its limits.
+        differentiable: whether the operation has a derivative of its own.
+
+    Raises:
+        ValueError: the tensors are on different devices.
+    """
+    first = tensors[0]
+    if not possible(first.device) or not fits or first.dtype not in dtypes:
+        return None
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"Expected tensors on one device for {operation}, but got {sorted(map(str, devices))}")
+    if not differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    if torch._C._len_torch_dispatch_stack() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        return None
+    if not installed():
+        return None
+    return _launch.loaded(operation, interpreted=first.device.type == "cpu")
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether Triton is."""
+    return importlib.util.find_spec("triton") is not None

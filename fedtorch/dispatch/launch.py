@@ -1,0 +1,56 @@
+"""How Triton programs are loaded and launched, and the sizes of their tiles."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def loaded(operation: str, *, interpreted: bool) -> ModuleType:
+    """Import the module of programs of an operation, by its dotted name.
+
+    Raises:
+        RuntimeError: interpreted programs are asked for, but Triton has been imported to compile them.
+    """
+    if interpreted:
+        if "triton" not in sys.modules:
+            os.environ.setdefault("TRITON_INTERPRET", "1")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(
+                "Expected TRITON_INTERPRET=1 before Triton's first import for FEDTORCH_KERNELS=interpret; set both "
+                "when you start Python"
+            )
+    return importlib.import_module(operation)
+
+
+def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
+    """Runs `programs` instances of a Triton kernel on the device of the first argument; rounding is never fused away.
+
+    Args:
+        kernel: a `triton.jit` function.
+        programs: how many; none is none.
+        arguments: tensors and numbers, the first one a tensor.
+        warps: of 32 threads, per program.
+        constants: its compile-time constants, by name.
+    """
+    if programs:
+        with torch.cuda.device_of(arguments[0]):
+            kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+
+
+def tile(columns: int, size: int) -> tuple[int, int]:
+    """(rows, columns), powers of two, of a tile of `size` elements that covers few columns by many rows."""
+    across = min(power_of_two(columns), size)
+    return size // across, across
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two of at least `count`, and at least 1."""
+    return 1 << max(count - 1, 0).bit_length()

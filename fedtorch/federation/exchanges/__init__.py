@@ -1,0 +1,1 @@
+"""Exchanges: who hears whom, and how messages become an aggregate."""

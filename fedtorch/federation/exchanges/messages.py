@@ -1,0 +1,67 @@
+"""Messages of all clients at once: kept until a round is finished, and as rows of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices
+from fedtorch.tree import Tree
+
+
+def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
+    """`exchange` whose messages are kept as they came until all are there, in ascending order of the clients.
+
+    Args:
+        exchange: how the outbox is scattered, and what traffic costs.
+        finish: messages `(M, ...)` of a round -> aggregate.
+    """
+    return exchange._replace(
+        gather=lambda messages, ids: RowsOf(indices(ids), messages),
+        merge=lambda partials: partials[0] if len(partials) == 1 else tree.concatenate(partials),
+        finish=lambda found: finish(in_order(found)),
+        additive=False,
+    )
+
+
+def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
+    """Messages in ascending order of the clients, one of them first."""
+    ids = found.ids if first is None else torch.where(found.ids == first, -1, found.ids)
+    if bool((ids[1:] > ids[:-1]).all()):
+        return found
+    return tree.take(found, ids.argsort())
+
+
+def rows(value: Tree) -> Tensor:
+    """A stacked tree `(M, ...)` as one matrix `(M, D)` in the widest of its dtypes."""
+    found = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in tree.leaves(value)]
+    return torch.cat(found, 1) if len(found) > 1 else found[0]
+
+
+def like(found: Tensor, value: Tree) -> Tree:
+    """Numbers `(..., D)` in the structure of a stacked tree `(M, ...)`, whose leading dimension they lack."""
+    shapes = [leaf.shape[1:] for leaf in tree.leaves(value)]
+    parts = found.split([shape.numel() for shape in shapes], -1)
+    return tree.refill(value, [part.reshape((*found.shape[:-1], *shape)) for part, shape in zip(parts, shapes)])
+
+
+def as_sums(node: Mean | Sum) -> Mean | Sum:
+    """What of a message is added up, float64."""
+    wide: Tree = tree.to(node.value, torch.float64)
+    if isinstance(node, Sum):
+        return Sum(wide)
+    weight = node.weight.to(torch.float64)
+    return Mean(tree.scale(wide, weight), weight)
+
+
+def as_aggregate(node: Mean | Sum) -> Mean | Sum:
+    """What a star's server makes of what was added up."""
+    if isinstance(node, Sum):
+        return node
+    weight = node.weight
+    if not float(weight) > 0:
+        raise ValueError(f"Expected a positive total weight of the clients that answered, but got {float(weight)}")
+    return Mean(tree.scale(node.value, 1 / float(weight)), weight)

@@ -1,0 +1,65 @@
+r"""Bulyan: messages chosen by Krum one after another, then every coordinate's values nearest to their median.
+
+Krum chooses M − 2f messages, each among those that are left, and every coordinate is the mean of the M − 4f of their
+values that are nearest to their median.
+
+Source: El Mhamdi, Guerraoui and Rouault (2018), "The hidden vulnerability of distributed learning in Byzantium",
+section 4.
+
+>>> import torch
+>>> from fedtorch.federation.exchanges.robust.bulyan import bulyan
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [100.0]], dtype=torch.float64)
+>>> bulyan(faulty=1).average(messages, torch.full((7,), 1 / 7, dtype=torch.float64))
+tensor([3.], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedtorch.federation.exchanges.robust._order import ascending, middle
+from fedtorch.federation.exchanges.robust.krum import scores
+from fedtorch.federation.exchanges.robust.rule import (
+    Rule,
+    by_columns,
+    check_faulty,
+    inner_products,
+    squared_distances,
+)
+
+
+def bulyan(faulty: int) -> Rule:
+    """Bulyan, which needs 4f + 3 messages and takes all weights as equal.
+
+    Args:
+        faulty: how many messages may be wrong, f.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    check_faulty(faulty)
+    return Rule("bulyan", partial(_bulyan, faulty), 4 * faulty + 3)
+
+
+def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
+    distances, count = squared_distances(inner_products(values)), values.shape[-2]
+    alive = torch.ones_like(weights, dtype=torch.bool)
+    for _ in range(count - 2 * faulty):
+        score = scores(distances, faulty, alive).clamp(max=torch.finfo(torch.float64).max)  # one that is left alone
+        best = score.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)
+        alive = alive.scatter(-1, best, False)
+    chosen = (~alive).nonzero()[:, -1].reshape(*alive.shape[:-1], -1)
+    kept = values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
+    return by_columns(partial(_nearest_to_median, count - 4 * faulty))(kept, weights)
+
+
+def _nearest_to_median(nearest: int, values: Tensor, weights: Tensor) -> Tensor:
+    """The mean of every coordinate's `nearest` values to the median; in order, they stand side by side."""
+    found, count = ascending(values), values.shape[-1]
+    centre = middle(found)[..., None]
+    first, last = centre - found[..., : count - nearest + 1], found[..., nearest - 1 :] - centre
+    start = torch.maximum(first, last).argmin(-1, keepdim=True)
+    return found.gather(-1, start + torch.arange(nearest, device=found.device)).double().mean(-1)

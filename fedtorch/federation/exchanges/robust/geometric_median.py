@@ -1,0 +1,53 @@
+r"""The geometric median: the point with the least sum of distances to the messages.
+
+.. math:: \arg\min_z \sum_i w_i \|x_i - z\|
+
+by Weiszfeld's iteration, smoothed where a message lies at the point itself. It starts at the mean of the messages that
+are nearest to the others, as long as less than half are wrong a place among the right ones.
+
+Source: Pillutla, Kakade and Harchaoui (2022), "Robust aggregation for federated learning", IEEE Transactions on Signal
+Processing 70, Algorithm 2 (RFA).
+
+>>> import torch
+>>> from fedtorch.federation.exchanges.robust.geometric_median import geometric_median
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> geometric_median().average(messages, weights).round(decimals=2)
+tensor([3.], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedtorch.federation.exchanges.robust.rule import (
+    Rule,
+    by_inner_products,
+    distances_from,
+    normalised,
+    squared_distances,
+)
+
+_STEPS, _TOLERANCE = 2000, 1e-12  # iterations at most; change of the coefficients at which they end
+_SMOOTHING = 1e-8  # of distances, relative to the messages' norms: the rounding of inner products
+
+
+def geometric_median() -> Rule:
+    """The geometric median of whole messages; it stays bounded while less than half of the weight is wrong."""
+    return Rule("geometric_median", by_inner_products(_weiszfeld), convex=True)
+
+
+def _weiszfeld(products: Tensor, weights: Tensor) -> Tensor:
+    """The coefficients of the geometric median, `(..., M)`."""
+    spread = squared_distances(products).sqrt().sum(-1)
+    near = spread <= spread.median(-1, keepdim=True).values
+    smallest = _SMOOTHING * products.diagonal(dim1=-2, dim2=-1).median(-1, keepdim=True).values.sqrt()
+    found = normalised(torch.where(near, weights, 0.0))
+    for _ in range(_STEPS):
+        distance = distances_from(products, found)
+        new = normalised(weights / distance.clamp(min=smallest.clamp(min=torch.finfo(torch.float64).tiny)))
+        change, found = (new - found).abs().amax(), new
+        if float(change) < _TOLERANCE:
+            break
+    return found

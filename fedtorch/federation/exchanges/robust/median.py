@@ -1,0 +1,29 @@
+"""The median of every coordinate.
+
+Source: Yin, Chen, Ramchandran and Bartlett (2018), "Byzantine-robust distributed learning: towards optimal statistical
+rates", Definition 1.
+
+>>> import torch
+>>> from fedtorch.federation.exchanges.robust.median import median
+>>> messages = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]], dtype=torch.float64)
+>>> weights = torch.full((5,), 0.2, dtype=torch.float64)
+>>> median().average(messages, weights)
+tensor([3.], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from fedtorch.federation.exchanges.robust._order import by_order, middle
+from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.kernels import order_statistics
+
+
+def median() -> Rule:
+    """The weighted median of every coordinate: with less than half of the weight wrong, it is among the right values.
+
+    Between two values that halve the weight it is their middle, so equal weights give the usual median.
+    """
+    return Rule("median", coordinatewise_median)
+
+
+coordinatewise_median = by_order(middle, order_statistics.median)

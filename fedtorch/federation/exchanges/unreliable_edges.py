@@ -1,0 +1,178 @@
+r"""Edges that lose messages and deliver them late: what every edge remembers, so that nothing gets out of step.
+
+A sum of changes is right only if all of them arrive. Over an unreliable edge therefore travels the whole value that
+the sender has told so far, with a sequence number, and the edge remembers the last one that it has let through:
+
+- a lost message is made good by the sender's next one;
+- one that is overtaken by a later one, and one that comes twice, has too small a sequence number and changes nothing.
+
+So node i's sum is Σ_j A_ij (the last value heard from j) at all times, whichever messages were lost.
+
+Source: Jung, "Federated learning: from theory to practice", Algorithm 8.1, whose k_{i,i'} is the age of what node i
+has heard from i'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.exchanges.exchange import Mean, RowsOf, graph, private_rows, sum_over
+from fedtorch.networks.network import Network
+from fedtorch.tree import Tree
+
+_LOST, _DELAY, _SERVER = range(3)  # purposes of a round's key
+
+
+class Edges(NamedTuple):
+    """Server state: the algorithm's own, and the memory of the edges. 2E directed edges, a window of T rounds.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))] * 2)
+        >>> network = ft.Network.from_edges([(0, 1)])
+        >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
+        >>> late = unreliable_edges(exact, network, delay=3)
+        >>> edges: Edges = ft.run(late, ft.InProcess(data), rounds=5).server
+        >>> edges.sent, (5 - edges.sequence <= 3).tolist()  # what came last is three rounds old at most
+        (tensor([5, 5]), [True, True])
+    """
+
+    algorithm: Tree
+    last: Tree  # (2E, ...) the value that came through last, at first the initial one, float64
+    sequence: Tensor  # (2E,) its number, 0 before the first
+    values: Tree  # (T, n, ...) what was sent in the last rounds, float64
+    numbers: Tensor  # (T, n) the message's number, 0 for a node that sent nothing
+    keys: Tensor  # (T,) the rounds' keys
+    round: Tensor  # () rounds so far
+    sent: Tensor  # (n,) messages that each node has sent
+
+
+def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.0, delay: int = 0) -> Algorithm:
+    """An algorithm over `graph(network)` whose messages are lost and late on single edges.
+
+    Every message is lost on each directed edge with probability `loss`, independently, and otherwise arrives 0 to
+    `delay` rounds later, all equally likely. Time stands still in rounds in which nobody answers.
+
+    Args:
+        algorithm: whose exchange is `graph(network)`, and whose clients tell all that they say for good (`told`), as
+            those of `ft.gtv`.
+        network: of the algorithm.
+        loss: the probability of a loss, below 1.
+        delay: the longest delay in rounds.
+
+    Raises:
+        ValueError: an impossible probability or delay, or an algorithm whose clients tell nothing for good.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
+        >>> network = ft.Network.from_edges([(0, 1)])
+        >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
+        >>> algorithm = ft.unreliable_edges(exact, network, loss=0.3, delay=2)
+        >>> final = ft.run(algorithm, ft.InProcess(data), rounds=100)
+        >>> final.tensors()["weight"].flatten().round(decimals=4)
+        tensor([ 0.5000, -0.5000])
+    """
+    if not 0 <= loss < 1:
+        raise ValueError(f"Expected a probability of loss of at least 0 and below 1, but got {loss}")
+    if delay < 0:
+        raise ValueError(f"Expected a delay of at least 0 rounds, but got {delay}")
+    told = algorithm.told
+    if told is None:
+        raise ValueError("Expected an algorithm with `told`, such as ft.gtv, but got one whose messages are all fresh")
+    window, over = delay + 1, graph(network)
+
+    def init(parameters: Tree, clients: int) -> tuple[Edges, Tree]:
+        server, state = algorithm.init(parameters, clients)
+        value = tree.to(told(tree.expand(state, 1)), torch.float64)
+        count, device = 2 * len(network.edges), tree.leaves(value)[0].device
+        total = sum_over(over, tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), value), slice(0, clients))
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        last = tree.map(lambda leaf: leaf.repeat(count, *[1] * (leaf.ndim - 1)), value)
+        sent = tree.map(lambda leaf: leaf.new_zeros(window, clients, *leaf.shape[1:]), value)
+        memory = (last, numbers(count), sent, numbers(window, clients))
+        return Edges(server._replace(total=total), *memory, numbers(window), numbers(), numbers(clients)), state
+
+    def client(inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
+        reply = algorithm.client(inbox, state, data, turn)
+        whole = told(reply.state)
+        first = tree.leaves(whole)[0]
+        number = torch.ones(len(first), dtype=torch.int64, device=first.device)  # stands for the sequence number
+        return reply._replace(message=Mean(whole, number))
+
+    def server(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
+        state = _send(state, aggregate, key)
+        arrived, state = _arrive(state, network, loss, delay)
+        inner = state.algorithm._replace(total=tree.add(state.algorithm.total, arrived))
+        return state._replace(algorithm=algorithm.server(inner, None, random.fold_in(key, _SERVER)))
+
+    return dataclasses.replace(
+        algorithm,
+        init=init,
+        outbox=lambda state: algorithm.outbox(state.algorithm),
+        client=client,
+        server=server,
+        exchange=private_rows()._replace(scatter=over.scatter, traffic=over.traffic),
+        told=None,
+        settings={**algorithm.settings, "loss": loss, "delay": delay},
+    )
+
+
+def _send(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
+    """A round's messages enter the window in place of the oldest."""
+    ids = aggregate.ids.to(state.sent.device)
+    slot = int(state.round) % len(state.keys)
+    sent = state.sent.index_add(0, ids, torch.ones_like(ids))
+
+    def enter(window: Tensor, new: Tensor) -> Tensor:
+        window = window.clone()
+        window[slot] = 0
+        window[slot, ids] = new.to(window.dtype)
+        return window
+
+    values = tree.map(enter, state.values, aggregate.message.value)
+    keys = state.keys.clone()
+    keys[slot] = key
+    return state._replace(
+        values=values, numbers=enter(state.numbers, sent[ids]), keys=keys, round=state.round + 1, sent=sent
+    )
+
+
+def _arrive(state: Edges, network: Network, loss: float, delay: int) -> tuple[Tree, Edges]:
+    """(by how much every node's sum changes, the edges' new memory) by the messages that arrive now."""
+    device = state.sent.device
+    low, high = network.edges.to(device).unbind(1)
+    sender, receiver = torch.cat((low, high)), torch.cat((high, low))
+    weight = network.weights.to(device).repeat(2)
+    change = tree.map(lambda leaf: leaf.new_zeros(len(state.sent), *leaf.shape[1:]), state.last)
+    last, sequence = state.last, state.sequence
+    edges = torch.arange(len(sender))
+    for age in range(min(len(state.keys), int(state.round)) - 1, -1, -1):  # the oldest first
+        slot = (int(state.round) - 1 - age) % len(state.keys)
+        key = state.keys[slot].cpu()
+        number = state.numbers[slot, sender]
+        comes = random.randint(random.fold_in(random.fold_in(key, _DELAY), edges), delay + 1) == age
+        comes &= ~random.bernoulli(random.fold_in(random.fold_in(key, _LOST), edges), loss)
+        taken = (comes.to(device) & (number > sequence)).nonzero()[:, 0]
+
+        def hear(change: Tensor, last: Tensor, values: Tensor, slot: int = slot, taken: Tensor = taken) -> Tensor:
+            new = values[slot, sender[taken]] - last[taken]
+            return change.index_add(0, receiver[taken], tree.along(weight[taken], new) * new)
+
+        change = tree.map(hear, change, last, state.values)
+        last = tree.map(
+            lambda old, values, slot=slot, taken=taken: old.index_copy(0, taken, values[slot, sender[taken]]),
+            last,
+            state.values,
+        )
+        sequence = sequence.index_copy(0, taken, number[taken])
+    return change, state._replace(last=last, sequence=sequence)

@@ -1,0 +1,99 @@
+"""What a Trainer can be told of a federation, and what is refused by name: what would do nothing, or go wrong."""
+
+from __future__ import annotations
+
+import lightning as L
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.trainer.states import TrainerFn
+
+from fedtorch.federation.lightning.client_sharding import ClientSharding
+from fedtorch.federation.populations.distributed import Distributed
+from fedtorch.federation.populations.in_process import Population
+
+_SOLVER = "tell the local solver: ft.gradient_descent({}) or ft.lightning_fit({})"
+_AVERAGING = "keep averages of the server's parameters in a recorder, record=, or take ft.fedopt"
+_CALLBACKS = {
+    StochasticWeightAveraging: _AVERAGING,
+    WeightAveraging: _AVERAGING,
+    GradientAccumulationScheduler: "give it to ft.lightning_fit(callbacks=)",
+    ModelPruning: "prune client_module(client) or global_module()",
+    BackboneFinetuning: "set requires_grad=False, or take ft.personal_layers",
+    BatchSizeFinder: "give batch_size= to the local solver",
+    LearningRateFinder: "tune with ft.grid",
+}
+
+
+def check_settings(trainer: L.Trainer) -> None:
+    """Refuses what a Trainer cannot do for a federation, whose modules, rows and optimisers it does not see.
+
+    Raises:
+        ValueError: the message names the setting, and where to say it instead.
+    """
+    doing = trainer.state.fn
+    if doing in (TrainerFn.TESTING, TrainerFn.PREDICTING):
+        instead = {
+            TrainerFn.TESTING: "federation.evaluate(data, metrics)",
+            TrainerFn.PREDICTING: "federation.client_module(client) or federation.global_module()",
+        }[doing]
+        raise ValueError(f"Expected trainer.fit or trainer.validate, but got trainer.{doing.value}; use {instead}")
+    if trainer.precision != "32-true":
+        _refuse(f"precision={trainer.precision!r}", _SOLVER.format('precision="bf16"', "precision="))
+    if trainer.gradient_clip_val is not None:
+        _refuse(f"gradient_clip_val={trainer.gradient_clip_val}", _SOLVER.format("clip=", "gradient_clip_val="))
+    if trainer.accumulate_grad_batches != 1:
+        _refuse(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+            _SOLVER.format("batch_size=", "accumulate_grad_batches="),
+        )
+    if getattr(trainer, "datamodule", None) is not None:
+        _refuse("datamodule=", "make ft.data.from_datasets of the clients' data sets, or ft.data.partition one")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for kind, instead in _CALLBACKS.items():
+            if isinstance(callback, kind):
+                _refuse(f"the callback {type(callback).__name__}", instead)
+
+
+def check_loader(given: object, own: object, name: str) -> None:
+    """Refuses loaders in place of the federation's own `own`, which says only that an epoch is a round."""
+    if given is not None and given is not own:
+        instead = "its population has the rows" if name == "train" else "validation= and metrics= at its construction"
+        _refuse(f"a {name} loader", f"give it to the federation: {instead}, or call federation.evaluate(data)")
+
+
+def check_place(trainer: L.Trainer, population: Population) -> None:
+    """Refuses to train the same clients several times over, or to lose those of other ranks.
+
+    Raises:
+        ValueError: population, strategy and number of processes do not belong together; the message says what does.
+    """
+    place = trainer.global_rank, trainer.world_size
+    if isinstance(population, Distributed):
+        if place != (population.rank, population.world_size):
+            raise ValueError(
+                f"Expected the population and the Trainer in one place, but the population is rank "
+                f"{population.rank} of {population.world_size} and the Trainer {place[0]} of {place[1]}; start "
+                "with torchrun, and give the Trainer as many devices= and num_nodes="
+            )
+    elif trainer.world_size > 1:
+        raise ValueError(
+            f"Expected a ft.Distributed population for {trainer.world_size} processes, but got "
+            f"{type(population).__name__}, whose clients would all run in every process; use ft.Distributed(data) "
+            "and strategy=ft.ClientSharding()"
+        )
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientSharding):
+        raise ValueError(
+            f"Expected strategy=ft.ClientSharding() for {trainer.world_size} processes, but got "
+            f"{type(trainer.strategy).__name__}, which would save the clients of one rank only"
+        )
+
+
+def _refuse(setting: str, instead: str) -> None:
+    raise ValueError(f"Expected a Trainer without {setting}, which would do nothing for a federation; {instead}")

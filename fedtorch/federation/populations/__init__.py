@@ -1,0 +1,1 @@
+"""Populations: where clients run, and what is kept of them."""

@@ -1,0 +1,192 @@
+"""The ranks of a process group as one of them meets the others: sums, rows and texts of all, and who has gone.
+
+Collectives go over gloo, or nccl on a GPU. Beside them every two ranks have a stream that carries nothing until a
+collective fails. A rank whose process ends, ends its streams; one that has only waited in vain says so on them first.
+So the others can tell who was lost from who has noticed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import select
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.protocol.bounded_streams import Streams
+from fedtorch.tree import Tree
+
+_PATIENCE = 2.0  # seconds in which the end of a lost process is seen by all
+
+
+class Ranks:
+    """All ranks, as this one meets them; the process group is started at the first meeting if it is not there.
+
+    Args:
+        rank: of this process.
+        world_size: how many there are.
+        device: where tensors travel from.
+        timeout: the longest wait for another rank.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
+        self._group: Any = None
+        self._streams: Streams | None = None
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of all ranks' tensors.
+
+        Raises:
+            RuntimeError: a rank has gone, or does not answer in time; the message says which.
+        """
+        if self.world_size == 1:
+            return tensor
+        moved = tensor.to(self.device, copy=True)
+        self._together(dist.all_reduce, moved)
+        return moved.to(tensor.device)
+
+    def add(self, partial: Tree) -> Tree:
+        """The sum of all ranks' partial aggregates, in one collective."""
+        leaves = tree.leaves(partial)
+        if self.world_size == 1 or not leaves:
+            return partial
+        total = self.sum(torch.cat([leaf.flatten().to(torch.float64) for leaf in leaves]))
+        parts = total.split([leaf.numel() for leaf in leaves])
+        return tree.refill(partial, [p.reshape(leaf.shape).to(leaf.dtype) for p, leaf in zip(parts, leaves)])
+
+    def gather(self, rows: Tree) -> Tree:
+        """All ranks' rows `(M, ...)`, in the order of the ranks, in one collective on their bytes."""
+        leaves = tree.leaves(rows)
+        if self.world_size == 1 or not leaves:
+            return rows
+        counts = torch.zeros(self.world_size, dtype=torch.int64)
+        counts[self.rank] = len(leaves[0])
+        counts = self.sum(counts)
+        found = [_as_bytes(leaf).to(self.device) for leaf in leaves]
+        own = torch.cat(found, 1)
+        padded = own.new_zeros(int(counts.max()), own.shape[1])
+        padded[: len(own)] = own
+        gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self._together(dist.all_gather, gathered, padded)
+        every = torch.cat([part[:count] for part, count in zip(gathered, counts.tolist())])
+        columns = every.split([part.shape[1] for part in found], 1)
+        return tree.refill(rows, [_from_bytes(part, leaf) for part, leaf in zip(columns, leaves)])
+
+    def texts(self, mine: Any) -> list[Any]:
+        """What all ranks have to say, as JSON."""
+        line = torch.tensor(list(json.dumps(mine).encode() + b"\n"), dtype=torch.uint8)
+        return [json.loads(text) for text in bytes(self.gather(line).tolist()).splitlines()]
+
+    def agree(self, about: Mapping[str, str]) -> None:
+        """Refuses to go on where ranks run something else, by the first thing in which one differs from most.
+
+        Raises:
+            ValueError: on every rank; the message names those that differ.
+        """
+        told = self.texts(dict(about))
+        for name in dict.fromkeys(name for each in told for name in each):
+            values = [each.get(name) for each in told]
+            (usual, _), *others = Counter(values).most_common()
+            if others:
+                odd = {rank: value for rank, value in enumerate(values) if value != usual}
+                differing = ", ".join(f"rank {rank} with {value}" for rank, value in odd.items())
+                raise ValueError(
+                    f"Expected all ranks to run the same, with {name} {usual} as on rank {values.index(usual)}, but "
+                    f"got {differing}; give every rank the same data, model, settings and seed"
+                )
+
+    def _together(self, collective: Any, *tensors: Any) -> None:
+        """Calls a collective, and says who was missing where it fails."""
+        self._meet()
+        try:
+            collective(*tensors, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError(self._missing()) from error
+
+    def _meet(self) -> None:
+        """Starts what is not there: process group, a group with this timeout, streams."""
+        if self._streams is not None:
+            return
+        nccl = backend(self.device) == "nccl"
+        if not dist.is_initialized():
+            device = self.device if nccl else None
+            dist.init_process_group(backend(self.device), timeout=self.timeout, device_id=device)
+        plain = dist.new_group(backend="gloo", timeout=self.timeout)
+        self._group = None if nccl else plain
+        self._streams = Streams(self.rank, self.world_size, self.timeout, plain)
+        weakref.finalize(self, _part, self._streams, plain)
+
+    def _missing(self) -> str:
+        """Tells the others that this rank is here, and says who of them is not."""
+        assert self._streams is not None
+        waiting, ends = dict(self._streams.sockets), time.monotonic() + _PATIENCE
+        gone: list[int] = []
+        for stream in waiting.values():
+            _say(stream)
+        while waiting and not gone and time.monotonic() < ends:
+            ready = select.select(list(waiting.values()), [], [], max(0.0, ends - time.monotonic()))[0]
+            for rank in [rank for rank, stream in waiting.items() if stream in ready]:
+                if not _hears(waiting.pop(rank)):
+                    gone.append(rank)
+        if gone:
+            return f"Expected all ranks to take part, but {_named(gone)} has gone; see what it says itself"
+        if waiting:
+            return (
+                f"Expected all ranks within {self.timeout.total_seconds():g} s, but got nothing from "
+                f"{_named(list(waiting))}; see whether it hangs, or pass a longer timeout="
+            )
+        return (
+            f"Expected all ranks within {self.timeout.total_seconds():g} s, but got one later; pass a longer timeout="
+        )
+
+
+def backend(device: torch.device) -> str:
+    """What carries collectives between tensors of a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def _part(streams: Streams, group: Any) -> None:
+    """Ends what one population has opened."""
+    streams.close()
+    with contextlib.suppress(ValueError):  # the group has ended with all others
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _say(stream: Any) -> None:
+    with contextlib.suppress(OSError):  # it has gone, and reading will tell
+        stream.send(b"!")
+
+
+def _hears(stream: Any) -> bool:
+    try:
+        return bool(stream.recv(1))
+    except OSError:
+        return False
+
+
+def _named(ranks: list[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in sorted(ranks))
+
+
+def _as_bytes(leaf: Tensor) -> Tensor:
+    """Rows `(M, ...)` as bytes `(M, bytes of a row)`."""
+    flat = leaf.detach().reshape(len(leaf), math.prod(leaf.shape[1:])).contiguous()
+    return flat.view(torch.uint8)
+
+
+def _from_bytes(rows: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `_as_bytes`: rows in the shape, dtype and place of those of `like`."""
+    values = rows.clone(memory_format=torch.contiguous_format).flatten().view(like.dtype)
+    return values.reshape(len(rows), *like.shape[1:]).to(like.device)

@@ -1,0 +1,310 @@
+"""The clients of a run: prepared data and a table of states, what a round asks of them, and what they answer.
+
+`Clients.step` runs a cohort and returns what the server may take in; the clients' new states are kept aside until
+`commit` says whose message has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.exchanges.exchange import Sent, Sum, check_shapes, client_count, in_dtypes_of, indices
+from fedtorch.federation.populations.answers import Answers, Gathered, joined
+from fedtorch.federation.populations.finite import check_sum, is_finite, not_finite
+from fedtorch.federation.populations.memory import block_bytes
+from fedtorch.federation.populations.state_table import StateTable
+from fedtorch.tree import Rows, Tree
+
+BLOCK_ROWS = 65_536  # rows of a block in evaluation
+SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
+_MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
+_MERGE_EVERY = 32  # partial aggregates that are held before they are merged
+
+_NOBODY = torch.zeros(0, dtype=torch.int64)
+Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
+
+
+class Pending(NamedTuple):
+    """A round as far as the clients have brought it."""
+
+    aggregate: Tree  # None if nobody answered
+    ids: Tensor  # (M,) the clients that answered, ascending
+    info: dict[str, Tensor]  # (M,) each, in the order of ids
+    bytes_up: int  # of all messages sent, also those that were lost
+    bytes_down: int
+    commit: Callable[[], None]  # keeps the new states of the clients that answered
+    repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
+    refused: Mapping[int, str] = MappingProxyType({})  # clients whose message was bad, and in which field
+    away: Tensor = _NOBODY  # clients that could not be asked, or did not want to answer; beside simulated faults
+    late: Tensor = _NOBODY  # clients that have not answered in time; beside simulated faults
+
+    @property
+    def refused_ids(self) -> Tensor:
+        """The clients whose message was left out, ascending."""
+        return torch.tensor(sorted(self.refused), dtype=torch.int64) if self.refused else _NOBODY
+
+
+class Clients(Protocol):
+    """The clients of a population, bound to one algorithm."""
+
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
+        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
+
+        The turn's key is that of the round.
+        """
+        ...
+
+    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        """`function(tensors each client predicts with, its data)` for the clients of `data`, `(K, ...)` in order."""
+        ...
+
+    def total(self) -> Tree:
+        """What the exchange makes of `Algorithm.told` over all clients; None where some cannot be asked now."""
+        ...
+
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that the clients `ids` (distinct) predict with, `(M, ...)`."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Ids and states of all clients that have committed, flat."""
+        ...
+
+    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Replaces the states by those in `flat` that belong here."""
+        ...
+
+    def meet(self) -> None:
+        """Waits for the other processes, if there are any."""
+        ...
+
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """Says what a run is about to do; other processes, if there are any, compare it when they next meet."""
+        ...
+
+
+class LocalClients:
+    """The clients that this process runs; `clients` counts those of the whole federation.
+
+    Args:
+        algorithm: what they compute.
+        state: one client's initial state.
+        names: all clients' names.
+        blocks: `(ids, data)` of the clients here.
+        clients: how many clients there are in all.
+        chunk: at most so many at once.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        state: Tree,
+        names: tuple[str, ...],
+        blocks: list[tuple[Tensor, ClientData]],
+        clients: int,
+        chunk: int | None,
+    ) -> None:
+        self.algorithm, self.names, self.clients, self._chunk = algorithm, names, clients, chunk
+        self.device = tree.leaves(blocks[0][1].batch)[0].device
+        self.table = StateTable(tree.to(state, self.device, copy=True), clients)
+        self.hold(blocks)
+        self._validation: dict[int, tuple[FederatedData, list[tuple[Tensor, ClientData]]]] = {}
+
+    def hold(self, blocks: list[tuple[Tensor, ClientData]]) -> None:
+        """Takes the rows of the clients here, in place of those that they had."""
+        self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
+        self._sizes = [self._block_size(data, self._chunk) for _, data in self._blocks]
+
+    def _prepare(self, ids: Tensor, data: ClientData) -> Tree:
+        try:
+            return self.algorithm.prepare(data)
+        except BadClients as error:
+            name = self.names[int(ids[error.rows[0]])]
+            raise ValueError(f"Client {name!r}: {error}") from error
+
+    def _block_size(self, data: Tree, chunk: int | None) -> int:
+        """How many clients of a block run at once."""
+        if chunk is not None:
+            return chunk
+        each = tree.nbytes(data) / max(1, len(tree.leaves(data)[0])) + 2 * tree.nbytes(self.table.initial)
+        each += 8 * tree.nbytes(self.algorithm.start)
+        return max(1, int(block_bytes(self.device) / max(each, 1)))
+
+    def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
+        """The cohort in blocks: (ids, prepared data); everybody as views."""
+        member = None
+        if cohort is not None:
+            member = torch.zeros(self.clients, dtype=torch.bool)
+            member[cohort] = True
+        for (ids, data), size in zip(self._blocks, self._sizes):
+            rows = None if member is None else member[ids].nonzero()[:, 0]
+            if rows is not None and len(rows) == len(ids):
+                rows = None
+            for start in range(0, len(ids) if rows is None else len(rows), size):
+                if rows is None:
+                    stop = min(start + size, len(ids))
+                    whole = start == 0 and stop == len(ids)
+                    yield _as_slice(ids[start:stop]), data if whole else tree.take(data, slice(start, stop))
+                else:
+                    part = rows[start : start + size]
+                    yield _as_slice(ids[part]), tree.take(data, part.to(self.device))
+
+    def empty_block(self) -> Block:
+        """A block of no clients, `K = 0`."""
+        ids, data = self._blocks[0]
+        return ids[:0], tree.take(data, slice(0, 0))
+
+    def reply(self, block: Block, outbox: Tree, turn: Turn) -> Reply:
+        """Runs the clients of one block; the message is all that they send."""
+        ids, data = block
+        inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
+        own = turn._replace(key=random.fold_in(turn.key, indices(ids)).to(self.device))
+        reply, told = self.algorithm.client(inbox, state, data, own), self.algorithm.told
+        if told is None:
+            return reply
+        return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told(reply.state), told(state)))))
+
+    def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
+        """A round of the clients here, as far as a partial aggregate; messages that are `not_finite` are left out."""
+        exchange = self.algorithm.exchange
+        refused: dict[int, str] = {}
+        partials: list[Tree] = []
+        states: list[tuple[Rows, Tree]] = []
+        infos: list[tuple[Tensor, dict[str, Tensor]]] = []
+        up = down = 0
+        answers: Answers | None = None
+        for block in self.blocks(cohort):
+            answers = Answers(block[0], *self.reply(block, outbox, turn))
+            if turn.round == 0:
+                check_shapes(answers.message, answers.ids)
+            sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
+            up, down = up + sent, down + heard
+            if lost is not None:
+                answers = answers.without(lost, self.device)
+            partial = exchange.gather(answers.message, answers.ids)
+            if not is_finite(partial, answers.message):
+                bad = {int(indices(answers.ids)[row]): field for row, field in not_finite(answers.message).items()}
+                refused.update(bad)
+                answers = answers.without(torch.tensor(list(bad), dtype=torch.int64), self.device)
+                partial = exchange.gather(answers.message, answers.ids)
+                check_sum(partial, client_count(answers.ids))
+            if client_count(answers.ids) == 0:
+                continue
+            partials.append(partial)
+            if len(partials) == _MERGE_EVERY:
+                partials = [exchange.merge(partials)]
+            states.append((answers.ids, answers.state))
+            infos.append((indices(answers.ids), answers.info))
+        partial, message = exchange.merge(partials) if partials else None, answers and answers.message
+        return Gathered(partial, states, *joined(infos), up, down, refused, message)
+
+    def finish(self, partial: Tree, message: Tree) -> Tree:
+        """The aggregate as the server takes it, of a partial one and any block's messages."""
+        aggregate = self.algorithm.exchange.finish(partial)
+        if self.algorithm.told is None:
+            return in_dtypes_of(message, aggregate)
+        return aggregate._replace(fresh=in_dtypes_of(message.fresh, aggregate.fresh))
+
+    def commit(self, states: list[tuple[Rows, Tree]]) -> None:
+        """Keeps the states of clients whose messages have arrived."""
+        if states:
+            self.table.reserve(torch.cat([indices(ids) for ids, _ in states]))
+        for ids, state in states:
+            self.table.write(ids, state)
+
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
+        """Runs a cohort; see `Clients.step`."""
+        found = self.gather(outbox, cohort, turn, lost)
+        aggregate = None if found.partial is None else self.finish(found.partial, found.message)
+        commit = lambda: self.commit(found.states)
+        return Pending(aggregate, found.ids, found.info, found.up, found.down, commit, refused=found.refused)
+
+    def total(self) -> Tree:
+        """What all clients tell for good; see `Clients.total`."""
+        return self.algorithm.exchange.finish(self.told_here()).value
+
+    def told_here(self) -> Tree:
+        """The partial aggregate of what the clients here tell for good."""
+        assert self.algorithm.told is not None
+        exchange, here = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
+        asked = torch.isin(here, self.table.touched())
+        parts = here[asked].split(max(1, int(block_bytes(self.device) / max(2 * tree.nbytes(self.table.initial), 1))))
+        partials = [exchange.gather(Sum(self.algorithm.told(self.table.read(ids))), ids) for ids in parts]
+        initial, others = self.algorithm.told(tree.expand(self.table.initial, 1)), here[~asked]
+        everywhere = tree.map(lambda leaf: leaf.expand(len(others), *leaf.shape[1:]), initial)
+        return exchange.merge([*partials, exchange.gather(Sum(everywhere), others)])
+
+    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        """Applies `function` to stacked clients; see `Clients.evaluate`."""
+        order, parts = self.evaluate_parts(outbox, data, function)
+        return tree.take(tree.concatenate(parts), order.argsort().to(self.device))
+
+    def evaluate_parts(
+        self,
+        outbox: Tree,
+        data: FederatedData,
+        function: Callable[[Tree, ClientData], Tree],
+        mine: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tree]]:
+        """(ids, results in blocks) of the clients in `mine` `(K,)` bool, default all."""
+        if len(data) != self.clients and self.clients > 1:
+            raise ValueError(
+                f"Expected data of the population's {self.clients} clients, but got {len(data)}; split the data of the "
+                "same clients, pass unseen=True for others, or evaluate a population of one (pooled) client"
+            )
+        order, parts = [], []
+        for ids, block in self._stacked(data):
+            size = min(BLOCK_ROWS // max(1, block.mask.shape[1]), self._block_size(block, self._chunk))
+            for rows in torch.arange(len(ids)).split(max(1, size)):
+                rows = rows if mine is None else rows[mine[ids[rows]]]
+                here = ids[rows] if self.clients > 1 else torch.zeros_like(rows)
+                inbox = self.algorithm.exchange.scatter(outbox, here)
+                model = self.algorithm.model(inbox, self.table.read(here))
+                parts.append(function(model, tree.take(block, rows.to(self.device))))
+                order.append(ids[rows])
+        return torch.cat(order), parts
+
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that clients predict with; see `Clients.tensors`."""
+        model = self.algorithm.model(self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids))
+        return tree.map(torch.clone, model)
+
+    def _stacked(self, data: FederatedData) -> list[tuple[Tensor, ClientData]]:
+        if id(data) not in self._validation:
+            if len(self._validation) == _MOST_VALIDATIONS:
+                del self._validation[next(iter(self._validation))]
+            self._validation[id(data)] = (data, data.to(self.device).buckets(small=SMALL_BLOCK))
+        return self._validation[id(data)][1]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Ids and states of the clients that have committed, flat."""
+        return self.table.state_dict()
+
+    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Replaces all states by those in `flat` of clients that are here."""
+        here = torch.zeros(self.clients, dtype=torch.bool)
+        for ids, _ in self._blocks:
+            here[ids] = True
+        self.table.load_state_dict(flat, here)
+
+    def meet(self) -> None:
+        """There is nobody to wait for."""
+
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """There is nobody to compare it with."""
+
+
+def _as_slice(ids: Tensor) -> Rows:
+    """Consecutive ids as a slice, so that they are read as views."""
+    first, last = int(ids[0]), int(ids[-1]) + 1
+    if last - first == len(ids) and (len(ids) < 3 or bool((ids[1:] - ids[:-1] == 1).all())):
+        return slice(first, last)
+    return ids

@@ -1,0 +1,209 @@
+"""Clients sharded over the ranks of a process group, as `torchrun` starts them.
+
+Every rank holds the server's state and a shard of the clients (client k is on rank k mod world size), and takes part in
+every collective, also when no client of the cohort is on it. Ranks meet by `all_reduce` where partial aggregates merge
+by addition, and otherwise by gathering the rows of the partial aggregates. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.checkpoint import describe
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.populations._ranks import Ranks
+from fedtorch.federation.populations.clients import LocalClients, Pending
+from fedtorch.federation.populations.in_process import SMALL_BLOCK, placed
+from fedtorch.tree import Tree
+
+TIMEOUT = timedelta(minutes=10)
+_SAMPLE = 16 * 2**20  # bytes of the rows, at most, by which ranks tell whether they have the same
+
+
+class Distributed:
+    """A population over ranks; give it the same data on every rank.
+
+    Args:
+        data: the rows of all clients; a rank keeps blocks of its own only.
+        chunk: at most so many clients at once on a rank. Default: as many as fit 512 MiB, or a quarter of what is free
+            on a CUDA device.
+        device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
+            on its machine, as `torchrun` tells it. Collectives use nccl on a GPU, gloo else.
+        timeout: the longest wait for another rank, its clients' work included; over nccl that of the process group.
+
+    Under a Lightning `Trainer` use `strategy=ft.ClientSharding()`; outside one, the process group is started at the
+    first round if it is not there. Whatever needs other ranks' clients (`evaluate`, `client_module`) is called on every
+    rank. There may be more ranks than clients.
+
+    When the ranks of a run first meet they compare what they run: settings, seed, cohort, faults, where training
+    starts, clients, and of their rows up to 16 MiB, evenly spread. Where one differs, every rank raises ValueError,
+    which names it. A rank that has gone, or does not answer in time, is named by the others' RuntimeError.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3)
+        >>> population = ft.Distributed(data)  # alone, where `torchrun` has not started others
+        >>> population.rank, population.world_size
+        (0, 1)
+    """
+
+    def __init__(
+        self,
+        data: FederatedData,
+        chunk: int | None = None,
+        device: torch.device | str | None = None,
+        *,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
+        if not timeout > timedelta(0):
+            raise ValueError(f"Expected a positive timeout, but got {timeout}")
+        self.data, self.names, self.device = placed(data, chunk, own_device(device))
+        self.rank, self.world_size = _place()
+        self.chunk, self.leads = chunk, self.rank == 0
+        self.ranks = Ranks(self.rank, self.world_size, self.device, timeout)
+
+    @functools.cached_property
+    def about(self) -> dict[str, str]:
+        """What ranks can tell their data from others by."""
+        spread = slice(None, None, 1 + tree.nbytes(self.data.rows) // _SAMPLE)
+        return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
+
+    def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
+        """This rank's clients for one run of `algorithm`."""
+        own = torch.arange(len(self.data))[self.rank :: self.world_size]
+        if len(own):
+            blocks = [(own[ids], block) for ids, block in self.data.select(own).buckets(small=SMALL_BLOCK)]
+        else:
+            first = self.data.stack(torch.tensor([0]))
+            blocks = [(own, tree.take(first, slice(0, 0)))]
+        local = LocalClients(algorithm, state, self.data.names, blocks, len(self.data), self.chunk)
+        return _DistributedClients(local, own, self)
+
+    def __repr__(self) -> str:
+        return f"Distributed({self.data!r}, rank {self.rank} of {self.world_size})"
+
+
+class _DistributedClients:
+    """All ranks' clients, as this rank sees them.
+
+    Args:
+        local: the clients of this rank.
+        own: their ids.
+        population: of all.
+    """
+
+    def __init__(self, local: LocalClients, own: Tensor, population: Distributed) -> None:
+        self.local, self.population = local, population
+        self.mine = torch.zeros(local.clients, dtype=torch.bool)
+        self.mine[own] = True
+        self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
+
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """What the ranks compare when they next meet; see `Clients.introduce`."""
+        if self.population.world_size > 1:
+            module = self.local.algorithm.module
+            layers = [] if module is None else [f"{n} {type(m).__qualname__}" for n, m in module.named_modules()]
+            self._about = {**about(), **self.population.about, "model": describe(tuple(layers))}
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks, of which each has said that it runs the same."""
+        about, self._about = self._about, None
+        if about is not None:
+            self.population.ranks.agree(about)
+        return self.population.ranks
+
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
+        """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
+        ranks, exchange = self.ranks, self.local.algorithm.exchange
+        found = self.local.gather(outbox, cohort, turn, lost)
+        partial, message = found.partial, found.message
+        if partial is None:
+            block = self.local.empty_block()
+            message = self.local.reply(block, outbox, turn).message
+            partial = exchange.gather(message, block[0])
+        ids, info = self._join_infos(found.ids, found.info)
+        counts = torch.tensor([found.up, found.down, len(found.refused)], dtype=torch.int64)
+        up, down, refusals = ranks.sum(counts).tolist()
+        partial = ranks.add(partial) if exchange.additive else ranks.gather(partial)
+        aggregate = self.local.finish(partial, message) if len(ids) else None
+        refused = self._join_refused(found.refused) if refusals else {}
+        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(found.states), refused=refused)
+
+    def total(self) -> Tree:
+        """What all ranks' clients tell for good; see `Clients.total`."""
+        exchange, partial = self.local.algorithm.exchange, self.local.told_here()
+        return exchange.finish(self.ranks.add(partial) if exchange.additive else self.ranks.gather(partial)).value
+
+    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        """Evaluates this rank's clients and gathers everybody's results; see `Clients.evaluate`."""
+        if len(data) != self.local.clients:
+            raise ValueError(
+                f"Expected data of the population's {self.local.clients} clients, but got {len(data)}; split the data "
+                "of the same clients"
+            )
+        ids, parts = self.local.evaluate_parts(outbox, data, function, self.mine)
+        everybody, results = self.ranks.gather((ids.to(self.local.device), tree.concatenate(parts)))
+        return tree.take(results, everybody.argsort())
+
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that clients predict with, from the ranks that have them; see `Clients.tensors`."""
+        mine = ids[self.mine[ids]]
+        held, rows = self.ranks.gather((mine.to(self.local.device), self.local.tensors(outbox, mine)))
+        return tree.take(rows, held.argsort()[ids.argsort().argsort().to(held.device)])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The states of all ranks' clients that have committed."""
+        own = self.local.state_dict()
+        every = dict(zip(own, self.ranks.gather(tuple(own.values()))))
+        order = every["ids"].argsort()
+        return {name: leaf[order] for name, leaf in every.items()}
+
+    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Replaces the states of this rank's clients; those of other ranks are skipped."""
+        self.local.load_state_dict(flat)
+
+    def meet(self) -> None:
+        """Waits for the other ranks."""
+        self.ranks.sum(torch.zeros(1))
+
+    def _join_refused(self, refused: dict[int, str]) -> dict[int, str]:
+        return {client: field for part in self.ranks.texts(list(refused.items())) for client, field in part}
+
+    def _join_infos(self, ids: Tensor, info: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Everybody's diagnostics; ranks without clients do not know the names and learn them."""
+        if self.population.world_size == 1:
+            return ids, info
+        union = sorted({name for names in self.ranks.texts(sorted(info)) for name in names})
+        missing = torch.full((len(ids),), torch.nan, dtype=torch.float64)
+        rows = self.ranks.gather((ids, {name: info.get(name, missing) for name in union}))
+        return tree.take(rows, rows[0].argsort())
+
+
+def own_device(device: torch.device | str | None) -> torch.device | None:
+    """The device that a rank takes where all are told the same: of "cuda", that of its number on its machine.
+
+    Example:
+        >>> own_device("cuda")  # here; `torchrun` tells other processes of a machine other numbers
+        device(type='cuda', index=0)
+    """
+    if device is None:
+        return None
+    device = torch.device(device)
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == torch.device("cuda") else device
+
+
+def _place() -> tuple[int, int]:
+    """(rank, world size) of this process."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

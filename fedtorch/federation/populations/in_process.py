@@ -1,0 +1,134 @@
+"""Where the clients run: all at once in this process, or sharded over ranks.
+
+A population describes clients, their data and their place. `bind` gives an algorithm its own `Clients`: prepared data
+and a table of states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.populations.clients import SMALL_BLOCK, Clients, LocalClients
+from fedtorch.tree import Tree
+
+
+class Population(Protocol):
+    """Clients and where they run.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> class Announced(ft.InProcess):  # says what it is asked for
+        ...     def bind(self, algorithm, state):
+        ...         print(len(self.names), "clients take part in", algorithm.settings["algorithm"])
+        ...         return super().bind(algorithm, state)
+        >>> population: Population = Announced(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3))
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False))), population)
+        3 clients take part in fedavg
+    """
+
+    data: FederatedData
+    names: tuple[str, ...]
+    device: torch.device  # where the server's state lives
+    leads: bool  # whether this process writes what all processes know
+
+    def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
+        """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""
+        ...
+
+
+class InProcess:
+    """All clients in this process, stacked in blocks of similar size.
+
+    Args:
+        data: the clients' rows.
+        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
+            of what is free on a CUDA device.
+        device: where blocks and states live; default: where the data are.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3)
+        >>> ft.InProcess(data, chunk=1).names  # one client after another
+        ('0', '1', '2')
+    """
+
+    def __init__(self, data: FederatedData, chunk: int | None = None, device: torch.device | str | None = None) -> None:
+        self.data, self.names, self.device = placed(data, chunk, device)
+        self.chunk, self.leads = chunk, True
+        self._blocks: list[tuple[Tensor, ClientData]] | None = None
+
+    def blocks(self) -> list[tuple[Tensor, ClientData]]:
+        """The clients stacked in blocks of similar size, made once."""
+        if self._blocks is None:
+            self._blocks = self.data.buckets(small=SMALL_BLOCK)
+        return self._blocks
+
+    def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
+        """The clients for one run of `algorithm`."""
+        return LocalClients(algorithm, state, self.data.names, self.blocks(), len(self.data), self.chunk)
+
+    def __repr__(self) -> str:
+        return f"InProcess({self.data!r})"
+
+
+def check_population(population: Population) -> None:
+    """Raises TypeError unless it is a population, with advice for data that are none yet.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> check_population(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))]))
+        Traceback (most recent call last):
+        TypeError: Expected a population, but got FederatedData; say where clients run: ft.InProcess(data)
+    """
+    if not hasattr(population, "bind"):
+        made = "data" if isinstance(population, FederatedData) else "ft.data.from_tensors([(x, y), …])"
+        raise TypeError(
+            f"Expected a population, but got {type(population).__name__}; say where clients run: ft.InProcess({made})"
+        )
+
+
+def placed(
+    data: FederatedData, chunk: int | None, device: torch.device | str | None
+) -> tuple[FederatedData, tuple[str, ...], torch.device]:
+    """(data on the device, their clients' names, the device), if a population can be made of them.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 2, names=["a", "b"])
+        >>> placed(data, chunk=1, device=None)[1:]
+        (('a', 'b'), device(type='cpu'))
+    """
+    if not isinstance(data, FederatedData):
+        raise TypeError(
+            f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "
+            "from_datasets, from_frame or partition"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"Expected chunk of at least 1, but got {chunk}")
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"Expected a CUDA device for device={str(device)!r}, but got none; leave device= away")
+    data = data if device is None else data.to(device)
+    return data, data.names, tree.leaves(data.rows)[0].device
+
+
+def refuse_bad_messages(refused: Mapping[int, str], names: Sequence[str], round: int) -> None:
+    """Raises ValueError for messages with NaN, Inf or a negative weight; names the first client, field and round.
+
+    Example:
+        >>> refuse_bad_messages({1: "value.weight"}, names=["a", "b"], round=7)
+        Traceback (most recent call last):
+        ValueError: Expected finite messages, but client 'b' sent NaN, Inf or a negative weight in 'value.weight' in ...
+    """
+    client, field = next(iter(refused.items()))
+    raise ValueError(
+        f"Expected finite messages, but client {names[client]!r} sent NaN, Inf or a negative weight in {field!r} in "
+        f"round {round}, and {len(refused) - 1} others did so too; nothing of the round was kept. Take smaller steps, "
+        "or pass on_bad_message='drop' to leave such clients out of their rounds"
+    )

@@ -1,0 +1,214 @@
+"""Who is asked in a round: cohorts as functions of the round's key.
+
+A cohort is computed from integers and exact comparisons, so that every rank draws the same one, and its ids are
+distinct and ascending. One that is empty is a round in which nothing happens.
+
+>>> from fedtorch import random
+>>> from fedtorch.federation.runs import cohorts as sampling
+>>> key = random.key(0)
+>>> [len(cohort(key)) for cohort in (sampling.uniform_cohort(3, 10), sampling.weighted_cohort([1.0, 2.0, 9.0], 2))]
+[3, 2]
+>>> sampling.fixed_cohort([4, 1])(key)
+tensor([1, 4])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import expected, random
+
+_KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
+
+Cohort = Callable[[Tensor], Tensor | None]  # round key -> ascending ids of the clients asked, None for all
+
+
+def uniform_cohort(size: int, clients: int) -> Cohort:
+    """`size` of `clients` clients, uniformly without replacement.
+
+    Raises:
+        ValueError: fewer than one, or more than there are.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> len(ft.uniform_cohort(3, clients=10)(ft.random.key(0)))
+        3
+    """
+    expected.kind(size, int, "a cohort of a whole number of clients", "for a share of them see ft.poisson_cohort")
+    if not 1 <= size <= clients:
+        raise ValueError(f"Expected a cohort between 1 and the population's {clients} clients, but got {size}")
+    return lambda key: random.choice(key, clients, size)
+
+
+def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
+    """The same clients every round, in ascending order.
+
+    Raises:
+        ValueError: no ids, negative ones, or some twice; those beyond the population are refused where it is used.
+        TypeError: ids that are no whole numbers.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> ft.fixed_cohort([4, 1])(ft.random.key(0))
+        tensor([1, 4])
+    """
+    given = torch.as_tensor(ids, device="cpu")
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise TypeError(
+            f"Expected ids of clients as whole numbers, but got {given.dtype}; pass their places, such as [0, 3]"
+        )
+    clients = given.to(torch.int64).sort().values
+    if not clients.numel():
+        raise ValueError("Expected at least one client in a cohort, but got none; pass cohort=None to ask everybody")
+    check_ids(clients, torch.iinfo(torch.int64).max)
+    return lambda key: clients
+
+
+def poisson_cohort(rate: float, clients: int) -> Cohort:
+    """Each of `clients` clients independently with probability `rate`, to a resolution of 2⁻³².
+
+    The cohort's size varies and may be zero. This is the sampling that the privacy accountants of subsampled
+    mechanisms assume.
+
+    Raises:
+        ValueError: a rate outside (0, 1], or fewer than one client.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> draw = ft.poisson_cohort(0.5, clients=10)
+        >>> [len(draw(key)) for key in (ft.random.key(0), ft.random.key(1))]
+        [5, 2]
+    """
+    if not 0 < rate <= 1:
+        raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
+    if clients < 1:
+        raise ValueError(f"Expected at least one client, but got {clients}")
+    return lambda key: random.bernoulli(key, rate, (clients,)).nonzero()[:, 0]
+
+
+def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
+    """`size` clients without replacement, clients of large weight more often.
+
+    Exponential races: client k draws E_k / w_k with E_k exponential, and the `size` smallest win. It is the same as
+    drawing one client after another with probabilities proportional to the weights of those that are left. For
+    `size` > 1 the probabilities of being in the cohort are therefore *not exactly* proportional to the weights: they
+    are closer together, and no client's exceeds one.
+
+    Args:
+        weights: `(K,)` positive, one per client of the population.
+        size: of the cohort, from 1 to K.
+
+    Source: Efraimidis and Spirakis (2006), "Weighted random sampling with a reservoir", Algorithm A.
+
+    Raises:
+        ValueError: weights that are not positive and finite, or an impossible size.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> ft.weighted_cohort([1e-9, 1.0, 2.0], size=2)(ft.random.key(0))
+        tensor([1, 2])
+    """
+    known = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
+    if known.ndim != 1 or not bool(((known > 0) & known.isfinite()).all()):
+        raise ValueError(
+            f"Expected positive finite weights (K,), but got {known.tolist()}; leave clients out with data.select"
+        )
+    if not 1 <= size <= len(known):
+        raise ValueError(f"Expected a cohort between 1 and the {len(known)} clients with weights, but got {size}")
+
+    def draw(key: Tensor) -> Tensor:
+        arrival = random.exponential(key, (len(known),), torch.float64) / known
+        return arrival.argsort(dim=-1, stable=True)[..., :size].sort(dim=-1).values
+
+    return draw
+
+
+def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
+    """A number as the uniform cohort of that size, None, which is everybody, as it is.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> cohort_function(3, clients=10)(ft.random.key(0)).equal(ft.uniform_cohort(3, 10)(ft.random.key(0)))
+        True
+    """
+    if cohort is None or callable(cohort):
+        return cohort
+    if not isinstance(cohort, int) or isinstance(cohort, bool):
+        raise TypeError(
+            "Expected cohort= as a whole number of clients, a cohort such as ft.fixed_cohort([0, 1]), or None, but got "
+            f"{cohort!r}; for a share of the clients pass ft.poisson_cohort(0.4, {clients})"
+        )
+    return uniform_cohort(cohort, clients)
+
+
+def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
+    """Raises ValueError if `cohort` asks for clients that are not there, as far as one draw tells.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> check_cohort(ft.fixed_cohort([0, 5]), clients=5)
+        Traceback (most recent call last):
+        ValueError: Expected distinct ascending ids of the population's 5 clients, but got [0, 5]
+    """
+    draw = cohort_function(cohort, clients)
+    ids = None if draw is None else draw(random.key(0))
+    if ids is not None:
+        check_ids(ids, clients)
+
+
+def check_ids(ids: Tensor, clients: int) -> None:
+    """Raises ValueError unless `ids` are distinct, ascending clients of a population.
+
+    Example:
+        >>> import torch
+        >>> check_ids(torch.tensor([3, 1]), clients=5)
+        Traceback (most recent call last):
+        ValueError: Expected distinct ascending ids of the population's 5 clients, but got [3, 1]
+    """
+    expected.kind(ids, Tensor, "a cohort of int64 ids (M,)", "return a tensor of distinct ascending ids")
+    if ids.ndim != 1 or ids.dtype != torch.int64:
+        raise ValueError(f"Expected a cohort of int64 ids (M,), but got {ids.dtype} of shape {tuple(ids.shape)}")
+    if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < clients and bool((ids[1:] > ids[:-1]).all())):
+        raise ValueError(
+            f"Expected distinct ascending ids of the population's {clients} clients, but got {ids.tolist()}"
+        )
+
+
+class Keys(NamedTuple):
+    """A round's keys, one for each purpose; see `RoundKeys`."""
+
+    cohort: Tensor
+    client: Tensor
+    server: Tensor
+    faults: Tensor
+
+
+class RoundKeys:
+    """The keys of rounds: number of rounds done before -> `Keys`, which depend on the seed and the number only.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 9)
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        >>> run = ft.Run(algorithm, ft.InProcess(data), cohort=4, seed=7)
+        >>> asked = [round.asked for round in run.rounds(3)]
+        >>> keys: Keys = RoundKeys(seed=7)(2)  # of the third round
+        >>> ft.uniform_cohort(4, clients=9)(keys.cohort).equal(asked[2])
+        True
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._first = seed, 0
+        self._made: list[Keys] = []
+
+    def __call__(self, number: int) -> Keys:
+        if not 0 <= number - self._first < len(self._made):
+            self._first = number
+            rounds = random.fold_in(random.key(self._seed), torch.arange(number, number + _KEYS_AHEAD))
+            keys = random.fold_in(rounds[:, None], torch.arange(len(Keys._fields)))
+            self._made = [Keys(*each.unbind()) for each in keys.unbind()]
+        return self._made[number - self._first]

@@ -1,0 +1,238 @@
+"""How well a federation predicts: global, per client, mean over clients, worst client, from summed statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import expected, metrics as fm, tree
+from fedtorch.data import ClientData, FederatedData, described_rows
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK, Clients
+from fedtorch.tree import Tree
+
+Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
+
+
+class Score(NamedTuple):
+    """One metric over a federation.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True)
+        >>> score.mean(), score.worst()
+        (0.75, 0.5)
+    """
+
+    overall: float  # of all rows together
+    clients: Tensor  # (K,) of each client's rows; NaN where a client has none
+    largest_is_best: bool | None = None  # what the metric says of itself
+
+    def mean(self) -> float:
+        """The mean over clients."""
+        return float(self.clients.nanmean())
+
+    def worst(self, largest_is_best: bool | None = None) -> float:
+        """The worst client's value, at the end that is given or that the metric says; NaN where there is none."""
+        return float(self._from_worst(largest_is_best)[:1].mean())
+
+    def worst_decile(self, largest_is_best: bool | None = None) -> float:
+        """The mean of the worst tenth of the clients, of one at least; NaN where there is none."""
+        ordered = self._from_worst(largest_is_best)
+        return float(ordered[: math.ceil(len(ordered) / 10)].mean())
+
+    def _from_worst(self, largest_is_best: bool | None) -> Tensor:
+        """What there is of the clients, the worst first."""
+        known = self.clients[~self.clients.isnan()]
+        if not len(known):
+            return known
+        return known.sort(descending=not is_largest_best(largest_is_best, self.largest_is_best)).values
+
+
+def is_largest_best(given: bool | None, own: bool | None) -> bool:
+    """What is given, or else what the metric says of itself.
+
+    Raises:
+        ValueError: neither says it.
+
+    Example:
+        >>> is_largest_best(None, own=False)  # as errors say of themselves
+        False
+    """
+    if given is None and own is None:
+        raise ValueError(
+            "Expected largest_is_best=True (as of accuracy) or False (as of errors), for the metric, a function, does "
+            "not say which end is the worst; ft.metrics.mean_of(function, largest_is_best) does"
+        )
+    return bool(own if given is None else given)
+
+
+def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
+    """`(x, y)` rows as they are.
+
+    Raises:
+        TypeError: the rows are something else; pass a function of your own as `split`.
+
+    Example:
+        >>> import torch
+        >>> inputs, targets = inputs_and_targets((torch.ones(5, 3), torch.zeros(5)))
+        >>> inputs.shape, targets.shape
+        (torch.Size([5, 3]), torch.Size([5]))
+    """
+    if isinstance(rows, tuple) and len(rows) == 2:
+        return rows[0], rows[1]
+    got = sorted(rows) if isinstance(rows, dict) else type(rows).__name__
+    raise TypeError(f"Expected rows (inputs, targets), but got {got}; pass split=lambda rows: (inputs, targets)")
+
+
+def evaluate(
+    clients: Clients | Newcomers,
+    outbox: Tree,
+    predict: Callable[[Tree, Tree], Tree],
+    data: FederatedData,
+    metrics: Mapping[str, Any],
+    split: Split = inputs_and_targets,
+) -> dict[str, Score]:
+    """Scores of every client's model on its own rows of `data`.
+
+    Args:
+        clients: of a population, bound to an algorithm; or such as are in none.
+        outbox: what the server sends out.
+        predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> predictions `(K, N, ...)`.
+        data: rows of the same clients, or of any clients if the population is one pooled client.
+        metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, a loss such as
+            `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+        split: rows -> (inputs, targets).
+
+    Raises:
+        ValueError: no metrics.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)  # the mean of both, 1 from each
+        >>> metrics = {"mse": torch.nn.functional.mse_loss}
+        >>> evaluate(run.clients, run.outbox, algorithm.predict, data, metrics)["mse"].clients.round(decimals=3)
+        tensor([1., 1.], dtype=torch.float64)
+    """
+    stacked = stacked_metrics(metrics)
+    expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
+
+    def sums(tensors: Tree, block: ClientData) -> Tree:
+        inputs, target = split(block.batch)
+        try:
+            prediction = predict(tensors, inputs)
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"Expected inputs that the clients' models take, but got {described_rows(inputs)}: {error}; pass rows "
+                "like those of training, and split=lambda rows: (inputs, targets) if they have other fields"
+            ) from error
+        return {name: metric.update(prediction, target, block.mask) for name, metric in stacked.items()}
+
+    with torch.inference_mode(False), torch.no_grad():
+        every = clients.evaluate(outbox, data, sums)
+        return {name: score_of(metric, every[name]) for name, metric in stacked.items()}
+
+
+class Newcomers:
+    """Clients of a star that no run has seen: in the initial state, they hear what everybody hears.
+
+    Args:
+        algorithm: what they compute.
+        state: one client's initial state.
+        clients: how many have been seen.
+        device: where they run.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data, others = (ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y]))]) for y in (3.0, 5.0))
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
+        >>> _, state = algorithm.init(run.server, 1)
+        >>> unseen = Newcomers(algorithm, state, clients=1, device=torch.device("cpu"))
+        >>> mse = {"mse": torch.nn.functional.mse_loss}
+        >>> round(evaluate(unseen, run.outbox, algorithm.predict, others, mse)["mse"].overall, 3)  # (5 − 3)²
+        4.0
+    """
+
+    def __init__(self, algorithm: Algorithm, state: Tree, clients: int, device: torch.device) -> None:
+        self.algorithm, self.state, self.clients, self.device = algorithm, tree.to(state, device), clients, device
+
+    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        """`function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`.
+
+        Raises:
+            ValueError: what a client hears is its own: on a graph, or by private rows.
+        """
+        order, parts = [], []
+        for ids, block in data.to(self.device).buckets(small=SMALL_BLOCK):
+            for rows in torch.arange(len(ids)).split(max(1, BLOCK_ROWS // max(1, block.mask.shape[1]))):
+                inbox = self.algorithm.exchange.scatter(outbox, slice(self.clients, self.clients + len(rows)))
+                if any(len(leaf) != len(rows) for leaf in tree.leaves(inbox)):
+                    raise ValueError(
+                        "Expected an algorithm in which all clients hear the same, but got one that has a row for each "
+                        "(a graph, or private rows), where clients that have not been seen have no model"
+                    )
+                model = self.algorithm.model(inbox, tree.expand(self.state, len(rows)))
+                parts.append(function(model, tree.take(block, rows.to(self.device))))
+                order.append(ids[rows])
+        return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(self.device))
+
+
+def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
+    """Metrics in whatever form, by name.
+
+    Raises:
+        TypeError: they have no names, or one of them is no metric.
+        ValueError: no metrics.
+    """
+    expected.kind(metrics, Mapping, "metrics by name", "pass metrics={'accuracy': ft.metrics.accuracy()}")
+    if not metrics:
+        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
+    return {name: fm.as_stacked(metric) for name, metric in metrics.items()}
+
+
+def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
+    """The score of the clients' sums, leaves `(K, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> metric = stacked_metrics({"mse": torch.nn.functional.mse_loss})["mse"]
+        >>> prediction, there = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[True, True], [True, False]])
+        >>> sums = metric.update(prediction, torch.zeros(2, 2), there)  # two rows of the first client, one of the other
+        >>> score_of(metric, sums).clients, round(score_of(metric, sums).overall, 3)
+        (tensor([5., 0.], dtype=torch.float64), 3.333)
+    """
+    overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
+    return Score(float(overall), metric.compute(sums).to("cpu", torch.float64), metric.largest_is_best)
+
+
+def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
+    """Refuses rows of other clients, unless one (pooled) client is scored on all of them.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> rows = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 2, names=["a", "b"])
+        >>> check_same_clients(rows, ["a", "c"])
+        Traceback (most recent call last):
+        ValueError: Expected validation rows of the same clients, but client 1 is 'b' there and 'c' in the population
+    """
+    expected.kind(validation, FederatedData, "validation= as FederatedData", "split the clients' own with data.split")
+    if len(names) == 1:
+        return
+    if len(validation) != len(names):
+        raise ValueError(
+            f"Expected validation rows of the population's {len(names)} clients, but got {len(validation)}; split "
+            "the rows of the same clients with data.split"
+        )
+    for number, (theirs, ours) in enumerate(zip(validation.names, names)):
+        if theirs != ours:
+            raise ValueError(
+                f"Expected validation rows of the same clients, but client {number} is {theirs!r} there and {ours!r} "
+                "in the population"
+            )

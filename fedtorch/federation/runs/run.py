@@ -1,0 +1,350 @@
+"""A run: everything that goes round by round.
+
+A round is sample, outbox, scatter, client, gather, server, commit. A `Run` holds where it stands, what has happened and
+who records it; research code steps through it, `ft.run` goes to the end, a Lightning `Trainer` drives a `Federation`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import checkpoint, expected, functional, tree
+from fedtorch.checkpoint import below, describe
+from fedtorch.data import FederatedData
+from fedtorch.federation import budget as budget
+from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
+from fedtorch.federation.populations.clients import Clients
+from fedtorch.federation.populations.in_process import Population, check_population, refuse_bad_messages
+from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
+from fedtorch.federation.runs.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
+from fedtorch.federation.runs.faults import Fates, Faults, fates
+from fedtorch.federation.runs.history import History, Recorder, Round, headline
+from fedtorch.progress import Progress
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
+_COUNTS = ("number", "bytes_up", "bytes_down")
+
+Until = Callable[[History], bool]
+
+
+class Run:
+    """A run of an algorithm on a population, begun and not yet stepped.
+
+    Args:
+        algorithm: what clients and server compute.
+        population: who computes, and where.
+        parameters: where training starts; default: the algorithm's own start.
+        cohort: how many clients are asked each round, drawn uniformly without replacement; or a function of the
+            round's key, such as `ft.poisson_cohort`; None asks everybody.
+        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
+        seed: of all randomness.
+        record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
+        keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
+            in checkpoints), those of the latest rounds; 0 keeps none.
+        on_bad_message: whether a message with NaN, Inf or a negative weight stops the run before anything of its round
+            is kept, or is left out, as if it were lost.
+
+    Attributes:
+        number: rounds done.
+        server: the server's state.
+        clients: the population's clients, bound to the algorithm.
+        last: the last round that was done here, None before.
+
+    Raises:
+        ValueError: no parameters to start from, a cohort larger than the population, clients that cannot take part.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), ft.InProcess(data))
+        >>> [round.number for round in run.rounds(2)], run.server["weight"].round(decimals=3)
+        ([1, 2], tensor([[2., 3.]]))
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        population: Population,
+        parameters: Tree = None,
+        *,
+        cohort: int | Cohort | None = None,
+        faults: Faults | None = None,
+        seed: int = 0,
+        record: Recorder | Sequence[Recorder] = (),
+        keep_losses: int = 1_000_000,
+        on_bad_message: Literal["raise", "drop"] = "raise",
+    ) -> None:
+        if on_bad_message not in ("raise", "drop"):
+            raise ValueError(f"Expected on_bad_message='raise' or 'drop', but got {on_bad_message!r}")
+        check_algorithm(algorithm)
+        check_population(population)
+        parameters = start_of(algorithm, parameters)
+        if faults is not None:
+            expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
+        clients = len(population.names)
+        self.algorithm, self.population, self.seed = algorithm, population, seed
+        self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
+        cohort, self.recorders = budget.joined(algorithm.budget, cohort, clients, record)
+        check_cohort(cohort, clients)
+        self.number = self.bytes_up = self.bytes_down = 0
+        self.last: Round | None = None
+        self.log = History(keep_losses)
+        server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
+        self.clients: Clients = population.bind(algorithm, state)
+        self._newcomers = Newcomers(algorithm, state, clients, population.device)
+        if algorithm.told is not None:
+            server = server._replace(total=first_total(algorithm, state, clients))
+        self.server: Tree = tree.to(server, population.device)
+        self._draw = cohort_function(cohort, clients)
+        self._everybody = torch.arange(clients)
+        self._keys = RoundKeys(seed)
+        self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
+
+    def step(self) -> Round:
+        """Does one round."""
+        began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
+        keys = self._keys(self.number)
+        asked = None if self._draw is None else self._draw(keys.cohort)
+        if asked is not None:
+            check_ids(asked, len(everybody))
+        budget.spend(algorithm.budget, self.number, asked, keys.client)
+        fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
+        pending = self.clients.step(
+            algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent
+        )
+        if pending.refused and self.on_bad_message == "raise":
+            refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
+        if pending.aggregate is not None:
+            self._take(pending.aggregate, keys.server)
+            pending.commit()
+        self.number += 1
+        anew = algorithm.told is not None and algorithm.anew and self.number % TOTAL_ANEW == 0
+        if anew and (total := self.clients.total()) is not None:
+            self.server = self.server._replace(total=total)
+        self.bytes_up, self.bytes_down = self.bytes_up + pending.bytes_up, self.bytes_down + pending.bytes_down
+        self.last = Round(
+            self.number,
+            self.server,
+            self.clients,
+            pending.ids,
+            pending.info,
+            pending.bytes_up,
+            pending.bytes_down,
+            everybody if asked is None else asked,
+            *fate.besides(pending.away, pending.late)[2:],
+            pending.repeated,
+            pending.refused_ids,
+            {**(algorithm.report(self.server) if algorithm.report else {}), **budget.report(algorithm.budget)},
+        )
+        self.log.record(self.last, time.perf_counter() - began)
+        for recorder in self.recorders:
+            recorder.record(self.last)
+        return self.last
+
+    def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
+        """Goes on, and yields after each round, until `rounds` are done in all or `until(history)` holds.
+
+        It also ends before a round that the algorithm's budget does not allow. Both ends are those of the run and not
+        of the call: a run that was stopped and resumed ends where it would have.
+
+        Raises:
+            ValueError: neither is given.
+        """
+        if rounds is None and until is None:
+            raise ValueError("Expected rounds= or until=, but got neither; to take a single round use run.step()")
+        return self._rounds(rounds, until)
+
+    def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
+        ended = lambda: bool(self.number and until is not None and until(self.log))
+        while (rounds is None or self.number < rounds) and not ended() and not budget.exhausted(self.algorithm.budget):
+            yield self.step()
+
+    def __iter__(self) -> Iterator[Round]:
+        raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")
+
+    def _take(self, aggregate: Tree, key: Tensor) -> None:
+        """The server's step."""
+        if self.algorithm.told is not None:
+            self.server = self.server._replace(total=tree.add(self.server.total, aggregate.told.value))
+            aggregate = aggregate.fresh
+        self.server = self.algorithm.server(self.server, aggregate, key)
+
+    # -- what came out ---------------------------------------------------------------------------------------------
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """A row per round: who was asked and answered, losses, reports, bytes, seconds; see `ft.History.frame`."""
+        return self.log.frame()
+
+    @property
+    def client_losses(self) -> pd.DataFrame:
+        """The clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
+        return self.log.losses(self.population.names)
+
+    @property
+    def outbox(self) -> Tree:
+        """What the server sends out now."""
+        return self.algorithm.outbox(self.server)
+
+    def tensors(self, clients: Tensor | Sequence[int] | None = None) -> Tree:
+        """The tensors that clients (distinct numbers, default all) predict with, `(M, ...)`."""
+        ids = self._everybody if clients is None else torch.as_tensor(clients, dtype=torch.int64)
+        return self.clients.tensors(self.outbox, ids)
+
+    def client_module(self, client: int | str) -> nn.Module:
+        """A copy of the module with the tensors that `client` (number or name) predicts with."""
+        number, module = self._client(client), self._module()
+        module = functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+        if self.algorithm.finish is not None:
+            self.algorithm.finish(module, self.population.data[number])
+        return module
+
+    def global_module(self) -> nn.Module:
+        """A copy of the module with the server's parameters, for algorithms that send out all of them.
+
+        Raises:
+            ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
+        """
+        module = self._module()
+        held = getattr(self.outbox, "parameters", self.outbox)
+        named = {**functional.parameters(module), **dict(module.named_buffers())}  # frozen ones are the module's own
+        # Counters do not predict, and bounds at infinity are the module's own.
+        whole = {name for name, t in named.items() if t.is_floating_point() and bool(t.isfinite().all())}
+        if not isinstance(held, dict) or not whole <= held.keys() <= named.keys():
+            raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
+        return functional.load(module, held)
+
+    def evaluate(
+        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
+    ) -> dict[str, Score]:
+        """Scores of every client's model on its rows of `data`; see `ft.metrics`.
+
+        Args:
+            data: rows of the run's clients.
+            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
+                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+            split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
+            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
+        """
+        if self.algorithm.predict is None:
+            raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
+        clients = self._newcomers if unseen else self.clients
+        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split)
+
+    def _module(self) -> nn.Module:
+        if self.algorithm.module is None:
+            raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
+        return self.algorithm.module
+
+    def _client(self, client: int | str) -> int:
+        names = self.population.names
+        if isinstance(client, str):
+            if client not in names:
+                raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
+            return names.index(client)
+        if not 0 <= client < len(names):
+            raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
+        return client
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, flat: server and all clients' states, round, bytes, history, recorders.
+
+        Over ranks it is called on all of them, and each gets the whole.
+        """
+        flat = {f"clients.{name}": leaf for name, leaf in self.clients.state_dict().items()}
+        flat.update(tree.flatten(tree.to(self.server, "cpu", copy=True), "server"))
+        flat.update({f"history.{name}": leaf for name, leaf in self.log.state_dict().items()})
+        for i, recorder in enumerate(self.recorders):
+            flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
+        flat.update({name: torch.tensor(getattr(self, name)) for name in _COUNTS})
+        flat["fingerprint"] = torch.tensor(list(json.dumps(self.fingerprint()).encode()), dtype=torch.uint8)
+        return flat
+
+    def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
+        """Goes on from what `state_dict` returned.
+
+        Args:
+            flat: of a run of the same algorithm, settings, population, cohort, faults and seed; chunks, device and
+                number of ranks may differ.
+            anyway: whether other settings are taken all the same.
+
+        Raises:
+            ValueError: it belongs to another run.
+        """
+        checkpoint.check_structure(flat, self.state_dict())
+        if not anyway:
+            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self.fingerprint())
+        for i, recorder in enumerate(self.recorders):
+            recorder.load_state_dict(below(f"recorders.{i}.", flat))
+        self.clients.load_state_dict(below("clients.", flat))
+        self.log.load_state_dict(below("history.", flat))
+        loaded = tree.unflatten(flat, self.server, "server")
+        self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
+        self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
+        self.last = None
+        self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
+
+    def fingerprint(self) -> dict[str, str]:
+        """What a checkpoint belongs to, by name."""
+        about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
+        if hidden := self.algorithm.exchange.hidden:
+            about["messages"] = hidden
+        return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
+
+    def save(self, path: Path | str) -> None:
+        """Writes a safetensors file that appears whole under its name; over ranks, called on all of them."""
+        flat = self.state_dict()
+        if self.population.leads:
+            checkpoint.write(path, flat)
+        self.clients.meet()
+
+    def load(self, path: Path | str, *, anyway: bool = False) -> Run:
+        """Goes on from what `save` wrote, and returns itself; see `load_state_dict`."""
+        self.load_state_dict(checkpoint.read(path), anyway=anyway)
+        return self
+
+
+def run(
+    algorithm: Algorithm,
+    population: Population,
+    parameters: Tree = None,
+    *,
+    rounds: int | None = None,
+    until: Until | None = None,
+    cohort: int | Cohort | None = None,
+    faults: Faults | None = None,
+    seed: int = 0,
+    record: Recorder | Sequence[Recorder] = (),
+    progress: bool = True,
+) -> Run:
+    """A `Run` that has done its rounds and, with `progress`, shown how far it was; see `Run` and `Run.rounds`.
+
+    Raises:
+        ValueError: neither `rounds` nor `until` is given, or as for `Run`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
+        >>> ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=2).number
+        2
+    """
+    made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
+    title = str(algorithm.settings.get("algorithm", "Rounds"))
+    with Progress(title, rounds, shown=progress and population.leads) as shown:
+        for round in made.rounds(rounds, until):
+            shown.update(tell=partial(headline, round))
+    return made

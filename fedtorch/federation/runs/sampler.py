@@ -1,0 +1,268 @@
+"""Recording a sampling algorithm: burn-in, thinning, summaries on the way, draws on disk, diagnostics.
+
+A `Sampler` follows a run whose server keeps draws of several chains (`ft.gibbs`), and watches some of them. Means
+and variances are kept up as draws arrive (Welford, "Note on a method for calculating corrected sums of squares and
+products", Technometrics 4, 1962), so a long run need not keep its draws; those that are kept lie in memory or as
+safetensors files in a folder. A sampler is part of its run's checkpoints, so that it goes on with it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import checkpoint, tree
+from fedtorch.checkpoint import below
+from fedtorch.federation.runs.history import Round
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Draws = dict[str, Tensor]
+
+
+class RunningMoments(NamedTuple):
+    """Running moments of one quantity; chains in front, `(C, ...)`.
+
+    Example:
+        >>> import torch
+        >>> moments = RunningMoments(torch.tensor(3.0), mean=torch.zeros(1, 2), squares=torch.tensor([[2.0, 8.0]]))
+        >>> moments.sd()  # of three draws of one chain
+        tensor([[1., 2.]])
+    """
+
+    count: Tensor  # type: ignore[assignment]  # () draws per chain
+    mean: Tensor
+    squares: Tensor  # Σ (x − mean)²
+
+    def sd(self) -> Tensor:
+        """The standard deviation within each chain, `(C, ...)`."""
+        return (self.squares / (self.count - 1).clamp(min=1)).sqrt()
+
+
+def global_variables(round: Round) -> Draws:
+    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import sparse
+        >>> data = ft.data.from_tensors([(torch.eye(3), torch.ones(3))] * 2)
+        >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), chains=2)
+        >>> round = ft.Run(algorithm, ft.InProcess(data), torch.zeros(3)).step()
+        >>> global_variables(round)["theta"].shape
+        torch.Size([2, 3])
+    """
+    variables = round.server.variables
+    return tree.flatten(variables.quantities() if hasattr(variables, "quantities") else variables)
+
+
+class Sampler:
+    """A recorder of the draws of a sampling algorithm: `ft.run(..., record=sampler)`.
+
+    Args:
+        burn_in: rounds that are not watched.
+        thin: of the rounds after that, every so many are.
+        watch: a round -> what to watch by name, `(C, ...)` each; default: `global_variables`. It may read clients'
+            own variables from `round.clients` in research; in a federation they stay where they are.
+        keep: whether draws are kept, not only their moments.
+        folder: where draws are kept as files of `block` draws each, instead of in memory.
+        block: draws per file.
+
+    Raises:
+        ValueError: a count out of range.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import sparse
+        >>> x = ft.random.normal(ft.random.key(0), (2, 50, 3))
+        >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(2)])
+        >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=5, chains=2)
+        >>> sampler = ft.Sampler(burn_in=20)
+        >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=70, record=sampler)
+        >>> sampler.draws()["theta"].shape
+        torch.Size([2, 50, 3])
+        >>> sampler.mean()["prior.included"].round()
+        tensor([1., 0., 0.], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        *,
+        burn_in: int = 0,
+        thin: int = 1,
+        watch: Callable[[Round], Draws] = global_variables,
+        keep: bool = True,
+        folder: Path | str | None = None,
+        block: int = 1000,
+    ) -> None:
+        for name, count, least in (("burn_in", burn_in, 0), ("thin", thin, 1), ("block", block, 1)):
+            if count < least:
+                raise ValueError(f"Expected {name} of at least {least}, but got {count}")
+        self.burn_in, self.thin = burn_in, thin
+        self.moments: dict[str, RunningMoments] = {}
+        self._watch, self._keep, self._block = watch, keep, block
+        self._folder = None if folder is None else Path(folder)
+        self._recent: list[Draws] = []  # those that are not in a file
+        self._files = 0
+
+    def record(self, round: Round) -> None:
+        """Takes in a round, if it is one of those that are watched."""
+        after = round.number - self.burn_in
+        if after <= 0 or after % self.thin:
+            return
+        watched = self._watch(round)
+        draws = {name: leaf.detach().to("cpu", torch.float64, copy=True) for name, leaf in watched.items()}
+        self.moments = {
+            name: _add_draw(self.moments.get(name, _no_moments(leaf)), leaf) for name, leaf in draws.items()
+        }
+        if not self._keep:
+            return
+        self._recent.append(draws)
+        if self._folder is not None and len(self._recent) == self._block:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.write(self._path(self._files), tree.stack(self._recent))
+            self._files, self._recent = self._files + 1, []
+
+    def _path(self, number: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"draws-{number:06d}.safetensors"
+
+    # -- what came out ---------------------------------------------------------------------------------------------
+
+    def mean(self) -> Draws:
+        """The posterior means over all chains, without the chains' dimension."""
+        return {name: moments.mean.mean(0) for name, moments in self._watched().items()}
+
+    def sd(self) -> Draws:
+        """The posterior standard deviations over all chains, without the chains' dimension."""
+        found = {}
+        for name, moments in self._watched().items():
+            between = (moments.mean - moments.mean.mean(0)).square() * moments.count
+            total = (moments.squares + between).sum(0)
+            found[name] = (total / (moments.count * len(moments.mean) - 1).clamp(min=1)).sqrt()
+        return found
+
+    def draws(self) -> Draws:
+        """The draws that were kept, `(C, T, ...)` by name."""
+        self._watched()
+        if not self._keep:
+            raise ValueError("Expected draws that were kept, but got keep=False; pass keep=True, or use the moments")
+        parts = []
+        if self._recent:
+            parts.append(tree.stack(self._recent))
+        parts = [*(checkpoint.read(self._path(i)) for i in range(self._files)), *parts]
+        return {name: leaf.transpose(0, 1) for name, leaf in tree.concatenate(parts).items()}
+
+    def inference_data(self) -> Any:
+        """The draws for ArviZ, group `posterior`, variables named as they are watched.
+
+        That is its `InferenceData`, and from ArviZ 1.0 on an xarray `DataTree`.
+        """
+        az, draws = load_arviz(), {name: leaf.numpy() for name, leaf in self.draws().items()}
+        return az.from_dict({"posterior": draws}) if _is_new(az) else az.from_dict(posterior=draws)
+
+    def summary(self) -> pd.DataFrame:
+        """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component.
+
+        Rows are named as ArviZ does, `theta[1]`; columns and numbers are the same with any ArviZ.
+        """
+        az, data = load_arviz(), self.inference_data()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # what never moves, such as γ = 1, has no R-hat
+            if not _is_new(az):
+                return az.summary(data, hdi_prob=0.95, round_to="none")
+            with az.rc_context({"stats.ci_prob": 0.95}):  # of the interval, and of the tails whose effective size it is
+                table = az.summary(data, ci_kind="hdi", round_to="none")
+        return table.rename(columns={"hdi95_lb": "hdi_2.5%", "hdi95_ub": "hdi_97.5%"})
+
+    def trace(self, *names: str) -> Figure:
+        """Trace plots and densities of the named quantities, of all if none is named."""
+        az, data = load_arviz(), self.inference_data()
+        given = {"var_names": list(names) or None, "compact": True, "backend": "matplotlib"}
+        with warnings.catch_warnings(), az.rc_context({"plot.max_subplots": None}):
+            warnings.simplefilter("ignore")
+            if _is_new(az):
+                figure = az.plot_trace_dist(data, **given).viz["figure"].item()
+            else:
+                figure = az.plot_trace(data, **given).ravel()[0].figure
+        figure.tight_layout()
+        return figure
+
+    def _watched(self) -> dict[str, RunningMoments]:
+        if not self.moments:
+            raise ValueError(
+                f"Expected rounds after the burn-in of {self.burn_in}, but got none; run more with record=sampler"
+            )
+        return self.moments
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> Draws:
+        """All that a resumed run needs, but for files of draws, flat."""
+        flat = tree.flatten(self.moments, "moments")
+        if self._recent:
+            flat |= tree.flatten(tree.stack(self._recent), "recent")
+        flat |= {name: torch.tensor(value) for name, value in self._settings().items()}
+        return {**flat, "files": torch.tensor(self._files)}
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Goes on from what `state_dict` returned.
+
+        Raises:
+            ValueError: it is of a sampler with other settings.
+        """
+        mine = self._settings()
+        other = {name: flat[name].item() if name in flat else None for name in mine}
+        if other != mine:
+            raise ValueError(f"Expected the draws of a sampler with settings {mine}, but got {other}")
+        self._files = int(flat["files"])
+        parts = below("moments.", flat)
+        named = dict.fromkeys(name.rpartition(".")[0] for name in parts)
+        fields = RunningMoments._fields
+        self.moments = {name: RunningMoments(*(parts[f"{name}.{field}"] for field in fields)) for name in named}
+        recent = below("recent.", flat)
+        count = len(next(iter(recent.values()))) if recent else 0
+        self._recent = [tree.map(lambda leaf, i=i: leaf[i], recent) for i in range(count)]
+
+    def _settings(self) -> dict[str, int | bool]:
+        about = {"burn_in": self.burn_in, "thin": self.thin, "block": self._block, "keep": self._keep}
+        return {**about, "folder": self._folder is not None}
+
+
+def _no_moments(leaf: Tensor) -> RunningMoments:
+    nothing = torch.zeros_like(leaf)
+    return RunningMoments(torch.zeros((), dtype=torch.float64), nothing, nothing)
+
+
+def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
+    """Welford's update."""
+    count = moments.count + 1
+    change = draw - moments.mean
+    mean = moments.mean + change / count
+    return RunningMoments(count, mean, moments.squares + change * (draw - mean))
+
+
+def load_arviz() -> Any:
+    """ArviZ, whose import takes a second and announces its next version.
+
+    Example:
+        >>> import numpy as np
+        >>> load_arviz().hdi(np.arange(101.0), hdi_prob=0.9).tolist()  # the shortest interval of nine tenths
+        [0.0, 90.0]
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        import arviz
+
+    return arviz
+
+
+def _is_new(az: Any) -> bool:
+    """Whether it is ArviZ 1.0 or later, which has other arguments and results."""
+    return int(az.__version__.partition(".")[0]) >= 1

@@ -1,0 +1,267 @@
+"""A grid of hyperparameters: a run of each setting on the same clients, and which predicts best.
+
+Settings are seeded alike (the same cohorts, faults, minibatches and draws), so that they differ by what is set.
+
+>>> import torch, fedtorch as ft
+>>> data = ft.data.partition(ft.data.digits(), ft.data.dirichlet(0.3, minimum=10), clients=10, seed=0)
+>>> module = torch.nn.Linear(64, 10)
+>>> def build(lr, mu):
+...     local = ft.gradient_descent(module, epochs=1, batch_size=16, loss=torch.nn.functional.cross_entropy,
+...                                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr))
+...     return ft.fedprox(local, mu)
+>>> result = ft.grid(build, {"lr": [0.001, 0.1], "mu": [0.0, 0.1]}, ft.InProcess(data), validation=0.3, rounds=5,
+...                  metric=ft.metrics.accuracy(), progress=False)
+>>> result.best["lr"]
+0.1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import FederatedData
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.populations.distributed import Distributed
+from fedtorch.federation.populations.in_process import InProcess, Population
+from fedtorch.federation.runs.cohorts import Cohort, check_cohort
+from fedtorch.federation.runs.evaluation import Score, Split, check_same_clients, inputs_and_targets, is_largest_best
+from fedtorch.federation.runs.faults import Faults
+from fedtorch.federation.runs.run import Run
+from fedtorch.metrics import as_stacked
+from fedtorch.progress import Progress
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Setting = dict[str, Any]  # a value for every hyperparameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The settings of a grid and how well each predicts, in the order in which they were given.
+
+    Attributes:
+        settings: what `build` was called with.
+        scores: the metric on the clients' validation rows; all NaN for a setting that diverged.
+        diverged: whether the server's state, a client's model or the score of all rows has NaN or infinite numbers.
+        largest_is_best: of the metric.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> scores = tuple(ft.Score(s, torch.tensor([s], dtype=torch.float64)) for s in (0.5, 0.9))
+        >>> result = ft.Grid(({"lr": 0.1}, {"lr": 1.0}), scores, diverged=(False, False), largest_is_best=True)
+        >>> result.best
+        {'lr': 1.0}
+    """
+
+    settings: tuple[Setting, ...]
+    scores: tuple[Score, ...]
+    diverged: tuple[bool, ...]
+    largest_is_best: bool
+
+    @property
+    def order(self) -> list[int]:
+        """Places of the settings, best mean over clients first, those that diverged last."""
+        sign = -1.0 if self.largest_is_best else 1.0
+        return sorted(
+            range(len(self.settings)),
+            key=lambda i: (self.diverged[i], 0.0 if self.diverged[i] else sign * self.scores[i].mean()),
+        )
+
+    @property
+    def best(self) -> Setting:
+        """The setting with the best mean over clients.
+
+        Raises:
+            ValueError: all settings diverged.
+        """
+        first = self.order[0]
+        if self.diverged[first]:
+            raise ValueError(
+                f"Expected a setting that converges, but all {len(self.settings)} diverged; widen the grid"
+            )
+        return dict(self.settings[first])
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row per setting, best first: mean, standard deviation and worst over clients, and all rows together."""
+        import pandas as pd
+
+        rows = []
+        for i in self.order:
+            score = self.scores[i]
+            known = score.clients[~score.clients.isnan()]
+            row = {
+                "mean over clients": score.mean(),
+                "sd over clients": float(known.std()) if len(known) > 1 else math.nan,
+                "worst client": score.worst(self.largest_is_best),
+                "all rows": score.overall,
+                "diverged": self.diverged[i],
+            }
+            rows.append({**self.settings[i], **row})
+        return pd.DataFrame(rows)
+
+
+def grid(
+    build: Callable[..., Algorithm],
+    settings: Mapping[str, Sequence[Any]],
+    population: Population,
+    *,
+    validation: FederatedData | float,
+    metric: Any,
+    largest_is_best: bool | None = None,
+    rounds: int,
+    cohort: int | Cohort | None = None,
+    seed: int = 0,
+    faults: Faults | None = None,
+    split: Split = inputs_and_targets,
+    progress: bool = True,
+) -> Grid:
+    """Runs every combination of `settings` on the same clients, and scores each on the clients' validation rows.
+
+    Each setting is `ft.run(build(**setting), population, ...)`, one after another. One whose server has NaN or
+    infinite numbers ends there. `ft.plots.heat_map` draws the result.
+
+    Args:
+        build: setting -> algorithm, called as `build(**setting)`. Meanwhile torch's global generator stands at
+            `seed`, so that modules made in it start from the same weights; afterwards it is as before.
+        settings: the values to try of each of `build`'s parameters, by name.
+        population: who computes, and where.
+        validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
+        metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric with summed states, or a function
+            (prediction, target) -> per-example values.
+        largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are;
+            default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do.
+        rounds: communication rounds of each setting.
+        cohort: as in `ft.run`; all settings have the same cohorts.
+        seed: of all randomness.
+        faults: what goes wrong; as in `ft.run`.
+        split: rows -> (inputs, targets).
+        progress: whether it is shown how far a search is that takes longer than two seconds.
+
+    Raises:
+        TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
+        ValueError: there is nothing to try, or the validation rows are of other clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+        >>> build = lambda mu: ft.fedprox(ft.least_squares(torch.nn.Linear(10, 1)), mu)
+        >>> result = ft.grid(build, {"mu": [0.0, 1e9]}, ft.InProcess(data), validation=0.3, rounds=2, progress=False,
+        ...                  metric=ft.metrics.mean_squared_error(), largest_is_best=False)
+        >>> result.best
+        {'mu': 0.0}
+    """
+    _check_settings(build, settings)
+    if rounds < 1:
+        raise ValueError(f"Expected at least one round, but got {rounds}")
+    population, validation = _held_out(population, validation, seed)
+    check_cohort(cohort, len(population.data))
+    largest_is_best = is_largest_best(largest_is_best, as_stacked(metric).largest_is_best)
+    tried = [dict(zip(settings, values)) for values in itertools.product(*settings.values())]
+    algorithms = [_built(build, setting, seed) for setting in tried]
+    scores: list[Score | None] = []
+    title = f"{len(tried)} setting{'s' * (len(tried) > 1)}"
+    with Progress(title, len(tried) * rounds, shown=progress and population.leads) as shown:
+        for i, algorithm in enumerate(algorithms, 1):
+            made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults, on_bad_message="drop")
+            finite = True
+            while finite and made.number < rounds:
+                done = made.step()
+                finite = _is_finite(done.server) and not len(done.refused)
+                shown.update()
+            scores.append(_score(made, validation, metric, split) if finite else None)
+            failed = scores.count(None)
+            shown.update(i * rounds - shown.done, partial(dict, diverged=failed) if failed else None)
+    nothing = Score(math.nan, torch.full((len(validation),), math.nan, dtype=torch.float64))
+    return Grid(
+        settings=tuple(tried),
+        scores=tuple(nothing if score is None else score for score in scores),
+        diverged=tuple(score is None for score in scores),
+        largest_is_best=largest_is_best,
+    )
+
+
+def _check_settings(build: Callable[..., Algorithm], settings: Mapping[str, Sequence[Any]]) -> None:
+    """Raises TypeError or ValueError unless `settings` are values of all that `build` needs."""
+    if not settings:
+        raise ValueError("Expected settings to try, but got none; pass for example {'lr': [0.01, 0.1]}")
+    parameters = inspect.signature(build).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in settings if name not in named]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        raise TypeError(f"Expected settings among the parameters {named} of build, but got {unknown}")
+    required = {p.name for p in parameters if p.name in named and p.default is p.empty}
+    if required - set(settings):
+        raise TypeError(
+            f"Expected values for all that build needs, but got none for {sorted(required - set(settings))}; add them "
+            "to the settings, or give build a default"
+        )
+    for name, values in settings.items():
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
+            raise ValueError(f"Expected a list of values of {name}, but got {values!r}")
+        if any(value in values[:i] for i, value in enumerate(values)):
+            raise ValueError(f"Expected different values of {name}, but got {values!r}")
+
+
+def _held_out(population: Population, validation: FederatedData | float, seed: int) -> tuple[Population, FederatedData]:
+    """The population to train on, and the validation rows of its clients."""
+    if not isinstance(validation, FederatedData):
+        if not 0 < validation < 1:
+            raise ValueError(f"Expected validation rows, or a fraction between 0 and 1, but got {validation}")
+        if not isinstance(population, (InProcess, Distributed)):
+            raise TypeError(
+                f"Expected a population in this process or over ranks to hold rows out of, but got "
+                f"{type(population).__name__}; split its data with data.split, and pass validation= the held-out rows"
+            )
+        training, validation = population.data.split(1 - validation, seed)
+        population = type(population)(training, chunk=population.chunk)
+    check_same_clients(validation, population.names)
+    if int(validation.counts.sum()) == 0:
+        raise ValueError("Expected validation rows, but no client has any; hold out a larger fraction")
+    return population, validation
+
+
+def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algorithm:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        try:
+            algorithm = build(**setting)
+        except Exception as error:
+            error.add_note(f"in build of the setting {setting}")
+            raise
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"Expected build to return an Algorithm, such as ft.fedavg(...), but got {type(algorithm)}")
+    if algorithm.predict is None:
+        raise ValueError("Expected an algorithm that predicts, but got one without `predict`")
+    return algorithm
+
+
+def _score(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:
+    """How well a setting predicts; None if it has diverged."""
+    finite = lambda tensors, block: _are_finite(tensors, len(block.count))
+    if not (_is_finite(run.server) and bool(run.clients.evaluate(run.outbox, validation, finite).all())):
+        return None
+    score = run.evaluate(validation, {"metric": metric}, split)["metric"]
+    return score if math.isfinite(score.overall) else None
+
+
+def _is_finite(state: Tree) -> bool:
+    return all(bool(leaf.isfinite().all()) for leaf in tree.leaves(state))
+
+
+def _are_finite(tensors: Tree, clients: int) -> Tensor:
+    """Which of `clients` stacked clients have finite numbers only, `(K,)`."""
+    each = [leaf.isfinite().reshape(clients, -1).all(1) for leaf in tree.leaves(tensors)]
+    return torch.stack(each).all(0)

@@ -1,0 +1,276 @@
+"""What has to be known about a module before its clients can be stacked: tried out on a few rows of a block."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional, random, tree
+from fedtorch._untrained import refuse_untrained
+from fedtorch.captured import IndexUsed, capture
+from fedtorch.data import BadClients, described_rows
+from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
+from fedtorch.federation.solvers._state import refuse_changed_buffers
+from fedtorch.federation.solvers.batches import is_ragged
+from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.module_randomness import Drawn
+from fedtorch.tree import Tree
+
+_ROWS = 16
+_CHECKPOINTED = (
+    "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
+    "on another client's tensors, but got one; switch checkpointing off, or use ft.lightning_fit"
+)
+
+
+def check_rows(
+    stacked: StackedLoss,
+    data: Any,
+    values: Mapping[str, Tensor],
+    original: Callable[[], nn.Module | None] | None = None,
+) -> None:
+    """Tries whether the module can train on the rows of a block: on a few, with the extreme labels among them.
+
+    Args:
+        stacked: the loss.
+        data: a block `ClientData`, which has clients.
+        values: one client's tensors and stacked buffers by name.
+        original: gives the user's module, while there is one, so that a loss which reads its parameters is refused;
+            None looks for none.
+
+    Raises:
+        BadClients: it cannot take the rows of some.
+        ValueError: the rows are not (input, target), and there is no `training_step` to read others; or the loss
+            compares every output with every target, or reads parameters that are not trained.
+        RuntimeError: it checkpoints activations.
+    """
+    if stacked.objective.supervised and not (isinstance(data.batch, tuple) and len(data.batch) == 2):
+        raise ValueError(
+            f"Expected rows (input, target) for loss=, but got {described_rows(data.batch)}; take a LightningModule, "
+            "whose training_step reads any rows"
+        )
+    # Labels out of range end the process on an accelerator: they are looked for on the CPU first.
+    for device in dict.fromkeys((torch.device("cpu"), data.count.device)):
+        stacked.objective.to(device)
+        own, (client, row) = _own(stacked, values, device), _spread(data)
+        rows = _rows_at(data, client, row, device)
+        with Broadcasts(len(row)) as broadcasts:
+            error = _failure(stacked, own, rows, original)
+        if error is None and broadcasts.met is not None:
+            name = type(stacked.objective.module).__name__
+            refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
+        if error is None or (device != data.count.device and not isinstance(error, IndexError)):
+            continue
+        if "checkpoint" in str(error) or isinstance(error, Warning):
+            raise RuntimeError(_CHECKPOINTED) from error
+        alone = ((int(k), _rows_at(data, k.expand(2), r.expand(2), device)) for k, r in zip(client, row))
+        bad = next((k for k, rows in alone if _failure(stacked, own, rows) is not None), int(client[0]))
+        raise BadClients(
+            torch.tensor([bad]),
+            f"Expected rows that {type(stacked.objective.module).__name__} can train on, but got "
+            f"{described_rows(data.batch)}: {error}; {_advice(error, data.batch, own[0].dtype)}",
+        ) from error
+
+
+def _failure(
+    stacked: StackedLoss,
+    own: list[Tensor],
+    rows: Tree,
+    original: Callable[[], nn.Module | None] | None = None,
+) -> Exception | None:
+    """What goes wrong in one client's loss and gradient, as far as it can be the rows'."""
+    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
+    stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED)
+    # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
+    buffers = functional.buffers(stacked.objective.module)
+    kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
+    with kept, warnings.catch_warnings(), torch.enable_grad(), Drawn(random.key(0).to(own[0].device)):
+        warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
+        try:
+            with no_hooks:
+                loss = stacked.single(leaves, rows, None, 0)[0]
+                if loss.requires_grad:
+                    torch.autograd.grad(loss, leaves[: len(stacked.tensors)], allow_unused=True)
+        except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
+            return None if isinstance(error, NotImplementedError) else error
+        except Exception:  # the probe says what else a module objects to
+            return None
+    if original is not None:
+        refuse_untrained(loss, leaves[: len(stacked.tensors)], stacked.objective.module, original())
+    return None
+
+
+def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> Tensor:
+    """One client's loss on so many of the rows, some of them several times."""
+    leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
+    at = torch.arange(size, device=own[0].device)
+    some = tree.map(lambda leaf: leaf[at % len(leaf)], rows)
+    with warnings.catch_warnings(action="ignore"), torch.enable_grad(), Drawn(random.key(0).to(at.device)):
+        return stacked.single(leaves, some, None, 0)[0].detach()
+
+
+def _advice(error: Exception, batch: Tree, dtype: torch.dtype) -> str:
+    if isinstance(error, IndexError):
+        return "classes and tokens are numbered from 0 to one less than the module has"
+    if any((leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != dtype for leaf in tree.leaves(batch)):
+        return f"convert them with data.to(dtype={dtype}), or the module with module.to(…)"
+    return "change the rows, the module's inputs or the loss"
+
+
+def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None:
+    """Runs the module on a few rows of a block: does it draw, change buffers, run stacked, split by example?
+
+    Args:
+        stacked: the loss, which is told.
+        data: a block `ClientData`.
+        values: one client's tensors and stacked buffers by name.
+
+    Raises:
+        TypeError: it returns no loss, or compiled steps would freeze what changes from step to step.
+        ValueError: it changes buffers that are not stacked.
+        RuntimeError: `torch.vmap` cannot run it, or gives another loss.
+    """
+    rows = _some_rows(data, _ROWS)
+    device = tree.leaves(rows)[0].device
+    trained, own, key = len(stacked.tensors), _own(stacked, values, device), random.key(0).to(device)
+    with torch.no_grad():
+        if not stacked.probed:
+            loss, moved, asked = _alone(stacked, own, rows, key)
+            if stacked.batched:
+                _check_stacked(stacked, own, rows, loss, key)
+            if stacked.eager is None:
+                _check_captured(stacked, own, rows, asked)
+            if any(not torch.equal(a, b) for a, b in zip(own[trained:], moved)):
+                stacked.separable = False
+        if stacked.batched and stacked.separable is not False and is_ragged(data.count):
+            stacked.separable = _splits(stacked, own, rows, key)
+    stacked.probed = True
+
+
+def _alone(
+    stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor
+) -> tuple[Tensor, Sequence[Tensor], set[str]]:
+    """One client's loss and new buffers, evaluated without `vmap`, and what the module has asked its trainer."""
+    module, trainer = stacked.objective.module, stacked.objective.trainer
+    before, asked = functional.buffers(module), set(trainer.asked)
+    trainer.asked.clear()
+    trainer.answers.update(global_step=0, current_epoch=0)
+    with Drawn(key) as drawn:
+        loss, _, new = stacked.single([v.clone() for v in own], rows, None, 0)
+    stacked.random = drawn.calls > 0
+    questions = set(trainer.asked)
+    trainer.asked |= asked
+    refuse_changed_buffers(module, before)
+    return loss, new, questions
+
+
+def _check_stacked(stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor) -> None:
+    name = type(stacked.objective.module).__name__
+    try:
+        together = _twice(stacked, own, rows, False, key)[0]
+    except Exception as error:
+        raise RuntimeError(
+            f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
+            "Use batched=False, which calls the loss client by client, or ft.lightning_fit"
+        ) from error
+    if not _close(together, alone.expand(2), equal_nan=True):
+        raise RuntimeError(
+            f"{name} gives the losses {together.tolist()} on two stacked copies of a client, but {float(alone)} on "
+            "one alone; use batched=False, which calls the loss client by client"
+        )
+
+
+def _check_captured(stacked: StackedLoss, own: list[Tensor], rows: Tree, asked: set[str]) -> None:
+    changing = [f"trainer.{question}" for question in sorted(asked - {"max_epochs", "training"})]
+    try:
+        capture(partial(stacked.step, rows, None), *[leaf[None] for leaf in (*own, *tree.leaves(rows))])
+    except IndexUsed:
+        changing.append("batch_idx")
+    if changing:
+        raise TypeError(
+            f"The training_step of {type(stacked.objective.module).__name__} depends on {', '.join(changing)}, which "
+            "a compiled step would freeze; use compile=False"
+        )
+
+
+def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, key: Tensor) -> tuple[Tensor, ...]:
+    """Losses and logs of two stacked copies of one client."""
+    values, some = tree.map(lambda leaf: leaf.expand(2, *leaf.shape).clone(), (tuple(own), rows))
+    size = len(tree.leaves(rows)[0])
+    weights = torch.full((2, size), 1.0 / size, device=key.device, dtype=torch.float64)
+    flat = [*values, *tree.leaves(some), *([weights] if weighted else [])]
+    with Drawn(torch.stack([key, key])):
+        found = stacked.stacked(flat, some, 0, "different")
+    return found[: 1 + len(stacked.told)]
+
+
+def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor) -> bool:
+    """Whether loss and logs are the means of the examples' on batches of several sizes."""
+    size = len(tree.leaves(rows)[0])
+    for part in sorted({size, (size + 1) // 2, 2}):
+        some = tree.map(lambda leaf, part=part: leaf[:part], rows)
+        try:
+            whole, summed = (_twice(stacked, own, some, weighted, key) for weighted in (False, True))
+        except Exception:  # whatever a module objects to in batches of one: clients are then grouped by size
+            return False
+        if len(whole) != len(summed) or not all(_close(a, b) for a, b in zip(whole, summed)):
+            return False
+    return True
+
+
+def _close(first: Tensor, second: Tensor, equal_nan: bool = False) -> bool:
+    first, second = first.detach(), second.detach()
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(second.dtype, 1e-2)
+    return torch.allclose(first.double(), second.double(), rtol=tolerance, atol=tolerance, equal_nan=equal_nan)
+
+
+def _perturbed(tensor: Tensor) -> Tensor:
+    """A little away from the start, where a loss may be the same for all examples; signs are kept."""
+    wave = 0.1 * torch.sin(torch.arange(1, tensor.numel() + 1, device=tensor.device)).reshape(tensor.shape)
+    return torch.where(tensor == 0, wave, tensor * (1 + wave)).to(tensor.dtype)
+
+
+def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    """One client's tensors, a little away from the start, and its stacked buffers."""
+    own = [_perturbed(values[n].to(device)) for n in stacked.tensors]
+    return own + [values[n].to(device, copy=True) for n in stacked.buffers]
+
+
+def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tree:
+    return tree.map(lambda leaf: leaf[client, row].to(device), data.batch)
+
+
+def _spread(data: Any) -> tuple[Tensor, Tensor]:
+    """(client, row) of rows spread over a block, and of those with the smallest and largest of the whole numbers."""
+    ends = data.count.cumsum(0)
+    at = torch.linspace(0, int(ends[-1]) - 1, min(_ROWS, int(ends[-1])), device=ends.device).long()
+    client = torch.searchsorted(ends, at, right=True)
+    found, mask = [(client, at - ends[client] + data.count[client])], data.mask
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
+            low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
+            first = low[client[0], 0]
+            extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
+            both = torch.stack(extremes)
+            found.append((both // mask.shape[1], both % mask.shape[1]))
+    return torch.cat([k for k, _ in found]), torch.cat([r for _, r in found])
+
+
+def _some_rows(data: Any, most: int) -> Tree:
+    """Valid rows spread over the clients of a block, with some for each of the first values of integer fields."""
+    client, row = data.mask.nonzero().T
+    chosen = [torch.linspace(0, len(client) - 1, min(most, len(client)), device=client.device).long()]
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim == 2 and not (leaf.is_floating_point() or leaf.is_complex()):
+            values, which = leaf[client, row].unique(return_inverse=True)
+            first = which.new_full((len(values),), len(which))
+            first.scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amin")
+            chosen.append(first[:most])
+    at = torch.cat(chosen).unique()
+    return tree.map(lambda leaf: leaf[client[at], row[at]], data.batch)

@@ -1,0 +1,101 @@
+"""What a callback does in one client's fit: it adds the others' quadratic, and takes down what the fit tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+import torchmetrics
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fedtorch.federation.algorithm import Quadratic
+from fedtorch.federation.solvers._clock import RoundTrainer, catch_up
+
+
+class Watch(L.Callback):
+    """Adds the quadratic's gradient in one client's fit; takes down losses, learning rates and interrupts.
+
+    Args:
+        quadratic: of the client.
+        round: of the federation.
+        examine: is called with the module and each loss of the first batch, before its backward pass.
+    """
+
+    def __init__(
+        self,
+        quadratic: Quadratic | None,
+        round: int = 0,
+        examine: Callable[[L.LightningModule, Tensor], None] | None = None,
+    ) -> None:
+        self.quadratic, self.round, self._examine = quadratic, round, examine
+        self.losses: list[Tensor] = []
+        self.rates = 0.0
+        self.exception: BaseException | None = None
+        self._names: dict[int, str] = {}
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []  # without the quadratic's
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Goes to where the federation is, and looks at the optimisers, which exist by now."""
+        assert isinstance(trainer, RoundTrainer)
+        if self.round:
+            catch_up(trainer, self.round)
+        for metric in pl_module.modules():
+            if isinstance(metric, torchmetrics.Metric):  # it would gather over the ranks of the federation
+                metric.distributed_available_fn = lambda: False
+        self._names = {id(p): name for name, p in pl_module.named_parameters()}
+        for optimizer in trainer.optimizers:
+            line_search = any(group.get("line_search_fn") for group in optimizer.param_groups)
+            if self.quadratic is not None and line_search:
+                raise TypeError(
+                    f"{type(optimizer).__name__}'s line search reads the value of the loss, but what the "
+                    "others think enters as a gradient only; use line_search_fn=None"
+                )
+            optimizer.register_step_post_hook(self._after_step)
+        if trainer.optimizers:
+            trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """Shows the losses of the first batch to `examine`."""
+        if self._examine is not None:
+            self._examine(pl_module, loss)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        """Adds λx − h to the gradients of the optimiser's parameters."""
+        self._gradients = []
+        if self.quadratic is None:
+            return
+        with torch.no_grad():
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                name = self._names.get(id(p))
+                if name is None or name not in self.quadratic.shift:
+                    continue
+                precision, shift = self.quadratic.precision_of(name), self.quadratic.shift[name]
+                pull = precision.to(p.device, p.dtype) * p - shift.to(p.device, p.dtype)
+                self._gradients.append((p, p.grad))
+                p.grad = pull if p.grad is None else pull + p.grad
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        # Manual optimisation may go on with these gradients, and must not find the quadratic's in them.
+        for p, gradient in self._gradients:
+            p.grad = gradient
+        self._gradients = []
+
+    def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.rates += float(optimizer.param_groups[0].get("lr", float("nan")))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes down the loss, which Lightning has divided by the number of accumulated batches."""
+        self._examine = None
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.losses.append(loss.detach().reshape(()) * scale)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Keeps what Lightning may swallow."""
+        self.exception = exception

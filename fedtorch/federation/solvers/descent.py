@@ -1,0 +1,337 @@
+"""What `gradient_descent` does with a block of clients: who can share steps, and the steps themselves."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional, random, tree
+from fedtorch.data import BadClients
+from fedtorch.dispatch.choice import possible
+from fedtorch.federation.algorithm import Local, Quadratic, Turn
+from fedtorch.federation.solvers._configured import Configured, check_independent, configure
+from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
+from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
+from fedtorch.federation.solvers._probe import check_rows, probe
+from fedtorch.federation.solvers._seen import Seen
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, tensors_of
+from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
+from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
+from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.optimisers import MakeOptimizer, State
+from fedtorch.tree import Tree
+
+_SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
+
+
+class Descent:
+    """The settings of `gradient_descent`, and what has been found out about the module.
+
+    Attributes:
+        linear: what a program that takes all steps of a round at once has to know; None asks none.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> descent = Descent(
+        ...     torch.nn.Linear(1, 1, bias=False), steps=2, loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        ...     make=lambda parameters: torch.optim.SGD(parameters, lr=0.25))
+        >>> block = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 4.0)]).stack([0, 1])
+        >>> start, keys = {"weight": torch.zeros(2, 1, 1)}, ft.random.fold_in(ft.random.key(0), torch.arange(2))
+        >>> solved = descent.solve(start, descent.init(start), descent.prepare(block), None, ft.Turn(keys, round=0))
+        >>> solved.parameters["weight"].flatten()  # twice half the way from 0 to y
+        tensor([0.7500, 3.0000])
+        >>> solved.steps  # the sums of learning rates
+        tensor([0.5000, 0.5000], dtype=torch.float64)
+    """
+
+    linear: LinearSteps | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        epochs: int | None = None,
+        steps: int | None = None,
+        rounds: int | None = None,
+        batch_size: int | None = None,
+        loss: Loss | None = None,
+        make: MakeOptimizer | None = None,
+        reset: str = "round",
+        buffers: str = "refuse",
+        batched: bool = True,
+        compile: bool = False,
+        clip: float | None = None,
+        precision: str = "32",
+        project: Callable[[Tree], Tree] | None = None,
+        ignore_hooks: Sequence[str] = (),
+    ) -> None:
+        self.module = copy.deepcopy(module)
+        self._original = weakref.ref(module)
+        trained = training_copy(module, ignore_hooks)
+        self.objective = Objective(trained, loss)
+        self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
+        self.make, self.keep, self.clip, self.project = make, reset == "never", clip, project
+        self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
+        own = functional.parameters(trained)
+        if not own:
+            raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
+        self.trained = list(own)
+        self.averaged, self.buffers = divided_buffers(trained, buffers)
+        self.counts = counts(trained, self.averaged)
+        self.parameters = {**own, **self.averaged}
+        both = [*self.averaged, *self.buffers]
+        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision)
+        self._configurations: dict[int | None, Configured] = {}
+        self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
+        configured = self.configured(_SOME_STEPS)
+        check_independent(configured.optimizer)
+        self.untrained: State = {}
+        if self.keep:
+            self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
+
+    def init(self, parameters: Tree) -> LocalState:
+        """One client's state before its first round."""
+        return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
+
+    def prepare(self, data: Any) -> Any:
+        """Looks at a block to find out what the module can do; the data stay as they are.
+
+        Raises:
+            BadClients: some have no rows, or rows that the module cannot take.
+            ValueError: the loss reads parameters that are not trained.
+        """
+        empty = (data.count == 0).nonzero()[:, 0]
+        if len(empty):
+            raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
+        if len(data.count):
+            values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
+            check_rows(self.loss, data, values, self._original)
+        self._learn(data)
+        return data
+
+    def _learn(self, data: Any) -> None:
+        """Finds out what the module can do, as far as this block tells and it is not known."""
+        separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
+        if len(data.count) and not (self.loss.probed and separable):
+            self.move(data.count.device)
+            probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
+
+    def tensors(self, parameters: Tree, state: LocalState) -> Tree:
+        """All tensors that clients predict with; see `LocalSolver`."""
+        return tensors_of(self.counts, parameters, state)
+
+    def configured(self, total: int) -> Configured:
+        """The optimiser and schedule; a new one per number of steps of a round only if the module asks for it."""
+        trainer = self.objective.trainer
+        trainer.answers["estimated_stepping_batches"] = self.rounds and self.rounds * total
+        by_total = "estimated_stepping_batches" in trainer.asked
+        if (total if by_total else None) not in self._configurations:
+            found = configure(self.objective.module, self.make)
+            by_total = "estimated_stepping_batches" in trainer.asked
+            self._configurations[total if by_total else None] = found
+        return self._configurations[total if by_total else None]
+
+    def find_linear_steps(self, loss: Loss | None) -> None:
+        """Lets a program take all steps of a round at once where it knows all that they do."""
+        if self.clip is None and self.project is None and self.loss.precision != "bf16":
+            self.linear = linear_steps(self.objective.module, loss, self.trained, self.configured(_SOME_STEPS))
+
+    def move(self, device: torch.device) -> None:
+        """Takes the module to the device of the data."""
+        if next(self.objective.parameters()).device != device:
+            self.objective.to(device)
+
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
+        """Trains the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
+        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
+            self._learn(data)
+        count, key = data.count.to("cpu"), turn.key
+        if len(count) == 0:
+            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
+        if self.linear is not None and self.linear.knows(start, data.batch, quadratic):
+            batches = Batches(data.batch, count, self.batch_size, self.epochs, self.steps, key)
+            return self.linear.solve(start, state, data, batches, quadratic)
+        groups = self._groups(state, count, turn.round)
+        if len(groups) == 1:
+            return _Stack(self, start, state, data.batch, count, quadratic, turn).run()
+        done = []
+        for rows in groups:
+            some = (start, state, data.batch, quadratic, key)
+            first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
+            done.append(_Stack(self, first, old, batch, count[rows], pull, Turn(keys, turn.round)).run())
+        back = torch.cat(groups).argsort().to(key.device)
+        return tree.take(tree.concatenate(_same_info(done)), back)
+
+    def _groups(self, state: LocalState, count: Tensor, round: int) -> list[Tensor]:
+        """Rows of the block that can share steps exactly."""
+        asked = self.objective.trainer.asked
+        traits = []
+        if self.loss.batched and not self.loss.separable:
+            traits.append(count)
+        schedule = self.configured(_SOME_STEPS).schedule
+        by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
+        by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
+        behind = round > 0 and self.epochs is not None  # who has more steps to an epoch has taken more by now
+        if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch) or (by_step and behind):
+            traits.append(torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size))
+        if state.steps is not None:
+            traits.append(state.steps.to("cpu"))
+            traits.extend(_trained(parts) for parts in state.optimizer.values() if parts)
+        if not traits:
+            return [torch.arange(len(count))]
+        _, group = torch.stack(traits, 1).unique(dim=0, return_inverse=True)
+        return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
+
+
+class _Stack:
+    """One group of clients, which differ in their rows and in their number of steps only."""
+
+    def __init__(
+        self,
+        descent: Descent,
+        start: Tree,
+        state: LocalState,
+        rows: Tree,
+        count: Tensor,
+        quadratic: Quadratic | None,
+        turn: Turn,
+    ) -> None:
+        key = turn.key
+        descent.move(key.device)
+        self.descent, self.state = descent, state
+        self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
+        drawn = descent.loss.random or not descent.loss.batched
+        self.key = random.fold_in(key, MODULE) if drawn else key
+        own = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
+        self.tensors = {name: own.pop(name) for name in descent.trained}
+        self.buffers = own
+        self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
+        configured = descent.configured(int(self.batches.total[0]))
+        self.schedule, self.state_of = configured.schedule, configured.optimizer.state
+        self.position = turn.round * int(self.batches.total.max())  # where those stand who have been away, too
+        begun = state.steps is not None and bool(state.steps[0])
+        self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
+        fused = possible(key.device) and FusedSteps.knows(self.optimizer)
+        self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
+
+    def run(self) -> Local:
+        """Takes all steps."""
+        total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
+        longest, loss = int(total.max()), self.descent.loss
+        same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
+        same_steps = self.position == 0 or bool((total == longest).all())
+        answers = self.descent.objective.trainer.answers
+        rates, seen = [0.0], Seen(total)
+        finished: Tree = None
+        for t in range(longest):
+            position = self.position + t
+            if self.schedule is not None:
+                self.schedule.apply(self.optimizer, position, per_epoch)
+            rates.append(float(self.optimizer.param_groups[0]["lr"]))
+            answers["global_step"] = position if same_steps else None
+            answers["current_epoch"] = position // per_epoch if same_epochs else None
+            losses, logs, self.buffers, gradients = loss.gradients(
+                self.tensors, self.buffers, self.batches[t], t, self.key
+            )
+            self._descend(t, gradients)
+            seen.add(t, {**logs, "loss": losses})
+            ends = total == t + 1
+            if t + 1 < longest and bool(ends.any()):
+                finished = _keep_rows(finished, self._now(), ends)
+        finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
+        tensors, kept = finished
+        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.means())
+
+    def _descend(self, t: int, gradients: Sequence[Tensor | None]) -> None:
+        with torch.no_grad():
+            if self.fused is not None:
+                pulls = {} if self.pulls is None else by_parameter(self.tensors, self.pulls)
+                self.fused.step(t, by_parameter(self.tensors, gradients), pulls)
+            else:
+                self._step_by_step(gradients)
+            if self.descent.project is not None:
+                for name, value in self.descent.project(dict(self.tensors)).items():
+                    self.tensors[name].copy_(value)
+
+    def _step_by_step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Quadratic, clipping and the optimiser one after the other."""
+        for i, (tensor, gradient) in enumerate(zip(self.tensors.values(), gradients)):
+            if self.pulls is not None:
+                precision, shift = self.pulls[i]
+                pull = precision * tensor - shift
+                gradient = pull if gradient is None else gradient + pull
+            if gradient is None or gradient.is_contiguous():
+                tensor.grad = gradient
+            elif tensor.grad is None:  # fused optimisers read memory in order, whatever the strides
+                tensor.grad = gradient.contiguous()
+            else:
+                tensor.grad.copy_(gradient)
+        if self.descent.clip is not None:
+            _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
+        self.optimizer.step()
+
+    def _now(self) -> tuple[dict[str, Tensor], State]:
+        """(tensors and buffers, the optimiser's state if it is kept) after the steps so far."""
+        kept = self.state_of(self.optimizer, self.tensors, self.state.optimizer) if self.descent.keep else {}
+        return {**self.tensors, **self.buffers}, kept
+
+    def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
+        descent, steps, total = self.descent, self.state.steps, self.batches.total
+        return Local(
+            {n: tensors[n].double() if n in descent.counts else tensors[n] for n in descent.parameters},
+            LocalState(
+                kept,
+                {name: tensors[name] for name in descent.buffers},
+                None if steps is None else steps + total.to(steps.device),
+            ),
+            rates[total].to(self.key.device),
+            info,
+        )
+
+
+def _clip(tensors: Sequence[Tensor], most: float) -> None:
+    """Scales the gradients of each client whose norm over all `tensors` is above `most`."""
+    held = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+    if held:
+        squares = [gradient.reshape(len(gradient), -1).square().sum(1) for _, gradient in held]
+        share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
+        for tensor, gradient in held:
+            tensor.grad = gradient * tree.along(share, gradient)
+
+
+def _trained(parts: Mapping[str, Tensor]) -> Tensor:
+    """Which clients' optimisers have had a gradient of a parameter, `(K,)` of 0 and 1."""
+    return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
+
+
+def _contiguous(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
+    """λ and h of each parameter, in its dtype."""
+    precision, shift = {name: quadratic.precision_of(name) for name in tensors}, quadratic.shift
+    return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
+
+
+def _same_info(parts: Sequence[Local]) -> list[Local]:
+    """The solutions of groups of clients, NaN for what only others have told."""
+    names = dict.fromkeys(name for local in parts for name in local.info)
+    return [local._replace(info={n: local.info.get(n, local.steps * torch.nan) for n in names}) for local in parts]
+
+
+def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:
+    """`kept` with `rows` `(K,)` bool replaced by what they are now; a copy of `now` the first time."""
+    if kept is None:
+        return tree.map(torch.clone, now)
+
+    def replace(old: Tensor, new: Tensor) -> Tensor:
+        at = rows.to(old.device)
+        old[at] = new[at]
+        return old
+
+    return tree.map(replace, kept, now)

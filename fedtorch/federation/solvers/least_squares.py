@@ -1,0 +1,221 @@
+r"""Least squares in closed form: the local problem solved exactly, or by T gradient steps at once, from Gram matrices.
+
+For an `nn.Linear` or a `LinearHead` with coefficients θ on features X, client k's objective is
+
+.. math:: \frac1{n_k o}\|Y_k - X_k \theta\|^2 + \frac{\lambda}{2}\|\theta\|^2 - \langle h, \theta\rangle,
+
+that of `torch.nn.functional.mse_loss` plus the `Quadratic` of the others, o being the number of outputs. With its
+curvature V diag(m) V' and its gradient g at the start θ⁰, both the minimiser and the end of T full-batch gradient steps
+of size η are
+
+.. math::
+    \theta^0 - V \mathrm{diag}(f) V' g, \qquad f = 1 / m \quad\text{or}\quad f = \eta \sum_{t < T} (1 - \eta m)^t.
+
+A λ that all parameters share only adds to m, so V comes from one eigendecomposition of X'X when the data are prepared,
+and a round costs O(p²) whatever the number of rows and steps. Everything is kept in float64, because X'X squares the
+condition number.
+
+Features may have any units. Where the m differ by more than 1e6, V is too inexact for the minimiser, which then comes
+from the curvature with its columns brought to one size (`fedtorch.linalg`), O(p³) a round. Gradient steps are those in
+the units of the features as given: along a feature that is small beside the others they lead nowhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import expected, functional, linalg, tree
+from fedtorch.data import described_rows
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.solvers._linear_form import LinearForm, linear_form
+from fedtorch.federation.solvers._state import LocalState
+from fedtorch.federation.solvers.prediction import predictor
+from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
+from fedtorch.tree import Tree
+
+
+def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, lr: float | None = None) -> LocalSolver:
+    """A local solver of the mean squared error of `module`: its minimiser, or the end of `steps` gradient steps.
+
+    Where the minimiser is not unique (fewer rows than features, or features that depend on each other, and no
+    quadratic), it is the one nearest to the start in the units of the features, which is where gradient descent would
+    have gone; a feature that is always zero keeps its coefficient. Dependent features are warned of. With `steps` it is
+    where full-batch `torch.optim.SGD` on `torch.nn.functional.mse_loss` stops. `Local.info` has the mean squared `loss`
+    at the solution.
+
+    Args:
+        module: an `nn.Linear`, whose data are rows `(x, y)` with x `(N, d)` and y `(N, o)` or, for one output, `(N,)`;
+            or a `LinearHead`, with the inputs of its feature map and y `(N,)`. A feature map that is a module, the
+            body of a network, is frozen, and evaluated as in `eval()`.
+        steps: gradient steps T of a round; None for the minimiser.
+        lr: their size η; default: 1 / the largest curvature of each client with its quadratic, by which its objective
+            never increases.
+
+    Raises:
+        TypeError: `module` is neither.
+        ValueError: a coefficient is frozen, or the feature map is not; `steps` or `lr` is not positive, or there is
+            `lr` without `steps`; or the data do not fit the module (when a population is bound).
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
+        >>> local = ft.least_squares(ft.LinearHead(1, intercept=False), steps=1, lr=0.25)
+        >>> ft.Run(ft.fedavg(local), ft.InProcess(data)).step().server
+        {'coefficients': tensor([1.])}
+    """
+    module = copy.deepcopy(module)
+    form = linear_form(module)
+    body = getattr(module, "feature_map", None)
+    within = {f"feature_map.{name}" for name, _ in body.named_parameters()} if isinstance(body, nn.Module) else set()
+    frozen = [n for n, parameter in module.named_parameters() if not parameter.requires_grad and n not in within]
+    trained = [n for n, parameter in module.named_parameters() if parameter.requires_grad and n in within]
+    if frozen:
+        raise ValueError(f"Expected trainable parameters, but got frozen {', '.join(frozen)}; use ft.gradient_descent")
+    if trained:
+        raise ValueError(
+            f"Expected a frozen feature map, whose features a closed form takes as they are, but got trainable "
+            f"{', '.join(trained)}; freeze it by feature_map.requires_grad_(False), or use ft.gradient_descent"
+        )
+    if within:
+        body.eval()  # type: ignore[union-attr]
+    if steps is None and lr is not None:
+        raise ValueError("Expected steps with lr, but got lr alone; leave both out for the minimiser")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"Expected steps to be a whole number of at least 1, or None, but got {steps}")
+    if lr is not None:
+        expected.positive(lr=lr)
+    return LocalSolver(
+        solve=partial(_solve, form, steps, lr),
+        parameters=functional.parameters(module),
+        init=lambda parameters: LocalState({}, {}, None),
+        predict=predictor(module),
+        tensors=lambda parameters, state: parameters,
+        prepare=partial(_prepare, form),
+        module=module,
+        settings={"solver": "least_squares", "module": type(module), "steps": steps, "lr": lr},
+    )
+
+
+def _prepare(form: LinearForm, data: Any) -> Spectral:
+    if not (isinstance(data.batch, tuple) and len(data.batch) == 2 and data.batch[0].is_floating_point()):
+        raise ValueError(
+            f"Expected rows (x, y) of real x, but got {described_rows(data.batch)}; see ft.data.from_tensors"
+        )
+    x, y = data.batch
+    y = y[..., None] if y.ndim == 2 else y
+    with torch.no_grad():
+        x = form.design(x)
+    if y.shape[2:] != (form.outputs,):
+        raise ValueError(f"Expected targets of shape ({form.outputs},), but got {tuple(y.shape[2:])}")
+    # Per row, and zeros for a client without rows, which stays at the start.
+    return spectral(sufficient_statistics(x, y, data.mask).per_row())._replace(count=data.count)
+
+
+def _solve(
+    form: LinearForm,
+    steps: int | None,
+    lr: float | None,
+    start: Tree,
+    state: Tree,
+    data: Spectral,
+    quadratic: Quadratic | None,
+    turn: Turn,
+) -> Local:
+    old, share = form.join(start).to(torch.float64), 2 / form.outputs
+    added = None if quadratic is None else _added(quadratic, start, form)
+    if steps is None:
+        new, taken = _minimiser(data, share, added, old), torch.zeros_like(data.values[:, 0])
+    else:
+        new, taken = _descended(data, share, added, old, steps, lr)
+    gram, cross, power, _ = data.statistics
+    loss = ((power + (new * (gram @ new - 2 * cross)).sum((1, 2))) / form.outputs).clamp(min=0)
+    solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
+    return Local(solution, state, taken, {"loss": loss})
+
+
+class _Added(NamedTuple):
+    """What a quadratic adds to the objective: ½ Σ λ_j θ_j² − ⟨h, θ⟩."""
+
+    precision: Tensor  # (K, 1) or (K, p) λ
+    shift: Tensor  # (K, p, o) h
+
+
+def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> _Added:
+    common = quadratic.precision
+    precision = common[:, None] if isinstance(common, Tensor) else _precisions(quadratic, parameters, form)
+    return _Added(precision.to(torch.float64), form.join(quadratic.shift).to(torch.float64))
+
+
+def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
+    """The minimiser `(K, p, o)` nearest to `old`; `share` of X'X is the curvature of the loss."""
+    if added is not None and added.precision.shape[1] != 1:
+        return _exact_minimiser(data, share, added, old)
+    curvature, target = data.values * share, data.cross * share
+    if added is not None:
+        curvature, target = curvature + added.precision, target + data.vectors.mT @ added.shift
+    known = curvature > 0
+    inside = target / curvature[..., None]
+    inexact = (known & (curvature < CLEAR * curvature.amax(-1, keepdim=True))).any(-1)
+    some_open, some_inexact = torch.stack([~known.all(), inexact.any()]).tolist()
+    if some_open:
+        inside = torch.where(known[..., None], inside, data.vectors.mT @ old)
+    new = data.vectors @ inside
+    if some_inexact:
+        own, more, start = tree.map(lambda leaf: leaf[inexact], (data, added, old))
+        new[inexact] = _exact_minimiser(own, share, more, start)
+    return new
+
+
+def _exact_minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
+    """The same whatever the units of the features."""
+    matrix, right = data.statistics.gram * share, data.statistics.cross * share
+    if added is not None:
+        matrix, right = matrix + added.precision.expand(right.shape[:2]).diag_embed(), right + added.shift
+    parts = linalg.equilibrated(matrix)
+    null = parts.null()
+    root = parts.inverse_root(null)
+    return root @ (root.mT @ right) + null @ (null.mT @ old)
+
+
+def _descended(
+    data: Spectral, share: float, added: _Added | None, old: Tensor, steps: int, lr: float | None
+) -> tuple[Tensor, Tensor]:
+    """Where gradient steps from `old` end, `(K, p, o)`, and the sum of the learning rates `(K,)`."""
+    basis, curvature, descent = data.vectors, data.values * share, data.cross * share
+    if added is not None:
+        if added.precision.shape[1] == 1:
+            curvature = curvature + added.precision
+        else:
+            curvature, basis = torch.linalg.eigh(data.statistics.gram * share + added.precision.diag_embed())
+            descent = basis.mT @ (data.statistics.cross * share)
+        descent = descent + basis.mT @ added.shift
+    reach, taken = _gradient_steps(curvature, steps, lr)
+    return old + basis @ (reach[..., None] * (descent - curvature[..., None] * (basis.mT @ old))), taken
+
+
+def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Tensor, Tensor]:
+    """η Σ_{t<T} (1 − η m)^t of every curvature m `(K, p)`, and the sum of the learning rates `(K,)`."""
+    largest = curvature.amax(1, keepdim=True)
+    rate = torch.where(largest > 0, 1 / largest, 0.0) if lr is None else torch.full_like(largest, lr)
+    # From T's binary digits: a sum of T powers twice over is that sum times 1 + q^T, and one more term is q^T.
+    ratio = 1 - rate * curvature
+    power, total = torch.ones_like(ratio), torch.zeros_like(ratio)
+    for digit in f"{steps:b}":
+        power, total = power * power, total + total * power
+        if digit == "1":
+            power, total = power * ratio, total + power
+    return rate * total, steps * rate[:, 0]
+
+
+def _precisions(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> Tensor:
+    """λ of every row of θ, `(K, p)`."""
+    each = {
+        name: tree.along(quadratic.precision_of(name), leaf) * torch.ones_like(leaf)
+        for name, leaf in parameters.items()
+    }
+    return form.join(each)[..., 0]

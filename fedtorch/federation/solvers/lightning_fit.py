@@ -1,0 +1,326 @@
+"""The faithful loop: a real `lightning.Trainer.fit` per client, for any LightningModule.
+
+Hooks, several optimisers, manual optimisation, ReduceLROnPlateau, gradient accumulation, torchmetrics, LSTMs
+and callbacks work as they do outside a federation, at the price of a Trainer per client and round. Whatever
+`gradient_descent` can do, it does faster and with the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import lightning as L
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
+
+from fedtorch import functional, random, tree
+from fedtorch._untrained import refuse_untrained
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.solvers._clock import RoundTrainer
+from fedtorch.federation.solvers._probe import check_rows
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers, tensors_of
+from fedtorch.federation.solvers._surroundings import isolated
+from fedtorch.federation.solvers._watch import Watch
+from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.solvers.objective import Objective, training_copy
+from fedtorch.federation.solvers.prediction import predictor
+from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.tree import Tree
+
+_SILENT = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    "num_sanity_val_steps": 0,
+}
+_ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
+
+
+def lightning_fit(
+    module: L.LightningModule,
+    *,
+    batch_size: int | None = None,
+    reset: Literal["round", "never"] = "round",
+    buffers: Literal["refuse", "local", "average"] = "refuse",
+    shuffle: bool = True,
+    **trainer_arguments: Any,
+) -> LocalSolver:
+    r"""A local solver that calls `lightning.Trainer(**trainer_arguments).fit` for each client.
+
+    Every client gets a copy of the module with its own start, and a `DataLoader` over its rows that gives the
+    minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers. The added
+    `Quadratic` enters as its gradient λx − h, once in each optimiser step, after accumulation and before
+    clipping; the value of a closure does not contain it. Random draws come from torch's, numpy's and Python's
+    generators, seeded from the client's key: reproducible, but not the draws of `gradient_descent`.
+
+    Trainers are silent and write no files unless the arguments say so, run in this process alone, and leave
+    the surroundings (generators, torch's flags, signal handlers, environment) as they were: a fit may run in
+    the step of another Trainer and under torchrun. The outer Trainer's precision does not apply; give
+    `precision=` here.
+
+    `Local.info` has `loss`, the mean training loss over the client's batches, and what the module logs by
+    `self.log`, as it stands at the end of the fit. `Local.steps` adds up the learning rates of the first
+    optimiser's first group.
+
+    Args:
+        module: an unmodified LightningModule. Parameters with `requires_grad=False` stay as they are and are
+            never sent.
+        batch_size: rows of a minibatch; None takes all of a client's rows in every step.
+        reset: "round" starts optimisers and callbacks afresh each round, the only choice here. Schedulers and
+            `current_epoch` go on: in round r, the first being 0, a client begins at r times its own epochs and steps,
+            also if it has been away; but a schedule for which `configure_optimizers` asks its trainer how long
+            training is spans a round and begins anew in each, as `ReduceLROnPlateau` does.
+        buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
+            raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
+            too.
+        shuffle: whether each epoch goes through the rows in a new order.
+        trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required.
+            Callbacks and plugins are copied for each client.
+
+    Raises:
+        TypeError, ValueError: at construction; when a population is bound, of rows that the `training_step` cannot
+            take (without hooks, callbacks, plugins and `precision`, which may change them on their way); or in a fit
+            that changes buffers, unfreezes parameters, uses a line search or has a loss of parameters that are not
+            trained.
+
+    Example:
+        >>> import lightning, torch, fedtorch as ft
+        >>> class Regression(lightning.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = torch.nn.Linear(3, 1)
+        ...     def training_step(self, batch):
+        ...         return torch.nn.functional.mse_loss(self.linear(batch[0]), batch[1])
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.LBFGS(self.parameters())
+        >>> local = ft.lightning_fit(Regression(), max_epochs=1)
+        >>> sorted(local.parameters)
+        ['linear.bias', 'linear.weight']
+    """
+    _check(module, batch_size, reset, trainer_arguments)
+    fit = _Fit(module, batch_size, buffers, shuffle, trainer_arguments)
+    return LocalSolver(
+        solve=fit.solve,
+        parameters=fit.parameters,
+        init=lambda parameters: LocalState({}, dict(fit.buffers), None),
+        predict=predictor(fit.module, batched=False),
+        tensors=partial(tensors_of, fit.counts),
+        prepare=fit.prepare,
+        module=fit.module,
+        settings={
+            "solver": "lightning_fit",
+            "module": type(module),
+            "batch_size": batch_size,
+            "reset": reset,
+            "buffers": buffers,
+            "shuffle": shuffle,
+            **trainer_arguments,
+        },
+    )
+
+
+def _check(module: Any, batch_size: int | None, reset: str, arguments: dict[str, Any]) -> None:
+    if not isinstance(module, L.LightningModule):
+        raise TypeError(
+            f"Expected a LightningModule, but got {type(module).__name__}; use ft.gradient_descent with "
+            "loss= and optimizer= for a plain nn.Module"
+        )
+    if not functional.parameters(module):
+        raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"Expected batch_size of at least 1, but got {batch_size}")
+    if reset == "never":
+        raise ValueError(
+            "Expected reset='round', but got reset='never': what optimisers, schedulers and callbacks of any "
+            "kind hold is not a tree of tensors; use ft.gradient_descent(..., reset='never')"
+        )
+    if reset != "round":
+        raise ValueError(f"Expected reset='round', but got {reset!r}")
+    unknown = sorted(set(arguments) - set(inspect.signature(L.Trainer).parameters))
+    if unknown:
+        raise TypeError(f"Expected arguments of lightning.Trainer, but got {', '.join(unknown)}")
+    refused = [name for name in sorted(_ALONE) if name in arguments]
+    devices = arguments.get("devices", 1)
+    if devices not in (1, "1") and not (isinstance(devices, Sequence) and len(devices) == 1):
+        refused.append(f"devices={devices!r}")
+    if refused:
+        raise ValueError(
+            f"Expected arguments for one client on one device, but got {', '.join(refused)}; clients are "
+            "spread over devices by the population, not by their own Trainers"
+        )
+    if arguments.get("max_epochs") is None and arguments.get("max_steps", -1) == -1:
+        raise ValueError("Expected max_epochs= or max_steps= of each round, but got neither; try max_epochs=1")
+
+
+class _Fit:
+    """The solver's fixed parts."""
+
+    def __init__(
+        self, module: nn.Module, batch_size: int | None, buffers: str, shuffle: bool, arguments: dict[str, Any]
+    ) -> None:
+        self.module = copy.deepcopy(module)
+        self._original = weakref.ref(module)
+        self._examined = False
+        self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
+        averaged, self.buffers = divided_buffers(self.module, buffers)
+        self.counts = counts(self.module, averaged)
+        self.trained = list(functional.parameters(self.module))
+        self.parameters = {**functional.parameters(self.module), **averaged}
+        self._tried: StackedLoss | None = None
+        if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows on their way
+            with suppress(TypeError):  # hooks and manual optimisation, which need a Trainer
+                self._tried = StackedLoss(Objective(training_copy(module)), self.trained, [], batched=False)
+
+    def prepare(self, data: Any) -> Any:
+        """Refuses rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
+        if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
+            with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
+                check_rows(self._tried, data, self.parameters)
+        return data
+
+    def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
+        """Fits the clients of a block, one after the other."""
+        device = data.count.device
+        if len(data.count) == 0:
+            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
+        fitted = []
+        for k, count in enumerate(data.count.tolist()):
+            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(turn.key[k], MODULE))):
+                alone = ({**start, **state.buffers}, quadratic)
+                tensors, own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
+                rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
+                watch = Watch(own, turn.round, None if self._examined else self._examine)
+                fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device))
+                self._examined = True
+        tensors = tree.stack([each.tensors for each in fitted])
+        names = dict.fromkeys(name for each in fitted for name in each.info)
+        numbers = lambda values: torch.tensor(list(values), dtype=torch.float64, device=device)
+        return Local(
+            {name: tensors[name] for name in self.parameters},
+            LocalState(state.optimizer, {name: tensors[name] for name in self.buffers}, state.steps),
+            numbers(each.steps for each in fitted),
+            {name: numbers(each.info.get(name, float("nan")) for each in fitted) for name in names},
+        )
+
+    def _examine(self, module: L.LightningModule, loss: Tensor) -> None:
+        """Refuses a loss of parameters that no fit changes."""
+        refuse_untrained(loss, module.parameters(), module, self._original())
+
+    def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:
+        """A client's minibatches, which are those of `Batches`."""
+        order = _Order(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
+        size = self.batch_size or max(count, 1)
+        return DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
+
+    def _fit(self, tensors: dict[str, Tensor], watch: Watch, loader: DataLoader, device: torch.device) -> _Fitted:
+        module: Any = functional.load(self.module, tensors)
+        before = {} if self.policy != "refuse" else functional.buffers(module)
+        trainer = RoundTrainer(**self._trainer_arguments(watch, device))
+        configure = module.configure_optimizers
+        module.configure_optimizers = partial(_asked, trainer, configure)
+        try:
+            trainer.fit(module, train_dataloaders=loader)
+        except SystemExit:
+            # Lightning turns an interrupt into an exit of the process, which would look like a finished run.
+            if not isinstance(watch.exception, KeyboardInterrupt):
+                raise
+        finally:
+            module.trainer = None
+            del module.configure_optimizers
+        if isinstance(watch.exception, KeyboardInterrupt):
+            raise KeyboardInterrupt
+        refuse_changed_buffers(module, before)
+        self._refuse_thawed(module)
+        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        done = {name: own[name].detach().to(old.device, old.dtype, copy=True) for name, old in tensors.items()}
+        info = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
+        if watch.losses:
+            info["loss"] = float(torch.stack(watch.losses).double().mean())
+        return _Fitted(done, watch.rates, info)
+
+    def _trainer_arguments(self, watch: Watch, device: torch.device) -> dict[str, Any]:
+        given = dict(self.arguments)
+        single: Any = 1
+        if device.type in ("cpu", "cuda") and "accelerator" not in given:
+            given["accelerator"] = device.type
+            if device.type == "cuda":
+                single = [device.index or 0]
+        callbacks = [watch, *_as_list(copy.deepcopy(given.pop("callbacks", None)))]
+        # Lightning must not find torchrun or SLURM, whose jobs it would requeue on signals.
+        plugins = [*_as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
+        return {**_SILENT, "devices": single, **given, **_ALONE, "callbacks": callbacks, "plugins": plugins}
+
+    def _refuse_thawed(self, module: nn.Module) -> None:
+        thawed = [n for n, p in module.named_parameters() if p.requires_grad and n not in self.trained]
+        if thawed:
+            raise ValueError(
+                f"Training unfreezes the parameters {', '.join(thawed)} of {type(module).__name__}, which are not "
+                "sent; set requires_grad=True before making the local solver"
+            )
+
+
+def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
+    """What a module configures, while it is watched for questions how long training is."""
+    trainer.configuring = True
+    try:
+        return configure()
+    finally:
+        trainer.configuring = False
+
+
+class _Fitted(NamedTuple):
+    """What one client's fit has brought."""
+
+    tensors: dict[str, Tensor]
+    steps: float
+    info: dict[str, float]
+
+
+class _Rows(Dataset):
+    """One client's rows, taken a batch at a time."""
+
+    def __init__(self, rows: Tree, count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Tree:
+        return tree.map(lambda leaf: leaf[row], self.rows)
+
+    def __getitems__(self, rows: list[int]) -> Tree:
+        index = torch.tensor(rows, device=tree.leaves(self.rows)[0].device)
+        return tree.take(self.rows, index)
+
+
+class _Order(Sampler[int]):
+    """The rows in the order of `Batches`: a permutation from (key, epoch)."""
+
+    def __init__(self, key: Tensor, count: int, shuffle: bool) -> None:
+        self.key, self.count, self.shuffle, self.epoch = key, count, shuffle, 0
+        self.first: int | None = None  # epoch of the round, by the federation's clock
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by Lightning at the start of each epoch."""
+        self.first = epoch if self.first is None else self.first
+        self.epoch = epoch - self.first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.count))
+        return iter(random.permutation(random.fold_in(self.key, self.epoch), self.count).tolist())
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

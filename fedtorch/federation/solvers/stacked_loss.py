@@ -1,0 +1,199 @@
+"""The training loss of many clients at once, with each client's gradient of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedtorch import functional, random, tree
+from fedtorch.captured import CapturedStep
+from fedtorch.federation.solvers.batches import Batch
+from fedtorch.federation.solvers.objective import Objective
+from fedtorch.module_randomness import Drawn
+from fedtorch.tree import Tree
+
+Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None]]
+
+
+class StackedLoss:
+    """`(losses (K,), logs, new buffers, gradients)` of stacked tensors on a stacked batch.
+
+    Args:
+        objective: one client's loss.
+        tensors: names of what is trained, in the order in which values come.
+        buffers: names of buffers that are stacked too and may change.
+        batched: False evaluates client by client.
+        compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
+        precision: of the products in the losses of steps, see `gradient_descent`; what `probe` looks at has "32".
+
+    Attributes:
+        random: found out by `probe`, as the others are: whether the module draws random numbers, which come from the
+            clients' keys.
+        separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
+            out; None as long as no ragged block has been seen.
+        probed: whether the module has been looked at.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.solvers.batches import Batch
+        >>> from fedtorch.federation.solvers.objective import Objective, training_copy
+        >>> module = training_copy(torch.nn.Linear(1, 1, bias=False))
+        >>> loss = StackedLoss(Objective(module, torch.nn.functional.mse_loss), ["weight"], [], batched=True)
+        >>> rows = torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[3.0]]])  # (x, y) of two clients with a row each
+        >>> batch = Batch(rows, size=torch.tensor([1, 1]), active=torch.tensor([True, True]))
+        >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(2))
+        >>> losses, _, _, (gradient,) = loss.gradients({"weight": torch.zeros(2, 1, 1)}, {}, batch, 0, keys)
+        >>> losses, gradient.flatten()  # y² and −2 y
+        (tensor([1., 9.]), tensor([-2., -6.]))
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        tensors: Sequence[str],
+        buffers: Sequence[str],
+        batched: bool,
+        compile: bool = False,
+        precision: str = "32",
+    ) -> None:
+        self.objective, self.batched, self.compile, self.precision = objective, batched, compile, precision
+        self.tensors, self.buffers = list(tensors), list(buffers)
+        self.random = self.probed = False
+        self.separable: bool | None = None
+        self.told: list[str] = []  # names of what the module logged last
+        self._swap = functional.Swap(objective.module, [*tensors, *buffers])
+        self._captured = CapturedStep()
+
+    @property
+    def eager(self) -> str | None:
+        """Why steps are not captured; None if they are."""
+        if not self.compile:
+            return "compile=False"
+        if not self.batched:
+            return "clients are evaluated one by one"
+        if self.random:
+            return "the module draws random numbers"
+        return "there are stacked buffers" if self.buffers else None
+
+    def gradients(
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
+    ) -> Gradients:
+        """(losses `(K,)`, logs `(K,)` each, new buffers, each client's gradient) of one step.
+
+        Args:
+            tensors: what is trained, `(K, ...)`.
+            buffers: the stacked buffers.
+            batch: the clients' minibatches.
+            index: of the step.
+            key: `(K,)` the clients' keys for the module's draws.
+        """
+        values = [*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers)]
+        with _short_products() if self.precision == "tf32" else nullcontext():
+            if not self.batched:
+                return self._one_by_one(values, batch, index, key)
+            flat = [*values, *batch.leaves]
+            if batch.weights is not None:
+                flat.append(batch.weights)
+            step = partial(self.step, batch.rows, key if self.random else None)
+            return step(index, *flat) if self.eager else self._captured(step, *flat)
+
+    def step(self, rows: Tree, key: Tensor | None, index: int, *flat: Tensor) -> Gradients:
+        """`gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
+
+        Args:
+            rows: their structure.
+            key: `(K,)` of the module's draws; None if it draws none.
+            index: of the step.
+            flat: `(K, ...)` each.
+        """
+        trained = len(self.tensors)
+        with torch.enable_grad():
+            own = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
+            whole = [*own, *flat[trained:]]
+            with self._cast(flat[0].device), nullcontext() if key is None else Drawn(random.fold_in(key, index)):
+                losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
+            found = _gradients(losses, own)
+        told = len(self.told)
+        new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[told:])}
+        return losses.detach(), dict(zip(self.told, others)), new, found
+
+    def stacked(self, flat: Sequence[Tensor], rows: Tree, index: int, randomness: str) -> tuple[Tensor, ...]:
+        """(losses, logs, new buffers) of a flat list as that of `step`."""
+        first = len(self.tensors) + len(self.buffers)
+        last = first + len(tree.leaves(rows))
+
+        def one(*flat: Tensor) -> tuple[Tensor, ...]:
+            own = tree.refill(rows, flat[first:last])
+            loss, logs, new = self.single(flat[:first], own, flat[last] if len(flat) > last else None, index)
+            self.told = list(logs)
+            return loss, *logs.values(), *new
+
+        # Flat tensors in and out: vmap's walk through nested containers would cost more than a small step itself.
+        return vmap(one, randomness=randomness)(*flat)
+
+    def single(
+        self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
+        """One client's (loss, logs, new buffers)."""
+        with self._swap(values):
+            loss, logs = self.objective(rows, weights, index)
+            new = tuple(self._swap.current(i) for i in range(len(self.tensors), len(values)))
+        return loss, logs, new
+
+    def _cast(self, device: torch.device) -> AbstractContextManager[None]:
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+
+    def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
+        """`gradients` of the clients that still train, one after the other; zeros for the others."""
+        keys, replies, found = random.fold_in(key, index), [], []
+        trained = len(self.tensors)
+        active = batch.active.nonzero()[:, 0].tolist()
+        for k in active:
+            size = int(batch.size[k])
+            rows = tree.map(lambda leaf, k=k, size=size: leaf[k, :size], batch.rows)
+            own = [v[k].detach().requires_grad_() if i < trained else v[k].clone() for i, v in enumerate(values)]
+            with torch.enable_grad(), Drawn(keys[k]):
+                with self._cast(keys.device):
+                    loss, logs, new = self.single(own, rows, None, index)
+                found.append(_gradients(loss, own[:trained]))
+            replies.append((loss.detach(), logs, new))
+        losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
+        gradients = [_spread(each, active, len(keys)) for each in zip(*found)]
+        return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
+
+
+@contextmanager
+def _short_products() -> Iterator[None]:
+    """Products and convolutions of float32 on a CUDA device have 10 bits of their factors (TF32) inside."""
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
+    before = [place.fp32_precision for place in places]
+    try:
+        for place in places:
+            place.fp32_precision = "tf32"
+        yield
+    finally:
+        for place, value in zip(places, before):
+            place.fp32_precision = value
+
+
+def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Each client's gradient of its own loss, stacked; None for what no loss depends on."""
+    return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
+
+
+def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:
+    """The values of clients `at` as rows of a stack `(count, ...)`; None if there are none."""
+    some = next((value for value in each if value is not None), None)
+    if some is None:
+        return None
+    whole = some.new_zeros(count, *some.shape)
+    for k, value in zip(at, each):
+        if value is not None:
+            whole[k] = value.detach()
+    return whole

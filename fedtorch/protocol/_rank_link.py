@@ -1,0 +1,72 @@
+"""What one rank sends to the others and receives from them; of `ranks`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fedtorch import wire
+from fedtorch.protocol.bounded_streams import Streams
+from fedtorch.protocol.halves import Receive, Send, decode, encode
+from fedtorch.tree import Tree
+
+_LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
+
+
+class Link:
+    """What one rank sends and receives.
+
+    Args:
+        rank: that this process has to be.
+        ranks: how many processes there have to be.
+        timeout: the longest wait for another rank.
+
+    Attributes:
+        sent: bytes of payloads so far.
+        received: bytes of payloads so far.
+
+    Raises:
+        RuntimeError: no process group, or another rank or number of processes.
+    """
+
+    def __init__(self, rank: int, ranks: int, timeout: timedelta) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("Expected a process group, but got none; start with torchrun and init_process_group")
+        if (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
+            here = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+            raise RuntimeError(f"Expected node {rank} to run on its own rank of {ranks}, but got {here}")
+        self.sent = self.received = 0
+        self.streams = Streams(rank, ranks, timeout)
+
+    def send(self, step: Send) -> None:
+        """Sends a message.
+
+        Raises:
+            RuntimeError: it was not taken in time.
+        """
+        payload = encode(step)
+        self.streams.write(int(step.to), len(payload).to_bytes(8, "little") + payload)
+        self.sent += len(payload)
+
+    def receive(self, step: Receive) -> Tree:
+        """A message in the structure, shapes and dtypes of `step.like`, and on its device.
+
+        Raises:
+            RuntimeError: nothing came in time.
+            fedtorch.wire.PayloadError: what came is something else.
+        """
+        source = int(step.sender)
+        length = int.from_bytes(self.streams.read(source, 8), "little")
+        longest = _LONGEST if step.rows else wire.size(step.like)
+        if length > longest:
+            raise wire.PayloadError(
+                f"payload of rank {source}: expected {longest} bytes, but got {length}; start all ranks with the "
+                "same model, guide and number of rows"
+            )
+        self.received += length
+        return decode(self.streams.read(source, length), step, f"rank {source}")
+
+    def close(self) -> None:
+        """Ends the streams."""
+        self.streams.close()

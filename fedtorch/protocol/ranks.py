@@ -1,0 +1,51 @@
+"""One node per process: a half of a protocol over the ranks of a gloo process group, with bounded sizes and waits.
+
+Start J + 1 processes with `torchrun`: rank 0 is the server, rank j party j − 1. Every process runs its own half with
+its own data, and nothing else leaves it:
+
+    dist.init_process_group("gloo")
+    over_ranks(node.half(iterations), node.index, parties + 1)
+
+Nothing is pickled, and a payload of another structure, shape or dtype than expected, or with NaN, is refused with its
+sender's name. Payloads go over streams of their own (`fedtorch.protocol.bounded_streams`), before each its length, 8
+bytes that are not counted: what is too long is refused unread, and who sends more than it announced is refused at the
+next message. gloo would end the whole process.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from fedtorch.protocol._rank_link import Link
+from fedtorch.protocol.halves import Half, Traffic, drive
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) -> tuple[Any, Traffic]:
+    """Runs this process's half; returns its result, and the bytes that it moved.
+
+    Args:
+        half: of the node on this rank; the nodes' names are the ranks.
+        rank: that this process has to be; 0 is the server.
+        ranks: how many processes there have to be.
+        timeout: the longest wait for another rank.
+
+    Raises:
+        RuntimeError: no process group, another rank or number of processes, or a rank that has gone or is late.
+        fedtorch.wire.PayloadError: a message that is not what was expected.
+
+    >>> import torch.distributed as dist
+    >>> from fedtorch.vfl.rows.alignment import Holder, leading
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # without `torchrun`: alone
+    >>> over_ranks(leading(Holder(["ann", "bob"], "leader"), members=[]), rank=0, ranks=1)
+    (tensor([0, 1]), Traffic(up=0, down=0))
+    >>> dist.destroy_process_group()
+    """
+    link = Link(rank, ranks, timeout)
+    try:
+        result = drive(half, link.send, link.receive)
+    finally:
+        link.close()
+    return result, Traffic(link.sent, link.received) if rank else Traffic(link.received, link.sent)

@@ -1,0 +1,176 @@
+"""A node's states as they were at moments that everybody may still go back to.
+
+A version has a number: of the request whose answer it goes with at a site (`visit`), of the point of the protocol at a
+party (`fedtorch.sites.vertical.journal`). It is kept, on the disk where there is a folder, before anybody hears of it, so that
+wherever either side is killed the node has what the others count on.
+
+>>> import tempfile, torch
+>>> from pathlib import Path
+>>> from fedtorch.protocol.versions import Kept, Versions, alone_in, clean, runs
+>>> folder = tempfile.TemporaryDirectory()
+>>> run = 32 * "a"
+>>> with alone_in(folder.name):  # no other process
+...     versions = Versions(Path(folder.name) / run)
+...     for number in (1, 2, 3):
+...         versions.put(number, {"ids": torch.arange(number)})
+...     versions.retain({2, 3})
+>>> sorted(versions.numbers), versions.get(2)
+([0, 2, 3], {'ids': tensor([0, 1])})
+>>> versions.finish()
+>>> gone: list[Kept] = clean(folder.name, days=0.0)
+>>> [(kept.run == run, kept.over) for kept in gone], runs(folder.name)
+([(True, True)], [])
+>>> folder.cleanup()
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from fedtorch import _files as files, checkpoint
+
+FIRST = 0  # the version before anything was done
+_OVER = "over"  # the file that says that a run has ended
+_RUN = re.compile(r"[0-9a-f]{32}")
+
+Flat = dict[str, Tensor]
+
+
+class Versions:
+    """The versions of one run.
+
+    Args:
+        folder: where they are kept, of this run alone; None keeps them in memory, where a node that is killed loses
+            them.
+
+    Attributes:
+        over: whether the run has ended.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._held: dict[int, Flat] = {}
+        self.over = folder is not None and (folder / _OVER).exists()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def numbers(self) -> set[int]:
+        """The versions that are here; the first always is, for a node can begin anew."""
+        return {FIRST, *self._held, *(int(path.stem) for path in self._files())}
+
+    def put(self, version: int, states: Flat) -> None:
+        """Keeps a version; the run is not over. Raises OSError where it cannot be written."""
+        if self.folder is not None and version != FIRST:
+            checkpoint.write(self._path(version), states)
+            (self.folder / _OVER).unlink(missing_ok=True)
+        self.over = self.over and version == FIRST
+        self._held[version] = states
+
+    def finish(self) -> None:
+        """Notes that the run is over, and that its states are not pending any more."""
+        self.over = True
+        if self.folder is not None:
+            files.replace(self.folder / _OVER, b"")
+
+    def get(self, version: int) -> Flat | None:
+        """A version, None if it is not here."""
+        if version not in self._held and self.folder is not None and self._path(version).exists():
+            self._held[version] = checkpoint.read(self._path(version))
+        return self._held.get(version)
+
+    def retain(self, versions: Collection[int]) -> None:
+        """Forgets all but these and the first."""
+        for version in [v for v in self._held if v not in versions and v != FIRST]:
+            del self._held[version]
+        for path in self._files():
+            if path.stem not in {str(version) for version in versions}:
+                path.unlink(missing_ok=True)
+
+    def _files(self) -> list[Path]:
+        return [path for path in self.folder.glob("*.safetensors") if path.stem.isdecimal()] if self.folder else []
+
+    def _path(self, version: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{version}.safetensors"
+
+
+class Kept(NamedTuple):
+    """What a node keeps of a run."""
+
+    run: str  # its identity
+    over: bool  # whether it has ended; else its states are pending
+    days: float  # since it last changed
+    bytes: int
+
+
+def runs(folder: Path | str) -> list[Kept]:
+    """What is kept of each run in a folder of states, the one that has changed last at the end."""
+    found = []
+    for each in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        if _RUN.fullmatch(each.name) and each.is_dir():
+            stats = [each.stat()]
+            for path in each.iterdir():
+                with suppress(FileNotFoundError):  # the node is at work
+                    stats.append(path.stat())
+            days = (time.time() - max(stat.st_mtime for stat in stats)) / 86_400
+            found.append(Kept(each.name, (each / _OVER).exists(), days, sum(stat.st_size for stat in stats[1:])))
+    return sorted(found, key=lambda kept: -kept.days)
+
+
+def clean(folder: Path | str, days: float, abandoned: Collection[str] = ()) -> list[Kept]:
+    """Deletes runs that are over and have not changed for so many days; returns them.
+
+    Args:
+        folder: of states.
+        days: that a run is kept after its end.
+        abandoned: runs that are deleted although they have not ended: nobody can go on with them.
+
+    Raises:
+        ValueError: no such run.
+        FileExistsError: a process takes part with this folder.
+    """
+    with alone_in(folder):
+        every = runs(folder)
+        if unknown := set(abandoned) - {kept.run for kept in every}:
+            raise ValueError(
+                f"Expected runs in {folder}, but got {sorted(unknown)}; there are {[k.run for k in every]}"
+            )
+        gone = [kept for kept in every if kept.run in abandoned or (kept.over and kept.days >= days)]
+        for kept in gone:
+            shutil.rmtree(Path(folder) / kept.run)
+    return gone
+
+
+@contextmanager
+def alone_in(folder: Path | str | None) -> Iterator[None]:
+    """Makes a folder of states, and keeps other processes from taking part with it; None is no folder.
+
+    Raises:
+        FileExistsError: another process does.
+    """
+    if folder is None:
+        yield
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    lock = FileLock(Path(folder) / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise FileExistsError(
+            f"Expected a folder in which no other process takes part, but one does in {folder}; end it, or choose "
+            "another folder for another site"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()

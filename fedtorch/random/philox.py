@@ -1,0 +1,203 @@
+r"""Numbers from keys: Philox-4x32-10 words and what is made of them, in one pass.
+
+The reference is integer tensor operations (`fedtorch.random.words`), some ninety passes over memory. The program makes
+a block of four words a lane in registers and writes numbers only; words, integers, coins and uniform numbers are the
+same bits, normal, exponential and gamma numbers the same float64 formulas, equal to the last bit or two. A gamma
+number's lane proposes until one is accepted, so that nothing waits for the host.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Box and Muller 1958; Marsaglia and Tsang,
+"A simple method for generating gamma variables", ACM TOMS 26, 2000. Bound: integer arithmetic, about a hundred
+operations a block, not bandwidth; float64 logarithms for normal numbers. Not measured yet.
+
+Not differentiable: a draw depends on a key. Results: any floating-point dtype.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.random import philox
+>>> key, many, double = ft.random.key(7), (10_000,), torch.float64
+>>> mean = lambda drawn: round(abs(float(drawn.double().mean())), 1)
+>>> mean(philox.uniform(key, many, double)), mean(philox.normal(key, many, double))
+(0.5, 0.0)
+>>> mean(philox.exponential(key, many, double)), mean(philox.coins(key, many, threshold=2**32 // 5))
+(1.0, 0.2)
+>>> mean(philox.integers(key, many) / 2**63)
+0.5
+>>> mean(philox.gamma(key[None], torch.full((1, *many), 3.0).double(), double))
+3.0
+>>> children = philox.folded(key, torch.arange(3))  # a key for each of three clients
+>>> philox.uniform(children, (2,), torch.float32).shape
+torch.Size([3, 2])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch.dispatch.choice import program
+from fedtorch.dispatch.launch import launch, tile
+from fedtorch.random import words as philox
+from fedtorch.random.words import WORD, between, block_words, check_key, fill, words_per
+
+FOLD, GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
+_BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
+_LANES = 256  # of a program
+
+
+def bits(key: Tensor, count: int) -> Tensor:
+    """32-bit words `(*key.shape, count)` as int64; word i is word i % 4 of the block i // 4.
+
+    >>> import torch
+    >>> [hex(word) for word in bits(torch.tensor(0), 4).tolist()]  # the known answer for zeros
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
+    return _drawn("BITS", key, (count,), torch.int64, 1, lambda words: words)
+
+
+def integers(key: Tensor, shape: Sequence[int]) -> Tensor:
+    """63 bits of two words each, `(*key.shape, *shape)`."""
+    return _drawn("INTEGERS", key, shape, torch.int64, 2, philox.integers)
+
+
+def coins(key: Tensor, shape: Sequence[int], threshold: int) -> Tensor:
+    """Whether words are less than `threshold`, `(*key.shape, *shape)`."""
+    return _drawn("COINS", key, shape, torch.bool, 1, lambda words: words < threshold, threshold)
+
+
+def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Numbers in [0, 1) with as many bits as the dtype's significand holds, `(*key.shape, *shape)`."""
+    digits = _digits(dtype)
+    if dtype == torch.float64:
+        convert = lambda words: (philox.integers(words) >> 10).to(dtype).mul_(2.0**-53)
+    else:
+        convert = lambda words: (words >> 32 - digits).to(dtype).mul_(2.0**-digits)
+    return _drawn("UNIFORM", key, shape, dtype, words_per(dtype), convert)
+
+
+def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers `(*key.shape, *shape)`; elements 2j and 2j + 1 share a radius and an angle."""
+
+    def convert(words: Tensor) -> Tensor:
+        inside = between(words, dtype)
+        radius = inside[..., ::2].log().mul_(-2).sqrt_()
+        angle = inside[..., 1::2].mul(2 * math.pi)
+        return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(-2)
+
+    count = math.prod(shape)
+    pairs = _drawn("NORMAL", key, (count + count % 2,), dtype, words_per(dtype), convert)
+    return pairs[..., :count].reshape((*key.shape, *shape))
+
+
+def exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Exponential numbers of rate one, `(*key.shape, *shape)`."""
+    return _drawn("EXPONENTIAL", key, shape, dtype, words_per(dtype), lambda words: between(words, dtype).log_().neg_())
+
+
+def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gamma numbers of rate one, at least the dtype's smallest normal one.
+
+    Args:
+        keys: `(Q,)`.
+        a: shape parameters `(Q, n)` in float64, finite and positive.
+        dtype: of the numbers, `(Q, n)`.
+    """
+    out = keys.new_empty(a.shape, dtype=dtype)
+    smallest, (queries, count) = torch.finfo(dtype).tiny, a.shape
+    programs = program("fedtorch.random.philox_program", (keys, a), (torch.int64,))
+    if programs:
+        rows, columns = tile(count, _LANES)
+        across = -(-count // columns)
+        arguments = (out, keys.contiguous(), a.contiguous(), queries, count, smallest, across)
+        launch(programs.gamma, across * -(-queries // rows), *arguments, ROWS=rows, COLUMNS=columns)
+        return out
+    step = max(philox.BLOCK // max(queries, 1) // 4, 1)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        element = torch.arange(start, stop, device=keys.device)
+        out[:, start:stop] = _marsaglia_tsang(keys[:, None], element, a[:, start:stop]).clamp_min_(smallest)
+    return out
+
+
+def folded(key: Tensor, data: Tensor | int) -> Tensor:
+    """New keys of keys and int64 numbers that broadcast."""
+    programs = program(
+        "fedtorch.random.philox_program", (key,) if isinstance(data, int) else (key, data), (torch.int64,)
+    )
+    if not programs:
+        even, odd = philox.philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
+        return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
+    number = torch.full_like(key, data) if isinstance(data, int) else data
+    keys, numbers = (part.contiguous() for part in torch.broadcast_tensors(key, number))
+    out = torch.empty_like(keys)
+    launch(programs.fold, -(-out.numel() // _LANES), out, keys, numbers, out.numel(), FOLD, BLOCK=_LANES)
+    return out
+
+
+def _digits(dtype: torch.dtype) -> int:
+    """Of a floating-point dtype's significand."""
+    return 1 - round(math.log2(torch.finfo(dtype).eps))
+
+
+def _drawn(
+    form: str,
+    key: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    words: int,
+    convert: Callable[[Tensor], Tensor],
+    threshold: int = 0,
+) -> Tensor:
+    """Draws `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element."""
+    check_key(key)
+    programs: Any = program("fedtorch.random.philox_program", (key,), (torch.int64,))
+    if not programs:
+        return fill(key, shape, dtype, words, convert)
+    count, queries = math.prod(shape), key.numel()
+    out = key.new_empty((*key.shape, *shape), dtype=dtype)
+    rows, columns = tile(-(-count * words // 4), _LANES)
+    across = -(-count * words // (4 * columns))
+    constants = {
+        "FORM": getattr(programs, form).value,
+        "WIDE": words == 2,
+        "DIGITS": _digits(dtype) if form == "UNIFORM" else 0,
+        "ROWS": rows,
+        "COLUMNS": columns,
+    }
+    arguments = (out, key.contiguous(), queries, count, threshold, across)
+    launch(programs.draw, across * -(-queries // rows), *arguments, **constants)
+    return out
+
+
+def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
+    """Gamma numbers `(Q, n)` of keys `(Q, 1)`, elements `(n,)` and shape parameters `(Q, n)`."""
+    small = a < 1
+    raised = torch.where(small, a + 1, a)
+    value, accepted = _propose(keys, element, 0, raised)
+    attempt = 1
+    while not bool(accepted.all()):
+        row, column = (~accepted).nonzero(as_tuple=True)
+        again, fine = _propose(keys[row, 0], element[column], attempt, raised[row, column])
+        value[row, column], accepted[row, column] = again, fine
+        attempt += 1
+    if bool(small.any()):
+        row, column = small.nonzero(as_tuple=True)
+        words = block_words(keys[row, 0], element[column], _BOOST, GAMMA)
+        value[row, column] *= (between(words, torch.float64)[..., 0].log() / a[row, column]).exp()
+    return value
+
+
+def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Tensor, Tensor]:
+    """(numbers, whether they are accepted) of one attempt; a ≥ 1."""
+    words = block_words(keys, element, attempt, GAMMA)
+    radius = between(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
+    angle = words[..., 2].to(torch.float64).mul_(2 * math.pi * 2.0**-32)
+    x = radius * angle.cos()
+    d = a - 1 / 3
+    root = x.div((9 * d).sqrt()).add_(1)
+    v = root * root * root
+    bound = x.square().div_(2).add_(d * (1 - v + v.clamp_min(torch.finfo(torch.float64).tiny).log()))
+    coin = words[..., 3].to(torch.float64).add_(0.5).mul_(2.0**-32).log_()
+    return d * v, (v > 0) & (coin < bound)

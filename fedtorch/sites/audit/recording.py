@@ -1,0 +1,223 @@
+"""What a site and a server write into their audit records; without a record they write nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import wire
+from fedtorch.chained_log import digest
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.budget import Budget, report
+from fedtorch.sites.audit.audit import AuditRecord
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.fingerprint import fingerprint
+from fedtorch.sites.rounds.frames import Frame
+from fedtorch.sites.rounds.offer import Offer
+from fedtorch.sites.rounds.plan import Plan
+from fedtorch.sites.rounds.terms import Refusal
+
+_LOG = logging.getLogger(__name__)
+_ASKS = ("run", "round", "sequence", "clients", "lost", "metrics")  # of a request's metadata
+_BEGINS = ("run", "algorithm", "settings", "fingerprint", "clients", "first")
+_RELEASES = {"round", "evaluate"}  # what is on the disk before the answer leaves
+_GROUP, _REASON = 20, 150  # sites in an entry, and characters of each one's reason
+READABLE = "the server reads what every site sends"
+
+
+class SiteRecording:
+    """Write what a site is asked and what it answers.
+
+    Args:
+        record: None for none.
+        offer: what the site brings.
+    """
+
+    def __init__(self, record: AuditRecord | None, offer: Offer) -> None:
+        self._record = record
+        if record is not None:
+            rows = int(offer.data.counts.sum())
+            about: dict[str, Any] = {"algorithms": sorted(offer.algorithms), "clients": len(offer.data), "rows": rows}
+            record.note("joined", policy=offer.terms._asdict(), metrics=sorted(offer.metrics), **about)
+
+    def connected(self) -> None:
+        """Write that the site has reached a server with a certificate of its authority."""
+        if self._record is not None:
+            self._record.note("connected")
+
+    def check_server(self, begin: Frame) -> str | None:
+        """Return the fingerprint of the server's key if it has signed what it begins with, None if it does not sign.
+
+        Raises:
+            Refusal: it has signed something else, or another has signed.
+        """
+        statement = begin.about.get("server")
+        if self._record is None or statement is None:
+            return None
+        try:
+            about = {name: value for name, value in begin.about.items() if name not in ("kind", "server")}
+            return self._record.server_of(about, statement if isinstance(statement, dict) else {})
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+
+    def begin(self, frame: Frame, server: str | None, refused: str | None) -> None:
+        """Write which run has begun, or why the site takes no part in it."""
+        if self._record is not None:
+            about = {name: frame.about[name] for name in _BEGINS if name in frame.about}
+            about |= {"server": server, **({} if refused is None else {"refused": refused})}
+            self._record.note("begin", digest=digest(frame.payload), durable=True, **about)
+
+    def request(self, frame: Frame) -> None:
+        """Write what the server asks for, before anything of it is computed."""
+        if self._record is not None:
+            about = {name: frame.about[name] for name in _ASKS if name in frame.about}
+            self._record.note("request", kind=frame.kind, digest=digest(frame.payload), **about)
+
+    def answer(self, frame: Frame, answer: bytes | None, algorithm: Algorithm | None) -> None:
+        """Write what the site answers, before it leaves."""
+        if self._record is None:
+            return
+        about: dict[str, Any] = {"kind": frame.kind, "run": frame.about.get("run")}
+        if answer is not None:
+            said = wire.metadata(answer)
+            about |= {"digest": digest(answer), "bytes": len(answer)}
+            about |= {"clients": said["clients"]} if "clients" in said else {}
+        about |= _spent(None if algorithm is None else algorithm.budget)
+        self._record.note("answer", durable=frame.kind in _RELEASES, **about)
+
+    def refuse(self, payload: bytes, reason: str) -> None:
+        """Write what the site does not do, and why."""
+        if self._record is not None:
+            try:
+                self._record.note("refusal", request=digest(payload), reason=ascii(reason)[1:-1][:1000])
+            except (OSError, ValueError):
+                _LOG.exception("this refusal is not on record")
+
+    def over(self, frame: Frame) -> None:
+        """Write that the server has ended the run."""
+        if self._record is not None:
+            self._record.note("over", run=frame.about.get("run"), digest=digest(frame.payload), durable=True)
+
+
+class ServerRecording:
+    """Write whom a server asks, and who answers.
+
+    Args:
+        plan: of the population, with its record.
+        algorithm: of the run.
+    """
+
+    def __init__(self, plan: Plan, algorithm: Algorithm) -> None:
+        self._record, self._plan, self._algorithm = plan.record, plan, algorithm
+        self._run = ""  # the run that is on record as begun
+
+    def begin(self, site: str, about: dict[str, Any], tensors: Any) -> bytes:
+        """Return the frame that begins a run at a site, signed where there is a record, and write that it was sent."""
+        if self._record is None:
+            return frames.encode("begin", tensors, **about)
+        frame = frames.encode("begin", tensors, server=self._record.statement(about), **about)
+        self._record.note("begin", run=about["run"], digests={site: digest(frame)})
+        return frame
+
+    def asked(
+        self, run: str, requests: Mapping[str, bytes], read: Callable[[str, Frame], Any]
+    ) -> tuple[Callable[[str, Frame], Any], dict[str, str]]:
+        """Write what sites are about to be asked; return a `read` that also takes digests of answers, and those."""
+        if self._record is None or not requests:
+            return read, {}
+        self._write_asked(self._record, run, requests)
+        digests: dict[str, str] = {}
+        return partial(_read_with_digest, read, digests), digests
+
+    def answered(self, run: str, number: int, answers: Mapping[str, str], missing: Mapping[str, str]) -> None:
+        """Write who has answered, with digests, and why the others have not."""
+        if self._record is None:
+            return
+        for group in _groups(answers):
+            self._record.note("answered", run=run, sequence=number, digests=group)
+        for group in _groups(missing):
+            self._record.note("missing", run=run, sequence=number, reasons=_short(group))
+
+    def left_out(self, run: str, reasons: Mapping[str, str]) -> None:
+        """Write which answers are not in a sum."""
+        if self._record is not None:
+            for group in _groups(reasons):
+                self._record.note("left out", run=run, reasons=_short(group))
+
+    def over(self, run: str, requests: Mapping[str, bytes]) -> None:
+        """Write that sites are about to hear that the run is over."""
+        if self._record is not None:
+            self._write_asked(self._record, run, requests)
+            self._record.sync()
+
+    def withdrawn(self, run: str, site: str) -> None:
+        """Write that a site's part was taken out of the run."""
+        if self._record is not None:
+            self._record.note("withdrawn", run=run, site=site, durable=True)
+
+    def sync(self) -> None:
+        """Force a round's entries to the disk."""
+        if self._record is not None:
+            self._record.sync()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return number and hash of the last entry, nothing without a record."""
+        head = b"" if self._record is None else self._record.head.encode()
+        return {"record": torch.tensor(list(head), dtype=torch.uint8)} if head else {}
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless the record has the entry that a checkpoint knows of."""
+        if "record" not in flat:
+            return
+        if self._record is None:
+            raise ValueError("Expected record=, for the checkpoint is of a run on record, but got none; pass it")
+        self._record.expect(bytes(flat["record"].tolist()).decode())
+
+    def _write_asked(self, record: AuditRecord, run: str, requests: Mapping[str, bytes]) -> None:
+        if run != self._run:
+            self._begun(record, run)
+        asked = frames.read(next(iter(requests.values())), "the server").about
+        about = {name: asked[name] for name in ("kind", "round", "sequence", "metrics") if name in asked}
+        for group in _groups(requests):
+            counts = {site: wire.metadata(request).get("clients") for site, request in group.items()}
+            clients: dict[str, Any] = {} if None in counts.values() else {"clients": counts}
+            record.note("asked", run=run, digests=_digests(group), **about, **clients, **_spent(self._algorithm.budget))
+
+    def _begun(self, record: AuditRecord, run: str) -> None:
+        plan, self._run = self._plan, run
+        about = fingerprint(self._algorithm)
+        asked: dict[str, Any] = {"algorithm": plan.algorithm, "settings": dict(plan.settings), "quorum": plan.quorum}
+        known: dict[str, Any] = {"fingerprint": about, "messages": about.get("messages", READABLE)}
+        claim = getattr(getattr(self._algorithm.budget, "ledger", None), "claim", None)
+        privacy: dict[str, Any] = {} if claim is None else {"privacy": claim._asdict()}
+        record.note("run", run=run, **asked, **known, **privacy, sites=len(plan.sites.names))
+        for group in _groups(dict(zip(plan.sites.names, plan.counts))):
+            record.note("sites", run=run, clients=group)
+
+
+def _read_with_digest(read: Callable[[str, Frame], Any], digests: dict[str, str], site: str, frame: Frame) -> Any:
+    answer = read(site, frame)
+    digests[site] = digest(frame.payload)
+    return answer
+
+
+def _digests(payloads: Mapping[str, bytes]) -> dict[str, str]:
+    return {site: digest(payload) for site, payload in payloads.items()}
+
+
+def _short(reasons: Mapping[str, str]) -> dict[str, str]:
+    return {site: ascii(reason)[1:-1][:_REASON] for site, reason in reasons.items()}
+
+
+def _spent(budget: Budget | None) -> dict[str, Any]:
+    return {"epsilon": float(said["epsilon"])} if "epsilon" in (said := report(budget)) else {}
+
+
+def _groups(by_site: Mapping[str, Any]) -> list[dict[str, Any]]:
+    sites = list(by_site.items())
+    return [dict(sites[first : first + _GROUP]) for first in range(0, len(sites), _GROUP)]

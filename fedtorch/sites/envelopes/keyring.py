@@ -1,0 +1,119 @@
+"""The keys with which sites speak to each other: the server passes them on, and a site believes those who sign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+from fedtorch.sites.identity import book
+from fedtorch.sites.identity.book import Book, Speaker
+from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.frames import Frame
+from fedtorch.sites.rounds.sites import Heard
+from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.wire import PayloadError
+
+BOOK = "book"  # its name beside other bytes of a frame
+Ask = Callable[[Mapping[str, bytes], int, Callable[[str, Frame], object]], Heard]
+
+
+class Keyring:
+    """The server's: what sites have announced.
+
+    Args:
+        roster: as the authority has signed it.
+        ask: how sites are asked.
+        next_sequence: a number for requests.
+
+    Attributes:
+        epoch: of the keys; in another one sites make others.
+    """
+
+    def __init__(self, roster: bytes, ask: Ask, next_sequence: Callable[[], int]) -> None:
+        self._roster, self._ask, self._next, self.epoch = roster, ask, next_sequence, 0
+        self._said: dict[str, tuple[bytes, Speaker]] = {}
+
+    def gather(self, sites: Mapping[str, range], run: str, epoch: int) -> dict[str, str]:
+        """Asks sites, with the numbers of their clients, for keys of an epoch; returns why some have none."""
+        number, self.epoch = self._next(), epoch
+        request = frames.encode("keys", run=run, sequence=number, epoch=epoch)
+        read = partial(self._read, sites, run)
+        heard = self._ask(dict.fromkeys(sites, request), number, read)
+        self._said.update(heard.answers)
+        return heard.missing
+
+    def _read(self, sites: Mapping[str, range], run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
+        """An announcement that others will believe, so that one site does not spoil the book for all."""
+        word = frame.blob("keys")
+        try:
+            said = book.speaker(word, self._roster, run)
+        except ValueError as error:
+            raise PayloadError(str(error)) from None
+        if said.name != site or range(said.first, said.first + said.clients) != sites[site]:
+            raise frame.refused(f"keys of {site!r} with its clients", said[:3])
+        return word, said
+
+    def forget(self) -> None:
+        """Sites are asked again, for the keys of another run."""
+        self._said.clear()
+
+    def book(self, sites: Iterable[str]) -> bytes:
+        """The book of sites in the order of their clients, as far as they have announced keys."""
+        return book.write(self._roster, [self._said[name][0] for name in sites if name in self._said])
+
+    def signing(self, sites: Iterable[str]) -> list[bytes]:
+        """With which keys sites sign."""
+        return [self._said[name][1].signing for name in sites]
+
+
+class SiteKeys:
+    """A site's: its own keys, and whom it believes.
+
+    Args:
+        identity: of the site; None where it has none.
+        run: the run.
+        first: the number of its first client.
+        clients: how many it has.
+
+    Raises:
+        Refusal: there is no identity.
+    """
+
+    def __init__(self, identity: Identity | None, run: str, first: int, clients: int) -> None:
+        if identity is None:
+            raise Refusal("the site has no identity to sign keys with; it was not given to join(identity=...)")
+        self._authority, self.run, self._issued = identity.authority, run, 0.0
+        self.name, self.own = identity.name, book.Keys(identity, run, first, clients)
+
+    def announce(self, frame: Frame) -> bytes:
+        """The answer to a request for keys."""
+        said = self.own.announcement(frame.integer("epoch"))
+        return frames.encode_blobs("answer", {"keys": said}, sequence=frame.integer("sequence", 1))
+
+    @property
+    def signing(self) -> bytes:
+        """The private Ed25519 key."""
+        return self.own.signing.private_bytes_raw()
+
+    def read(self, data: bytes) -> tuple[tuple[Speaker, ...], int]:
+        """(the sites of a book, the place of this one).
+
+        Raises:
+            Refusal: it cannot be believed, lacks this site, or is of an older roster than another.
+        """
+        try:
+            found = book.read(data, self._authority, self.run)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        self._check(found)
+        place = [speaker.name for speaker in found.speakers].index(self.name)
+        return found.speakers, place
+
+    def _check(self, found: Book) -> None:
+        if found.issued < self._issued:
+            raise Refusal("the roster is older than one that the site has seen; a revoked site may be in it")
+        self._issued = found.issued
+        mine = [each for each in found.speakers if each.name == self.name]
+        if self.own.epoch is None or not mine or mine[0].signing != self.own.signing.public_key().public_bytes_raw():
+            raise Refusal("the book of keys does not have those that this site has now; ask it for them again")

@@ -1,0 +1,1 @@
+"""Sites over Flower's deployment engine."""

@@ -1,0 +1,214 @@
+"""Messages of Flower: what they hold, what a node replies, and the server's post over its grid."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fedtorch.sites.streams.hub import Hub, Limits, Line
+
+_LOG = logging.getLogger(__name__)
+_RECORD, _KIND = "fedtorch", "query"  # the name of the record, and Flower's type of the messages
+_LOOK = 2.0  # seconds between looks at which nodes are online
+_LONGEST_PAUSE = 60.0  # seconds before a node that fails is asked again
+
+Deliver = Callable[[Mapping[str, Any], bool, Sequence[bytes]], tuple[str, Sequence[bytes]]]
+
+
+class Letter(NamedTuple):
+    """What a message or a reply holds."""
+
+    opens: bool  # a stream begins with it
+    name: str  # what the site is called, in replies
+    frames: list[bytes]
+
+
+@dataclass
+class Node:
+    """A SuperNode as the server has it."""
+
+    name: str = ""  # of its site, once it has said so
+    line: Line | None = None  # to its site, once it has said who it is
+    letter: str = ""  # the message that it has not answered yet
+    until: float = 0.0  # the time until which the answer is waited for
+    came: deque[bytes] = field(default_factory=deque)  # its frames for which there was no room yet
+    shut: bool = False  # it is not asked any more
+    failures: int = 0  # in a row
+    rests: float = 0.0  # the time before which it is not asked who it is
+
+
+class Post:
+    """Carries the frames of a hub's lines over a grid.
+
+    Args:
+        hub: whose lines they are.
+        grid: of a `ServerApp`.
+        nodes: the number of each site's node, if they are known.
+        patience: seconds after which a reply is not waited for any more.
+    """
+
+    def __init__(self, hub: Hub, grid: Any, nodes: Mapping[str, int] | None, patience: float) -> None:
+        self.hub, self._grid, self.patience = hub, grid, patience
+        self._known = None if nodes is None else dict(nodes)
+        self._nodes: dict[int, Node] = {}
+        self._online: frozenset[int] = frozenset()
+        self._looked = -_LOOK
+        self._app = library()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a node has a message that it has not answered."""
+        return any(node.letter for node in self._nodes.values())
+
+    def turn(self) -> None:
+        """Takes what has come, and sends what waits, to nodes that have answered."""
+        letters = {node.letter: number for number, node in self._nodes.items() if node.letter}
+        for reply in self._grid.pull_messages(list(letters)) if letters else ():
+            number = letters.get(reply.metadata.reply_to_message_id)
+            if number is not None:
+                self._take(number, self._nodes[number], reply)
+        now = time.monotonic()
+        if now - self._looked >= _LOOK:
+            self._online, self._looked = frozenset(self._grid.get_node_ids()), now
+        for number in self._online - self._nodes.keys():
+            self._nodes[number] = Node()
+        for number, node in self._nodes.items():
+            self._give(node)
+            if node.letter and now > node.until:
+                self._fail(node, f"its node did not reply within {self.patience:g} s")
+            elif not node.letter and number not in self._online:
+                self._leave(node, ConnectionResetError("its node is not online"))
+            elif not node.letter and not node.came and not node.shut:
+                self._write(number, node)
+
+    def _write(self, number: int, node: Node) -> None:
+        """Sends a node the frames that wait for it, or asks who it is."""
+        opens, frames = node.line is None, self._waiting(node)
+        if not frames and (not opens or self.hub.closed or time.monotonic() < node.rests):
+            return
+        content = self._app.RecordDict({_RECORD: self._app.ConfigRecord({"opens": opens, "frames": frames})})
+        message = self._app.Message(content, number, _KIND, ttl=self.patience)
+        try:
+            (letter,) = self._grid.push_messages([message])
+        except Exception as error:  # flwr's errors are those of its HTTP library, and it gives [] for a long message
+            _LOG.warning("the SuperLink did not take a message: %s: %s", type(error).__name__, error)
+            letter = None
+        if letter:
+            node.letter, node.until = letter, time.monotonic() + self.patience
+        else:
+            self._fail(node, "the SuperLink did not take a message for it")
+
+    def _waiting(self, node: Node) -> list[bytes]:
+        """The frames that wait for a node; those of a line that has ended only where they are the last of all."""
+        frames: list[bytes] = []
+        try:
+            while node.line is not None:
+                frames.append(node.line.outward.get(0.0))
+        except TimeoutError:
+            pass
+        except PermissionError as error:
+            _LOG.warning("site %r is asked no more: %s", node.name, error)
+            node.shut = True
+        except OSError:
+            node.line = None  # it is asked anew who it is
+            return frames if self.hub.closed else []
+        return frames
+
+    def _take(self, number: int, node: Node, reply: Any) -> None:
+        """Takes in a reply, and opens a line to a site that says who it is."""
+        node.letter = ""
+        try:
+            if reply.has_error():
+                raise ValueError(f"its app failed: {reply.error.reason}")
+            letter = read(reply.content, self.hub.limits)
+            if node.line is None:
+                self._check(number, letter.name)
+                node.name, node.line = letter.name, self.hub.join(letter.name)
+            elif letter.name != node.name:
+                raise ValueError(f"expected the name {node.name!r}, but got {letter.name!r}")
+        except (ValueError, OSError) as error:
+            self._fail(node, str(error))
+        else:
+            node.failures = 0
+            node.came.extend(letter.frames)
+
+    def _check(self, number: int, name: str) -> None:
+        """Refuses a name that belongs to another node."""
+        if self._known is not None and self._known.get(name) != number:
+            raise PermissionError(f"expected a site of the nodes that are known, but node {number} says {name!r}")
+        other = next((n for n, node in self._nodes.items() if node.name == name and n != number), None)
+        if other is not None and other in self._online:
+            raise PermissionError(f"expected a name of its own, but nodes {other} and {number} say {name!r}")
+
+    def _give(self, node: Node) -> None:
+        """Gives a node's frames to its line, as far as there is room."""
+        try:
+            while node.came and node.line is not None:
+                node.line.inward.put(node.came[0], 0.0)
+                node.came.popleft()
+        except TimeoutError:
+            pass
+        except PermissionError as error:
+            node.came.clear()
+            node.shut = True
+            self._fail(node, str(error))
+        except OSError:
+            node.came.clear()
+
+    def _fail(self, node: Node, why: str) -> None:
+        """Ends a node's stream; it is asked again who it is, after a while."""
+        _LOG.warning("site %r: %s", node.name, why)
+        node.letter, node.failures = "", node.failures + 1
+        node.rests = time.monotonic() + min(2.0**node.failures, _LONGEST_PAUSE)
+        self._leave(node, ConnectionResetError(why))
+
+    def _leave(self, node: Node, reason: Exception) -> None:
+        if node.line is not None:
+            self.hub.leave(node.name, node.line, reason)
+            node.line = None
+        node.came.clear()
+
+
+def answer(deliver: Deliver, limits: Limits, message: Any, context: Any) -> Any:
+    """The reply to a message; see `client_app`."""
+    flwr, letter = library(), read(message.content, limits)
+    name, frames = deliver(context.node_config, letter.opens, letter.frames)
+    record = flwr.ConfigRecord({"name": name, "frames": list(frames)})
+    return flwr.Message(flwr.RecordDict({_RECORD: record}), reply_to=message)
+
+
+def library() -> Any:
+    """`flwr.app`.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        import flwr.app
+    except ImportError as error:
+        raise ImportError(
+            "Expected flwr for sites over Flower's engine: pip install flwr==1.41.0, in an environment of its own"
+        ) from error
+    return flwr.app
+
+
+def read(content: Any, limits: Limits) -> Letter:
+    """What a message holds.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    record = content.get(_RECORD)
+    found = dict(record) if record is not None else {}
+    frames, name = found.get("frames"), found.get("name", "")
+    if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
+        raise ValueError("expected frames of bytes, but got something else; is its app fedtorch's?")
+    if not isinstance(name, str) or len(frames) > 2 * limits.ahead or any(len(f) > limits.frame for f in frames):
+        raise ValueError(f"expected a name, and at most {2 * limits.ahead} frames of at most {limits.frame} bytes")
+    if sum(map(len, frames)) > limits.member + limits.unasked:
+        raise ValueError(f"expected at most {limits.member + limits.unasked} bytes in a message")
+    return Letter(found.get("opens") is True, name, frames)

@@ -1,0 +1,59 @@
+"""A site whose process Flower starts for every message: the `ClientApp` of an app whose server is `transport.flower`.
+
+The site's own settings come from its SuperNode's command, not from the app::
+
+    flower-supernode … --node-config 'name="ward 7" data="/srv/my_data.py" states="/srv/states"'
+
+`data` is the site's file, see `offer`; `states` a folder of the site, in which it finds itself in the next process;
+`save`, which need not be there, the file for the clients' tensors once a run is over.
+
+What a site says when a stream opens:
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from fedtorch import wire
+>>> from fedtorch.sites.flower import site as flower
+>>> folder = tempfile.TemporaryDirectory()
+>>> lines = [
+...     "import torch, fedtorch as ft",
+...     "data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=['bed 1'])",
+...     "algorithms = {'averaging': lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))}",
+... ]
+>>> _ = Path(f"{folder.name}/my_data.py").write_text("; ".join(lines))
+>>> settings = {"name": "ward 7", "data": f"{folder.name}/my_data.py", "states": f"{folder.name}/states"}
+>>> name, (hello,) = flower.take_part(settings, opens=True, payloads=[])
+>>> name, wire.metadata(hello)["clients"]
+('ward 7', ['bed 1'])
+>>> folder.cleanup()
+>>> from importlib.util import find_spec
+>>> app = flower.app() if find_spec("flwr") else None  # does so for every message, where flwr is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedtorch.sites.flower import transport as flower
+from fedtorch.sites.rounds.offer import read_offer
+from fedtorch.sites.rounds.site import deliver
+
+
+def app() -> Any:
+    """The `ClientApp`: `app = fedtorch.sites.flower.site.app()` in the app's client module."""
+    return flower.client_app(take_part)
+
+
+def take_part(settings: Mapping[str, Any], opens: bool, payloads: Sequence[bytes]) -> tuple[str, list[bytes]]:
+    """(the site's name, what it says to some frames of the server); see `transport.flower.client_app`.
+
+    Raises:
+        ValueError: the node's settings lack something.
+    """
+    missing = [name for name in ("name", "data", "states") if not isinstance(settings.get(name), str)]
+    if missing:
+        raise ValueError(f"Expected {' and '.join(missing)} in the SuperNode's --node-config, each a text in quotes")
+    said, ended = deliver(read_offer(settings["data"]), settings["states"], opens, payloads)
+    if ended is not None and "save" in settings:
+        ended.save(settings["save"])
+    return settings["name"], said

@@ -1,0 +1,117 @@
+"""The sites that a server lets in: their names, keys and what they have agreed to, in a file that is always whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from filelock import FileLock
+
+from fedtorch import _files as files
+from fedtorch.sites.identity.certificates import check_name, common_name
+from fedtorch.sites.identity.identity import fingerprint
+
+_SECONDS = 30.0  # for another process that writes the file
+
+
+class Site(NamedTuple):
+    """A site as the server knows it; see `Roster`."""
+
+    key: str  # fingerprint of its public key
+    revoked: str = ""  # why it may not come back, "" while it may
+    rows: int | None = None  # it holds so many at most, if that was agreed
+
+
+class Roster:
+    """The sites of a server, read from a file again whenever that has changed.
+
+    Args:
+        path: of the file; one that is not there is an empty roster.
+
+    Raises:
+        ValueError: the file is something else.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> roster = Roster(f"{folder.name}/roster.json")
+        >>> roster.add("ward 7", key="a1b2", rows=1000)
+        >>> roster.sites["ward 7"] == Site("a1b2", rows=1000)
+        True
+        >>> roster.revoke("ward 7", "has left the study")
+        >>> roster.check("ward 7", "a1b2")
+        Traceback (most recent call last):
+        PermissionError: The key of 'ward 7' has been revoked: has left the study
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._seen: tuple[int, int] | None = None
+        self._sites: dict[str, Site] = {}
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """By name, those that are revoked too."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return {}
+        stamp = (found.st_mtime_ns, found.st_ino)
+        if stamp != self._seen:
+            self._sites, self._seen = self._read(), stamp
+        return self._sites
+
+    @property
+    def rows(self) -> dict[str, int | None]:
+        """How many rows each site may say that it has, None where nothing was agreed."""
+        return {name: site.rows for name, site in self.sites.items()}
+
+    def name_of(self, certificate: bytes) -> str:
+        """The site that shows this PEM certificate, which the authority has made.
+
+        Raises:
+            PermissionError: it is not in the roster with this key, or revoked.
+        """
+        name = common_name(x509.load_pem_x509_certificate(certificate))
+        self.check(name, fingerprint(certificate))
+        return name
+
+    def check(self, name: str, key: str) -> None:
+        """Raises PermissionError unless a site of this name may be here, with the key of this fingerprint."""
+        site = self.sites.get(name)
+        if site is None:
+            raise PermissionError(f"Expected a site of the roster, but {name!r} is not in it; enrol first")
+        if site.revoked:
+            raise PermissionError(f"The key of {name!r} has been revoked: {site.revoked}")
+        if site.key != key:
+            raise PermissionError(f"Expected {name!r} with the key of the roster, but got another; enrol anew")
+
+    def add(self, name: str, key: str, rows: int | None = None) -> None:
+        """Lets a site in, with the fingerprint of its key in place of an earlier one."""
+        check_name(name)
+        self._change(name, Site(key, "", rows))
+
+    def revoke(self, name: str, reason: str) -> None:
+        """Lets a site in no longer; one that is connected is disconnected with its next frame.
+
+        Raises:
+            ValueError: no such site.
+        """
+        if name not in self.sites:
+            raise ValueError(f"Expected one of {sorted(self.sites)}, but got {name!r}")
+        self._change(name, self.sites[name]._replace(revoked=reason or "no reason given"))
+
+    def _change(self, name: str, site: Site) -> None:
+        with FileLock(f"{self.path}.lock", timeout=_SECONDS):
+            sites = {**(self._read() if self.path.exists() else {}), name: site}
+            content = {each: sites[each]._asdict() for each in sorted(sites)}
+            files.replace(self.path, json.dumps({"sites": content}, indent=1).encode())
+
+    def _read(self) -> dict[str, Site]:
+        try:
+            return {name: Site(**site) for name, site in json.loads(self.path.read_bytes())["sites"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"Expected a roster in {self.path}, but got something else: {error}") from None

@@ -1,0 +1,102 @@
+"""What a site brings: its clients' rows, the algorithms that it is willing to run, by name, and on which terms.
+
+An offer is usually a file of the site's own, `my_data.py`:
+
+    import torch, fedtorch as ft
+    from fedtorch.sites import Terms
+
+    data = ft.data.from_tensors([(x, y)], names=["ward 7"])
+
+    def fedavg(lr: float) -> ft.Algorithm:
+        return ft.fedavg(ft.gradient_descent(torch.nn.Linear(3, 1), loss=loss, optimizer=..., epochs=1))
+
+    algorithms = {"fedavg": fedavg}
+    terms = Terms(rounds=1000)
+
+Settings are the server's: let a function take few, and check those that cost time or memory.
+
+A server names an algorithm and gives settings as JSON; the site calls what it has under that name. Nothing else of what
+comes over the wire decides what is run.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedtorch import expected
+from fedtorch.data import FederatedData
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.sites.rounds.terms import Terms
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a site brings.
+
+    Attributes:
+        data: its clients' rows.
+        algorithms: by name, functions of settings by name that return an algorithm with a `start`, which says how
+            parameters look; what has none is given one with `dataclasses.replace(algorithm, start=...)`.
+        terms: what it insists on.
+        validation: rows of the same clients that `metrics` are computed on.
+        metrics: by name, as `Run.evaluate` takes them.
+        chunk: at most so many clients at once.
+
+    Raises:
+        TypeError: something is of another kind.
+        ValueError: no algorithms; terms out of range; validation rows of other clients.
+    """
+
+    data: FederatedData
+    algorithms: Mapping[str, Callable[..., Algorithm]]
+    terms: Terms = field(default_factory=Terms)
+    validation: FederatedData | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        expected.kind(self.data, FederatedData, "data as FederatedData", "make it with ft.data.from_tensors([(x, y)])")
+        expected.kind(self.algorithms, Mapping, "algorithms by name", "such as algorithms = {'fedavg': make}")
+        if not self.algorithms:
+            raise ValueError("Expected at least one algorithm that the site offers, but got none")
+        for name, make in self.algorithms.items():
+            expected.function(make, f"algorithm {name!r} as a function of its settings", "wrap it in one")
+        expected.kind(self.terms, Terms, "terms as Terms", "such as terms = Terms(rounds=100)")
+        self.terms.check()
+        if self.validation is not None and self.validation.names != self.data.names:
+            raise ValueError("Expected validation rows of the same clients; split them with data.split(0.8, seed=0)")
+
+
+def read_offer(path: Path | str) -> Offer:
+    """The offer that a file of the site's own makes: its `data`, `algorithms`, and whatever else an `Offer` has.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it lacks data or algorithms.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> lines = [
+        ...     "import torch, fedtorch as ft",
+        ...     "data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=['ward 7'])",
+        ...     "algorithms = {'averaging': lambda mu: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)), mu=mu)}",
+        ... ]
+        >>> _ = Path(f"{folder.name}/my_data.py").write_text("; ".join(lines))
+        >>> offer = read_offer(f"{folder.name}/my_data.py")
+        >>> offer.data.names, offer.algorithms["averaging"](mu=0.5).settings["mu"]
+        (('ward 7',), 0.5)
+        >>> folder.cleanup()
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"Expected a file with the site's data and algorithms, but {path} is not there")
+    found = runpy.run_path(str(path))
+    missing = [name for name in ("data", "algorithms") if name not in found]
+    if missing:
+        raise ValueError(f"Expected {path} to define {' and '.join(missing)}; see fedtorch.sites.rounds.offer")
+    return Offer(**{name: found[name] for name in Offer.__dataclass_fields__ if name in found})

@@ -1,0 +1,313 @@
+"""A site's memory of the sums under masks that it has taken part in, across runs and restarts.
+
+Two sums of the same messages, with and without one site, differ by that site's message. So a site takes part in sums
+over one start with one set of sites only, and with the same clients of its own: the start is what clients were sent and
+the settings of the algorithm, without keys, numbers of rounds and names of runs. A set counts from the moment at which
+the site confirms it, before it opens any share: whether the server has come to the sum, no site can know.
+
+*Why nothing less.* A site sees the sums that it takes part in, the server all of them. The sets {a, b, c}, {d, e, f}
+and {a, ..., g} differ by four sites wherever one site can compare two of them, and the third less the other two is what
+g has said. Of sets that are the same wherever they have a member in common no combination is of fewer members than the
+smallest of them has: they are disjoint.
+
+What clients tell for good is the sum over rounds of what they have told in each. A site adds it up only with all the
+sites that it has ever added up with in the run, and only while it has gone back behind none of these sums: else the
+rounds' sums less the total would be what one of them has told.
+
+The memory is `sums.jsonl` in the folder of states, a line for each sum, which only grows. Nothing but `begin` makes it,
+so that a site whose memory is lost refuses sums under masks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedtorch import _files as files, tree, wire
+from fedtorch.protocol.versions import FIRST
+from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.tree import Tree
+
+FILE = "sums.jsonl"
+MOST = 200_000  # sums; a file of about 40 MB
+_FORM = {"sums under masks": 1}
+_NAMED = 20  # sites that a refusal names at most
+_BEGIN = "`fedtorch states DIR --begin-sums`"
+
+
+def begin(folder: Path | str) -> None:
+    """Create the memory of a site that has taken part in no sum under masks.
+
+    Args:
+        folder: of the site's states.
+
+    Raises:
+        FileExistsError: there is one. To begin anew on purpose move it away: what it knows is then refused no more.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> begin(folder.name)
+        >>> [path.name for path in Path(folder.name).iterdir()]
+        ['sums.jsonl']
+        >>> folder.cleanup()
+    """
+    path = Path(folder) / FILE
+    if path.exists():
+        raise FileExistsError(
+            f"Expected a folder without {FILE}, but {folder} has one; keep it, or move it away if this site is to "
+            "forget which sums it has taken part in"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(path, _line(_FORM))
+
+
+class _Sum(NamedTuple):
+    """What is known of the sums over one start."""
+
+    clients: str  # a digest of the names of the site's own clients in them
+    sites: int  # which of the sets
+    at: int  # seconds since 1970
+
+
+class Step(NamedTuple):
+    """Where a sum stands in a run whose clients tell something for good."""
+
+    run: str
+    base: int  # the version of the site's states from which the round began
+    version: int  # and with which it ends
+
+
+class _Told(NamedTuple):
+    """What is known of what clients have told for good in a run."""
+
+    sites: frozenset[str]  # of all sums
+    version: int  # of the site's states with the last of them
+    behind: bool  # whether the site has gone back behind one
+
+
+class PastSums:
+    """The sums that a site has taken part in.
+
+    Args:
+        folder: of states; None if the site has none.
+        lasting: whether the memory is the folder's; else it is this object's.
+
+    Example:
+        >>> import tempfile
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> begin(folder.name)
+        >>> past, four = PastSums(Path(folder.name)), frozenset({"ward 6", "ward 7", "ward 8", "ward 9"})
+        >>> past.open()
+        >>> past.of_round(b"start", ["bed 1"], None, four, confirmed=True)
+        >>> again = PastSums(Path(folder.name))  # after a restart
+        >>> again.open()
+        >>> again.of_round(b"start", ["bed 1"], None, four, confirmed=True)
+        >>> try:
+        ...     again.of_round(b"start", ["bed 1"], None, four - {"ward 9"}, confirmed=False)
+        ... except Refusal as reason:
+        ...     print(str(reason).partition(" UTC ")[2].partition(":")[0])
+        with ['ward 6', 'ward 7', 'ward 8', 'ward 9'] (4 in all), and takes part in others with the same sites only
+        >>> again.of_round(b"other", ["bed 1"], Step("run 1", base=0, version=7), four, confirmed=True)
+        >>> again.of_total(Step("run 1", base=7, version=7), four, confirmed=True)  # what clients have told for good
+        >>> folder.cleanup()
+    """
+
+    def __init__(self, folder: Path | None, lasting: bool = True) -> None:
+        self._path = folder / FILE if folder is not None and lasting else None
+        self._lasting, self._opened = lasting, False
+        self._sets: list[frozenset[str]] = []
+        self._places: dict[frozenset[str], int] = {}
+        self._starts: dict[bytes, _Sum] = {}
+        self._runs: dict[str, _Told] = {}
+
+    def open(self) -> None:
+        """Read the memory, once.
+
+        Raises:
+            Refusal: it is not there, or damaged.
+        """
+        if self._opened:
+            return
+        if self._lasting and self._path is None:
+            raise Refusal(
+                "the site has no folder in which it remembers the sums under masks that it takes part in; start it "
+                "with a folder of states, or with Terms(remember_sums=False) if it is to forget them"
+            )
+        if self._path is not None:
+            if not self._path.exists():
+                raise Refusal(
+                    f"the site has no {FILE} in its folder of states, the memory of the sums under masks that it has "
+                    f"taken part in; a site that has taken part in some looks for it, another begins one by {_BEGIN}"
+                )
+            self._read(self._path)
+        self._opened = True
+
+    def of_round(
+        self, start: bytes, clients: Sequence[str], step: Step | None, sites: frozenset[str], *, confirmed: bool
+    ) -> None:
+        """Refuse a sum over a start that was added up by other sites; remember one that is confirmed.
+
+        Args:
+            start: `digest_of_start(...)`.
+            clients: the site's own in the sum.
+            step: of clients that tell something for good, else None.
+            sites: whose sum it is, or as long as it is not confirmed, may become.
+            confirmed: whether this site is about to say that it takes part.
+
+        Raises:
+            Refusal: other sites, or other clients of this one, or there is no room for another sum.
+        """
+        key, own = start[:16], _digest(sorted(clients))
+        known = self._starts.get(key)
+        if known is not None and known[:2] != (own, self._places.get(sites)):
+            raise Refusal(self._difference(known, own))
+        if not confirmed:
+            return
+        if known is None and len(self._starts) >= MOST:
+            raise Refusal(
+                f"the site remembers {MOST} sums under masks, and no more; move {FILE} away and {_BEGIN} if it is to "
+                "forget them"
+            )
+        made = [] if known is not None else [{"start": key.hex(), "clients": own, "at": int(time.time())}]
+        self._add(made, sites)
+        if step is not None:
+            self.advance(step, sites)
+
+    def advance(self, step: Step, sites: frozenset[str] = frozenset()) -> None:
+        """Remember that a site's states have gone on, with a sum of some sites or without one."""
+        told = self._told(step.run)
+        behind = told.behind or told.version != step.base
+        line = {"run": step.run, "version": step.version, "behind": behind}
+        self._add([line], told.sites | sites)
+
+    def of_total(self, step: Step, sites: frozenset[str], *, confirmed: bool) -> None:
+        """Refuse to add up what clients have told for good where that would be without a part of an earlier sum.
+
+        Args:
+            step: whose version is its base.
+            sites: whose sum it is, or may become.
+            confirmed: whether this site is about to say that it takes part.
+
+        Raises:
+            Refusal: a site of an earlier sum is missing, or this one has gone back behind one.
+        """
+        told = self._told(step.run)
+        if told.behind or told.version != step.base:
+            raise Refusal("the site has gone back behind a sum, and does not add up what it has told for good any more")
+        if missing := told.sites - sites:
+            raise Refusal(
+                "the site adds up what clients have told for good only with all sites that it has added up with in "
+                f"the run, and {_named(missing)} are missing"
+            )
+        if confirmed and sites != told.sites:
+            self.advance(step, sites)
+
+    def _difference(self, known: _Sum, own: str) -> str:
+        """Why a site takes part in no sum over a start."""
+        when, same = datetime.fromtimestamp(known.at, UTC), own == known.clients
+        return (
+            f"the site has taken part in a sum over the same start on {when:%Y-%m-%d at %H:%M} UTC with "
+            f"{_named(self._sets[known.sites])}, and takes part in others with the same "
+            f"{'sites' if same else 'of its own clients'} only: the sums' difference would be what those have said "
+            "that are in one of them; ask the same again, or begin from other parameters"
+        )
+
+    def _told(self, run: str) -> _Told:
+        return self._runs.get(run, _Told(frozenset(), FIRST, behind=False))
+
+    def _add(self, entries: Iterable[Mapping[str, Any]], sites: frozenset[str]) -> None:
+        """Write entries of a set of sites, and then know them."""
+        lines = [{**entry, "sites": self._places.get(sites, len(self._sets))} for entry in entries]
+        if lines and sites not in self._places:
+            lines = [{"sites": sorted(sites)}, *lines]
+        if lines and self._path is not None:
+            _append(self._path, b"".join(_line(line) for line in lines))
+        for line in lines:
+            self._know(line)
+
+    def _know(self, line: Mapping[str, Any]) -> None:
+        if "start" in line:
+            self._starts[bytes.fromhex(line["start"])] = _Sum(line["clients"], line["sites"], line["at"])
+        elif "run" in line:
+            self._runs[line["run"]] = _Told(self._sets[line["sites"]], line["version"], line["behind"])
+        else:
+            self._places[frozenset(line["sites"])] = len(self._sets)
+            self._sets.append(frozenset(line["sites"]))
+
+    def _read(self, path: Path) -> None:
+        """Know all lines; a last one that is not whole is of a sum that the site has not confirmed, and is cut off."""
+        data = path.read_bytes()
+        whole = data.rpartition(b"\n")[0] + b"\n"
+        try:
+            form, *lines = [json.loads(line) for line in whole.splitlines()]
+            if form != _FORM:
+                raise ValueError("it begins otherwise")
+            for line in lines:
+                self._know(line)
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise Refusal(
+                f"the site's {FILE} is damaged ({type(error).__name__}), so that it does not know which sums under "
+                f"masks it has taken part in; bring back a copy, or move it away and {_BEGIN}"
+            ) from None
+        if len(whole) < len(data):
+            os.truncate(path, len(whole))
+
+
+def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
+    """Return a digest of what one client is sent, and of the settings of the algorithm.
+
+    Args:
+        content: what one client hears, `(...)`.
+        settings: by name, as sites and server compare them; {} for those of one run.
+
+    Example:
+        >>> import torch
+        >>> settings = {"rate": "0.1"}
+        >>> start = digest_of_start({"weight": torch.zeros(3)}, settings)
+        >>> start == digest_of_start({"weight": -torch.zeros(3)}, settings)  # what is computed from them is the same
+        True
+        >>> start == digest_of_start({"weight": torch.full((3,), 1e-30)}, settings)  # which no site can refuse
+        False
+    """
+    plain = tree.map(lambda leaf: leaf + 0.0 if leaf.is_floating_point() else leaf, content)
+    about = json.dumps(dict(settings), sort_keys=True).encode()
+    return hashlib.sha256(hashlib.sha256(about).digest() + wire.encode(tree.to(plain, "cpu"))).digest()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Write to the end of a file and to the disk, all of it or nothing."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
+    try:
+        size = os.fstat(handle).st_size
+        try:
+            if os.write(handle, data) < len(data):
+                raise OSError(f"Expected to write {len(data)} bytes to {path}, but there was no room")
+            os.fsync(handle)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(handle, size)
+            raise
+    finally:
+        os.close(handle)
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
+
+
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:32]
+
+
+def _named(sites: frozenset[str]) -> str:
+    """Some sites by name, and how many there are."""
+    names = sorted(sites)
+    return f"{names[:_NAMED]} ({len(names)} in all)"

@@ -1,0 +1,38 @@
+"""What a population of sites asks them for, and how it waits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.sites.audit.audit import AuditRecord
+from fedtorch.sites.rounds.sites import Sites
+
+
+class Lost(NamedTuple):
+    """Of sums under masks that were lost: who has ended them, and who can still add up."""
+
+    failed: dict[str, str]  # why sites are left out of sums over other starts, by name
+    bound: dict[bytes, frozenset[str]]  # by start, the sites that add up over it all together or not at all
+
+
+class Plan(NamedTuple):
+    """See `Remote`."""
+
+    sites: Sites
+    names: tuple[str, ...]  # of all clients
+    firsts: list[int]  # the number of each site's first client
+    counts: list[int]  # of each site's clients
+    algorithm: str
+    settings: Mapping[str, Any]
+    seconds: float
+    quorum: float
+    checkpoints: int
+    withdrawals: bool
+    roster: bytes | None  # as the authority has signed it
+    rotate: int  # rounds in which sites use the same keys
+    nobody: ClientData  # a block of no clients, with rows like those of the sites
+    validation: FederatedData  # stands for rows that sites keep
+    record: AuditRecord | None  # of what sites are asked and answer
+    lost: Lost

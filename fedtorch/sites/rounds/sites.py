@@ -1,0 +1,276 @@
+"""The sites as their server meets them: who is here, what they bring, and asking all of them at once."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, NamedTuple
+
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.frames import PROTOCOL, Frame
+from fedtorch.sites.streams.hub import Hub
+from fedtorch.wire import PayloadError
+
+_LOG = logging.getLogger(__name__)
+_MOST_STRAYS = 100
+LATE = "it is late"
+_LOOK = 0.25  # seconds after which it is seen that a site has gone
+
+
+class Brings(NamedTuple):
+    """What a site has said that it brings."""
+
+    clients: tuple[str, ...]
+    rows: tuple[int, ...]
+    schema: Any  # of its rows, as JSON
+
+
+class Heard(NamedTuple):
+    """What came back."""
+
+    answers: dict[str, Any]  # by site, as they were read, in the order of the sites
+    missing: dict[str, str]  # why the others did not answer
+    bytes_up: int
+
+
+class Question:
+    """What some sites are asked, and what they have answered so far.
+
+    Args:
+        run: the identity of the run.
+        begin: site -> the frame that begins the run there.
+        requests: by site.
+        sequence: of the requests.
+        read: (site, frame) -> the answer; may raise PayloadError, which is no answer.
+
+    Attributes:
+        asked: the sites that have the request on their stream.
+        waiting: the sites that have neither answered nor refused, in their order.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        begin: Callable[[str], bytes],
+        requests: Mapping[str, bytes],
+        sequence: int,
+        read: Callable[[str, Frame], Any],
+    ) -> None:
+        self.run, self.begin, self.requests, self.sequence, self._read = run, begin, requests, sequence, read
+        self.answers: dict[str, Any] = {}
+        self.missing: dict[str, str] = {}
+        self.asked: set[str] = set()
+        self.waiting = dict.fromkeys(requests)
+        self._bytes = 0
+
+    def hear(self, frame: Frame) -> None:
+        """Takes in a site's frame, if it belongs to the question."""
+        name = frame.sender
+        if frame.kind == "hello":
+            self.asked.discard(name)
+        elif name in self.asked and name in self.waiting and frame.about.get("sequence") == self.sequence:
+            try:
+                if frame.kind == "refusal":
+                    self.missing[name] = frame.text("reason")[:1000]
+                else:
+                    self.answers[name] = self._read(name, frame)
+                    self._bytes += len(frame.payload)
+            except PayloadError as error:
+                self.missing[name] = str(error)
+            del self.waiting[name]
+
+    def heard(self, gone: Mapping[str, str]) -> Heard:
+        """All that was heard; `gone` are the sites that are waited for no longer, and why."""
+        answers = {name: self.answers[name] for name in self.requests if name in self.answers}
+        return Heard(answers, {**self.missing, **gone}, self._bytes)
+
+
+class Sites:
+    """Some sites of a hub, in an order that is theirs for good.
+
+    Args:
+        host: over which they come.
+        names: of the sites, as their certificates call them.
+        agreed: how many rows a site may have at most, by name, where that was agreed.
+
+    Attributes:
+        bring: what each brings, once it has been here.
+        troubles: the last reason why a site did not do what it was asked.
+        on_drop: told of every site that is disconnected, and why.
+    """
+
+    def __init__(self, host: Hub, names: Sequence[str], agreed: Mapping[str, int | None] | None = None) -> None:
+        self.host, self.names, self._agreed = host, tuple(names), dict(agreed or {})
+        self.bring: dict[str, Brings] = {}
+        self.troubles: dict[str, str] = {}
+        self.on_drop: Callable[[str, str], None] = lambda name, reason: None
+        self._begun: dict[str, str] = {}  # the run that a site's stream has begun
+        self._here: set[str] = set()  # sites whose stream has said hello
+        self._owes: dict[str, int] = {}  # the request that a site has not answered yet: it gets no other meanwhile
+        self._strays: Counter[str] = Counter()  # frames on a site's stream that nobody asked for
+        self._sequence = secrets.randbits(61)  # no number is used again, also after a restart
+
+    def meet(self, seconds: float) -> None:
+        """Waits until every site has been here.
+
+        Raises:
+            TimeoutError: some were not in time; the message names them.
+        """
+        ends = time.monotonic() + seconds
+        for _ in range(2 * len(self.names)):  # what they have said before
+            self._next(0.0)
+        for name in self.host.connected & set(self.names) - self._here:
+            with suppress(ConnectionError, TimeoutError):  # it says hello when it is back
+                self.host.send(name, frames.encode("who"))
+        while len(self.bring) < len(self.names):
+            if (left := ends - time.monotonic()) <= 0:
+                absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}
+                told = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
+                raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {told}")
+            self._next(left)
+
+    def next_sequence(self) -> int:
+        """A number that no other request has."""
+        self._sequence += 1
+        return self._sequence
+
+    def ask(self, question: Question, *, seconds: float, least: int) -> Heard:
+        """Asks sites, and returns once all that are here have answered, and `least` of them at least, or time is up.
+
+        A site that connects anew meanwhile is asked again; one that still works on an earlier request is asked once it
+        has answered that.
+
+        Args:
+            question: what they are asked.
+            seconds: that are waited.
+            least: so many answers are waited for also from sites that are not here.
+        """
+        ends, waiting, frame = time.monotonic() + seconds, question.waiting, None
+        while True:
+            if frame is None:  # at first, and when none came for a while, a look at all of them
+                question.asked &= self.host.connected
+            for name in list(waiting) if frame is None else [frame.sender]:
+                here = name in waiting and name in self._here
+                free = here and name not in question.asked and name not in self._owes
+                if free and self._send(name, question.run, question.begin, question.requests[name]):
+                    question.asked.add(name)
+                    self._owes[name] = question.sequence
+            found, left = len(question.answers), ends - time.monotonic()
+            alone = question.asked.isdisjoint(waiting)
+            if not waiting or (found >= least and alone) or found + len(waiting) < least or left <= 0:
+                break
+            frame = self._next(min(left, _LOOK))
+            if frame is not None:
+                question.hear(frame)
+        working, yet = self._owes.keys() & self.host.connected, LATE if left <= 0 else "it had not answered yet"
+        gone = {name: yet if name in working else "it is not connected" for name in waiting}
+        self._note(question.missing | gone)
+        return question.heard(gone)
+
+    def is_here(self, name: str) -> bool:
+        """Whether a site is connected and has said what it brings."""
+        return name in self._here and name in self.host.connected
+
+    def look(self, ends: float) -> None:
+        """Takes in who comes, for a moment that ends at this time at the latest."""
+        self._next(max(0.0, min(_LOOK, ends - time.monotonic())))
+
+    def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
+        """Sends a frame that wants no answer, if the site is here."""
+        return name in self._here and self._send(name, run, begin, frame, answers=0)
+
+    def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes, answers: int = 1) -> bool:
+        try:
+            if self._begun.get(name) != run:
+                self.host.send(name, begin(name), answers=0)
+                self._begun[name] = run
+            self.host.send(name, request, answers)
+        except (ConnectionError, TimeoutError):
+            self._forget(name)
+            return False
+        return True
+
+    def _next(self, seconds: float) -> Frame | None:
+        """The next frame of one of the sites; a `hello` has been taken in."""
+        try:
+            peer, payload = self.host.receive(seconds)
+        except TimeoutError:
+            return None
+        try:
+            frame = frames.read(payload, peer)
+            if frame.kind == "hello" and peer not in self.names:
+                self._turn_away(peer)
+                return None
+            if frame.kind == "hello":
+                self._greet(frame)
+            elif peer not in self._here:
+                return None  # what it said to an earlier population
+            elif peer in self._owes and self._owes[peer] == frame.about.get("sequence"):
+                del self._owes[peer]
+            else:
+                self._strays[peer] += 1
+                if self._strays[peer] > _MOST_STRAYS:
+                    raise frame.refused("answers to what was asked", f"{_MOST_STRAYS} frames that were none")
+        except (PayloadError, ValueError) as error:
+            self._note({peer: str(error)})
+            self._forget(peer)
+            self.host.drop(peer, str(error))
+            self.on_drop(peer, str(error))
+            return None
+        return frame
+
+    def _greet(self, frame: Frame) -> None:
+        """Takes in what a site says that it brings, if it may take part."""
+        name = frame.sender
+        self._forget(name)
+        if (protocol := frame.integer("protocol")) != PROTOCOL:
+            raise ValueError(
+                f"Expected a site that speaks protocol {PROTOCOL}, but {name!r} speaks {protocol}; install the same "
+                "version of fedtorch on both sides"
+            )
+        clients, rows, schema = tuple(frame.texts("clients")), tuple(frame.integers("rows")), frame.about.get("schema")
+        if not clients or len(rows) != len(clients):
+            raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
+        frames.no_rows(schema)
+        brings = Brings(clients, rows, schema)
+        for other, known in islice(self.bring.items(), 1):  # the others are like the first
+            if known.schema != schema:
+                raise ValueError(
+                    f"Expected rows like those of {other!r}, {known.schema}, but {name!r} has {schema}; bring the same "
+                    "fields in the same dtypes and shapes"
+                )
+        most = self._agreed.get(name)
+        if most is not None and sum(rows) > most:
+            raise ValueError(f"Expected at most {most} rows, as agreed, but {name!r} says that it has {sum(rows)}")
+        if self.bring.get(name, brings) != brings:
+            raise ValueError(f"Expected the clients and rows with which {name!r} first came, but got others; run anew")
+        self.bring.setdefault(name, brings)
+        self._here.add(name)
+
+    def _turn_away(self, name: str) -> None:
+        """Tells a site that is in no run now to wait for another."""
+        _LOG.warning("site %r has connected, but the run is of %s; it waits", name, list(self.names))
+        reason = f"the server's run is of other sites than {name!r}; ask its side whether this site is to be in it"
+        with suppress(ConnectionError, TimeoutError):  # it is told when it is back
+            self.host.send(name, frames.encode("wait", reason=reason), answers=0)
+
+    def _forget(self, name: str) -> None:
+        self._here.discard(name)
+        for known in (self._begun, self._owes, self._strays):
+            known.pop(name, None)
+
+    def _note(self, troubles: Mapping[str, str]) -> None:
+        for name, why in troubles.items():
+            if self.troubles.get(name) != why:
+                _LOG.warning("site %r: %s", name, why)
+            self.troubles[name] = why
+
+
+def reasons(missing: Mapping[str, str]) -> str:
+    """Why sites did not answer, by name, in a line."""
+    return "; ".join(f"{site!r}: {why}" for site, why in missing.items())

@@ -1,0 +1,323 @@
+"""A site's part in one run: its clients, what they are asked, and which round they stand in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fedtorch import checkpoint, functional, tree
+from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
+from fedtorch.federation.populations.clients import LocalClients
+from fedtorch.federation.populations.in_process import SMALL_BLOCK
+from fedtorch.federation.runs.evaluation import inputs_and_targets, stacked_metrics
+from fedtorch.protocol.versions import FIRST, Versions
+from fedtorch.sites.envelopes.keyring import BOOK, SiteKeys
+from fedtorch.sites.envelopes.letters import SiteLetters
+from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.rounds import _inbox as inbox, frames as frames
+from fedtorch.sites.rounds._inbox import Inboxes
+from fedtorch.sites.rounds._masked import Guard, PartOfSite, name_of_sum, one_of, start_of_sum
+from fedtorch.sites.rounds.fingerprint import fingerprint
+from fedtorch.sites.rounds.frames import Frame, run_of
+from fedtorch.sites.rounds.offer import Offer
+from fedtorch.sites.rounds.past_sums import PastSums, Step
+from fedtorch.sites.rounds.terms import Refusal, Watch
+from fedtorch.tree import Tree
+
+MOST_CLIENTS = 10_000_000
+
+
+class Visit:
+    """A site's part in a run, from the server's `begin`.
+
+    Args:
+        offer: what the site brings.
+        watch: over its terms.
+        begin: the server's frame.
+        folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
+        identity: with which the site signs the keys that sums under masks and sealed letters need.
+        past: the sums under masks that the site has taken part in; default: those of the folder.
+
+    Attributes:
+        run: the run's identity, in hexadecimal.
+        algorithm: as the site has built it.
+        clients: of the site.
+        over: whether the run has ended.
+
+    Raises:
+        Refusal: the site does not offer that, or would run something else under that name.
+        PayloadError: the frame is not as it should be.
+
+    Example:
+        >>> from concurrent.futures import ThreadPoolExecutor
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.sites import join
+        >>> from fedtorch.sites import Hub
+        >>> from fedtorch.sites.streams import memory
+        >>> separate = lambda: ft.separate(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+        >>> host, data = Hub(), ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))], names=["bed 1"])
+        >>> with ThreadPoolExecutor() as pool:
+        ...     dial = lambda: memory.link(host, "ward 7")
+        ...     site = pool.submit(join, dial, Offer(data, {"separate": separate}), patience=5.0)
+        ...     sites = ft.Remote(host, ["ward 7"], "separate", patience=5.0)
+        ...     sites.finish(ft.run(separate(), sites, rounds=1))
+        ...     visit = site.result()
+        >>> visit.over, visit.names
+        (True, ('bed 1',))
+        >>> visit.client_module("bed 1").weight.detach().round(decimals=3)  # which never left the site
+        tensor([[1., 2.]])
+    """
+
+    def __init__(
+        self,
+        offer: Offer,
+        watch: Watch,
+        begin: Frame,
+        folder: Path | None,
+        identity: Identity | None = None,
+        past: PastSums | None = None,
+    ) -> None:
+        self.offer, self.watch, self.run, self.over = offer, watch, run_of(begin), False
+        self.algorithm = _built(offer, begin)
+        total = begin.integer("clients", len(offer.data), MOST_CLIENTS)
+        self.first = begin.integer("first", 0, total - len(offer.data))
+        watch.begin(self.algorithm, total)
+        start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
+        server, like = self.algorithm.init(start, total)
+        if self.algorithm.told is not None:
+            server = server._replace(total=first_total(self.algorithm, like, total))
+        first = self.algorithm.exchange.scatter(self.algorithm.outbox(server), slice(self.first, self.first + 1))
+        self._heard = tree.map(lambda leaf: leaf[0], first)  # one client's inbox
+        state = begin.tree({"state": like}, finite=False)["state"]
+        self._past = PastSums(folder, offer.terms.remember_sums) if past is None else past
+        self._keys = self._hide(identity, total)
+        self._part: PartOfSite | None = None
+        self._letters = self._correspond(server, like)
+        here = replace(self.algorithm, exchange=inbox.at_site(self.algorithm.exchange))
+        names = ("",) * self.first + offer.data.names + ("",) * (total - self.first - len(offer.data))
+        blocks = [(ids + self.first, block) for ids, block in offer.data.buckets(small=SMALL_BLOCK)]
+        self.clients = LocalClients(here, state, names, blocks, total, offer.chunk)
+        self._lasting = bool(tree.leaves(state))
+        self._versions = Versions(folder / self.run if folder is not None and self._lasting else None)
+        self._versions.put(FIRST, self.clients.state_dict())
+        self._version: int | None = FIRST
+        self._last: Inboxes | None = None
+
+    def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
+        """Keys, where the server may not read what clients send."""
+        exchange, own = self.algorithm.exchange, len(self.offer.data)
+        if exchange.masks is not None:
+            try:
+                exchange.masks.check(clients)
+            except ValueError as error:
+                raise Refusal(str(error)) from None
+            self._past.open()
+        hidden = exchange.masks is not None or exchange.sealed is not None
+        return SiteKeys(identity, self.run, self.first, own) if hidden else None
+
+    def _correspond(self, server: Tree, state: Tree) -> SiteLetters | None:
+        """Letters, where neighbours hear each other through the server."""
+        if self.algorithm.exchange.sealed is None or self._keys is None or self.algorithm.told is None:
+            return None
+        initial = self.algorithm.told(tree.expand(state, 1))
+        return SiteLetters(self._keys, self.algorithm, server, initial, self._own)
+
+    @property
+    def _own(self) -> range:
+        """The numbers of the site's clients."""
+        return range(self.first, self.first + len(self.offer.data))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The site's clients."""
+        return self.offer.data.names
+
+    def settle(self, frame: Frame) -> None:
+        """Goes to the version that the server counts on, and forgets those that it does not go back to.
+
+        Raises:
+            Refusal: that version is lost.
+        """
+        kept, keep = frame.integer("kept"), frame.integers("keep")
+        if kept != self._version and self._lasting:
+            states = self._versions.get(kept)
+            if states is None:
+                raise Refusal(f"the site does not have version {kept} of its states of run {self.run} any more")
+            self._version = None  # until all of it is loaded
+            self.clients.load_state_dict(states)
+        self._version = kept
+        self._versions.retain({kept, *keep})
+
+    def round(self, frame: Frame) -> bytes:
+        """Runs the clients that are asked, keeps their new states as a version of its own, and answers."""
+        own, number = len(self.offer.data), frame.integer("sequence", 1)
+        if self._part is not None and self._part.number == number:  # under the same masks nothing is said twice
+            return self._part.begun
+        silent = frame.integer("lost", 0, own)
+        more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
+        heard, more, blobs = self._hear(frame, more)
+        turn = Turn(more["key"], frame.integer("round"))
+        start = start_of_sum(self.algorithm, one_of(heard.inbox)) if self.algorithm.exchange.masks is not None else b""
+        self.watch.before(self.algorithm, turn, heard.ids)
+        found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
+        self.watch.check_cohort(len(found.ids))
+        step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
+        self._version = None  # until the new states are kept
+        self.clients.commit(found.states)
+        if self._lasting:
+            self._versions.put(number, self.clients.state_dict())
+        self._version = number
+        info = {} if self._keys is not None else self.watch.together(found.info)
+        tensors = {"ids": found.ids, "info": info, "partial": found.partial}
+        refused = {str(client): field for client, field in found.refused.items()}
+        told = {"clients": len(found.ids), "info": list(info), "refused": refused}
+        if self._keys is None:
+            return frames.encode("answer", tensors, sequence=number, **told)
+        said: dict[str, bytes] = {}
+        if self._letters is not None:
+            said = self._letters.write(blobs.get(BOOK, b""), self._told())
+        elif len(found.ids):
+            clients = [self.names[client - self.first] for client in found.ids.tolist()]
+            guard = partial(self._past.of_round, start, clients, step)
+            self._part = self._sum(number, name_of_sum(start, turn), blobs, found.partial, guard)
+            said = {"said": self._part.first()}
+        elif step is not None:
+            self._past.advance(step)
+        coded, sizes = frames.coded(said)
+        answer = frames.encode("answer", {**tensors, "partial": coded}, sequence=number, sizes=sizes, **told)
+        if self._part is not None:
+            self._part.begun = answer
+        return answer
+
+    def total(self, frame: Frame) -> bytes:
+        """What the site's clients tell for good."""
+        number = frame.integer("sequence", 1)
+        if self.algorithm.told is None:
+            raise Refusal("the algorithm's clients tell nothing for good")
+        if self._letters is not None:
+            raise Refusal("the site tells what its nodes tell to their neighbours only")
+        if self.algorithm.exchange.masks is None:
+            return frames.encode("answer", {"told": self.clients.told_here()}, sequence=number)
+        if self._part is None or self._part.number != number:
+            version = self._version or FIRST
+            guard = partial(self._past.of_total, Step(self.run, version, version))
+            self._part = self._sum(number, b"", frame.blobs(), self.clients.told_here(), guard)
+            self._part.begun = frames.encode_blobs("answer", {"said": self._part.first()}, sequence=number)
+        return self._part.begun
+
+    def keys(self, frame: Frame) -> bytes:
+        """The keys with which the site speaks to others in this run."""
+        if self._keys is None:
+            raise Refusal("the algorithm lets the server read what clients send, and needs no keys")
+        return self._keys.announce(frame)
+
+    def phase(self, frame: Frame) -> bytes:
+        """The site's message of a later phase of a sum under masks."""
+        if self._part is None:
+            raise Refusal("the site is in no sum under masks; it may have begun anew since")
+        return self._part.answer(frame)
+
+    def letters(self, frame: Frame) -> bytes:
+        """Letters to the sites of a book, of what the site's nodes have told last."""
+        if self._letters is None:
+            raise Refusal("the algorithm's clients write no letters")
+        said = self._letters.write(frame.blobs().get(BOOK, b""), self._told())
+        return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
+
+    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> PartOfSite:
+        """The site's part of a sum."""
+        assert self.algorithm.exchange.masks is not None
+        assert self._keys is not None
+        return PartOfSite(self.algorithm.exchange.masks, self._keys, blobs.get(BOOK, b""), number, about, found, guard)
+
+    def _told(self) -> Tree:
+        """What all the site's clients tell for good, `(K, ...)`."""
+        assert self.algorithm.told is not None
+        return self.algorithm.told(self.clients.table.read(slice(self._own.start, self._own.stop)))
+
+    def evaluate(self, frame: Frame) -> bytes:
+        """The sums of the metrics that are asked for, of each client's model on its validation rows."""
+        wanted = frame.texts("metrics")
+        if self.offer.validation is None or not set(wanted) <= self.offer.metrics.keys():
+            raise Refusal(f"the site has validation rows for {sorted(self.offer.metrics)}, not for {wanted}")
+        heard, _, _ = self._hear(frame)
+        self.watch.check_cohort(len(heard.ids))
+        metrics = stacked_metrics({name: self.offer.metrics[name] for name in wanted})
+        predict, parts = self.algorithm.predict, []
+        if predict is None:
+            raise Refusal("the algorithm does not predict")
+        with torch.no_grad():
+            for rows, block in self.offer.validation.select(heard.ids - self.first).buckets(small=SMALL_BLOCK):
+                inputs, target = inputs_and_targets(block.batch)
+                prediction = predict(self.clients.tensors(heard, heard.ids[rows]), inputs)
+                sums = {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
+                parts.append((rows, sums))
+        order, every = tree.concatenate(parts)
+        sums = self.watch.in_one(tree.take(every, order.argsort()))
+        return frames.encode("answer", {"sums": sums}, sequence=frame.integer("sequence", 1))
+
+    def end(self, frame: Frame) -> None:
+        """Keeps what the clients hear last; the run is over."""
+        self._last, _, _ = self._hear(frame)
+        self.over = True
+        self._versions.finish()
+
+    def tensors(self) -> Tree:
+        """The tensors that the site's clients predict with after the run, `(K, ...)`.
+
+        Raises:
+            ValueError: the server has not said that the run is over.
+        """
+        if self._last is None:
+            raise ValueError("Expected a run that is over, but the server has not said so yet; it does by finish(run)")
+        return self.clients.tensors(self._last, self._last.ids)
+
+    def client_module(self, client: str) -> nn.Module:
+        """A copy of the module with the tensors that a client of the site, by name, predicts with."""
+        if client not in self.names:
+            raise ValueError(f"Expected one of the site's clients {self.names}, but got {client!r}")
+        if self.algorithm.module is None:
+            raise ValueError("Expected an algorithm of a module, but got one without; use tensors()")
+        number = self.names.index(client)
+        module = functional.load(self.algorithm.module, tree.map(lambda leaf: leaf[number].clone(), self.tensors()))
+        if self.algorithm.finish is not None:
+            self.algorithm.finish(module, self.offer.data[number])
+        return module
+
+    def save(self, path: Path | str) -> None:
+        """Writes the tensors that the site's clients predict with after the run, by client and name, as safetensors."""
+        tensors = tree.flatten(self.tensors())
+        flat = {f"{client}.{name}": leaf[k] for k, client in enumerate(self.names) for name, leaf in tensors.items()}
+        checkpoint.write(Path(path), flat)
+
+    def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree, dict[str, bytes]]:
+        """(what the site's clients hear, the tensors beside it, bytes by name)."""
+        room = {} if self._keys is None else frame.room()
+        like = None if self._letters is not None else self._heard
+        heard, came = inbox.decode(frame, like, len(self._own), {"more": more, "blobs": room})
+        ids, blobs = heard.ids, frames.plain(came["blobs"])
+        if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
+            raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
+        if self._letters is not None:
+            heard = heard._replace(inbox=self._letters.heard(blobs, self._told(), ids))
+        return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), came["more"], blobs
+
+
+def _built(offer: Offer, begin: Frame) -> Algorithm:
+    """The algorithm that is asked for, if the site offers it and would run what the server does."""
+    name, settings = begin.text("algorithm"), begin.names("settings")
+    if name not in offer.algorithms:
+        raise Refusal(f"the site offers the algorithms {sorted(offer.algorithms)}, but not {name!r}")
+    try:
+        algorithm = offer.algorithms[name](**settings)
+    except Exception as error:
+        raise Refusal(f"the site does not run {name!r} with settings {settings}: {type(error).__name__}") from error
+    mine, theirs = fingerprint(algorithm), begin.names("fingerprint")
+    for setting in {**mine, **theirs}:
+        if mine.get(setting) != theirs.get(setting):
+            raise Refusal(f"under {name!r} the site runs {setting} {mine.get(setting)}, not {theirs.get(setting)}")
+    return algorithm

@@ -1,0 +1,73 @@
+"""What clients and server of a secure sum find alike: who is whose neighbour, and which masks are between them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from torch import Tensor
+
+from fedtorch.random.entropy import Purpose, derived, expanded
+from fedtorch.sites.secure import ring
+from fedtorch.sites.secure.messages import ADVERT, KEYS, NUMBER, Aborted, Session, verified
+from fedtorch.sites.secure.neighbours import circle
+
+Adverts = dict[int, tuple[bytes, bytes, bytes]]  # by client: mask key, letter key, commitment to its own mask
+
+
+def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
+    """(mask key, letter key, commitment) of every client that has advertised.
+
+    Raises:
+        Aborted: too few, or one twice.
+        ValueError: some are not of this session.
+    """
+    found: Adverts = {}
+    digest = session.digest()
+    for message in adverts:
+        sender, body = verified(session, ADVERT, message, digest)
+        if sender in found:
+            raise Aborted(f"Expected one advert of client {sender}, but got two")
+        found[sender] = KEYS.unpack(body)
+    if len(found) < session.minimum:
+        raise Aborted(f"Expected at least {session.minimum} clients to begin, but got {len(found)}")
+    return found
+
+
+def graph(session: Session, adverts: Adverts, of: Collection[int]) -> dict[int, list[int]]:
+    """The neighbours of some clients that have advertised, by an order that nobody knows before all keys are told.
+
+    The order is of all clients of the session. Whoever keeps honest clients from advertising leaves gaps among
+    neighbours, as if they had dropped out, and brings nobody's corrupt neighbours closer together.
+    """
+    seed = hashlib.sha256(session.digest() + b"".join(b"".join(adverts[client]) for client in sorted(adverts))).digest()
+    near = circle(sorted(session.keys), session.graph.neighbours, seed, of)
+    return {client: [other for other in others if other in adverts] for client, others in near.items()}
+
+
+def exchanged(secret: X25519PrivateKey, public: bytes) -> bytes | None:
+    """What the owner of the other half of a public key finds too; None for a key of low order, with which all do."""
+    try:
+        return secret.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return None
+
+
+def pair_mask(session: Session, digest: bytes, shared: bytes, client: int, other: int) -> Tensor:
+    """What `client` adds for `other`; the other adds the negative."""
+    low, high = sorted((client, other))
+    purpose = Purpose(session.run, session.round, session.attempt, f"mask of {low} and {high}", digest)
+    mask = expanded(derived(shared, purpose), session.size)
+    return mask if client == low else ring.negate(mask, session.width)
+
+
+def commitment(secret: bytes) -> bytes:
+    """What is told of a secret before it."""
+    return hashlib.sha256(b"commitment " + secret).digest()
+
+
+def agreed(survivors: Sequence[int], adverts: Mapping[int, tuple[bytes, bytes, bytes]]) -> bytes:
+    """What survivors sign: who has stayed, and of whom and with which keys they know that they began."""
+    begun = [NUMBER.pack(client) + b"".join(adverts[client]) for client in sorted(adverts)]
+    return hashlib.sha256(b"".join([*(NUMBER.pack(k) for k in sorted(survivors)), b"of", *begun])).digest()

@@ -1,0 +1,114 @@
+r"""Which parts of several sums of the same values can be worked out of the sums.
+
+A sum over a set of parties is a row of zeros and ones, and what can be computed from several sums are the combinations
+of their rows. The rows' span has a vector with all its support in T if and only if the columns in T of a matrix H are
+linearly dependent, where H spans the vectors that are orthogonal to all rows. Parties that are in the same sets have
+the same column, and are in such a support together or not at all. So the unions T of few parties are gone through, and
+columns are reduced modulo the prime 2⁵²¹ − 1: no minor of a matrix of zeros and ones with at most 128 rows is as large
+(Hadamard: (k + 1)^{(k+1)/2} / 2^k), so that ranks are those of rational numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from fedtorch.sites.secure.shamir import PRIME
+
+Party = TypeVar("Party", bound=Hashable)
+MOST = 20_000  # unions of parties that are looked at
+_ROWS = 128
+
+
+class TooMany(ValueError):
+    """There are more unions of parties than can be gone through."""
+
+
+def refusal(earlier: Iterable[frozenset[Party]], sites: frozenset[Party], minimum: int) -> str | None:
+    """Return why a sum over some parties tells too much after earlier ones of the same values, or None.
+
+    >>> first, second = frozenset("abc"), frozenset("def")
+    >>> refusal([first, second], first, minimum=3)  # the same again
+    >>> refusal([first, second], frozenset("abcdefg"), minimum=3)  # pairs differ by four, all three by g
+    "A combination with earlier sums is of 1 clients, fewer than 3, ['g']: it would say too much of each"
+    """
+    known = list(dict.fromkeys(earlier))
+    if sites in known:
+        return None
+    try:
+        few = revealed([*known, sites], minimum)
+    except TooMany:
+        return "Combinations with so many earlier sums cannot all be looked at; only one of them can be added up again"
+    if few is None:
+        return None
+    return (
+        f"A combination with earlier sums is of {len(few)} clients, fewer than {minimum}, {sorted(few, key=str)}: it "
+        "would say too much of each"
+    )
+
+
+def revealed(sets: Sequence[frozenset[Party]], minimum: int, most: int = MOST) -> frozenset[Party] | None:
+    """Return fewer than `minimum` parties that some combination of the sums over `sets` depends on alone, or None.
+
+    Raises:
+        TooMany: `most` unions of parties do not tell.
+    """
+    groups: dict[tuple[bool, ...], list[Party]] = {}
+    for party in dict.fromkeys(party for each in sets for party in each):
+        groups.setdefault(tuple(party in each for each in sets), []).append(party)
+    if len(sets) > _ROWS:
+        raise TooMany(f"Expected at most {_ROWS} sets, but got {len(sets)}")
+    columns = _orthogonal(list(zip(*groups)))
+    few = [(members, column) for members, column in zip(groups.values(), columns) if len(members) < minimum]
+    looked = 0
+    waiting: list[tuple[int, list[Party], dict[int, list[int]], int]] = [(0, [], {}, minimum)]
+    while waiting:
+        start, members, basis, room = waiting.pop()  # the next group, parties, their independent columns, room for more
+        for place in range(start, len(few)):
+            more, column = few[place]
+            if len(more) >= room:
+                continue
+            looked += 1
+            if looked > most:
+                raise TooMany(f"Expected at most {most} unions of parties, but there are more")
+            rest = _reduced(column, basis)
+            pivot = next((i for i, value in enumerate(rest) if value), None)
+            if pivot is None:
+                return frozenset([*members, *more])
+            scale = pow(rest[pivot], -1, PRIME)
+            one = [value * scale % PRIME for value in rest]
+            waiting.append((place + 1, [*members, *more], {**basis, pivot: one}, room - len(more)))
+    return None
+
+
+def _orthogonal(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The columns of a matrix whose rows span what is orthogonal to all of `rows`."""
+    left, pivots = [[int(value) for value in row] for row in rows], dict[int, list[int]]()
+    width = len(left[0]) if left else 0
+    for place in range(width):
+        row = next((row for row in left if row[place]), None)
+        if row is None:
+            continue
+        left = [other for other in left if other is not row]
+        scale = pow(row[place], -1, PRIME)
+        row = [value * scale % PRIME for value in row]
+        left = [_less(other, row, place) for other in left]
+        pivots = {other: _less(known, row, place) for other, known in pivots.items()} | {place: row}
+    free = [place for place in range(width) if place not in pivots]
+    return [
+        [-pivots[place][j] % PRIME for j in free] if place in pivots else [int(j == place) for j in free]
+        for place in range(width)
+    ]
+
+
+def _reduced(column: list[int], basis: dict[int, list[int]]) -> list[int]:
+    """A column less those of a basis, each of which is one at its own place, in the order in which they came."""
+    for place, other in basis.items():
+        column = _less(column, other, place)
+    return column
+
+
+def _less(row: list[int], other: list[int], place: int) -> list[int]:
+    """A row less what another has at a place, where that is one."""
+    factor = row[place]
+    return [(value - factor * more) % PRIME for value, more in zip(row, other)] if factor else row

@@ -1,0 +1,73 @@
+"""What revealed shares give: secrets, who has revealed others than it was given, and who has dealt wrong ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fedtorch.sites.secure import shamir
+from fedtorch.sites.secure._both_sides import commitment
+from fedtorch.sites.secure.messages import SHARE, body_of, records
+
+
+class Recovery:
+    """The secrets of clients, from messages of the last phase.
+
+    Args:
+        threshold: shares that give a secret.
+        dealt: by dealer and receiver, the commitments to the shares of its own mask and of its mask key.
+        messages: by sender.
+
+    Attributes:
+        forgers: who has revealed something else than it was given; it is left out of account.
+        dealers: whose shares, all of them as it has committed to, do not give what it has committed to.
+    """
+
+    def __init__(
+        self,
+        threshold: int,
+        dealt: Mapping[int, Mapping[int, tuple[bytes, ...]]],
+        messages: Mapping[int, bytes],
+    ) -> None:
+        self._threshold, self.forgers, self.dealers = threshold, set[int](), set[int]()
+        self._shares: dict[tuple[int, bool], dict[int, int]] = {}
+        for holder, message in messages.items():
+            for owner, own, share in records(body_of(message), SHARE):
+                if commitment(bytes(share)) != dealt[int(owner)][holder][0 if own else 1]:
+                    self.forgers.add(holder)
+                    continue
+                self._shares.setdefault((int(owner), bool(own)), {})[holder] = int.from_bytes(bytes(share), "big")
+
+    def own_mask(self, client: int, committed: bytes) -> bytes | None:
+        """A client's own mask; None where shares are too few or wrong."""
+        secret = self._secret(client, own=True)
+        return self._right(client, secret, secret is not None and commitment(secret) == committed)
+
+    def mask_key(self, client: int, public: bytes) -> bytes | None:
+        """A client's mask key; None where shares are too few or wrong."""
+        secret = self._secret(client, own=False)
+        made = secret and X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+        return self._right(client, secret, made == public)
+
+    def why(self, client: int, own: bool) -> str:
+        """Why a secret is None."""
+        count = len(self._shares.get((client, own), ()))
+        if count >= self._threshold:
+            return f"The shares of client {client}'s secret do not give what it has committed to"
+        return f"Expected {self._threshold} shares of client {client}'s secret, but got {count}"
+
+    def _secret(self, client: int, own: bool) -> bytes | None:
+        shares = self._shares.get((client, own), {})
+        if len(shares) < self._threshold:
+            return None
+        try:
+            return shamir.combine(dict(sorted(shares.items())[: self._threshold]))
+        except ValueError:
+            self.dealers.add(client)
+            return None
+
+    def _right(self, client: int, secret: bytes | None, right: bool) -> bytes | None:
+        if secret is not None and not right:
+            self.dealers.add(client)
+        return secret if right else None

@@ -1,0 +1,163 @@
+r"""Secure sums over the neighbourhoods of a network: node i learns Σ_j A_ij v_j and nothing of its parts.
+
+In every round each node is the server of a sum over its neighbours, who mask A_ij v_j for one another. *Rounds are
+synchronous:* if a node is silent, the others' sums of this round less those of another would tell one node's value, so
+that nothing is summed at all. *Collusion:* one listener, or two who compare what they have heard, and with what their
+own neighbours' protocol runs tell them, learn no combination of fewer than `minimum` others' values. Two listeners can
+subtract: if all but one of their neighbours are common, the difference is that one's. A network in which they could is
+refused; three or more that work together are not covered. Nor are guesses from many rounds of values that move slowly.
+
+Everything here is in one process, which shows costs and sums and protects nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, graph
+from fedtorch.federation.exchanges.messages import as_sums, in_order, kept, like, rows
+from fedtorch.random.entropy import Entropy, from_system
+from fedtorch.sites.secure.grid import Grid
+from fedtorch.sites.secure.messages import Aborted
+from fedtorch.sites.secure.neighbours import Neighbourhoods
+from fedtorch.sites.secure.simulation import secure_sum
+from fedtorch.sites.secure.sites import HereOnly
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.networks.network import Network
+
+_DIGITS = 9  # to which ratios of weights count as equal
+
+
+def secure_graph(
+    network: Network,
+    grid: Grid = Grid(),  # noqa: B008
+    *,
+    minimum: int = 3,
+    collusion: int = 1,
+    entropy: Entropy | None = None,
+) -> Exchange:
+    """`graph(network)` whose nodes hear sums only, each number of them on the grid.
+
+    Args:
+        network: whose nodes are the clients, in their order.
+        grid: that all nodes agree on.
+        minimum: nodes of every sum and of every combination of sums, at least 2.
+        collusion: how many nodes may compare what they know, 1 or 2.
+        entropy: of all secrets; default: the operating system's.
+
+    Raises:
+        ValueError: a minimum or collusion out of range, or a network in which so many nodes could subtract sums.
+
+    Example:
+        >>> import dataclasses, torch, fedtorch as ft
+        >>> from fedtorch.trust import secure
+        >>> network = ft.Network.from_edges([(i, (i + step) % 6) for i in range(6) for step in (1, 2)])
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=6, seed=0)
+        >>> plain = ft.gtv(ft.least_squares(torch.nn.Linear(10, 1)), network, alpha=0.1)
+        >>> masked = dataclasses.replace(plain, exchange=secure.secure_graph(network))
+        >>> one, two = (ft.run(a, ft.InProcess(data), rounds=2).tensors() for a in (plain, masked))
+        >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
+        True
+    """
+    if minimum < 2 or collusion not in (1, 2):
+        raise ValueError(f"Expected a minimum of at least 2 and a collusion of 1 or 2, but got {minimum}, {collusion}")
+    check_neighbourhoods(network, minimum, collusion)
+    grid.check(network.nodes)
+    entropy = from_system() if entropy is None else entropy
+    exchange = kept(graph(network), partial(_finish, _parts(network), grid, entropy, count()))
+    return exchange._replace(masks=HereOnly("secure_graph, which runs in one process; between sites seal messages"))
+
+
+def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None:
+    """Raises ValueError if `collusion` nodes could work out a combination of fewer than `minimum` others' values.
+
+    >>> import fedtorch as ft
+    >>> everybody = ft.Network([[i, j] for i in range(4) for j in range(i)])
+    >>> check_neighbourhoods(everybody, minimum=3, collusion=1)
+    >>> check_neighbourhoods(everybody, minimum=3, collusion=2)  # nodes 0 and 1 know their own values
+    Traceback (most recent call last):
+    ...
+    ValueError: Expected that no two nodes can work out fewer than 3 others' values, but nodes 0 and 1 ...
+    """
+    parts = _parts(network)
+    for one, own in enumerate(parts):
+        if 0 < len(own) < minimum:
+            raise ValueError(
+                f"Expected at least {minimum} neighbours of every node that has some, but node {one} has {len(own)}: "
+                "its sum says too much of each; add edges"
+            )
+    for one, other in _pairs(parts) if collusion == 2 else ():
+        few = _fewest(parts[one], parts[other], {one, other})
+        if few < minimum:
+            raise ValueError(
+                f"Expected that no two nodes can work out fewer than {minimum} others' values, but nodes {one} and "
+                f"{other} can work out those of {few} by subtracting sums; add edges, or take collusion=1"
+            )
+
+
+def _parts(network: Network) -> list[dict[int, float]]:
+    """{neighbour: weight} of every node."""
+    parts: list[dict[int, float]] = [{} for _ in range(network.nodes)]
+    for (one, other), weight in zip(network.edges.tolist(), network.weights.tolist()):
+        parts[one][other] = parts[other][one] = weight
+    return parts
+
+
+def _pairs(parts: list[dict[int, float]]) -> Iterator[tuple[int, int]]:
+    """Nodes that are neighbours or have one in common; of others two sums say no more than each."""
+    for one, own in enumerate(parts):
+        near = {*own, *(other for middle in own for other in parts[middle])}
+        yield from ((one, other) for other in sorted(near) if other > one)
+
+
+def _fewest(one: dict[int, float], other: dict[int, float], known: set[int]) -> int:
+    """The least number of unknown values in a combination of two sums that is not zero."""
+    one, other = ({node: w for node, w in part.items() if node not in known} for part in (one, other))
+    everybody = len({*one, *other})
+    ratios = Counter(float(f"{one[node] / other[node]:.{_DIGITS}g}") for node in one.keys() & other.keys())
+    found = [len(one), len(other), everybody, *(everybody - same for same in ratios.values())]
+    return min((number for number in found if number), default=everybody or 2**62)
+
+
+def _finish(
+    parts: list[dict[int, float]], grid: Grid, entropy: Entropy, attempts: Iterator[int], found: RowsOf
+) -> Tree:
+    """What every node hears, `(n, ...)`."""
+    if len(found.ids) != len(parts):
+        raise Aborted(
+            f"Expected messages of all {len(parts)} nodes, but got {len(found.ids)}: sums of a round in which nodes "
+            "are silent, less those of another, would tell single nodes' values; ask everybody"
+        )
+    summed = tree.map(as_sums, in_order(found).message, is_leaf=(Mean, Sum))
+    values, attempt = rows(summed), next(attempts)
+    heard = torch.stack([_hear(values.cpu(), part, grid, entropy, i, attempt) for i, part in enumerate(parts)])
+    return tree.map(_as_heard, like(heard.to(values.device), summed), is_leaf=(Mean, Sum))
+
+
+def _hear(values: Tensor, part: dict[int, float], grid: Grid, entropy: Entropy, node: int, attempt: int) -> Tensor:
+    """What one node hears of rows `(n, D)`, `(D,)`."""
+    near = sorted(part)
+    if not near:
+        return torch.zeros_like(values[0])
+    weighted = values[near] * torch.tensor([part[other] for other in near], dtype=torch.float64)[:, None]
+    others = len(near) - 1  # nobody may drop out, and fewer than all others recover nothing, whatever the server says
+    return secure_sum(
+        weighted, grid, minimum=len(near), graph=Neighbourhoods(others, others), run=f"node {node}".encode(),
+        attempt=attempt, clients=near, entropy=entropy,
+    ).total  # fmt: skip
+
+
+def _as_heard(node: Mean | Sum) -> Mean | Sum:
+    if isinstance(node, Sum):
+        return node
+    return Mean(tree.scale(node.value, torch.where(node.weight > 0, 1 / node.weight, 0.0)), node.weight)

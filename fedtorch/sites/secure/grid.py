@@ -1,0 +1,133 @@
+"""The fixed-point grids on which masked sums are exact: one word of ℤ/2⁶⁴ a number, or five that carry.
+
+>>> import torch
+>>> from fedtorch.sites.secure.grid import Grid
+>>> grid = Grid(bits=8)
+>>> grid.decode(grid.encode(torch.tensor([0.5])) + grid.encode(torch.tensor([-0.25])))
+tensor([0.2500], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.exact import LIMBS
+
+_HALF, _MASK = 32, 2**32 - 1
+_PLACES = 160  # bits behind the point in the limbs of `fedtorch.exact`
+_ROOM = 20  # bits of a 320-bit number that are left for sums
+
+
+class Grid(NamedTuple):
+    """Numbers that are whole multiples of 2^−bits, of at most `bound` in size.
+
+    Sums of words are exact, also on the way around 2⁶⁴, so the sum of a cohort is that of its numbers on the grid, in
+    any order, as long as clients · bound · 2^bits is below 2⁶³.
+    """
+
+    bits: int = 24
+    bound: float = 2.0**20
+
+    @property
+    def width(self) -> int:
+        """Words of a number in the ring."""
+        return 1
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError unless sums of so many clients fit a word."""
+        if not (0 <= self.bits <= 52 and self.bound > 0):
+            raise ValueError(f"Expected bits from 0 to 52 and a positive bound, but got {self}")
+        if clients * (self.bound * 2.0**self.bits + 1) >= 2.0**63:
+            raise ValueError(
+                f"Expected sums of {clients} clients below 2⁶³, but up to {self.bound} in steps of 2^−{self.bits} they "
+                "may be larger; take fewer bits or a smaller bound"
+            )
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Words of numbers, int64.
+
+        Raises:
+            ValueError: a number that is not finite or beyond the bound, which would wrap around in a sum.
+        """
+        values = values.to(torch.float64)
+        if not bool((values.abs() <= self.bound).all()):
+            worst = float(values.abs().max()) if bool(values.isfinite().all()) else float("nan")
+            raise ValueError(
+                f"Expected numbers of at most {self.bound} in size for the grid, but got {worst}; clip them, or "
+                "declare a larger bound"
+            )
+        return (values * 2.0**self.bits).round().to(torch.int64)
+
+    def decode(self, words: Tensor) -> Tensor:
+        """Numbers of words, float64."""
+        return words.to(torch.float64) * 2.0**-self.bits
+
+
+class ExactSums(NamedTuple):
+    """The exact sums of `fedtorch.exact`, as `ft.gibbs` makes them, each number in one ring of 320 bits that carries.
+
+    Limbs that were summed side by side would say more than their sum: how often they carry. Here a number is one whole
+    number of 2⁻¹⁶⁰, and nothing but the sum's 320 bits comes out.
+
+    *What the low bits tell.* A float64 has 53 bits below its first, wherever that is. Bits of the sum below the last
+    bit of all but one client's number are that client's own, to be read off: if the others' are of the order of one,
+    and its number is below 2⁻⁵³ of theirs, all of it. So masks hide which client it was, and that it was this small a
+    number, no more than the sum does. With fewer `bits` all numbers are cut to multiples of 2^−bits first, so that
+    these are of all alike; sums are then exactly those of the cut numbers, and no longer the plain ones to the bit.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch import exact
+        >>> from fedtorch.sites.secure import ring
+        >>> grid, values = ExactSums(), torch.tensor([[1e16], [1.0], [-1e16]], dtype=torch.float64)  # of three clients
+        >>> one, two, three = grid.encode(exact.limbs(values).flatten(1))
+        >>> total = ring.add(ring.add(one, two, grid.width), three, grid.width)
+        >>> exact.value(grid.decode(total))
+        tensor(1., dtype=torch.float64)
+    """
+
+    bits: int = _PLACES  # behind the point, that are kept
+
+    @property
+    def width(self) -> int:
+        """Words of a number in the ring."""
+        return LIMBS // 2
+
+    def check(self, clients: int) -> None:
+        """Raises ValueError unless sums of so many clients fit."""
+        if not 0 <= self.bits <= _PLACES:
+            raise ValueError(f"Expected bits from 0 to {_PLACES}, but got {self.bits}")
+        if clients >= 2 ** (_ROOM - 1):
+            raise ValueError(f"Expected fewer than {2 ** (_ROOM - 1)} clients of an exact sum, but got {clients}")
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Words `(..., 5 n)` of n numbers in limbs `(..., 10 n)`, int64.
+
+        Raises:
+            ValueError: what is not in limbs, or a number of 2¹⁴⁰ or more.
+        """
+        whole = values.shape[-1] % LIMBS == 0 and bool(((values.round() == values) & (values.abs() <= 2.0**53)).all())
+        if not whole:
+            raise ValueError("Expected numbers in the limbs of fedtorch.exact, but got others; take a secure.Grid")
+        limbs = values.to(torch.int64).unflatten(-1, (-1, LIMBS))
+        digits, carry = torch.empty_like(limbs), torch.zeros_like(limbs[..., 0])
+        for place in range(LIMBS):
+            carry = carry + limbs[..., place]
+            digits[..., place] = carry & _MASK
+            kept = (_PLACES - self.bits) - _HALF * place  # bits of this limb that are cut off
+            if kept > 0:
+                digits[..., place] &= ~((1 << min(kept, _HALF)) - 1)
+            top, carry = carry, carry >> _HALF
+        if not bool((top.abs() < 2 ** (_HALF - _ROOM)).all()):
+            raise ValueError("Expected numbers below 2**140 in magnitude for exact sums, but got larger; rescale them")
+        return (digits[..., ::2] | (digits[..., 1::2] << _HALF)).flatten(-2)
+
+    def decode(self, words: Tensor) -> Tensor:
+        """Limbs `(10 n,)` of words `(5 n,)`, float64; all but the last of a number are not negative."""
+        limbs = torch.stack([words & _MASK, (words >> _HALF) & _MASK], -1).flatten().unflatten(0, (-1, LIMBS))
+        top = limbs[:, -1]
+        limbs[:, -1] = torch.where(top >= 2 ** (_HALF - 1), top - 2**_HALF, top)
+        return limbs.flatten().to(torch.float64)

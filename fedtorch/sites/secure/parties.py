@@ -1,0 +1,324 @@
+r"""A client's side of a secure sum: what it says in six phases, so that the server (`server.py`) comes to the sum.
+
+1. *Advert*: two X25519 keys, for masks and for letters, and a commitment to a mask of its own.
+2. *Shares*: neighbours on a circle that depends on all adverts get Shamir shares of the client's mask key and of its
+   own mask, sealed by AES-256-GCM, with a commitment to each share.
+3. *Complain*: of which neighbours it cannot open the shares, or they are not those committed to. The server leaves out
+   who has lied (`_disputes.py`), before anybody masks or confirms anything.
+4. *Masked*: the words plus the own mask, plus a mask with every neighbour of higher number, minus those of lower; in
+   front a signed head, which lists with whom they are masked.
+5. *Confirm*: every client signs who has begun and who has sent masked words, having seen that its neighbours among
+   them have listed it and it has listed them.
+6. *Reveal*: once at least t neighbours have signed the same, of each neighbour that has stayed the share of its own
+   mask, and of each that has not, of its mask key; never both.
+
+The server recovers the own masks of those that stayed and the pairs of those that did not, checks them against adverts
+and commitments, and takes them out of the sum. Too few of anything ends in `Aborted`, never in a wrong sum, and names
+the clients that are known to have broken the protocol.
+
+It sees sums only: no rule that looks at single messages (medians, norms, NaN) can act. What replaces them is done by
+the client before masking: clipping, and the range check of the grid. That clients do so, nobody can see either: a
+client that masks other words than it should moves the sum by whatever it likes.
+
+*From whom.* A server that is active (it tells clients what it likes) and works with at most c of every honest client's
+k neighbours learns nothing but sums of at least t − c + 1 honest clients, `Session.honest`, as t ≥ ⌊(k + c)/2⌋ + 1:
+
+- Of no honest v both secrets are recovered: both would take t − c honest neighbours each, and 2 (t − c) > k − c.
+- Let v's own mask be recovered. Then t − c honest neighbours u have revealed a share of it, each of whom v's signed
+  head lists, and each with t neighbours that have signed that u stayed. Of these t − c are honest and keep their shares
+  of u's mask key; the other k − c − (t − c) < t − c honest ones are too few to recover it. So the masks between v and
+  these u remain, and cancel only in sums which have all of them, by the same factor.
+- Where all are neighbours, two sets of t that sign different survivors would share an honest client, which signs once.
+  So there is one set of survivors, of at least `minimum` clients; each revealing one has masked with all others of
+  them, and they with it; and nothing but the sum of them all can be learnt, less what corrupt ones know themselves.
+
+The first holds for all clients but with probability 2⁻⁴⁰ where neighbours are drawn (`neighbours.py`, also on what it
+costs to choose keys last). A *curious* server tells everybody the same, and then t ≥ c + 1 will do for the same.
+Invented clients are bounded by the session's keys: who they belong to has to be known otherwise (a roster). A client
+that is left out on a complaint has not been wronged more than by a server that ignores it, so that no proof of it is
+asked for.
+
+Sources: Bonawitz et al. (2017), "Practical secure aggregation for privacy-preserving machine learning", Figure 4; Bell
+et al. (2020), Algorithm 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from torch import Tensor
+
+from fedtorch.random.entropy import Entropy, Purpose, derived, expanded
+from fedtorch.sites.secure import ring, shamir
+from fedtorch.sites.secure._both_sides import Adverts, agreed, commitment, exchanged, graph, opened_adverts, pair_mask
+from fedtorch.sites.secure._combinations import refusal
+from fedtorch.sites.secure.messages import (
+    ADVERT,
+    COMPLAIN,
+    CONFIRM,
+    KEYS,
+    LETTER,
+    MASKED,
+    NUMBER,
+    REVEAL,
+    SHARE,
+    SHARES,
+    Aborted,
+    Session,
+    listed,
+    most_down,
+    records,
+    sign,
+    unbundle,
+    verified,
+    with_words,
+)
+
+_NONCE = bytes(12)  # every letter has a key of its own
+
+
+class Client:
+    """One client's side; each phase can be called once, in their order.
+
+    Args:
+        session: what was agreed.
+        number: of the client.
+        signing: its Ed25519 key.
+        entropy: where its secrets come from.
+        words: what it adds, `(size,)` int64; may be given later, before it masks them.
+        earlier: the survivors of earlier sums of the same words, of which no combination with this one may be of fewer
+            clients than the session's `apart`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        signing: Ed25519PrivateKey,
+        entropy: Entropy,
+        words: Tensor | None = None,
+        earlier: Sequence[frozenset[int]] = (),
+    ) -> None:
+        session.check()
+        self.words, self._earlier = words, earlier
+        self.session, self.number, self._signing, self._entropy = session, number, signing, entropy
+        self._digest, self._done = session.digest(), 0
+        self._mask_key = X25519PrivateKey.from_private_bytes(self._secret("mask key"))
+        self._letter_key = X25519PrivateKey.from_private_bytes(self._secret("letter key"))
+        self._own = self._secret("own mask")
+        self._adverts: Adverts = {}
+        self._neighbours: list[int] = []
+        self._shared: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: for letters and for masks
+        self._held: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: shares of own mask and of mask key
+        self._listed: frozenset[int] = frozenset()  # neighbours that it has masked with
+        self._survivors: frozenset[int] = frozenset()
+
+    def answer(self, phase: int, payload: bytes) -> bytes:
+        """The message of a phase, from what the server has passed on before it: `Server.request`.
+
+        Raises:
+            Aborted: this client goes no further.
+            ValueError: the payload is not what belongs here.
+        """
+        most = most_down(self.session, phase)
+        if len(payload) > most:
+            raise ValueError(f"Expected at most {most} bytes before phase {phase}, but got {len(payload)}")
+        if phase == ADVERT:
+            return self.advertise()
+        if phase == SHARES:
+            return self.share(unbundle(payload))
+        if phase == COMPLAIN:
+            return self.complain(payload)
+        if phase == CONFIRM:
+            survivors, *heads = unbundle(payload)
+            return self.confirm(_numbers(survivors), heads)
+        if phase == REVEAL:
+            return self.reveal(unbundle(payload))
+        if self.words is None:
+            raise ValueError(f"Expected client {self.number} to have words for phase {phase}, but it has none yet")
+        return self.mask(self.words, _numbers(payload))
+
+    @property
+    def survivors(self) -> frozenset[int]:
+        """Whose sum this one is, as far as this client has confirmed; to be kept for later ones as `earlier`."""
+        return self._survivors
+
+    def advertise(self) -> bytes:
+        """Phase 1."""
+        self._enter(ADVERT)
+        public = [key.public_key().public_bytes_raw() for key in (self._mask_key, self._letter_key)]
+        return self._sign(ADVERT, KEYS.pack(*public, commitment(self._own)))
+
+    def share(self, adverts: Sequence[bytes]) -> bytes:
+        """Phase 2, from everybody's adverts; a neighbour with keys of low order is as one that is not there.
+
+        Raises:
+            Aborted: too few, some twice, or its own is missing.
+            ValueError: some are not of this session.
+        """
+        self._enter(SHARES)
+        self._adverts = opened_adverts(self.session, adverts)
+        if self.number not in self._adverts:
+            raise Aborted(f"Expected client {self.number}'s own advert among those of all, but it is missing")
+        self._neighbours = graph(self.session, self._adverts, [self.number])[self.number]
+        for other in self._neighbours:
+            mask_key, letter_key, _ = self._adverts[other]
+            letters, masks = exchanged(self._letter_key, letter_key), exchanged(self._mask_key, mask_key)
+            if letters is not None and masks is not None:
+                self._shared[other] = letters, masks
+        self._check_enough(len(self._shared), "with keys")
+        return self._sign(SHARES, b"".join(self._sealed(other, *both) for other, both in self._split().items()))
+
+    def _split(self) -> dict[int, tuple[bytes, bytes]]:
+        """Shares of the own mask and of the mask key, by neighbour."""
+        threshold, holders = self.session.graph.threshold, list(self._shared)
+        parts = []
+        for name, secret in (("own", self._own), ("key", self._mask_key.private_bytes_raw())):
+            words = self._entropy.words(self._purpose(f"shares of {name}"), 9 * (threshold - 1))
+            parts.append(shamir.split(secret, threshold, holders, words.numpy().tobytes()))
+        own, key = ({k: share.to_bytes(shamir.WIDTH, "big") for k, share in part.items()} for part in parts)
+        return {k: (own[k], key[k]) for k in holders}
+
+    def _sealed(self, other: int, own: bytes, key: bytes) -> bytes:
+        """What only one neighbour can open, with commitments for it and the server."""
+        commitments = commitment(own), commitment(key)
+        cipher = AESGCM(self._letter(self.number, other))
+        return LETTER.pack(other, cipher.encrypt(_NONCE, own + key, self._digest + b"".join(commitments)), *commitments)
+
+    def complain(self, letters: bytes) -> bytes:
+        """Phase 3: whose shares it cannot open or are not those committed to, of those that have sent some.
+
+        Raises:
+            ValueError: shares twice, or of somebody who is no neighbour.
+        """
+        self._enter(COMPLAIN)
+        wrong = []
+        came = records(letters, LETTER)
+        senders = [int(sender) for sender, *_ in came]
+        if len({*senders}) < len(senders) or not {*senders} <= self._shared.keys():
+            raise ValueError(f"Expected shares of neighbours of client {self.number}, once each, but got others")
+        for sender, (_, sealed, *commitments) in zip(senders, came):
+            both = self._open(sender, bytes(sealed), [bytes(each) for each in commitments])
+            if both is None:
+                wrong.append(sender)
+            else:
+                self._held[sender] = both
+        return self._sign(COMPLAIN, b"".join(NUMBER.pack(sender) for sender in sorted(wrong)))
+
+    def mask(self, words: Tensor, others: Sequence[int]) -> bytes:
+        """Phase 4: the words, masked with those neighbours that are still there.
+
+        Raises:
+            Aborted: too few of them, or some whose shares it does not have.
+            ValueError: words that do not belong here.
+        """
+        self._enter(MASKED)
+        if words.dtype != torch.int64 or tuple(words.shape) != (self.session.size,):
+            raise ValueError(f"Expected {self.session.size} int64 words, but got {words.dtype} {tuple(words.shape)}")
+        self._listed = frozenset(others)
+        if not self._listed <= self._held.keys():
+            lacking = sorted(self._listed - self._held.keys())
+            raise Aborted(f"Client {self.number} masks with those whose shares it has, which it lacks of {lacking}")
+        self._check_enough(len(self._listed), "that have not left or been left out, as it may have been itself")
+        masked = ring.add(expanded(self._own, self.session.size), words, self.session.width)
+        for other in sorted(self._listed):  # each once, whatever was sent
+            mask = pair_mask(self.session, self._digest, self._shared[other][1], self.number, other)
+            ring.add(masked, mask, self.session.width)
+        return with_words(self.session, self.number, self._listed, masked.numpy().tobytes(), self._signing)
+
+    def confirm(self, survivors: Sequence[int], heads: Sequence[bytes]) -> bytes:
+        """Phase 5: signs who has sent masked words, from the heads of its neighbours among them.
+
+        Raises:
+            Aborted: too few, or it is not among them itself, or it and one of them have not masked with each other.
+            ValueError: heads that are not of this session.
+        """
+        self._enter(CONFIRM)
+        self._survivors = frozenset(survivors)
+        if self.number not in self._survivors or not self._survivors <= self._adverts.keys():
+            raise Aborted(f"Expected client {self.number} among the survivors, and only clients that have begun")
+        if len(self._survivors) < self.session.minimum:
+            raise Aborted(f"A sum of {len(self._survivors)} clients is smaller than the minimum {self.session.minimum}")
+        if (why := refusal(self._earlier, self._survivors, self.session.apart)) is not None:
+            raise Aborted(why)
+        self._check_mutual(heads)
+        return self._sign(CONFIRM, agreed(sorted(self._survivors), self._adverts))
+
+    def _check_mutual(self, heads: Sequence[bytes]) -> None:
+        """Raises Aborted unless this client and each neighbour that has stayed have masked with each other."""
+        both = set()
+        for head in heads:
+            sender, body = verified(self.session, MASKED, head, self._digest)
+            if sender in self._listed and self.number in listed(self.session, body):
+                both.add(sender)
+        if alone := sorted(self._survivors.intersection(self._neighbours) - both):
+            raise Aborted(
+                f"Expected client {self.number} and its neighbours that stayed to have masked with each other, but it "
+                f"has not seen that of {alone}: the server says that they are in the sum, and kept them apart"
+            )
+
+    def reveal(self, confirmations: Sequence[bytes]) -> bytes:
+        """Phase 6: one share of each neighbour, once enough of them have confirmed the same survivors.
+
+        Raises:
+            Aborted: too few have.
+        """
+        self._enter(REVEAL)
+        same, others = set[int](), set[int]()
+        wanted = agreed(sorted(self._survivors), self._adverts)
+        for message in confirmations:
+            sender, body = verified(self.session, CONFIRM, message, self._digest)
+            (same if body == wanted else others).add(sender)
+        if len(same & self._listed & self._survivors) < self.session.graph.threshold:
+            raise Aborted(
+                f"Too few neighbours of client {self.number} have confirmed who has stayed: it needs "
+                f"{self.session.graph.threshold}, and {sorted(others)} were told of other survivors than it was"
+            )
+        body = b""
+        for other in sorted(self._listed):
+            own, key = self._held[other]
+            stayed = other in self._survivors
+            body += SHARE.pack(other, stayed, own if stayed else key)
+        return self._sign(REVEAL, body)
+
+    def _open(self, sender: int, sealed: bytes, commitments: list[bytes]) -> tuple[bytes, bytes] | None:
+        """A neighbour's shares, if they are what it has committed to."""
+        try:
+            cipher = AESGCM(self._letter(sender, self.number))
+            both = cipher.decrypt(_NONCE, sealed, self._digest + b"".join(commitments))
+        except InvalidTag:
+            return None
+        own, key = both[: shamir.WIDTH], both[shamir.WIDTH :]
+        return (own, key) if [commitment(own), commitment(key)] == commitments else None
+
+    def _letter(self, sender: int, receiver: int) -> bytes:
+        shared = self._shared[receiver if sender == self.number else sender][0]
+        return derived(shared, self._purpose(f"letter from {sender} to {receiver}"))
+
+    def _check_enough(self, neighbours: int, which: str) -> None:
+        if neighbours < self.session.graph.threshold:
+            raise Aborted(f"Client {self.number} has {neighbours} neighbours {which}, too few to recover anything")
+
+    def _secret(self, name: str) -> bytes:
+        return self._entropy.key(self._purpose(f"{name} of {self.number}"))
+
+    def _purpose(self, phase: str) -> Purpose:
+        return Purpose(self.session.run, self.session.round, self.session.attempt, phase, self._digest)
+
+    def _sign(self, phase: int, body: bytes) -> bytes:
+        return sign(self.session, phase, self.number, body, self._signing, self._digest)
+
+    def _enter(self, phase: int) -> None:
+        if phase != self._done + 1:
+            raise Aborted(f"Expected phase {self._done + 1} of client {self.number}, but got phase {phase}")
+        self._done = phase
+
+
+def _numbers(data: bytes) -> list[int]:
+    """Clients of bytes."""
+    return [int(client) for (client,) in records(data, NUMBER)]

@@ -1,0 +1,235 @@
+"""The server's side of a secure sum: it passes messages on, takes masks out of the sum, and learns nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from torch import Tensor
+
+from fedtorch.random.entropy import expanded
+from fedtorch.sites.secure import ring
+from fedtorch.sites.secure._both_sides import Adverts, agreed, exchanged, graph, opened_adverts, pair_mask
+from fedtorch.sites.secure._disputes import settled
+from fedtorch.sites.secure._recovery import Recovery
+from fedtorch.sites.secure.messages import (
+    ADVERT,
+    COMPLAIN,
+    CONFIRM,
+    KEYS,
+    LETTER,
+    MASKED,
+    NUMBER,
+    PHASES,
+    REVEAL,
+    SHARE,
+    SHARES,
+    Aborted,
+    Session,
+    body_of,
+    bundle,
+    listed,
+    records,
+    split_words,
+    verified,
+)
+
+_PROBE = X25519PrivateKey.from_private_bytes(bytes([7]) * 32)  # with keys of low order it finds zeros, as any would
+
+
+class Server:
+    """The server's side: takes every message in, refuses what is wrong, and ends with the sum.
+
+    Args:
+        session: what was agreed.
+
+    Attributes:
+        refused: how many messages were refused.
+        guilty: why clients, by number, are known to have broken the protocol, as their signed messages show.
+
+    Raises:
+        ValueError: a session whose threshold does not keep its clients' secrets; see `Session.check`.
+
+    Example:
+        >>> import torch
+        >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        >>> from fedtorch.trust import privacy
+        >>> from fedtorch.sites.secure import Client, Neighbourhoods, Session
+        >>> keys = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3, 4)}
+        >>> public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
+        >>> session = Session(b"run", 0, 0, public, size=2, graph=Neighbourhoods(3, 2), minimum=3)
+        >>> clients = {k: Client(session, k, keys[k], privacy.from_seed(k), torch.tensor([k, 10 * k])) for k in keys}
+        >>> server = Server(session)
+        >>> for phase in PHASES:
+        ...     for k in (1, 2, 3, 4) if phase < MASKED else (1, 2, 3):  # client 4 drops out
+        ...         assert server.take(phase, clients[k].answer(phase, server.request(phase, k)))
+        >>> server.survivors, server.total()
+        ([1, 2, 3], tensor([ 6, 60]))
+    """
+
+    def __init__(self, session: Session) -> None:
+        session.check()
+        self.session, self._digest, self.refused = session, session.digest(), 0
+        self.guilty: dict[int, str] = {}
+        self.messages: dict[int, dict[int, bytes]] = {phase: {} for phase in PHASES}
+        self._sealed: dict[int, dict[int, tuple[bytes, ...]]] = {}  # by dealer and receiver
+        self._heads: dict[int, bytes] = {}  # of masked words
+        self._open = ADVERT  # the phase whose messages are taken; requests and messages of the next one end it
+
+    def take(self, phase: int, message: bytes) -> bool:
+        """Takes a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
+        try:
+            head = split_words(self.session, message)[0] if phase == MASKED else message
+            sender, body = verified(self.session, phase, head, self._digest)
+            if phase < self._open:
+                raise ValueError(f"phase {phase} is over")
+            if sender in self.messages[phase] or sender not in self.present(phase):
+                raise ValueError(f"client {sender} has been heard, or has dropped out before")
+            wrong = self._wrong(phase, sender, body)
+        except (Aborted, ValueError):
+            self.refused += 1
+            return False
+        if wrong:
+            self.guilty[sender] = wrong
+            self.refused += 1
+            return False
+        self._open = phase
+        self.messages[phase][sender] = message
+        if phase == MASKED:
+            self._heads[sender] = head
+        return True
+
+    def _wrong(self, phase: int, sender: int, body: bytes) -> str:
+        """What is wrong with a signed body of the phase, if something is; ValueError where it has no form at all."""
+        if phase == ADVERT:
+            low = len(body) == KEYS.size and None in [exchanged(_PROBE, key) for key in KEYS.unpack(body)[:2]]
+            return "keys of low order" if low else _unless(len(body) == KEYS.size, "no keys")
+        near = self.neighbours[sender]
+        if phase == SHARES:
+            sealed = {int(to): tuple(map(bytes, rest)) for to, *rest in records(body, LETTER)}
+            if sorted(sealed) != near or len(body) != len(near) * LETTER.size:
+                return "shares for others than its neighbours"
+            self._sealed[sender] = sealed
+            return ""
+        if phase == COMPLAIN:
+            return _unless({*_numbers(body)} <= {*self._senders(sender)}, "a complaint about who has sent it nothing")
+        if phase == MASKED:
+            return _unless(listed(self.session, body) == {*self._masking(sender)}, "masks with others than it was told")
+        if phase == CONFIRM:
+            return _unless(body == self._agreed, "another set of survivors than it was told")
+        stayed = {*self.survivors}
+        wanted = [(other, other in stayed) for other in sorted(self._masking(sender))]
+        told = [(int(owner), bool(own)) for owner, own, _ in records(body, SHARE)]
+        return _unless(told == wanted, "other shares than those that are due")
+
+    def present(self, phase: int) -> Iterable[int]:
+        """Who may still say something in a phase: who has in the one before, and has not been left out."""
+        if phase == ADVERT:
+            return self.session.keys
+        return self._remaining if phase == MASKED else self.messages[phase - 1]
+
+    def request(self, phase: int, client: int) -> bytes:
+        """What a client has to be sent before it can say its message of a phase."""
+        self._open = max(self._open, phase)
+        if phase == ADVERT:
+            return b""
+        if phase == SHARES:
+            return bundle(list(self.messages[ADVERT].values()))
+        if phase == COMPLAIN:
+            return b"".join(LETTER.pack(other, *self._sealed[other][client]) for other in self._senders(client))
+        if phase == MASKED:
+            return b"".join(map(NUMBER.pack, self._masking(client)))
+        near = self.neighbours[client]
+        if phase == CONFIRM:
+            survivors = b"".join(map(NUMBER.pack, self.survivors))
+            return bundle([survivors, *(self._heads[k] for k in near if k in self._heads)])
+        return bundle([said[k] for k in near if k in (said := self.messages[CONFIRM])])
+
+    @cached_property
+    def neighbours(self) -> dict[int, list[int]]:
+        """Everybody's neighbours, once phase 1 is over.
+
+        Raises:
+            Aborted: too few have begun.
+        """
+        return graph(self.session, self._adverts, self._adverts)
+
+    @cached_property
+    def _adverts(self) -> Adverts:
+        found = opened_adverts(self.session, list(self.messages[ADVERT].values()))
+        self._open = max(self._open, SHARES)
+        return found
+
+    def _senders(self, client: int) -> list[int]:
+        """The neighbours that have sent shares, to whom it has too."""
+        return [other for other in self.neighbours[client] if other in self.messages[SHARES]]
+
+    @cached_property
+    def _remaining(self) -> frozenset[int]:
+        """Who may mask, once everybody has said whose shares are wrong."""
+        self._open = max(self._open, MASKED)
+        complaints = self.messages[COMPLAIN]
+        disputes = [(k, other) for k, message in complaints.items() for other in _numbers(body_of(message))]
+        liars, out = settled([pair for pair in disputes if pair[1] in complaints], self.session.graph.colluding)
+        self.guilty.update(dict.fromkeys(liars, "shares or complaints against more than can be guilty"))
+        return frozenset(complaints) - out
+
+    def _masking(self, client: int) -> list[int]:
+        """With whom a client masks; nobody, if it is left out itself."""
+        return [k for k in self.neighbours[client] if k in self._remaining] if client in self._remaining else []
+
+    @property
+    def survivors(self) -> list[int]:
+        """Who has sent masked words."""
+        return sorted(self.messages[MASKED])
+
+    @cached_property
+    def _agreed(self) -> bytes:
+        self._open = max(self._open, CONFIRM)
+        return agreed(self.survivors, self._adverts)
+
+    def total(self) -> Tensor:
+        """The sum of the survivors' words, `(size,)`.
+
+        Raises:
+            Aborted: it cannot be recovered, or would be of too few; with the `members` that are known to be guilty.
+        """
+        survivors, adverts = self.survivors, self._adverts
+        if len(survivors) < self.session.minimum:
+            raise self._aborted(f"A sum of {len(survivors)} clients is smaller than the minimum {self.session.minimum}")
+        dealt = {dealer: {to: rest[1:] for to, rest in sealed.items()} for dealer, sealed in self._sealed.items()}
+        recovery = Recovery(self.session.graph.threshold, dealt, self.messages[REVEAL])
+        self.guilty.update(dict.fromkeys(recovery.forgers, "another share than it was given"))
+        gone = sorted(self._remaining - {*survivors})
+        own = {client: recovery.own_mask(client, adverts[client][2]) for client in survivors}
+        keys = {client: recovery.mask_key(client, adverts[client][0]) for client in gone}
+        self.guilty.update(dict.fromkeys(recovery.dealers, "shares that give no secret that it has committed to"))
+        total, width = torch.zeros(self.session.size, dtype=torch.int64), self.session.width
+        for client, secret in own.items():
+            if secret is None:
+                raise self._aborted(recovery.why(client, own=True))
+            words = bytearray(split_words(self.session, self.messages[MASKED][client])[1])
+            ring.add(total, torch.frombuffer(words, dtype=torch.int64), width)
+            ring.add(total, ring.negate(expanded(secret, self.session.size), width), width)
+        for client, secret in keys.items():
+            if secret is None:
+                raise self._aborted(recovery.why(client, own=False))
+            for other in {*self._masking(client)}.intersection(survivors):
+                shared = exchanged(X25519PrivateKey.from_private_bytes(secret), adverts[other][0])
+                assert shared is not None
+                ring.add(total, pair_mask(self.session, self._digest, shared, client, other), width)
+        return total
+
+    def _aborted(self, message: str) -> Aborted:
+        named = "; ".join(f"client {client} has sent {why}" for client, why in sorted(self.guilty.items()))
+        return Aborted(f"{message}{'; ' if named else ''}{named}", self.guilty)
+
+
+def _unless(right: bool, otherwise: str) -> str:
+    return "" if right else otherwise
+
+
+def _numbers(body: bytes) -> list[int]:
+    return [int(client) for (client,) in records(body, NUMBER)]

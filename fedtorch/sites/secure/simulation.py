@@ -1,0 +1,225 @@
+"""The protocol of secure sums in one process, on stacked messages: every key, share, mask and signature of it.
+
+It shows what the server sees and what it costs; it protects nobody, because all parties are one. `secure_sum` is one
+sum, with dropouts in any phase, and `secure_star` an exchange whose rounds are such sums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, star
+from fedtorch.federation.exchanges.messages import as_aggregate, as_sums, in_order, kept, like, rows
+from fedtorch.random.entropy import Entropy, Purpose, from_system
+from fedtorch.sites.secure.grid import ExactSums, Grid
+from fedtorch.sites.secure.messages import MASKED, PHASES, Aborted, Session, split_words
+from fedtorch.sites.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.server import Server
+from fedtorch.sites.secure.sites import SiteMasks
+from fedtorch.tree import Tree
+
+Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number from 1, message) -> what arrives, or None
+
+
+class SecureSum(NamedTuple):
+    """What came out of a sum.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import privacy, secure
+        >>> values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
+        >>> made = secure.secure_sum(values, secure.Grid(bits=8), dropouts=0, entropy=privacy.from_seed(0))
+        >>> made.total
+        tensor([ 7., 70.], dtype=torch.float64)
+        >>> made.masked.shape, bool((made.masked == secure.Grid(bits=8).encode(values)).any())
+        (torch.Size([3, 2]), False)
+        >>> made.sent // 3  # bytes of a client: 16 of words, the others of keys, shares and signatures
+        1205
+    """
+
+    total: Tensor  # (D,) float64, exactly that of the survivors' numbers on the grid
+    survivors: list[int]  # rows of those that are in it
+    masked: Tensor  # (M, D) int64, all that the server has seen of the survivors' numbers
+    sent: int  # bytes of all messages of clients
+    received: int  # bytes of all that the server has passed on to them
+    seconds: float  # of the processor, for clients' work, all together
+
+
+def secure_sum(
+    values: Tensor,
+    grid: Grid | ExactSums = Grid(),  # noqa: B008
+    *,
+    minimum: int = 3,
+    adversary: Adversary = "active",
+    dropouts: float = 0.3,
+    corrupt: float = 0.1,
+    gone: Mapping[int, int] | None = None,
+    graph: Neighbourhoods | None = None,
+    tamper: Tamper | None = None,
+    run: bytes = b"simulation",
+    round: int = 0,
+    attempt: int = 0,
+    apart: int = 1,
+    clients: Sequence[int] | None = None,
+    earlier: Sequence[Sequence[int]] = (),
+    entropy: Entropy | None = None,
+) -> SecureSum:
+    """The sum of rows `(K, D)` by the whole protocol.
+
+    Args:
+        values: a client a row; with `ExactSums` numbers in the limbs of `fedtorch.exact` side by side.
+        grid: that all clients agree on.
+        minimum: clients of a sum.
+        adversary: the server that single numbers are hidden from, `"active"` or `"curious"`; see `neighbourhoods`.
+        dropouts: the part of the clients that may drop out, or from 1 on how many; with 0 all stay until the end.
+        corrupt: the part of the clients that may work with the server, or from 1 on how many.
+        gone: row -> the phase (1 to 6) before which a client drops out.
+        graph: neighbours and threshold; default: those of `neighbourhoods` for these dropouts and corrupt clients.
+        tamper: what the network does to messages.
+        run: a name of the run.
+        round: of the run.
+        attempt: of the round; another one has other masks.
+        apart: clients of every combination of this sum with earlier ones, at least, unless one was of the same clients.
+        clients: numbers of the rows' clients, from 0 on; default: the rows' own.
+        earlier: clients that survived in earlier sums.
+        entropy: of all secrets; default: the operating system's.
+
+    Raises:
+        Aborted: the sum cannot be recovered, or would be of fewer than `minimum` clients, or a combination with
+            earlier ones of fewer than `apart`.
+        ValueError: numbers off the grid's range, or too few clients for these dropouts and corrupt clients.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import privacy, secure
+        >>> values = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+        >>> made = secure_sum(values, gone={3: 4}, dropouts=0.25, entropy=privacy.from_seed(0))
+        >>> made.total, made.survivors  # client 3 has dropped out before it said its number
+        (tensor([7.], dtype=torch.float64), [0, 1, 2])
+    """
+    numbers = [client + 1 for client in (range(len(values)) if clients is None else clients)]
+    grid.check(len(numbers))
+    if len(numbers) < minimum:
+        raise Aborted(f"Expected at least {minimum} clients for a sum, but got {len(numbers)}")
+    words = grid.encode(values)
+    entropy = from_system() if entropy is None else entropy
+    keys = {
+        k: Ed25519PrivateKey.from_private_bytes(entropy.key(Purpose(run, round, attempt, f"signature of {k}", b"")))
+        for k in numbers
+    }
+    public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
+    if graph is None:
+        graph = neighbourhoods(len(numbers), corrupt, dropouts, adversary=adversary, minimum=minimum)
+    session = Session(run, round, attempt, public, words.shape[1], graph, minimum, grid.width, apart, adversary)
+    before = [frozenset(client + 1 for client in each) for each in earlier]
+    parties = {k: Client(session, k, keys[k], entropy, own, before) for k, own in zip(numbers, words)}
+    row = {k: place for place, k in enumerate(numbers)}
+    gone = {} if gone is None else {numbers[place]: phase for place, phase in gone.items()}
+    server = Server(session)
+    wire = _Wire(server, gone, tamper)
+    for phase in PHASES:
+        wire.phase(phase, sorted(server.present(phase)), parties)
+    total, survivors = grid.decode(server.total()), server.survivors
+    seen = [bytearray(split_words(session, server.messages[MASKED][k])[1]) for k in survivors]
+    masked = torch.stack([torch.frombuffer(each, dtype=torch.int64) for each in seen])
+    return SecureSum(total, [row[k] for k in survivors], masked, wire.sent, wire.received, wire.seconds)
+
+
+class _Wire:
+    """Carries messages to the server, as far as their clients are there."""
+
+    def __init__(self, server: Server, gone: Mapping[int, int], tamper: Tamper | None) -> None:
+        self.server, self._gone, self._tamper = server, gone, tamper
+        self.sent, self.received, self.seconds = 0, 0, 0.0
+
+    def phase(self, phase: int, clients: Sequence[int], parties: Mapping[int, Client]) -> None:
+        """Lets clients say what they have to, but for those that drop out before it."""
+        for client in clients:
+            if phase >= self._gone.get(client, phase + 1):
+                continue
+            payload = self.server.request(phase, client)
+            self.received += len(payload)
+            began = time.process_time()
+            message: bytes | None = parties[client].answer(phase, payload)
+            self.seconds += time.process_time() - began
+            self.sent += len(message or b"")
+            if self._tamper is not None and message is not None:
+                message = self._tamper(phase, client, message)
+            if message is not None:
+                self.server.take(phase, message)
+
+
+def secure_star(
+    grid: Grid | ExactSums = Grid(),  # noqa: B008
+    minimum: int = 3,
+    entropy: Entropy | None = None,
+    apart: int = 1,
+    *,
+    adversary: Adversary = "active",
+    dropouts: float = 0.3,
+    corrupt: float = 0.1,
+) -> Exchange:
+    """A star whose server sees a round's sums only, each number of them on the grid.
+
+    `Mean`s travel as weight times value, beside the weights. The cohort that answered is summed as a whole, by the
+    protocol, so that blocks and their order change no bit; with `minimum` clients or more, or not at all. That holds
+    for totals too, of which the changes of a round's cohort are summed. No message can be looked at: medians, bounds on
+    norms and checks for NaN cannot act, and what a client adds it has to clip itself.
+
+    On `ft.Remote` each site masks the sum of its own clients; see `fedtorch.sites.secure.sites`.
+
+    Args:
+        grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
+        minimum: clients of a sum; over sites, sites.
+        entropy: of all secrets; default: the operating system's.
+        apart: clients of every combination of a round's sum with those of earlier rounds, at least, unless one was of
+            the same clients. Where clients tell nearly the same in every round, one sum less another is that of the
+            clients by which they differ: `apart=minimum` rules that out, also for three sums and more, and ends a run
+            in which a single client drops out.
+        adversary: the server that single messages are hidden from: `"active"`, which may tell every client another
+            story, or `"curious"`, which keeps to the protocol and is content with fewer neighbours and a lower
+            threshold; part of what all parties agree on, and of a run's settings in reports and records.
+        dropouts: the part of a round's clients that may drop out of its sum, or from 1 on how many. From seven clients
+            on, and of four, an active server leaves room for 0.3; where it does not, the round says so. With 0 all
+            have to stay.
+        corrupt: the part of a round's clients that may work with the server, or from 1 on how many.
+
+    Example:
+        >>> import dataclasses, torch, fedtorch as ft
+        >>> from fedtorch.trust import secure
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
+        >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
+        >>> algorithm = dataclasses.replace(plain, exchange=secure.secure_star(dropouts=0.2))
+        >>> one, two = (ft.run(a, ft.InProcess(data), rounds=1).server for a in (plain, algorithm))
+        >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
+        True
+    """
+    entropy = from_system() if entropy is None else entropy
+    masks = SiteMasks(grid, max(minimum, 3), apart, adversary, dropouts, corrupt)
+    return kept(star(), partial(_finish, masks._replace(minimum=minimum), entropy, [], count()))._replace(masks=masks)
+
+
+def _finish(
+    masks: SiteMasks, entropy: Entropy, earlier: list[list[int]], attempts: Iterator[int], found: RowsOf
+) -> Tree:
+    """The aggregate of a round, whose survivors are added to those of earlier ones."""
+    ids, messages = in_order(found)
+    summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
+    made = secure_sum(
+        rows(summed).cpu(), masks.grid, minimum=masks.minimum, attempt=next(attempts), clients=ids.tolist(),
+        apart=masks.apart, earlier=earlier, entropy=entropy, adversary=masks.adversary, dropouts=masks.dropouts,
+        corrupt=masks.corrupt,
+    )  # fmt: skip
+    earlier.append(ids.tolist())
+    total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), tree.take(summed, slice(0, 1)))
+    return tree.map(as_aggregate, total, is_leaf=(Mean, Sum))

@@ -1,0 +1,177 @@
+"""Vertical models whose server learns the parties' sum and none of their values: masks around both halves.
+
+With `fedtorch.vfl.sums` (and with `noiseless`) a server needs Σ_j η_j of the parties only, and sends all of them one
+gradient. `masked_party` puts masks on what a party sends, one for each other party, which cancel in the sum;
+`masked_server` takes the words of all of them and hands the half inside their sum. The halves themselves, and whoever
+drives them, do not know.
+
+In its first message each party says a key, signed, which the server passes on; masks then are fresh in every message.
+*From whom:* the server, whether it keeps to the protocol or passes keys on as it likes (they are signed, and all have
+to be there), and the server with all but two of the parties, of whom it learns the sum. All parties take part in every
+iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
+
+Sources: as `parties`, without the parts that dropouts need.
+
+>>> import torch
+>>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+>>> from fedtorch.trust import privacy, secure
+>>> from fedtorch.vfl.nodes.node import Value
+>>> from fedtorch.protocol.halves import Receive, Send, together
+>>> def server():
+...     first = yield Receive(1, Value(torch.zeros(2)))
+...     second = yield Receive(2, Value(torch.zeros(2)))
+...     return first.value, second.value
+>>> def party(value):
+...     yield Send(0, Value(value))
+>>> keys = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
+>>> session = secure.vertical_session(b"run", {j: key.public_key().public_bytes_raw() for j, key in keys.items()})
+>>> values = {1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])}
+>>> halves = {0: secure.masked_server(server(), session, secure.Grid())}
+>>> for j, key in keys.items():
+...     halves[j] = secure.masked_party(party(values[j]), j, session, key, secure.Grid(), privacy.from_seed(j))
+>>> together(halves)[0][0]  # what the server hears: nothing of the first, and the sum
+(tensor([0., 0.]), tensor([11., 22.]))
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from torch import Tensor
+
+from fedtorch.protocol.halves import Half, Receive, Send, wrapped
+from fedtorch.random.entropy import Entropy, Purpose
+from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
+from fedtorch.sites.secure.grid import Grid
+from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
+from fedtorch.sites.secure.neighbours import Neighbourhoods
+from fedtorch.vfl.nodes.node import Value
+
+
+def vertical_session(run: bytes, keys: dict[int, bytes], attempt: int = 0) -> Session:
+    """What server and parties agree on beforehand.
+
+    Args:
+        run: a name of the run that no other has.
+        keys: by party, from 1 on, who signs with which Ed25519 key.
+        attempt: of the run; one that is begun again is another.
+
+    Raises:
+        ValueError: fewer than two parties, whose sum would be one party's value.
+    """
+    if len(keys) < 2:
+        raise ValueError(f"Expected at least 2 parties of a sum, but got {len(keys)}")
+    others = len(keys) - 1
+    return Session(run, 0, attempt, keys, 1, Neighbourhoods(others, others), len(keys))
+
+
+def masked_party(
+    half: Half, party: int, session: Session, signing: Ed25519PrivateKey, grid: Grid, entropy: Entropy
+) -> Half:
+    """A party's half with masks on what it sends.
+
+    Args:
+        half: as without masks, such as `vfl.iteration.party_half(node, iterations)`.
+        party: its number, from 1 on.
+        session: what was agreed.
+        signing: its Ed25519 key.
+        grid: that all parties agree on.
+        entropy: where its secret comes from.
+
+    Raises:
+        TypeError: the half sends something else than a value of the sum.
+        Aborted, ValueError: others' keys that are not as agreed; numbers off the grid.
+    """
+    grid.check(len(session.keys))
+    digest = session.digest()
+    purpose = Purpose(session.run, 0, session.attempt, f"mask key of {party}", digest)
+    secret = X25519PrivateKey.from_private_bytes(entropy.key(purpose))
+    public = secret.public_key().public_bytes_raw()
+    advert = sign(session, ADVERT, party, KEYS.pack(public, public, commitment(public)), signing)
+    yield Send(0, _bytes(advert))
+    adverts = opened_adverts(session, unbundle(_text((yield Receive(0, _room(session))))))
+    if adverts.get(party, (b"",))[0] != public:
+        raise Aborted(f"Expected party {party}'s own advert among those of all, but it is missing")
+    shared: dict[int, bytes] = {}
+    for other in sorted(adverts.keys() - {party}):
+        found = exchanged(secret, adverts[other][0])
+        if found is None:
+            raise Aborted(f"Expected a key of party {other}, but got one of low order", (other,))
+        shared[other] = found
+    number = itertools.count()
+
+    def mask(step: Send | Receive) -> Half:
+        if isinstance(step, Receive):
+            return (yield step)
+        if not isinstance(step.message, Value):
+            raise TypeError(
+                f"Expected parties that send values of a sum and nothing else, but got {type(step.message).__name__}; "
+                "use vfl.sums() with independent q, and evaluate the likelihood at the server"
+            )
+        value = step.message.value
+        one = session._replace(round=next(number), size=value.numel())
+        words = grid.encode(value.flatten().cpu())
+        for other, key in shared.items():
+            words += pair_mask(one, digest, key, party, other)
+        yield Send(0, words)
+        return None
+
+    return (yield from wrapped(half, mask))
+
+
+def masked_server(half: Half, session: Session, grid: Grid) -> Half:
+    """The server's half, which is handed the sum as the last party's value, and zeros as those of the others.
+
+    Args:
+        half: as without masks, such as `vfl.iteration.server_half(node, iterations)`.
+        session: what was agreed.
+        grid: that all parties agree on.
+
+    Raises:
+        Aborted: the half does not hear every party before it says something.
+    """
+    parties = sorted(session.keys)
+    empty = torch.zeros(most_up(session, ADVERT), dtype=torch.uint8)
+    adverts = []
+    for party in parties:
+        adverts.append(_text((yield Receive(party, empty))))
+    for party in parties:
+        yield Send(party, _bytes(bundle(adverts)))
+    total: Tensor | None = None
+    waiting = list(parties)
+
+    def add(step: Send | Receive) -> Half:
+        nonlocal total, waiting
+        if isinstance(step, Send):
+            if len(waiting) < len(parties):
+                raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are not there")
+            return (yield step)
+        like = step.like.value
+        words = yield Receive(step.sender, torch.zeros(like.numel(), dtype=torch.int64))
+        if step.sender not in waiting:
+            raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
+        waiting.remove(step.sender)
+        total = words if total is None else total + words
+        found = torch.zeros_like(like)
+        if not waiting:
+            found = grid.decode(total).reshape(like.shape).to(like)
+            waiting, total = list(parties), None
+        return Value(found)
+
+    return (yield from wrapped(half, add))
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _text(data: Tensor) -> bytes:
+    return data.numpy().tobytes()
+
+
+def _room(session: Session) -> Tensor:
+    """What the bundle of all adverts looks like."""
+    return _bytes(bundle([bytes(most_up(session, ADVERT))] * len(session.keys)))

@@ -1,0 +1,57 @@
+"""Frames in chunks, so that a receiver knows how long a frame is before it holds any of it.
+
+A frame is its length, eight bytes, and what is in it; both are cut into chunks of 1 MiB behind the length. Whoever
+receives makes room for the whole frame, or refuses it, when the first chunk has come.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from io import BytesIO
+from itertools import islice
+
+from fedtorch.sites.streams._pipe import Pipe
+
+CHUNK = 2**20  # bytes of a frame in a chunk
+HEAD = struct.Struct(">Q")
+
+
+def split(frames: Iterable[bytes]) -> Iterator[bytes]:
+    """The chunks of frames."""
+    for frame in frames:
+        yield HEAD.pack(len(frame)) + frame[:CHUNK]
+        for start in range(CHUNK, len(frame), CHUNK):
+            yield frame[start : start + CHUNK]
+        del frame  # else it is held until the next one comes
+
+
+def join(chunks: Iterator[bytes], pipe: Pipe, most: int) -> None:
+    """Puts the frames that chunks make up into a pipe, until they end.
+
+    Raises:
+        ValueError: a frame is longer than `most`, or its chunks are not as they should be.
+        OSError: the pipe takes no frame, or not this one; the reason.
+    """
+    for first in chunks:
+        size = HEAD.unpack_from(first)[0] if len(first) >= HEAD.size else -1
+        if not 0 <= size <= most:
+            raise ValueError(
+                f"Expected a frame of at most {most} bytes, but got one of {size}; raise `frame` in limits"
+            )
+        pipe.reserve(size)
+        frame, rest = BytesIO(), memoryview(first)[HEAD.size :]
+        for part in _and(rest, islice(chunks, max(0, -(-size // CHUNK) - 1))):
+            if len(part) != min(CHUNK, size - frame.tell()):
+                raise ValueError(f"Expected {min(CHUNK, size - frame.tell())} bytes of a frame, but got {len(part)}")
+            frame.write(part)
+            pipe.note_part()
+        if frame.tell() < size:
+            return  # the stream has ended
+        pipe.fill(frame.getvalue())
+        del frame, first, part, rest  # else they are held until the next one comes
+
+
+def _and(first: memoryview, others: Iterator[bytes]) -> Iterator[bytes | memoryview]:
+    yield first
+    yield from others

@@ -1,0 +1,305 @@
+"""The two ends of streams of frames, whatever carries them: a hub with many peers, and a link to one."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from fedtorch.protocol.rates import Rate
+from fedtorch.sites.streams._pipe import Pipe, Room
+
+
+class Limits(NamedTuple):
+    """What is waited for and held at most.
+
+    >>> from fedtorch.sites.streams import memory
+    >>> site = memory.link(Hub(Limits(frame=8)), "ward 7")
+    >>> site.send(b"too long a frame")
+    Traceback (most recent call last):
+    ValueError: Expected frames of at most 8 bytes, but got one of 16; raise `frame` in the limits of both sides, ...
+    """
+
+    frame: int = 2**28  # bytes of a frame
+    ahead: int = 4  # frames of one peer that wait to be taken, and as many that wait to be sent
+    seconds: float = 30.0  # for a connection, or for room to send
+    keepalive: float = 10.0  # seconds of silence after which a peer is asked whether it is there
+    peers: int = 256  # connected at once
+    each: Rate = Rate(256, 2.0)  # new streams of one address, behind which there may be many peers
+    all: Rate = Rate(1024, 20.0)  # new streams
+    unasked: int = 2**24  # bytes of a frame that comes without having been asked for
+    member: int = 2**28  # bytes of one peer's frames that wait to be taken
+    total: int = 2**30  # bytes of all peers' frames that wait to be taken
+    idle_each: int = 4  # connections of one address that have no stream yet
+    idle: int = 64  # connections that have no stream yet
+    idle_seconds: float = 10.0  # after which a connection without a stream is closed
+
+    def check(self) -> None:
+        """Raise ValueError unless a frame fits into what one peer may hold, and that into what all may."""
+        if not 0 < self.frame <= self.member <= self.total:
+            raise ValueError(
+                f"Expected frame <= member <= total bytes, but got {self.frame}, {self.member} and {self.total}; raise "
+                "`member` and `total` together with `frame`"
+            )
+
+
+LIMITS = Limits()
+
+
+class Line(NamedTuple):
+    """A peer as its hub has it, for whoever carries the frames.
+
+    >>> host = Hub()
+    >>> line: Line = host.join("ward 7")
+    >>> line.inward.put(b"hello")  # has come from the peer
+    >>> host.receive(1.0)
+    ('ward 7', b'hello')
+    >>> host.send("ward 7", b"welcome")
+    >>> line.outward.get()  # is to be brought to it
+    b'welcome'
+    """
+
+    inward: Pipe
+    outward: Pipe
+    admitted: Callable[[], None] | None = None  # raises PermissionError where the peer may not be here any more
+
+    def end(self, reason: Exception) -> None:
+        """Ends both directions."""
+        self.inward.end(reason)
+        self.outward.end(reason)
+
+
+class Hub:
+    """A server's end: a line to every connected peer. Whoever carries frames opens and ends the lines.
+
+    Args:
+        limits: of every line.
+
+    Attributes:
+        port: at which it listens, where it does.
+        closed: nobody connects any more.
+    """
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        limits.check()
+        self.limits, self.port, self.closed = limits, 0, False
+        self._changed, self._room = threading.Condition(), Room(limits.total)
+        self._lines: dict[str, Line] = {}
+        self._turn: deque[str] = deque()  # whose frame is taken next
+        self._closing: list[Callable[[], None]] = []
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """The peers that have a stream now."""
+        with self._changed:
+            return frozenset(self._lines)
+
+    @property
+    def held(self) -> dict[str, int]:
+        """The bytes of each peer's frames that wait to be taken."""
+        with self._changed:
+            return {peer: line.inward.held for peer, line in self._lines.items()}
+
+    def send(self, peer: str, frame: bytes, answers: int = 1) -> None:
+        """Puts a frame on the peer's stream; it may not have arrived when this returns.
+
+        Args:
+            peer: its name.
+            frame: of the peer.
+            answers: frames of any length with which the peer may answer; others have at most `limits.unasked` bytes.
+
+        Raises:
+            ConnectionError: the peer is not connected.
+            TimeoutError: it does not take what was sent; it is disconnected.
+            ValueError: the frame is too long.
+        """
+        _check_frame(frame, self.limits)
+        with self._changed:
+            line = self._lines.get(peer)
+        if line is None:
+            raise ConnectionError(f"Expected {peer!r} to be connected, but it is not")
+        line.inward.ask(answers)
+        try:
+            line.outward.put(frame, self.limits.seconds)
+        except TimeoutError as error:
+            self.leave(peer, line, ConnectionAbortedError(str(error)))  # it may come back
+            raise
+
+    def receive(self, seconds: float) -> tuple[str, bytes]:
+        """The next frame and whom it came from; peers that have sent several take turns.
+
+        Raises:
+            TimeoutError: none came in time.
+        """
+        ends = time.monotonic() + seconds
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(self._ready, max(0.0, ends - time.monotonic())):
+                    raise TimeoutError(f"Expected a frame within {seconds:g} s, but got none")
+                peer = next(name for name in self._turn if self._lines[name].inward.waiting)
+                self._turn.remove(peer)
+                self._turn.append(peer)
+                line = self._lines[peer]
+                frame = line.inward.get()
+                line.inward.answer_only()
+            if self._may_speak(peer, line):
+                return peer, frame
+
+    def meet(self, peer: str, seconds: float) -> Link:
+        """A link to one peer on the stream that it has, once it has connected; the link ends with that stream.
+
+        Frames that are taken from it are not given by `receive`.
+
+        Raises:
+            TimeoutError: the peer did not connect in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: peer in self._lines, seconds):
+                raise TimeoutError(f"Expected {peer!r} to connect within {seconds:g} s, but it did not")
+            line = self._lines[peer]
+            line.inward.ask(math.inf)
+        return Link(line, self.limits, partial(self.leave, peer, line, ConnectionAbortedError("the server hung up")))
+
+    def drop(self, peer: str, reason: str) -> None:
+        """Ends a peer's stream; it is told why."""
+        with self._changed:
+            line = self._lines.get(peer)
+        if line is not None:
+            self.leave(peer, line, PermissionError(reason))
+
+    def join(self, peer: str, admitted: Callable[[], None] | None = None) -> Line:
+        """A line for a peer that has connected, in place of an earlier one of the same name.
+
+        Args:
+            peer: its name.
+            admitted: raises PermissionError where it may not be here any more; asked at every frame.
+
+        Raises:
+            ConnectionRefusedError: too many are connected, or the hub has closed.
+        """
+        with self._changed:
+            if self.closed:
+                raise ConnectionRefusedError("the server has closed")
+            before = self._lines.get(peer)
+            if before is None and len(self._lines) >= self.limits.peers:
+                raise ConnectionRefusedError(f"Expected at most {self.limits.peers} peers; try again later")
+            limits = self.limits
+            inward = Pipe(limits.ahead, self._changed, limits.member, self._room, limits.unasked)
+            line = Line(inward, Pipe(limits.ahead), admitted)
+            self._lines[peer] = line
+            if before is None:
+                self._turn.append(peer)
+            self._changed.notify_all()
+        if before is not None:
+            before.end(ConnectionAbortedError(f"{peer!r} has connected anew"))
+            before.inward.abandon()
+        return line
+
+    def leave(self, peer: str, line: Line, reason: Exception) -> None:
+        """Ends a line, and forgets the peer unless it has a newer one; frames that wait for `receive` are dropped."""
+        with self._changed:
+            if self._lines.get(peer) is line:
+                del self._lines[peer]
+                self._turn.remove(peer)
+        line.end(reason)
+        line.inward.abandon()
+
+    def end_stalled(self) -> None:
+        """Ends the lines of peers that have begun a frame, hold room for it, and send nothing more of it."""
+        with self._changed:
+            lines = dict(self._lines)
+        for peer, line in lines.items():
+            if line.inward.stalled(self.limits.seconds):
+                reason = f"Expected all of a frame, but nothing more of it came for {self.limits.seconds:g} s"
+                self.leave(peer, line, ConnectionAbortedError(reason))
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Has something done when the hub closes."""
+        self._closing.append(action)
+
+    def close(self) -> None:
+        """Ends all streams."""
+        with self._changed:
+            self.closed = True
+            lines = dict(self._lines)
+        for peer, line in lines.items():
+            self.leave(peer, line, ConnectionAbortedError("the server has closed"))
+        while self._closing:
+            self._closing.pop()()
+
+    def _ready(self) -> bool:
+        return any(line.inward.waiting for line in self._lines.values())
+
+    def _may_speak(self, peer: str, line: Line) -> bool:
+        try:
+            if line.admitted is not None:
+                line.admitted()
+        except PermissionError as error:
+            self.leave(peer, line, error)
+            return False
+        return True
+
+
+class Link:
+    """An end of one stream: a site's, or a server's to one of its sites.
+
+    Args:
+        line: to the other side, as this side sees it.
+        limits: of the line.
+        hang_up: ends the stream.
+
+    >>> from fedtorch.sites.streams import memory
+    >>> host = Hub()
+    >>> at_site: Link = memory.link(host, "ward 7")
+    >>> at_server: Link = host.meet("ward 7", seconds=1.0)
+    >>> at_site.send(b"hello")
+    >>> at_server.receive(1.0)
+    b'hello'
+    >>> at_site.close()
+    """
+
+    def __init__(self, line: Line, limits: Limits, hang_up: Callable[[], None]) -> None:
+        self._line, self._limits, self._hang_up = line, limits, hang_up
+
+    def send(self, frame: bytes) -> None:
+        """Puts a frame on the stream.
+
+        Raises:
+            ConnectionError: the stream has ended; the reason.
+            TimeoutError: the other side does not take it.
+            ValueError: the frame is too long.
+        """
+        _check_frame(frame, self._limits)
+        self._line.outward.put(frame, self._limits.seconds)
+
+    def receive(self, seconds: float) -> bytes:
+        """The next frame of the other side.
+
+        Raises:
+            TimeoutError: none came in time.
+            ConnectionError: the stream has ended; the reason.
+            PermissionError: the server has ended it, or the site may not be here any more; the reason.
+        """
+        frame = self._line.inward.get(seconds)
+        if self._line.admitted is not None:
+            self._line.admitted()
+        return frame
+
+    def close(self) -> None:
+        """Ends the stream."""
+        self._hang_up()
+        self._line.end(ConnectionAbortedError("this side has closed the stream"))
+        self._line.inward.clear()
+
+
+def _check_frame(frame: bytes, limits: Limits) -> None:
+    """Raises ValueError for a frame that the other side would refuse."""
+    if len(frame) > limits.frame:
+        raise ValueError(
+            f"Expected frames of at most {limits.frame} bytes, but got one of {len(frame)}; raise `frame` in the "
+            "limits of both sides, or send fewer clients' values at once"
+        )

@@ -1,0 +1,1 @@
+"""Vertical protocols over streams between organisations: drivers, going on after cuts and kills."""

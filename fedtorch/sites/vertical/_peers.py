@@ -1,0 +1,95 @@
+"""The other nodes of a protocol, at the ends of links; of the drivers in `remote` and `resuming`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fedtorch import wire
+from fedtorch.protocol.halves import Half, Name, Receive, Send, decode, drive, encode
+from fedtorch.sites.streams.hub import Hub, Link
+from fedtorch.tree import Tree
+
+_END = b""  # no payload is empty
+
+
+class Lost(ConnectionError):
+    """A node's stream has ended, or nothing came on it in time; it may connect again."""
+
+
+class Peer:
+    """Another node, at the end of a link, and the bytes of payloads to and from it."""
+
+    def __init__(self, name: str, link: Link, seconds: float) -> None:
+        self.name, self.link, self._seconds = name, link, seconds
+        self.sent = self.received = 0
+
+    def send(self, step: Send) -> None:
+        """Sends a message; raises `Lost` where it is not taken."""
+        payload = encode(step)
+        with naming(self.name):
+            self.link.send(payload)
+        self.sent += len(payload)
+
+    def receive(self, step: Receive) -> Tree:
+        """The next message; raises `Lost` where none comes, and `PayloadError` where it is another."""
+        with naming(self.name):
+            payload = self.link.receive(self._seconds)
+        self.received += len(payload)
+        if payload == _END:
+            raise wire.PayloadError(f"payload of {self.name}: expected another message, but its half is done")
+        return decode(payload, step, self.name)
+
+    def say_end(self) -> None:
+        """Says that this node's half is done."""
+        with naming(self.name):
+            self.link.send(_END)
+
+    def hear_end(self) -> None:
+        """Waits until the other's half is done."""
+        with naming(self.name):
+            payload = self.link.receive(self._seconds)
+        if payload != _END:
+            raise wire.PayloadError(f"payload of {self.name}: expected no more messages, but got {len(payload)} bytes")
+
+
+def check_names(parties: Sequence[str]) -> None:
+    """Raises ValueError for two parties of one name."""
+    if len(set(parties)) < len(parties):
+        raise ValueError(f"Expected parties of different names, but got {list(parties)}")
+
+
+def meet(hub: Hub, parties: Sequence[str], seconds: float, patience: float) -> dict[str, Peer]:
+    """All parties by name, once they are connected; raises `Lost` where one does not come."""
+    ends, peers = time.monotonic() + patience, {}
+    for name in parties:
+        with naming(name):
+            peers[name] = Peer(name, hub.meet(name, max(ends - time.monotonic(), 0.0)), seconds)
+    return peers
+
+
+def drive_with(half: Half, peers: Mapping[str, Peer]) -> Any:
+    """Runs the server's half with parties by their names and, in the same order, by number from 1 on."""
+    nodes: dict[Name, Peer] = dict(enumerate(peers.values(), start=1))
+    nodes.update(peers)
+    return drive(half, lambda step: nodes[step.to].send(step), lambda step: nodes[step.sender].receive(step))
+
+
+def give_up(hub: Hub, parties: Sequence[str], error: BaseException) -> None:
+    """Ends the parties' streams; of an error that is not about connections they hear only its kind."""
+    reason = str(error) if isinstance(error, ConnectionError) else f"the server failed with {type(error).__name__}"
+    for name in parties:
+        hub.drop(name, f"the protocol has ended: {reason}")
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Says whose stream it was that ended, or on which nothing came; `Lost` where it may come back."""
+    try:
+        yield
+    except PermissionError as error:
+        raise ConnectionError(f"{name} is lost: {error}") from error
+    except OSError as error:
+        raise Lost(f"{name} is lost: {error}") from error

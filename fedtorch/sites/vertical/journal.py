@@ -1,0 +1,146 @@
+"""What a node has finished of a protocol, so that all nodes can go on from a point that each of them has.
+
+A protocol that is to outlive cuts and kills is a function of a journal that makes the node's half:
+
+    def half(journal):
+        rows = yield from journal.once(following(Holder(identifiers, "clinic"), "leader"))
+        party = PartyNode(network.parties[0], VerticalData((x[rows],), unknown))
+        yield from journal.through(partial(party_half, party), party, iterations)
+
+`once` and `through` pass points, at which the node's state is kept before anything else is said. A function that is
+called again makes everything anew; what lies before the point that it begins from is not done again but read. So the
+same messages follow as at first, and the numbers are those of a run that nothing disturbed, bit by bit. All messages
+belong within `once` and `through`, in the same order at every node.
+
+No node passes a point before all have passed the last one, since every party says something between them. So nodes are
+at most one point apart, and each keeps two. This is the rollback of a coordinated checkpoint, with the messages that
+training exchanges anyway for coordination.
+
+Source: Elnozahy, Alvisi, Wang, Johnson, "A survey of rollback-recovery protocols in message-passing systems", ACM
+Computing Surveys 34 (2002), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from fedtorch import expected
+from fedtorch.checkpoint import below
+from fedtorch.protocol.halves import Half
+from fedtorch.protocol.versions import FIRST, Versions
+from fedtorch.sites.vertical._node_state import Node, restore, state_of
+from fedtorch.vfl.nodes.node import Iteration
+
+EVERY = 100  # iterations between two points
+
+
+class Journal:
+    """The points that a node has passed, and its state there.
+
+    Args:
+        folder: where states are kept, in a folder for every run; None keeps them in memory, where they survive cuts but
+            no kill.
+
+    Attributes:
+        run: the identity of the run, in hexadecimal.
+        versions: of the node's state, by the number of iterations and other work that was done.
+
+    >>> import torch
+    >>> from fedtorch.protocol.halves import Receive, Send, together
+    >>> def answer():
+    ...     yield Send("clinic", torch.arange(3))
+    >>> def ask():
+    ...     return (yield Receive("server", torch.zeros(3, dtype=torch.int64)))
+    >>> journal = Journal()
+    >>> together({"server": answer(), "clinic": journal.once(ask())})[0]["clinic"]
+    tensor([0, 1, 2])
+    >>> journal.begin(1)  # after a cut: what lies before the point is read, and nobody is asked
+    >>> together({"clinic": journal.once(ask())})[0]["clinic"]
+    tensor([0, 1, 2])
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder, self.run, self.versions = folder, "", Versions(None)
+        self.begin(FIRST)
+
+    def enter(self, run: str) -> None:
+        """Goes to the points of a run."""
+        if run != self.run:
+            self.run, self.versions = run, Versions(None if self.folder is None else self.folder / run)
+
+    def begin(self, point: int) -> None:
+        """Stands before the protocol, to go through it from a point on.
+
+        Raises:
+            ValueError: the node's state there is not here.
+        """
+        if point not in self.versions.numbers:
+            raise ValueError(f"Expected one of the points {sorted(self.versions.numbers)}, but got {point}")
+        self._flat = dict(self.versions.get(point) or {})
+        self._from, self._before, self._at, self._part = point, point, FIRST, 0
+
+    def once(self, half: Half) -> Half:
+        """A half whose result is a tensor, such as that of an alignment; where it is known, it is not run again."""
+        name = self._next()
+        if self._at < self._from:
+            half.close()
+            self._at += 1
+            return self._flat[name]
+        result = yield from half
+        self._keep(1, name, {"": result})
+        return result
+
+    def through(
+        self,
+        half: Callable[[Sequence[Iteration]], Half],
+        node: Node,
+        iterations: Sequence[Iteration],
+        every: int = EVERY,
+    ) -> Half:
+        """Trains a node, and keeps its state after every so many iterations.
+
+        Args:
+            half: of some iterations, such as `partial(party_half, node)`.
+            node: that it trains; its state at the beginning need not be as it was, if it is in this process.
+            iterations: all of them, the same at every node.
+            every: iterations between two points, the same at every node.
+
+        Raises:
+            ValueError: a party is idle from one point to the next, so that it could be any number of points ahead.
+        """
+        _check_active(iterations, every)
+        prefix, done = f"{self._next()}.", max(0, min(self._from - self._at, len(iterations)))
+        self._at += done
+        if own := below(prefix, self._flat):
+            restore(node, own)
+        else:
+            self._keep(0, prefix, state_of(node))
+        for start in range(done, len(iterations), every):
+            block = iterations[start : start + every]
+            yield from half(block)
+            self._keep(len(block), prefix, state_of(node))
+
+    def _next(self) -> str:
+        """The name of the next part of the protocol."""
+        self._part += 1
+        return str(self._part)
+
+    def _keep(self, work: int, prefix: str, new: Mapping[str, Tensor]) -> None:
+        if work:
+            self._before, self._at = self._at, self._at + work
+        self._flat = {**self._flat, **{prefix + name: leaf for name, leaf in new.items()}}
+        self.versions.put(self._at, self._flat)
+        self.versions.retain({self._before, self._at})
+
+
+def _check_active(iterations: Sequence[Iteration], every: int) -> None:
+    expected.positive(every=every)
+    for start in range(0, len(iterations), every):
+        active = [each.active for each in iterations[start : start + every] if each.active is not None]
+        if len(active) == len(iterations[start : start + every]) and not all(map(any, zip(*active))):
+            raise ValueError(
+                f"Expected every party to take part once in {every} iterations, but one does not; raise every"
+            )

@@ -1,0 +1,291 @@
+"""Protocols between organisations that outlive cut connections and nodes that are killed and started again.
+
+    resuming_over_hub(half, hub, ["clinic", "laboratory"], folder)                         # the server
+    resuming_over_link(half, lambda: connect(address, identity), folder)                   # a party
+
+`half` is a function of a `Journal`, see there. Whenever somebody is lost, the server ends all streams, waits until all
+parties are back, and finds the last point that everybody has; from there all go on, with the numbers of a run that
+nothing disturbed. Every wait is bounded: a party that does not come back in time ends the protocol at all nodes, and
+everybody hears its name. A node that fails by itself, or finds its disk full, is waited for just as long, so that
+whoever runs it can set it right and start it again.
+
+The server makes the run's identity, by which a party finds its own folder again. When all are done, that is noted
+before it is said, so that a party that misses the last word and comes back hears it, also from a server that has been
+started again. A party that is killed after the last word and begun again finds no server; `fedtorch states` says that
+its run is over, and what a half does with its result it does before.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtorch import expected
+from fedtorch.protocol.halves import Half, Receive, Send, Traffic
+from fedtorch.protocol.versions import FIRST, alone_in, runs
+from fedtorch.sites.streams.hub import Hub, Link
+from fedtorch.sites.streams.patience import Patience
+from fedtorch.sites.vertical._peers import Lost, Peer, check_names, drive_with, give_up, meet
+from fedtorch.sites.vertical._rollback import DONE, ENTERED, FROM, HELD, Entered, From, Held
+from fedtorch.sites.vertical.journal import Journal
+from fedtorch.sites.vertical.remote import SECONDS, over_link
+from fedtorch.wire import PayloadError
+
+Begin = Callable[[Journal], Half]
+FAREWELL = 10.0  # seconds in which a party that may have missed the last word can come back
+PROTOCOL = 1  # what is said may not be understood by another
+_TRIES = 100  # from one point, before it is said that it goes nowhere
+_MOST = 1000  # points that a party may have
+_LOG = logging.getLogger(__name__)
+
+
+def resuming_over_hub(
+    begin: Begin,
+    hub: Hub,
+    parties: Sequence[str],
+    folder: Path | str | None = None,
+    *,
+    seconds: float = SECONDS,
+    patience: float = SECONDS,
+) -> tuple[Any, Traffic]:
+    """Runs the server's half to its end; returns its result, and the bytes of payloads.
+
+    Args:
+        begin: makes the half, of this run's journal.
+        hub: where the parties connect.
+        parties: the names under which they connect; in the protocol party j from 1 on, or by its name.
+        folder: of this run alone, from which a server that was killed goes on; None for a server that is not killed.
+        seconds: the longest wait for a message.
+        patience: the longest wait for parties to connect, at first and after they were lost.
+
+    Raises:
+        ConnectionError: a party did not come in time, or may not be here any more.
+        fedtorch.wire.PayloadError: a message that is not what was expected.
+        FileExistsError: another process works in the folder.
+        ValueError: two parties of one name, or a folder of several runs.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> from fedtorch.sites.streams import memory
+    >>> from fedtorch.vfl.rows.alignment import Holder, following, leading
+    >>> leader = lambda journal: journal.once(leading(Holder(["bob", "cem"], "leader"), ["clinic"]))
+    >>> clinic = lambda journal: journal.once(following(Holder(["ann", "bob"], "clinic"), "leader"))
+    >>> hub = Hub()
+    >>> with ThreadPoolExecutor() as pool:
+    ...     own = pool.submit(resuming_over_link, clinic, lambda: memory.link(hub, "clinic"))
+    ...     rows, traffic = resuming_over_hub(leader, hub, ["clinic"])
+    >>> rows, own.result()[0]
+    (tensor([0]), tensor([1]))
+    """
+    expected.positive(seconds=seconds, patience=patience)
+    check_names(parties)
+    with alone_in(folder):
+        server = _Server(begin, hub, Journal(None if folder is None else Path(folder)), seconds)
+        server.journal.enter(_run_in(folder))
+        result = server.until_done(parties, patience)
+        server.say_farewell(parties, min(patience, FAREWELL))
+    return result, server.traffic
+
+
+def resuming_over_link(
+    begin: Begin,
+    dial: Callable[[], Link],
+    folder: Path | str | None = None,
+    *,
+    seconds: float = SECONDS,
+    patience: float = SECONDS,
+) -> tuple[Any, Traffic]:
+    """Runs a party's half to its end; returns its result, and the bytes of payloads since this process began.
+
+    Args:
+        begin: makes the half, of a journal.
+        dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
+        folder: where states are kept, of all runs that this party takes part in; None keeps them in memory.
+        seconds: the longest wait for a message, which may be one for all other parties to come back.
+        patience: the longest time without a server.
+
+    Raises:
+        TimeoutError: there was no server for longer than the patience.
+        ConnectionError: the server has given up; why.
+        fedtorch.wire.PayloadError: a message that is not what was expected.
+        FileExistsError: another process works in the folder.
+    """
+    expected.positive(seconds=seconds, patience=patience)
+    with alone_in(folder):
+        party, waits = _Party(begin, Journal(None if folder is None else Path(folder))), Patience(patience)
+        moved = [0, 0]
+        while not party.done:
+            try:
+                link = dial()
+            except (ConnectionError, TimeoutError) as error:
+                waits.again(error)
+                continue
+            party.entered = False
+            _LOG.info("connected; waiting for the server, and for all other parties")
+            try:
+                more = over_link(party.half(), link, seconds=seconds)[1]
+                moved = [moved[0] + more.up, moved[1] + more.down]
+            except Lost as error:
+                if party.entered:
+                    waits.heard()
+                if not party.done:
+                    _LOG.warning("connecting again: %s", error)
+                    waits.again(error)
+            finally:
+                link.close()
+    return party.result, Traffic(*moved)
+
+
+class _Party:
+    """A party's attempts.
+
+    Args:
+        begin: makes the half.
+        journal: of whatever run the server says.
+
+    Attributes:
+        entered: whether the server has said in this attempt which run it is.
+        done: whether all are done, and `result` is what the half found.
+    """
+
+    def __init__(self, begin: Begin, journal: Journal) -> None:
+        self.begin, self.journal = begin, journal
+        self.entered = self.done = False
+        self.result: Any = None
+
+    def half(self) -> Half:
+        """From the point that the server says."""
+        told = yield Receive(0, ENTERED)
+        if (protocol := int(told.protocol)) != PROTOCOL:
+            raise PayloadError(
+                f"Expected a server that speaks protocol {PROTOCOL}, but got one of {protocol}; install the same "
+                "version of fedtorch on both sides"
+            )
+        self.entered = True
+        self.journal.enter(bytes(told.run.tolist()).hex())
+        yield Send(0, Held(torch.tensor(sorted(self.journal.versions.numbers))), rows=True)
+        point = int((yield Receive(0, FROM)).point)
+        _LOG.info("run %s has begun with all parties, from point %d", self.journal.run[:8], point)
+        self.journal.begin(point)
+        result = yield from self.begin(self.journal)
+        yield Send(0, DONE)
+        yield Receive(0, DONE)
+        self.journal.versions.finish()
+        self.result, self.done = result, True
+        _LOG.info("run %s is over", self.journal.run[:8])
+
+
+class _Server:
+    """The server's attempts.
+
+    Args:
+        begin: makes the half.
+        hub: where the parties connect.
+        journal: of the run.
+        seconds: the longest wait for a message.
+
+    Attributes:
+        sure: the parties that have said that they know that all are done.
+        peers: of this attempt, once all have come.
+        traffic: bytes so far.
+    """
+
+    def __init__(self, begin: Begin, hub: Hub, journal: Journal, seconds: float) -> None:
+        self.begin, self.hub, self.journal, self.seconds = begin, hub, journal, seconds
+        self.sure: set[str] = set()
+        self.peers: dict[str, Peer] = {}
+        self.traffic = Traffic(0, 0)
+
+    def until_done(self, parties: Sequence[str], patience: float) -> Any:
+        """Goes through the protocol with all parties, again and again, until all are done."""
+        tries, newest = 0, FIRST
+        while not self.journal.versions.over:
+            try:
+                return self.attempt(parties, patience)
+            except Lost as error:
+                now = max(self.journal.versions.numbers)
+                tries, newest = 1 if now > newest else tries + 1, now
+                if tries >= _TRIES or not self.peers:
+                    give_up(self.hub, parties, error)
+                    raise
+                _LOG.warning("waiting for all parties, to go on from a point: %s", error)
+            except ConnectionError as error:
+                give_up(self.hub, parties, error)
+                raise
+            except OSError:
+                raise  # such as a full disk: the parties wait until the server is started again
+            except Exception as error:
+                give_up(self.hub, parties, error)
+                raise
+            finally:
+                self._hang_up()
+        return self.attempt([], patience)
+
+    def attempt(self, parties: Sequence[str], patience: float) -> Any:
+        """Goes through the protocol with these parties once; raises `Lost` where that ends too early."""
+        self.peers = meet(self.hub, parties, self.seconds, patience)
+        result = drive_with(self.half(parties), self.peers)
+        for name, peer in self.peers.items():
+            with suppress(Lost):
+                peer.hear_end()
+                self.sure.add(name)
+                peer.say_end()
+        self._count()
+        return result
+
+    def half(self, parties: Sequence[str]) -> Half:
+        """From the last point that the server and these parties have."""
+        journal = self.journal
+        run = torch.tensor(list(bytes.fromhex(journal.run)), dtype=torch.uint8)
+        for name in parties:
+            yield Send(name, Entered(run, torch.tensor(PROTOCOL)))
+        common = journal.versions.numbers
+        for name in parties:
+            common &= set((yield Receive(name, HELD, rows=True, most=_MOST)).points.tolist())
+        point = max(common | {FIRST})
+        for name in parties:
+            yield Send(name, From(torch.tensor(point)))
+        journal.begin(point)
+        result = yield from self.begin(journal)
+        for name in parties:
+            yield Receive(name, DONE)
+        journal.versions.finish()
+        for name in parties:
+            yield Send(name, DONE)
+        return result
+
+    def say_farewell(self, parties: Sequence[str], seconds: float) -> None:
+        """Says that all are done to parties that come back because they may not know it."""
+        ends = time.monotonic() + seconds
+        while (unsure := [name for name in parties if name not in self.sure]) and time.monotonic() < ends:
+            for name in unsure:
+                try:
+                    self.attempt([name], min(seconds, 0.25))
+                except (ConnectionError, PayloadError):
+                    self._hang_up()
+
+    def _count(self) -> None:
+        """Adds up the bytes of this attempt, which is over; its streams are left to whoever uses them next."""
+        for peer in self.peers.values():
+            self.traffic = Traffic(self.traffic.up + peer.received, self.traffic.down + peer.sent)
+        self.peers = {}
+
+    def _hang_up(self) -> None:
+        """Ends the streams of an attempt that came to nothing, so that the parties connect again."""
+        for peer in self.peers.values():
+            peer.link.close()
+        self._count()
+
+
+def _run_in(folder: Path | str | None) -> str:
+    """The run that a folder is of, or a new one."""
+    kept = [] if folder is None else runs(folder)
+    if len(kept) > 1:
+        raise ValueError(f"Expected the folder of one run, but {folder} has {[each.run for each in kept]}")
+    return kept[0].run if kept else secrets.token_hex(16)

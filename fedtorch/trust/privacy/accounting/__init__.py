@@ -1,0 +1,1 @@
+"""Account for privacy: releases, their epsilon, ledgers and audits."""

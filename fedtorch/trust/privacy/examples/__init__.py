@@ -1,0 +1,1 @@
+"""Protect single examples: DP-SGD on stacked clients."""

@@ -1,0 +1,283 @@
+r"""Sums of clipped gradients of examples, for many clients at once.
+
+Every client draws a Poisson batch of its own rows: each row independently with probability q, so that batches differ in
+size and may be empty. Each example's gradient g_i is cut to a norm of at most C, and what is returned is
+
+.. math:: \frac{1}{q n} \Bigl(\sum_i g_i \min(1, C / \|g_i\|) + z\, C\, \xi\Bigr),
+
+with the client's number of rows n, whoever was drawn. Gradients are taken by `vmap` over clients and examples; where
+all that is trained are weights and biases of `nn.Linear`, `nn.Conv1d` and `nn.Conv2d`, no example's gradient is kept: a
+layer with inputs a and gradients g of its outputs has ‖g_i a_iᵀ‖² = Σ_st (a_s·a_t)(g_s·g_t) over its positions, and the
+clipped sum is one matrix product ("ghost norms"). Each example's loss is computed by itself in both ways, so that no
+module can make one example change another's gradient. Sums are in the module's dtype, or float32 for those of 16 bits;
+the rounding of sums over examples is not accounted for.
+
+Sources: Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1; Goodfellow (2015), "Efficient
+per-example gradient computations"; Bu, Wang, Zha and Karypis (2023), "Differentially private optimization on large
+model at small cost", for the single backward pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+from fedtorch import random, tree
+from fedtorch.federation.solvers.batches import MODULE, Batch
+from fedtorch.federation.solvers.objective import Objective
+from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss
+from fedtorch.module_randomness import Drawn
+from fedtorch.tree import Tree
+from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
+from fedtorch.trust.privacy.clipping import SLACK
+from fedtorch.trust.privacy.examples._layers import Layer, Recorder, ghost_squares, linear_layers
+
+_LOG = logging.getLogger(__name__)
+
+
+class PrivateLoss(StackedLoss):
+    """A stacked loss whose gradients are clipped by example, and noised.
+
+    Args:
+        objective: one client's loss.
+        tensors: names of what is trained.
+        clip: the bound C on an example's gradient.
+        rate: q, with which every row is drawn.
+        spending: where noise comes from, whose release has the noise z.
+        ghost: whether layers may be worth it: False makes every example's gradient.
+        most: rows of a client's batch, beyond which it is cut; None never cuts.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        tensors: Sequence[str],
+        clip: float,
+        rate: float,
+        spending: Spending,
+        ghost: bool,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(objective, tensors, [], batched=True)
+        self.clip, self.rate, self.spending, self.most = clip, rate, spending, most
+        self.layers = linear_layers(objective.module, tensors) if ghost else None
+        if ghost and self.layers is None:
+            self._say("ghost=False: expected nothing but linear layers and convolutions to be trained")
+        self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
+        self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
+
+    def gradients(
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
+    ) -> Gradients:
+        """The private gradients of one step; losses are NaN unless the noise is seeded. See `StackedLoss.gradients`.
+
+        Args:
+            tensors: what is trained, `(K, ...)`.
+            buffers: none.
+            batch: all of the clients' rows.
+            index: of the step.
+            key: `(K,)` the clients' keys, for the module's draws and to tell blocks apart.
+        """
+        if index == 0:
+            self.spending.begin(key, MODULE if self.random else None)
+        roster = hashlib.sha256(key.cpu().numpy().tobytes()).digest()
+        drawn = self._draw(batch, index, roster)
+        rows, taken = poisson_batch(batch.rows, drawn)
+        values = [tensors[name].detach() for name in self.tensors]
+        sums, losses = self.clipped(values, rows, taken, index, random.fold_in(key, index) if self.random else None)
+        noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
+        if self.spending.entropy.guarantees:
+            losses = torch.full_like(losses, torch.nan)
+        return losses, {}, {}, noised
+
+    def clipped(
+        self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None
+    ) -> tuple[list[Tensor], Tensor]:
+        """(Σ of clipped gradients `(K, ...)` of each tensor, mean losses `(K,)`) over rows `(K, B)` that are taken."""
+        if self.layers is not None:
+            try:
+                return self._by_layer(self.layers, values, rows, taken, index, key)
+            except (IndexError, RuntimeError) as error:  # a layer that is not called as it has to be
+                self.layers = None
+                self._say(f"ghost=False from now on: {error}")
+        gradients, losses = self.by_example(values, rows, index, key)
+        squares = [gradient.flatten(2).to(torch.float64).square().sum(2) for gradient in gradients]
+        share = self._share(torch.stack(squares).sum(0), taken)
+        return [_weighted(share, gradient) for gradient in gradients], _mean(losses, taken)
+
+    def by_example(
+        self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Return every example's gradients `(K, B, ...)` of each tensor, and its loss, `(K, B)`."""
+        one = lambda own, row: self._of_example(own, row, index)
+        with nullcontext() if key is None else Drawn(key):
+            return self._each(grad_and_value(one), (None, 0), key)(tuple(values), rows)
+
+    def _by_layer(
+        self,
+        layers: Sequence[Layer],
+        values: Sequence[Tensor],
+        rows: Tree,
+        taken: Tensor,
+        index: int,
+        key: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """`clipped`, from inputs and outputs' gradients of the layers.
+
+        Raises:
+            RuntimeError: the loss depends on their weights and biases not only by one call of each.
+        """
+        if not self._shapes:
+            self._learn_shapes(layers, values, rows, index, key)
+        detached = [value.detach() for value in values]
+        own = [value.detach().requires_grad_() for value in values]
+        zeros = {
+            number: values[0].new_zeros(*taken.shape, *shape).requires_grad_() for number, shape in self._shapes.items()
+        }
+
+        def one(
+            own: Sequence[Tensor], detached: Sequence[Tensor], zeros: dict[int, Tensor], row: Tree
+        ) -> tuple[Tensor, dict[int, Tensor]]:
+            with Recorder(layers, self._named(own), self._named(detached), zeros) as recorder:
+                return self._of_example(own, row, index), recorder.inputs
+
+        with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
+            each = self._each(one, (None, None, 0, 0), key)
+            losses, inputs = each(tuple(own), tuple(detached), zeros, rows)
+            found = torch.autograd.grad(losses.sum(), [*zeros.values(), *own], allow_unused=True)
+        outside = [name for name, gradient in zip(self.tensors, found[len(zeros) :]) if gradient is not None]
+        if outside:
+            raise RuntimeError(f"its loss depends on {', '.join(outside)} other than by one call of a layer")
+        backs = dict(zip(zeros, found))
+        return self._of_layers(layers, values, inputs, backs, taken), _mean(losses.detach(), taken)
+
+    def _of_layers(
+        self,
+        layers: Sequence[Layer],
+        values: Sequence[Tensor],
+        inputs: Mapping[int, Tensor],
+        backs: Mapping[int, Tensor | None],
+        taken: Tensor,
+    ) -> list[Tensor]:
+        """The sums of clipped gradients, from what went into the layers and the gradients of what came out."""
+        pairs = {}
+        for number, layer in enumerate(layers):
+            back = backs.get(number)
+            if number in inputs and back is not None:
+                pairs[number] = layer.inputs(_wide(inputs[number])), layer.outputs(_wide(back))
+        nothing = torch.zeros(taken.shape, dtype=torch.float64, device=taken.device)
+        total = sum((ghost_squares(*pair, layers[n].bias is not None) for n, pair in pairs.items()), nothing)
+        share = self._share(total, taken)
+        finite = bool(total.isfinite().all())
+        sums = {name: torch.zeros_like(_wide(value)) for name, value in zip(self.tensors, values)}
+        for number, (a, g) in pairs.items():
+            layer = layers[number]
+            if not finite:  # nought times infinity would be NaN
+                a, g = (torch.where(tree.along(share > 0, x), x, 0.0) for x in (a, g))
+            flat = (g * tree.along(share.to(g.dtype), g)).flatten(1, 2)
+            sums[layer.weight] = (flat.mT @ a.flatten(1, 2)).reshape(len(a), *layer.shape)
+            if layer.bias is not None:
+                sums[layer.bias] = flat.sum(1)
+        return [sums[name] for name in self.tensors]
+
+    def _learn_shapes(
+        self, layers: Sequence[Layer], values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
+    ) -> None:
+        """Finds out the shapes of the layers' outputs for one example."""
+
+        def one(own: Sequence[Tensor], row: Tree) -> Tensor:
+            with Recorder(layers, self._named(own), {}, {}) as recorder:
+                loss = self._of_example(own, row, index)
+            self._shapes = recorder.shapes
+            return loss
+
+        first = tree.map(lambda leaf: leaf[:, :1], rows)
+        with torch.no_grad(), nullcontext() if key is None else Drawn(key):
+            self._each(one, (None, 0), key)(tuple(values), first)
+
+    def _of_example(self, own: Sequence[Tensor], row: Tree, index: int) -> Tensor:
+        """The loss of one example by itself, so that it cannot depend on others."""
+        return self.single(own, tree.map(lambda leaf: leaf[None], row), None, index)[0]
+
+    def _each(self, one: Callable[..., Any], in_dims: tuple[int | None, ...], key: Tensor | None) -> Callable[..., Any]:
+        """`one` for all clients and their examples."""
+        randomness = "error" if key is None else "different"
+        return vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
+
+    def _say(self, way: str) -> None:
+        _LOG.warning("%s trains with %s", type(self.objective.module).__name__, way)
+
+    def _named(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.tensors, values))
+
+    def _share(self, squares: Tensor, taken: Tensor) -> Tensor:
+        """By how much each example's gradient is scaled, `(K, B)` float64; 0 for what is not taken or not finite."""
+        norm = torch.where(squares.isfinite() & taken, squares, torch.inf).sqrt()
+        return (self.clip * SLACK / norm).clamp(max=1)
+
+    def _draw(self, batch: Batch, index: int, roster: bytes) -> Tensor:
+        """Which rows take part, `(K, N)` bool on the CPU."""
+        clients, width = batch.leaves[0].shape[:2]
+        purpose = self.spending.open(f"rows of step {index}", roster)
+        coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width)
+        drawn = (coins < self.rate) & (torch.arange(width) < batch.size[:, None])
+        if self.most is None or width <= self.most:
+            return drawn
+        last = torch.where(drawn, coins, 1.0).kthvalue(self.most, 1, keepdim=True).values
+        return drawn & (coins <= last)
+
+    def _noised(
+        self, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype], counts: Tensor, index: int, roster: bytes
+    ) -> list[Tensor]:
+        """Sums with noise, divided by the expected numbers of rows, each in its tensor's dtype."""
+        sizes = [leaf[0].numel() for leaf in sums]
+        flat = torch.cat([leaf.flatten(1).to("cpu", torch.float64) for leaf in sums], 1)
+        scale = torch.tensor(self.spending.release.noise * self.clip, dtype=torch.float64)
+        uniforms = partial(self.spending.entropy.uniforms, self.spending.open(f"noise of step {index}", roster))
+        noise = self.spending.release.mechanism.draw(uniforms, flat.numel()).reshape(flat.shape)
+        noised = on_grid(flat + scale * noise, scale) / (self.rate * counts[:, None])
+        parts = noised.split(sizes, 1)
+        return [part.reshape(leaf.shape).to(leaf.device, d) for part, leaf, d in zip(parts, sums, dtypes)]
+
+
+def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
+    """(rows `(K, B, ...)` that were drawn, in front, and which they are, `(K, B)` bool); B is what the largest needs.
+
+    The others repeat a client's first row.
+    """
+    client, row = drawn.nonzero().T
+    width = max(int(drawn.sum(1).max()) if len(drawn) else 0, 1)
+    place = drawn.cumsum(1)[client, row] - 1
+    chosen = torch.zeros(len(drawn), width, dtype=torch.int64)
+    chosen[client, place] = row
+    taken = torch.arange(width) < drawn.sum(1)[:, None]
+    device = tree.leaves(rows)[0].device
+    numbers = torch.arange(len(drawn), device=device)[:, None]
+    chosen = chosen.to(device)
+    return tree.map(lambda leaf: leaf[numbers, chosen], rows), taken.to(device)
+
+
+def _weighted(share: Tensor, gradient: Tensor) -> Tensor:
+    """Σ_i share_i g_i: `(K, B)` and `(K, B, ...)` -> `(K, ...)`; what has no share is left out, also if not finite."""
+    gradient = _wide(gradient)
+    share = share.to(gradient.dtype)
+    kept = torch.where(tree.along(share > 0, gradient), gradient, 0.0).flatten(2)
+    return (share[:, None] @ kept)[:, 0].reshape(gradient.shape[0], *gradient.shape[2:])
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Numbers of 16 bits as float32: their own rounding would take a clipped gradient beyond its bound."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
+
+
+def _mean(losses: Tensor, taken: Tensor) -> Tensor:
+    """Mean losses over the rows that are taken; NaN where there are none."""
+    return torch.where(taken, losses, 0.0).sum(1) / taken.sum(1)

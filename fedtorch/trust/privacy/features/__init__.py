@@ -1,0 +1,1 @@
+"""Choose features that tell little of what is private."""

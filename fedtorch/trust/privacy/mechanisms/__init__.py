@@ -1,0 +1,1 @@
+"""Protect clients, nodes, sums and labels by clipping and noise."""

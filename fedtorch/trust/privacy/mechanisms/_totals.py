@@ -1,0 +1,127 @@
+r"""Noise on running totals: what clients tell for good, bounded, and released as a sum with fresh noise every round.
+
+An algorithm with `told` keeps a total S_t = Σ_k u_k of what every client has last told, whoever is asked. Clients clip
+u_k itself, not its changes, to a norm of at most C, and every round releases
+
+.. math:: \tilde S_t = S_t + z\, C\, \xi_t, \qquad \xi_t \sim N(0, I) \text{ independent over } t.
+
+A neighbour in which one client tells zeros has other S_t in *every* round, by at most C: the client is silent in some,
+but stays in the sum. T rounds are T releases, and no sampling amplifies them. Every S̃_t is off by a variance of z²C².
+Noise on the differences, which would add up to t times that, is never drawn; and noise in the shape of a tree, made for
+sums of bounded differences, has no advantage where the sum itself is bounded: a client that moves in every round enters
+with up to 2C in nodes of each level.
+
+The sum without noise stays with the server, as messages do. It is never made anew from the clients' states.
+
+Sources: Dwork and Roth (2014), "The algorithmic foundations of differential privacy", section 3.5, for the composition;
+Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling", for trees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, first_total
+from fedtorch.tree import Tree
+from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
+from fedtorch.trust.privacy.clipping import clip_rows
+from fedtorch.trust.privacy.noise import Mechanism
+
+
+class State(NamedTuple):
+    """The server's state."""
+
+    inner: Tree  # of the algorithm; its `total` has the noise of the last round
+    total: Tree = None  # without noise, which nothing is made of but the next release
+
+
+def check_total(algorithm: Algorithm) -> None:
+    """Raises ValueError for an algorithm whose total noise would break."""
+    if algorithm.averages != "numbers":
+        raise ValueError(
+            "Expected a total of numbers each on its own, but got one of matrices that have to stay positive definite, "
+            "or of parts of exact sums: they have no bound, or would not bear noise. For least squares, HM1, FedMGP, "
+            "EP and Gibbs protect the rows' sums instead: privacy.sufficient_statistics"
+        )
+
+
+def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spending) -> Algorithm:
+    """`algorithm` that sees its total with noise only.
+
+    Args:
+        algorithm: with `told`, which `check_total` lets pass.
+        clip: the bound C on the norm of what a client tells for good, its counts left out.
+        noise: in units of C.
+        spending: where noise comes from.
+
+    Raises:
+        ValueError: where clients answer, counts that are not 0 or 1.
+    """
+    clipped = dataclasses.replace(
+        algorithm, told=partial(_told, algorithm, clip, spending.release.mechanism), averages=None, anew=False
+    )
+    report = algorithm.report
+    return dataclasses.replace(
+        clipped,
+        init=partial(_init, clipped),
+        outbox=lambda state: algorithm.outbox(state.inner),
+        server=partial(_server, algorithm, clip * noise, spending),
+        report=None if report is None else lambda state: report(state.inner),
+    )
+
+
+def numbers_of(algorithm: Algorithm, whole: Tree) -> dict[str, Tensor]:
+    """What clients tell for good `(K, ...)` by name, in float64, without the counts.
+
+    Raises:
+        ValueError: counts that are not 0 or 1.
+    """
+    for name, leaf in tree.items(whole):
+        if name in algorithm.counts and not bool(((leaf == 0) | (leaf == 1)).all()):
+            raise ValueError(
+                f"Expected weights of one under privacy of clients, but got others in {name!r}: they depend on the "
+                "data; pass weight=lambda data: torch.ones_like(data.count, dtype=torch.float64)"
+            )
+    return {name: leaf.to(torch.float64) for name, leaf in tree.items(whole) if name not in algorithm.counts}
+
+
+def with_numbers(whole: Tree, numbers: dict[str, Tensor]) -> Tree:
+    """What clients tell for good with other numbers beside its counts."""
+    return tree.refill(whole, [numbers.get(name, leaf) for name, leaf in tree.items(whole)])
+
+
+def _told(algorithm: Algorithm, clip: float, mechanism: Mechanism, state: Tree) -> Tree:
+    """What clients tell for good, in float64 and clipped."""
+    assert algorithm.told is not None
+    whole = algorithm.told(state)
+    return with_numbers(whole, clip_rows(numbers_of(algorithm, whole), clip, mechanism)[0])
+
+
+def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spending) -> Tree:
+    """A total with noise of `scale` on every number but those that count."""
+    values = {name: leaf for name, leaf in tree.items(total) if name not in counts}
+    flat = torch.cat([leaf.flatten().cpu() for leaf in values.values()])
+    scales = torch.full_like(flat, scale)
+    noised = on_grid(flat + spending.noise("total", scales), scales).split([leaf.numel() for leaf in values.values()])
+    found = {name: part.reshape(leaf.shape).to(leaf.device) for (name, leaf), part in zip(values.items(), noised)}
+    return with_numbers(total, found)
+
+
+def _init(clipped: Algorithm, parameters: Tree, clients: int) -> tuple[State, Tree]:
+    """The first total is of initial states, which say nothing of anybody."""
+    inner, state = clipped.init(parameters, clients)
+    return State(inner._replace(total=first_total(clipped, state, clients))), state
+
+
+def _server(
+    algorithm: Algorithm, scale: float, spending: Spending, state: State, aggregate: Tree, key: Tensor
+) -> State:
+    """The algorithm's step, with the total as it is released in this round."""
+    inner = state.inner._replace(total=_released(state.total, algorithm.counts, scale, spending))
+    return state._replace(inner=algorithm.server(inner, aggregate, key))

@@ -1,0 +1,332 @@
+r"""Differential privacy of whole clients: clipped messages, noise on their sum.
+
+Every client's message is cut to a norm of at most C, the server adds noise of z·C to the sum and divides by the number
+of clients that it *expects*, m, never by how many or how heavy they are:
+
+.. math:: \bar v = \frac1m \Bigl(\sum_k v_k \min(1, C / \|v_k\|) + z\, C\, \xi\Bigr).
+
+*Who is protected:* one client, all its rows in all rounds; two neighbouring federations differ in one client whose
+messages are zeros in one of them (zero-out). *From whom:* everybody who sees the server's states, models and all that
+is made of them. Not from the server itself, which sees messages; not what a client keeps to itself (personal layers),
+nor the history's lists of who answered. With a `rate`, not from somebody who can compute the cohort: it is drawn from
+the operating system's entropy, whatever the seed.
+
+Of an algorithm whose clients tell something for good besides (`ft.scaffold`, `ft.feddyn`), every round also releases
+the running total; see `fedtorch.trust.privacy.mechanisms._totals`.
+
+Sources: McMahan, Ramage, Talwar and Zhang (2018), "Learning differentially private recurrent language models",
+Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling".
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.trust import privacy
+>>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 20)
+>>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+>>> private = privacy.client_level(average, clip=1.0, noise=1.0, rate=0.5, delta=1e-2, budget=6.0)
+>>> run = ft.run(private, ft.InProcess(data), rounds=100)  # ends when the budget is spent
+>>> run.number < 100, bool(run.history["epsilon"].iloc[-1] <= 6.0)
+(True, True)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sent, Sum
+from fedtorch.random.entropy import Entropy, from_system
+from fedtorch.tree import Rows, Tree
+from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate
+from fedtorch.trust.privacy.accounting.accountant import Release
+from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, UNSEEN, Claim, Ledger
+from fedtorch.trust.privacy.accounting.spending import Spending, check_delta_of, on_grid
+from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip, bounds_of, clip_rows
+from fedtorch.trust.privacy.mechanisms._totals import check_total, noised_totals
+from fedtorch.trust.privacy.noise import Mechanism, gaussian
+
+ADJACENCY = "zero-out: one client sends zeros instead of its messages, in all rounds"
+ADVERSARY = "everybody who sees the server's states and models; not the server itself, which sees every message"
+LISTENERS = (
+    "everybody who hears what the server sends out or sees models; not the server itself, which sees every message and "
+    "keeps their total"
+)
+SAMPLED = f"{ADVERSARY}{UNSEEN}"
+
+
+class State(NamedTuple):
+    """The server's state with an adaptive clip.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+        >>> private = privacy.client_level(average, privacy.AdaptiveClip(start=0.1), noise=1.0, delta=1e-2)
+        >>> state, _ = private.init({"weight": torch.zeros(1, 2)}, 20)
+        >>> state.inner["weight"], float(state.clip)
+        (tensor([[0., 0.]]), 0.1)
+    """
+
+    inner: Tree  # of the algorithm
+    clip: Tensor  # () float64, the bound C
+
+
+class _Outbox(NamedTuple):
+    """What the server sends out with an adaptive clip."""
+
+    parameters: Tree  # of the algorithm
+    clip: Tensor  # () float64
+
+
+class _Told(NamedTuple):
+    """A client's message with an adaptive clip."""
+
+    message: Tree
+    within: Mean  # ½ where the norm was within the bound, −½ elsewhere
+
+
+class _Settings(NamedTuple):
+    """What `client_level` was called with."""
+
+    clip: Clip
+    noise: float
+    mechanism: Mechanism
+    rate: float
+    size: int | None
+    share: float  # how many times the noise of a release of messages alone
+
+
+def client_level(
+    algorithm: Algorithm,
+    clip: Clip,
+    noise: float,
+    *,
+    delta: float,
+    rate: float = 1.0,
+    size: int | None = None,
+    clip_told: float | None = None,
+    mechanism: Mechanism = gaussian,
+    budget: float | None = None,
+    ledger: Path | str | None = None,
+    entropy: Entropy | None = None,
+) -> Algorithm:
+    """`algorithm` with messages clipped and noised, so that no client's can be told from zeros beyond (ε, δ).
+
+    Weights of messages, which depend on the clients' data, are set to one. The history has `epsilon` after every round;
+    losses, which clients would tell without noise, are left out unless the noise is seeded.
+
+    Args:
+        algorithm: whose clients tell `Mean`s on a star, such as `ft.fedavg`, `ft.fedadam`, `ft.personal_layers`.
+        clip: the bound C on a message's norm (Euclidean, or the sum of absolute values for `laplace`); bounds by shell
+            pattern of parameter names; or `AdaptiveClip()`, which spends a share of the budget.
+        noise: z, in units of the sensitivity: the server adds z·C to every number of the sum, for L bounds by name
+            z·√L·C_l (`laplace`: z·L·C_l).
+        delta: δ of all ε, below one over the number of clients.
+        rate: every round draws each client with this probability, in secret; 1 asks everybody.
+        size: instead of a rate, a fixed number of clients in each round, uniformly; its rounds count as if everybody
+            had been asked.
+        clip_told: the bound on the norm of what a client tells for good, where the algorithm has such; then the sum of
+            messages and the total both get √2 times the noise (`laplace`: twice).
+        mechanism: `gaussian` or `laplace`.
+        budget: the largest ε: a run ends before the round that would exceed it.
+        ledger: a file that only grows; shared by all runs on these clients, it adds up what they spend. None keeps it
+            in memory. Begun with a rate below one, its claim excludes whoever knows which clients were asked, and runs
+            of any rates add up; begun without, sampled rounds are counted in it as if everybody had been asked.
+        entropy: of noise and cohorts; default: the operating system's. `from_seed(0)` makes a simulation reproducible
+            and guarantees nothing, as its ledger says.
+
+    Returns:
+        An algorithm whose runs take no `cohort=`: the accountant has to know how clients are drawn.
+
+    Raises:
+        ValueError: clip, noise, δ, rate, size or budget out of range; an algorithm whose totals bear no noise; an
+            exchange that does not add up.
+    """
+    parts = 1 if algorithm.told is None else 2
+    settings = _Settings(clip, noise, mechanism, rate, size, mechanism.join(parts))
+    _check(algorithm, settings, clip_told)
+    entropy = from_system() if entropy is None else entropy
+    adversary = LISTENERS if clip_told is not None else SAMPLED if rate < 1 else ADVERSARY
+    claim = Claim("client", ADJACENCY, adversary, SYSTEM if entropy.guarantees else NO_GUARANTEE)
+    release, own = Release(float(noise), float(rate), mechanism), Ledger(ledger, claim, delta, budget)
+    spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size, quorum=None)
+    adaptive = isinstance(clip, AdaptiveClip)
+    told = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "rate": rate, "size": size, "delta": delta}
+    if clip_told is not None:
+        told["clip_told"] = clip_told
+        algorithm = noised_totals(algorithm, clip_told, noise * settings.share, spending)
+    return dataclasses.replace(
+        algorithm,
+        init=partial(_init, algorithm, settings),
+        outbox=(lambda state: _Outbox(algorithm.outbox(state.inner), state.clip)) if adaptive else algorithm.outbox,
+        client=partial(_client, algorithm, settings, not entropy.guarantees),
+        server=partial(_server, algorithm, settings),
+        model=(lambda inbox, state: algorithm.model(inbox.parameters, state)) if adaptive else algorithm.model,
+        exchange=_noised(algorithm.exchange, settings, spending),
+        report=partial(_report, algorithm) if adaptive else algorithm.report,
+        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in told.items()}},
+        budget=spending,
+    )
+
+
+def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -> None:
+    check_clip(settings.clip)
+    check_noise(settings.noise)
+    check_rate(settings.rate)
+    if settings.size is not None and (settings.rate != 1 or settings.size < 1):
+        raise ValueError(f"Expected either a rate or a size of at least 1, but got {settings.rate} and {settings.size}")
+    if isinstance(settings.clip, AdaptiveClip) and settings.mechanism is not gaussian:
+        raise ValueError("Expected gaussian noise for an adaptive clip, whose share is one of Gaussian releases")
+    if algorithm.told is not None:
+        check_total(algorithm)
+    if (algorithm.told is None) != (clip_told is None):
+        raise ValueError(
+            f"Expected clip_told= where clients tell something for good, and only there, but got {clip_told}: their "
+            "running total is released in every round; ft.fedavg and its kin tell nothing for good"
+        )
+    if clip_told is not None:
+        check_clip(clip_told)
+        if settings.rate < 1 or isinstance(settings.clip, AdaptiveClip):
+            raise ValueError(
+                "Expected neither a rate nor an adaptive clip with a total, but got one: a client that is silent stays "
+                "in every total, so that sampling amplifies nothing; ask some by size="
+            )
+    if not algorithm.exchange.additive:
+        raise ValueError(
+            "Expected an exchange that adds messages up, such as ft.star(), but got one that keeps them apart (a "
+            "graph, private rows, a median): clipping does not bound what one client changes there"
+        )
+    if algorithm.budget is not None:
+        raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
+
+
+def _check_clients(delta: float, cohort: Any, clients: int) -> None:
+    """Raises ValueError where a run's cohort or population is not what was accounted for."""
+    if cohort is not None:
+        raise ValueError(
+            f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say rate= or "
+            "size= of client_level, which brings its own cohort"
+        )
+    check_delta_of(delta, "clients", cohort, clients)
+
+
+def _init(algorithm: Algorithm, settings: _Settings, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
+    inner, state = algorithm.init(parameters, clients)
+    if isinstance(settings.clip, AdaptiveClip):
+        return State(inner, torch.tensor(settings.clip.start, dtype=torch.float64)), state
+    return inner, state
+
+
+def _client(
+    algorithm: Algorithm, settings: _Settings, losses: bool, inbox: Tree, state: Tree, data: Any, turn: Turn
+) -> Reply:
+    """The algorithm's reply, its message clipped and in units of the bounds, its weights one."""
+    clip = settings.clip
+    adaptive = isinstance(clip, AdaptiveClip)
+    reply = algorithm.client(inbox.parameters if adaptive else inbox, state, data, turn)
+    values = tuple(mean.value for mean in _means(reply.message))
+    one = torch.ones(len(turn.key), dtype=torch.float64, device=turn.key.device)
+    if isinstance(clip, Mapping):
+        bounds = [bound for value in values for bound in bounds_of(value, clip)]
+        leaves = zip(tree.leaves(values), bounds)
+        values = tree.refill(values, [clip_rows(leaf, bound, settings.mechanism)[0] / bound for leaf, bound in leaves])
+    else:
+        bound: float | Tensor = inbox.clip if isinstance(clip, AdaptiveClip) else clip
+        values, norm = clip_rows(values, bound, settings.mechanism)
+        values = tree.scale(values, 1 / bound)
+    parts = iter(values)
+    message: Tree = _map(lambda mean: Mean(next(parts), one), reply.message)
+    if adaptive:
+        message = _Told(message, Mean(torch.where(norm <= bound, 0.5, -0.5), one))
+    return Reply(message, reply.state, reply.info if losses else {})
+
+
+def _server(algorithm: Algorithm, settings: _Settings, state: Tree, aggregate: Tree, key: Tensor) -> Tree:
+    """The algorithm's step with the noised means in their own units."""
+    clip = settings.clip
+    if isinstance(clip, AdaptiveClip):
+        within = float(aggregate.within.value) + 0.5
+        inner = algorithm.server(state.inner, _in_units(aggregate.message, float(state.clip)), key)
+        return State(inner, state.clip * math.exp(-clip.lr * (within - clip.quantile)))
+    return algorithm.server(state, _in_units(aggregate, clip), key)
+
+
+def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
+    """Means of numbers that were divided by their bounds, times these."""
+
+    def scaled(mean: Mean) -> Mean:
+        bounds = bounds_of(mean.value, clip) if isinstance(clip, Mapping) else [clip] * len(tree.leaves(mean.value))
+        return mean._replace(value=tree.refill(mean.value, [b * v for b, v in zip(bounds, tree.leaves(mean.value))]))
+
+    return _map(scaled, aggregate)
+
+
+def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exchange:
+    """The exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
+    clip, noise = settings.clip, settings.noise * settings.share
+
+    def gather(messages: Tree, ids: Rows) -> Tree:
+        return exchange.gather(tree.to(messages, torch.float64), ids)
+
+    def finish(partial: Tree) -> Tree:
+        aggregate = exchange.finish(partial)
+        if isinstance(aggregate, Sum):  # of what all clients tell for good, which nobody but the server sees
+            return aggregate
+        if isinstance(aggregate, Sent):
+            return aggregate._replace(fresh=noised(aggregate.fresh))
+        return noised(aggregate)
+
+    def noised(aggregate: Tree) -> Tree:
+        if isinstance(clip, AdaptiveClip):
+            message = _released(aggregate.message, noise / math.sqrt(1 - clip.share), "values", spending)
+            return _Told(message, _released(aggregate.within, 0.5 * noise / math.sqrt(clip.share), "bits", spending))
+        parts = len(tree.leaves(tuple(mean.value for mean in _means(aggregate)))) if isinstance(clip, Mapping) else 1
+        return _released(aggregate, noise * spending.release.mechanism.join(parts), "values", spending)
+
+    return exchange._replace(gather=gather, finish=finish)
+
+
+def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> Tree:
+    """The aggregate's sums with noise, divided by the clients that were expected."""
+    means, expected = _means(aggregate), spending.expected
+    sums = tuple(tree.scale(mean.value, float(mean.weight)) for mean in means)
+    leaves = tree.leaves(sums)
+    flat = torch.cat([leaf.flatten().cpu() for leaf in leaves])
+    scales = torch.full_like(flat, scale)
+    noised = on_grid(flat + spending.noise(phase, scales), scales).split([leaf.numel() for leaf in leaves])
+    rows = [part.reshape(leaf.shape).to(leaf.device) for part, leaf in zip(noised, leaves)]
+    values = iter(tree.scale(tree.refill(sums, rows), 1 / expected))
+    weight = torch.tensor(expected, dtype=torch.float64)
+    return _map(lambda mean: Mean(next(values), weight.to(mean.weight.device)), aggregate)
+
+
+def _report(algorithm: Algorithm, state: State) -> dict[str, float | Tensor]:
+    """What the algorithm reports, and the bound."""
+    return {**({} if algorithm.report is None else algorithm.report(state.inner)), "clip": state.clip}
+
+
+def _means(message: Tree) -> list[Mean]:
+    found: list[Mean] = []
+    _map(lambda mean: found.append(mean) or mean, message)  # type: ignore[func-returns-value]
+    if not found:
+        raise ValueError("Expected clients that tell a Mean, but they tell nothing")
+    return found
+
+
+def _map(function: Any, message: Tree) -> Tree:
+    def apply(node: Tree) -> Tree:
+        if isinstance(node, Sum) or not isinstance(node, Mean):
+            raise TypeError(
+                f"Expected messages of Mean under client-level privacy, but got {type(node).__name__}: the number of "
+                "clients in a sum is not known to the one who adds noise; use an algorithm whose messages are averaged"
+            )
+        return function(node)
+
+    return tree.map(apply, message, is_leaf=(Mean, Sum))

@@ -1,0 +1,139 @@
+r"""Differential privacy of whole clients without a server to trust: every client adds noise before it says anything.
+
+A client's message is cut to a norm of at most C and gets noise of z·C/√q on every number,
+
+.. math:: \tilde v_k = v_k \min(1, C / \|v_k\|) + \frac{z\, C}{\sqrt q}\, \xi_k .
+
+With a quorum q = 1 each message by itself is one release of noise z. Under masks the server sees sums only, and the
+noise of q honest clients together is that of one release: a sum of n clients costs an error of z·C·√(n/q), where noise
+of their own would cost z·C·√n. Numbers are rounded to the grid of the masks before they are added up. In law that is
+rounding of the noised sum, with further independent noise, but for a part of about exp(−2π² s²) where shares of noise
+have s grid steps (Poisson's summation formula); s ≥ 4 is asked for, which leaves 10⁻¹³⁷.
+
+*Who is protected:* one client, all its rows in all rounds, against zeros in their place. *From whom:* with q = 1
+everybody, the server included; else whoever sees sums of at least q clients that have added their noise, and no smaller
+ones. Weights are one. Every round counts for every client, whoever is asked.
+
+Sources: Kairouz, Liu and Steinke (2021), "The distributed discrete Gaussian mechanism for federated learning with
+secure aggregation", section 1, for shares of noise; McMahan et al. (2018), Algorithm 1, for clipping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.exchanges.exchange import Mean, Sum
+from fedtorch.federation.exchanges.messages import like, rows
+from fedtorch.random.entropy import Entropy, from_system
+from fedtorch.tree import Tree
+from fedtorch.trust.privacy._checks import check_clip, check_noise
+from fedtorch.trust.privacy.accounting.accountant import Release
+from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
+from fedtorch.trust.privacy.accounting.spending import Spending, check_delta_of
+from fedtorch.trust.privacy.clipping import clip_rows
+from fedtorch.trust.privacy.noise import gaussian
+
+ADJACENCY = "zero-out: one client sends zeros with its noise instead of its messages, in all rounds"
+ADVERSARY = "everybody who sees what clients send, the server included"
+_STEPS = 4  # of the grid under masks, in a share of noise
+
+
+def local_level(
+    algorithm: Algorithm,
+    clip: float,
+    noise: float,
+    *,
+    delta: float,
+    quorum: int = 1,
+    budget: float | None = None,
+    ledger: Path | str | None = None,
+    entropy: Entropy | None = None,
+) -> Algorithm:
+    """`algorithm` whose clients clip and noise their own messages, so that no server has to be trusted with them.
+
+    Args:
+        algorithm: whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`; with a quorum, on
+            an exchange with masks, such as `secure.secure_star(minimum=...)`.
+        clip: the bound C on the Euclidean norm of a client's message.
+        noise: z, in units of C.
+        delta: δ of all ε, below one over the number of clients.
+        quorum: q, clients of every sum that are taken to add their noise; 1 counts each client's own only.
+        budget: the largest ε: a run ends before the round that would exceed it.
+        ledger: a file that only grows; None keeps it in memory. On `ft.Remote` every site has its own.
+        entropy: of the noise; default: the operating system's.
+
+    Returns:
+        An algorithm for runs with any `cohort=`, whose rounds all count for all clients.
+
+    Raises:
+        ValueError: clip, noise, δ, quorum or budget out of range; an algorithm with a budget, or whose clients tell
+            something for good; a quorum without masks, or above their minimum; shares of noise below the masks' grid.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
+        >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
+        >>> run = ft.run(privacy.local_level(plain, clip=1.0, noise=4.0, delta=1e-3), ft.InProcess(data), rounds=5)
+        >>> round(float(run.history["epsilon"].iloc[-1]), 2)
+        1.55
+    """
+    check_clip(clip)
+    check_noise(noise)
+    if algorithm.told is not None:
+        raise ValueError(
+            "Expected clients that send fresh messages, but got an algorithm that tells something for good: on a graph "
+            "use privacy.node_level; over a star privacy.client_level with clip_told="
+        )
+    if algorithm.budget is not None:
+        raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
+    masks = algorithm.exchange.masks
+    if quorum < 1 or (quorum > 1 and (masks is None or masks.minimum < quorum)):
+        raise ValueError(
+            f"Expected a quorum of 1, or one that sums under masks have at least, but got {quorum}: where single "
+            "messages or smaller sums can be seen, others' noise protects nobody; take secure.secure_star(minimum=...)"
+        )
+    share = noise * clip / math.sqrt(quorum)
+    if masks is not None and not share >= _STEPS * masks.step:
+        raise ValueError(f"Expected shares of noise of at least {_STEPS * masks.step}, but got {share}; take more bits")
+    entropy = from_system() if entropy is None else entropy
+    seen = ADVERSARY if quorum == 1 else f"everybody who sees sums of at least {quorum} clients that add noise, no less"
+    claim = Claim("client", ADJACENCY, seen, SYSTEM if entropy.guarantees else NO_GUARANTEE)
+    release, own = Release(float(noise), 1.0, gaussian), Ledger(ledger, claim, delta, budget)
+    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "clients"), quorum=quorum)
+    told = {"clip": clip, "noise": noise, "quorum": quorum, "delta": delta}
+    return dataclasses.replace(
+        algorithm,
+        client=partial(_client, algorithm, float(clip), share, spending),
+        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in told.items()}},
+        budget=spending,
+    )
+
+
+def _client(
+    algorithm: Algorithm, clip: float, share: float, spending: Spending, inbox: Tree, state: Tree, data: Any, turn: Turn
+) -> Reply:
+    """The algorithm's reply, its message clipped and noised, its weights one."""
+    spending.begin(turn.key)
+    reply = algorithm.client(inbox, state, data, turn)
+    nodes: list[Mean | Sum] = []
+    tree.map(lambda node: nodes.append(node) or node, reply.message, is_leaf=(Mean, Sum))  # type: ignore[func-returns-value]
+    values = tuple(tree.to(node.value, torch.float64) for node in nodes)
+    cut = clip_rows(values, clip, spending.release.mechanism)[0]
+    noised = like(spending.noised("messages of clients", turn.key, rows(cut).cpu(), share), cut)
+    parts = iter(tree.map(lambda new, old: new.to(old.device), noised, cut))
+    one = torch.ones(len(turn.key), dtype=torch.float64, device=turn.key.device)
+
+    def sent(node: Mean | Sum) -> Mean | Sum:
+        return Mean(next(parts), one) if isinstance(node, Mean) else Sum(next(parts))
+
+    message = tree.map(sent, reply.message, is_leaf=(Mean, Sum))
+    return Reply(message, reply.state, {} if spending.entropy.guarantees else reply.info)

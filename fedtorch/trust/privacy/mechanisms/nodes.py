@@ -1,0 +1,166 @@
+r"""Differential privacy of the nodes of a network: every listener is an adversary, and there is no server to trust.
+
+A node tells its neighbours u_t, such as its model in GTV minimisation. Under `node_level` it tells
+
+.. math:: \tilde u_t = u_0 + (u_t - u_0) \min(1, C / \|u_t - u_0\|) + z\, C\, \xi_t
+
+with the start u_0, which all nodes have in common and which says nothing of anybody, and fresh noise every time. All
+its neighbours hear the same, so that together they know no more than one of them. What a node last told stays with its
+neighbours whether it is silent or not, so every round counts for every node, and no choice of active nodes amplifies.
+
+*Who is protected:* one node, all its rows in all rounds; in the neighbouring federation it tells the start with noise.
+*From whom:* everybody who listens on any edges, all neighbours together, and whoever sees their models. Not what the
+node keeps to itself: its own model, and parameters that are not coupled. Seen from further away a node's privacy is at
+least as good; that is not accounted for.
+
+Sources: Jung, "Federated learning: from theory to practice", section 9.3, (9.6)–(9.7); Cyffers, Even, Bellet and
+Massoulié (2022), "Muffliato", section 3, for what listeners on edges see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.exchanges.messages import like, rows
+from fedtorch.random.entropy import Entropy, from_system
+from fedtorch.tree import Tree
+from fedtorch.trust.privacy._checks import check_clip, check_noise
+from fedtorch.trust.privacy.accounting.accountant import Release
+from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
+from fedtorch.trust.privacy.accounting.spending import Spending, check_delta_of
+from fedtorch.trust.privacy.clipping import clip_rows
+from fedtorch.trust.privacy.mechanisms._totals import numbers_of, with_numbers
+from fedtorch.trust.privacy.noise import Mechanism, gaussian
+
+ADJACENCY = "one node tells the common start with noise instead of what it has found, in all rounds"
+ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node together; not the node itself"
+
+
+class State(NamedTuple):
+    """A node's own; leaves `(K, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y])) for y in (30.0, -30.0)])
+        >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), ft.Network([[0, 1]]), alpha=0.5)
+        >>> private = privacy.node_level(exact, clip=1.0, noise=0.01, delta=1e-3, entropy=privacy.from_seed(0))
+        >>> state = ft.run(private, ft.InProcess(data), rounds=1).clients.table.read(slice(0, 2))
+        >>> (state.told["weight"] - state.start["weight"]).flatten().round()  # models are ±30
+        tensor([ 1., -1.])
+    """
+
+    inner: Tree  # of the algorithm
+    start: Tree  # what it tells before it has been asked
+    told: Tree  # what it has last told, noise and all
+
+
+def node_level(
+    algorithm: Algorithm,
+    clip: float,
+    noise: float,
+    *,
+    delta: float,
+    mechanism: Mechanism = gaussian,
+    budget: float | None = None,
+    ledger: Path | str | None = None,
+    entropy: Entropy | None = None,
+) -> Algorithm:
+    """`algorithm` whose nodes tell their neighbours nothing that could not be the start, beyond (ε, δ).
+
+    Args:
+        algorithm: whose clients tell something for good and nothing else, such as `ft.gtv`.
+        clip: the bound C on how far what a node tells goes from the start (Euclidean, or for `laplace` the sum of
+            absolute values).
+        noise: z, in units of the sensitivity: a node adds z·C to every number that it tells.
+        delta: δ of all ε, below one over the number of nodes.
+        mechanism: `gaussian` or `laplace`.
+        budget: the largest ε: a run ends before the round that would exceed it.
+        ledger: a file that only grows; None keeps it in memory.
+        entropy: of the noise; default: the operating system's.
+
+    Returns:
+        An algorithm for runs with any `cohort=`, whose rounds all count for all nodes.
+
+    Raises:
+        ValueError: clip, noise, δ or budget out of range; an algorithm with a budget, or one that tells nothing for
+            good. TypeError: in the first round, one with fresh messages besides.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
+        >>> exact = ft.gtv(local, ft.Network.from_edges([(0, 1)]), alpha=0.5)
+        >>> run = ft.run(privacy.node_level(exact, clip=1.0, noise=4.0, delta=1e-3), ft.InProcess(data), rounds=5)
+        >>> round(float(run.history["epsilon"].iloc[-1]), 2)
+        1.55
+        >>> round(privacy.epsilon(noise=4.0, rounds=5, delta=1e-3), 2)
+        1.55
+    """
+    check_clip(clip)
+    check_noise(noise)
+    if algorithm.told is None:
+        raise ValueError(
+            "Expected an algorithm whose nodes tell something for good, such as ft.gtv, but got one of fresh messages; "
+            "over a star use privacy.client_level"
+        )
+    if algorithm.budget is not None:
+        raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
+    entropy = from_system() if entropy is None else entropy
+    claim = Claim("node", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
+    release, own = Release(float(noise), 1.0, mechanism), Ledger(ledger, claim, delta, budget)
+    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "nodes"))
+    settings = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "delta": delta}
+    return dataclasses.replace(
+        algorithm,
+        init=partial(_init, algorithm),
+        client=partial(_client, algorithm, float(clip), spending),
+        model=lambda inbox, state: algorithm.model(inbox, state.inner),
+        told=lambda state: state.told,
+        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in settings.items()}},
+        budget=spending,
+    )
+
+
+def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, State]:
+    assert algorithm.told is not None
+    server, state = algorithm.init(parameters, clients)
+    start = tree.map(lambda leaf: leaf[0], algorithm.told(tree.expand(state, 1)))
+    return server, State(state, start, start)
+
+
+def _client(
+    algorithm: Algorithm, clip: float, spending: Spending, inbox: Tree, state: State, data: Any, turn: Turn
+) -> Reply:
+    """The algorithm's reply; what it tells is clipped about the start, and noised."""
+    assert algorithm.told is not None
+    spending.begin(turn.key)
+    reply = algorithm.client(inbox, state.inner, data, turn)
+    if tree.leaves(reply.message):
+        raise TypeError(
+            "Expected nodes that tell something for good and nothing else, but they send fresh messages, which would "
+            "go to their neighbours without noise"
+        )
+    whole = algorithm.told(reply.state)
+    start = numbers_of(algorithm, state.start)
+    change = tree.subtract(numbers_of(algorithm, whole), start)
+    cut = tree.to(clip_rows(change, clip, spending.release.mechanism)[0], "cpu")
+    flat = spending.noised("what nodes tell", turn.key, rows(cut), spending.release.noise * clip)
+    noised = tree.map(_beside, start, like(flat, cut))
+    told = tree.map(lambda new, old: new.to(old.dtype), with_numbers(whole, noised), whole)
+    return Reply(
+        reply.message, State(reply.state, state.start, told), {} if spending.entropy.guarantees else reply.info
+    )
+
+
+def _beside(start: Tensor, change: Tensor) -> Tensor:
+    """The start plus a change, where the start is."""
+    return start + change.to(start.device)

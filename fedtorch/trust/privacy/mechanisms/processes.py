@@ -1,0 +1,124 @@
+r"""Differential privacy of single rows for multi-output Gaussian processes: noise once, on the sums that units tell.
+
+At given hyperparameters and with Gaussian noise of variance σ², all that `ft.fedmgp` needs of a unit are sums over its
+rows r = (φ(x), y), with φ(x) what the row says of the white values t at the inducing inputs,
+
+.. math:: B = \sum_i \varphi_i \varphi_i^\top / \sigma^2, \qquad a = \sum_i \varphi_i y_i / \sigma^2,
+
+and ‖φ(x)‖² is at most the prior's variance. So the mechanism is that of `NoisedSums`, with the rows' φ for features.
+Hyperparameters that units learn from their rows, and gradients with respect to shared ones, would be told in every
+round and are not bounded: they stay as the module has them, which nobody may have fitted to the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithms.multi_output_gp.exact import Message, State, fedmgp
+from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
+from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.models.gaussian import pack
+from fedtorch.random.entropy import Entropy
+from fedtorch.trust.privacy.mechanisms.sums import NoisedSums
+
+if TYPE_CHECKING:
+    from fedtorch.models.gaussian_process import ConvolvedGP
+
+
+class _Released(NamedTuple):
+    """A block's data: what its units tell, and no more; leaves `(K, ...)`."""
+
+    told: Told
+    count: Tensor  # type: ignore[assignment]  # rows, which are public
+
+
+def private_process(
+    module: ConvolvedGP,
+    *,
+    clip_targets: float,
+    noise: float,
+    delta: float,
+    ridge: float = 0.0,
+    budget: float | None = None,
+    ledger: Path | str | None = None,
+    entropy: Entropy | None = None,
+) -> Algorithm:
+    """`ft.fedmgp` at the module's hyperparameters, of units that tell `NoisedSums` of their rows: one release in all.
+
+    Args:
+        module: of one unit, with Gaussian noise, without means and processes of the units' own. Scale and noise of all
+            units are those that it has.
+        clip_targets: outputs of a larger size are cut to it.
+        noise: z, in units of the sensitivity.
+        delta: δ, below one over any unit's rows.
+        ridge: added to the scaled sums, see `NoisedSums`; the prior is one already.
+        budget: the largest ε of the ledger; a run that would exceed it is not made.
+        ledger: a file that only grows; None keeps it in memory.
+        entropy: of the noise; default: the operating system's.
+
+    Raises:
+        ValueError: settings out of range, or a module whose units have what only their rows tell.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP
+        >>> from fedtorch.trust import privacy
+        >>> x = torch.linspace(0, 1, 400, dtype=torch.float64)[:, None]
+        >>> data = ft.data.from_tensors([(x, (6 * x[:, 0]).sin())] * 3)
+        >>> module = ConvolvedGP(torch.linspace(0, 1, 8, dtype=torch.float64)[:, None])
+        >>> algorithm = privacy.private_process(module, clip_targets=1.0, noise=2.0, delta=1e-4)
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
+        >>> round(float(run.history["epsilon"].iloc[-1]), 2)
+        1.7
+    """
+    plain = fedmgp(module, steps=0, server_lr=0.0, accept_disclosure=True)
+    gp = StackedGP(module, False)
+    if not gp.gaussian or gp.exact_units or gp.module.offset is not None:
+        raise ValueError(
+            "Expected a module with Gaussian noise and without mean and own_kernel, whose sums are all that is asked "
+            "of the rows, but got another"
+        )
+    sums = NoisedSums(
+        clip_features=math.sqrt(_variance(gp)), clip_targets=clip_targets, noise=noise, delta=delta, ridge=ridge,
+        budget=budget, ledger=ledger, entropy=entropy,
+    )  # fmt: skip
+    made = dataclasses.replace(plain, prepare=partial(_prepare, gp, sums), client=partial(_client, gp))
+    return sums.protect(made)
+
+
+def _variance(gp: StackedGP) -> float:
+    """The prior's variance, which is the same everywhere: at an inducing input."""
+    with torch.no_grad():
+        inputs = gp.module.embed(gp.module.inducing)
+        return float(gp.module.kernel.variance(inputs).max())
+
+
+def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
+    """What the units of a block tell for good."""
+    x, y, *_ = gp.check(data).batch
+    module = gp.module
+    with torch.no_grad():
+        seen = module.see(x, data.mask.to(y.dtype))
+        found = sums.of(seen.basis @ seen.change, y, data.mask, data.count)
+        variance = module.likelihood.noise.to(torch.float64)
+    rest = found.count * _variance(gp) - found.gram.diagonal(dim1=1, dim2=2).sum(1)
+    constant = found.count * (2 * math.pi * variance).log() + (found.power + rest.clamp(min=0)) / variance
+    told = Told(pack(found.gram / variance), found.cross / variance, -0.5 * constant, torch.ones_like(constant))
+    return _Released(tree.to(told, y.dtype), data.count)
+
+
+def _client(gp: StackedGP, inbox: Any, state: State, data: _Released, turn: Turn) -> Reply:
+    """The same in every round."""
+    one = torch.ones_like(data.told.units)
+    nothing = {name: gp.values[name].new_zeros(len(one), *gp.values[name].shape) for name in gp.shared}
+    message = Message(Mean(nothing, one.to(torch.float64)))
+    return Reply(message, state._replace(told=data.told, started=torch.ones_like(state.started)), {})

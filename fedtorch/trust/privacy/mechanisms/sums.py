@@ -1,0 +1,270 @@
+r"""Differential privacy of single rows for linear models: noise once, on the sums that a client's problem is made of.
+
+With features scaled to φ of norm at most 1 and targets to y of norm at most 1, a client's problem is a function of
+M = Σ_i r_i r_iᵀ with r = (φ, 1, y), and of its number of rows. A row of zeros in place of another changes the numbers
+of M (each pair off the diagonal once, by √2) by at most
+
+.. math:: \Delta = \sqrt{(\|r\|^2)^2 - 1} \le \sqrt 8, \quad\text{without an intercept}\quad \Delta \le 2,
+
+so noise of z·Δ on them is one release, and everything later, rounds without end, is made of what was released. What the
+noise has made indefinite is cut back to the nearest positive semidefinite M.
+
+So least squares (`sufficient_statistics`, also in HM1), conjugate EP and Gibbs samplers of linear regression
+(`NoisedSums`) can be private in any number of rounds. A Gibbs sampler of the rows themselves cannot: a draw tells of
+them through their likelihood, which has no bound, so that no ε holds for it. On clipped and noised sums it is a
+function of what has been released.
+
+*Who is protected:* one row of one client, against a row of zeros; the numbers of rows are public. *From whom:*
+everybody, the server included.
+
+Source: Dwork, Talwar, Thakurta and Zhang (2014), "Analyze Gauss", Algorithm 1, with pairs as above.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch.data import BadClients
+from fedtorch.federation.algorithm import Algorithm, LocalSolver
+from fedtorch.federation.solvers.least_squares import least_squares
+from fedtorch.models.linear import LinearHead, Spectral, SufficientStatistics, spectral
+from fedtorch.models.rows import regression_fields
+from fedtorch.random.entropy import Entropy, from_system
+from fedtorch.trust.privacy._checks import check_clip, check_noise
+from fedtorch.trust.privacy.accounting.accountant import Release
+from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
+from fedtorch.trust.privacy.accounting.spending import Spending, on_grid, one_process
+from fedtorch.trust.privacy.noise import gaussian
+
+ADJACENCY = "zero-out: one row of one client has features and targets of zeros instead of its own"
+ADVERSARY = "everybody, the server included, who sees anything that is made of the sums"
+
+
+class _SpentOnce(Spending):
+    """A budget that is spent when a run is made, and not by its rounds."""
+
+    _blocks = 0
+
+    def cohort(self, cohort: Any, clients: int) -> Any:
+        """Writes the release down; the cohort is the run's."""
+        super().cohort(cohort, clients)
+        super().spend(0, None, torch.tensor(0))
+        self._blocks = 0
+        return cohort
+
+    def block(self) -> str:
+        """A phase of its own for the next block of clients."""
+        self._blocks += 1
+        return f"sums of block {self._blocks}"
+
+    def allows(self) -> bool:
+        """Rounds release nothing further."""
+        return True
+
+    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+        """Rounds release nothing further.
+
+        Raises:
+            RuntimeError: the sums have not been made, so that the run works on something else.
+        """
+        if not self._blocks:
+            raise RuntimeError("Expected a model of the noised sums, but nobody has asked for them; pass statistics=")
+
+
+class NoisedSums:
+    """Sums over clipped rows with noise, for models that need nothing else of the rows, at the price of one release.
+
+    The release is made, and written into the ledger, when a run is made; a run that is resumed makes its sums anew.
+    Given as `statistics=` to `hierarchical.linear` or `gibbs.sparse.regression`; then `protect` ties the algorithm to
+    the ledger, without which no noise can be drawn.
+
+    Args:
+        clip_features: rows whose features have a larger Euclidean norm, without the intercept, are scaled down to it.
+        clip_targets: likewise for targets.
+        noise: z, in units of the sensitivity Δ.
+        delta: δ, below one over any client's rows.
+        ridge: added to the scaled X'X, in units of z·Δ·√p, about the norm of the noise in p features; 0 for none.
+        budget: the largest ε of the ledger; a run that would exceed it is not made.
+        ledger: a file that only grows; None keeps it in memory.
+        entropy: of the noise; default: the operating system's.
+
+    Attributes:
+        settings: of these, those that a fingerprint knows.
+        spending: the budget of algorithms.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import sparse
+        >>> from fedtorch.trust import privacy
+        >>> x = torch.nn.functional.normalize(ft.random.normal(ft.random.key(0), (4, 500, 2)), dim=2)
+        >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(4)])
+        >>> sums = privacy.NoisedSums(clip_features=1.0, clip_targets=1.0, noise=2.0, delta=1e-4)
+        >>> sampler = ft.gibbs(sparse.regression(statistics=sums), sparse.hierarchy(), sweeps=10, chains=1)
+        >>> run = ft.run(sums.protect(sampler), ft.InProcess(data), torch.zeros(2), rounds=20)
+        >>> round(float(run.history["epsilon"].iloc[-1]), 2)
+        1.7
+    """
+
+    def __init__(
+        self,
+        *,
+        clip_features: float,
+        clip_targets: float,
+        noise: float,
+        delta: float,
+        ridge: float = 1.0,
+        budget: float | None = None,
+        ledger: Path | str | None = None,
+        entropy: Entropy | None = None,
+    ) -> None:
+        for bound in (clip_features, clip_targets):
+            check_clip(bound)
+        check_noise(noise)
+        if not 0 <= ridge < math.inf:
+            raise ValueError(f"Expected a ridge of at least 0, but got {ridge}")
+        entropy = from_system() if entropy is None else entropy
+        claim = Claim("example", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
+        self.clips, self.ridge, self.delta = (clip_features, clip_targets), ridge, delta
+        self.spending = _SpentOnce(Ledger(ledger, claim, delta, budget), Release(float(noise)), 1, entropy, one_process)
+        told = {"clip_features": clip_features, "clip_targets": clip_targets, "noise": noise, "delta": delta}
+        self.settings = {f"privacy.{name}": value for name, value in {**told, "ridge": ridge}.items()}
+
+    def protect(self, algorithm: Algorithm) -> Algorithm:
+        """`algorithm`, of a model that has these sums for its rows, with their budget.
+
+        Raises:
+            ValueError: it has a budget of its own.
+        """
+        if algorithm.budget is not None:
+            raise ValueError("Expected an algorithm without a budget, but got one: choose one level of privacy")
+        return dataclasses.replace(algorithm, budget=self.spending, settings={**algorithm.settings, **self.settings})
+
+    def __call__(self, data: Any, features: int | None = None) -> SufficientStatistics:
+        """Those of a block of rows (x `(d,)`, y `()`), as `models.linear.block_statistics` of the rows themselves.
+
+        Raises:
+            BadClients: clients with 1/δ rows or more. RuntimeError: outside a run that `protect` has made known.
+        """
+        return self.of(*regression_fields(data.batch, features), data.mask, data.count)
+
+    def of(self, x: Tensor, y: Tensor, mask: Tensor, rows: Tensor, intercept: bool = False) -> SufficientStatistics:
+        """Those of features x `(K, N, d)` and targets y `(K, N)` or `(K, N, o)`; with an intercept p is d + 1."""
+        small = (rows * self.delta >= 1).nonzero()[:, 0].cpu()
+        if len(small):
+            most = int(rows[small[0]])
+            raise BadClients(small, f"expected delta below one over its {most} rows, but got {self.delta}")
+        outputs = y if y.ndim == 3 else y[..., None]
+        parts = [_cut(part.to(torch.float64), clip) * mask[..., None] for part, clip in zip((x, outputs), self.clips)]
+        if intercept:
+            parts.insert(1, mask[..., None].to(torch.float64))
+        joined, own = torch.cat(parts, 2), x.shape[2] + intercept
+        noised = _released(joined.mT @ joined, intercept, x.shape[2], self.spending)
+        sizes = torch.ones(joined.shape[2], dtype=torch.float64, device=joined.device)
+        sizes[: x.shape[2]], sizes[own:] = self.clips
+        added = self.ridge * self.spending.release.noise * sensitivity(intercept) * math.sqrt(own)
+        noised[:, range(own), range(own)] += added
+        whole = noised * sizes[:, None] * sizes
+        power = whole[:, own:, own:].diagonal(dim1=1, dim2=2).sum(1)
+        cross = whole[:, :own, own:] if y.ndim == 3 else whole[:, :own, own]
+        return SufficientStatistics(whole[:, :own, :own], cross, power, rows.to(torch.float64))
+
+
+def sufficient_statistics(
+    module: nn.Linear | LinearHead,
+    *,
+    clip_features: float,
+    clip_targets: float,
+    noise: float,
+    delta: float,
+    ridge: float = 1.0,
+    steps: int | None = None,
+    budget: float | None = None,
+    ledger: Path | str | None = None,
+    entropy: Entropy | None = None,
+) -> LocalSolver:
+    """`ft.least_squares` on `NoisedSums`, for any algorithm, `ft.matrix_normal` too, and any number of rounds.
+
+    Args:
+        module: an `nn.Linear` or a `LinearHead`; its feature map must not have been learnt from the rows.
+        clip_features: see `NoisedSums` for this and all that is not here.
+        clip_targets: of targets.
+        noise: z, in units of the sensitivity Δ.
+        delta: δ, below one over any client's rows.
+        ridge: added to the scaled X'X.
+        steps: of gradient descent a round; None for the minimiser.
+        budget: the largest ε of the ledger; a run that would exceed it is not made.
+        ledger: a file that only grows; None keeps it in memory.
+        entropy: of the noise; default: the operating system's.
+
+    Raises:
+        ValueError: settings out of range; when a run is made, too large a δ, or targets that do not fit.
+        RuntimeError: when a run is made, the budget is spent.
+    """
+    bounds = {"clip_features": clip_features, "clip_targets": clip_targets}
+    sums = NoisedSums(**bounds, noise=noise, delta=delta, ridge=ridge, budget=budget, ledger=ledger, entropy=entropy)
+    local = least_squares(module, steps=steps)
+    return dataclasses.replace(
+        local,
+        prepare=partial(_prepare, local.module, sums),
+        settings={**local.settings, **sums.settings},
+        statistics=lambda prepared: prepared.statistics.all_rows(),
+        budget=sums.spending,
+    )
+
+
+def _prepare(module: nn.Linear | LinearHead, sums: NoisedSums, data: Any) -> Spectral:
+    x, y = data.batch
+    y = y[..., None] if y.ndim == 2 else y
+    if isinstance(module, nn.Linear):
+        outputs, intercept, features = module.out_features, module.bias is not None, x
+    else:
+        outputs, intercept = 1, module.intercept
+        with torch.no_grad():
+            features = module.block_design(x)[..., : module.features]
+    if y.shape[2:] != (outputs,):
+        raise ValueError(f"Expected targets of shape ({outputs},), but got {tuple(y.shape[2:])}")
+    statistics = sums.of(features, y, data.mask, data.count, intercept)
+    return spectral(statistics.per_row())._replace(count=data.count)
+
+
+def sensitivity(intercept: bool) -> float:
+    """Δ: by how much one row, against a row of zeros, changes M, each pair off the diagonal counted once by √2.
+
+    >>> sensitivity(intercept=False), round(sensitivity(intercept=True) ** 2, 12)
+    (2.0, 8.0)
+    """
+    return math.sqrt((2 + intercept) ** 2 - intercept)
+
+
+def _released(sums: Tensor, intercept: bool, constant: int, spending: _SpentOnce) -> Tensor:
+    """M `(K, m, m)` with noise on every number once, cut back to positive semidefinite; its constant is public."""
+    clients, size = sums.shape[:2]
+    row, column = torch.triu_indices(size, size)
+    scale = torch.where(row == column, 1.0, math.sqrt(0.5)).to(torch.float64)
+    scales = (scale * spending.release.noise * sensitivity(intercept)).repeat(clients)
+    uniforms = partial(spending.entropy.uniforms, spending.open(spending.block()))
+    noise = gaussian.draw(uniforms, len(scales)) * scales
+    upper = on_grid(sums[:, row, column].cpu().flatten() + noise, scales).reshape(clients, len(row))
+    noised = torch.zeros(clients, size, size, dtype=torch.float64)
+    noised[:, row, column] = upper
+    noised[:, column, row] = upper
+    if intercept:
+        noised[:, constant, constant] = sums[:, constant, constant].cpu()
+    values, vectors = torch.linalg.eigh(noised)
+    return (vectors * values.clamp(min=0)[:, None] @ vectors.mT).to(sums.device)
+
+
+def _cut(rows: Tensor, bound: float) -> Tensor:
+    """Rows `(K, N, d)` in units of the bound, those beyond it of norm one; rows that are not finite are zeros."""
+    norm = rows.norm(dim=2, keepdim=True) / bound
+    return torch.where(norm.isfinite(), rows / bound / norm.clamp(min=1), 0.0)

@@ -1,0 +1,1 @@
+"""Fit vertical models: guides, the variational bound, SFVI, SOUL, and what parties keep."""

@@ -1,0 +1,127 @@
+"""A vertical iteration's bound and its gradients, captured once per shape and replayed: on a CUDA device as one graph.
+
+Rows and noise are tensors that a replay is given, drawn outside of it, so that every iteration has its own.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional, tree
+from fedtorch.captured import CapturedStep
+from fedtorch.vfl.fit.bound import bound
+from fedtorch.vfl.fit.guide import Guide, Parameters
+from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.model.vertical import VerticalModel
+from fedtorch.vfl.rows.data import VerticalData
+
+
+class _Asked(Exception):
+    """A network asks for the key of its draws."""
+
+
+class _Known(torch.autograd.Function):
+    """A loss whose gradients are known with it; `apply(loss, gradients, *leaves)`."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor | None, ...], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> Any:
+        return None, None, *(None if g is None else factors[0] * g for g in ctx.gradients)
+
+
+class CapturedBound:
+    """The bound of a model's iterations with its gradients.
+
+    Args:
+        model: the model.
+        guide: the family.
+        parameters: of q, whose leaves are trained in place.
+
+    Attributes:
+        eager: why iterations are not captured; None if they are.
+    """
+
+    def __init__(self, model: VerticalModel, guide: Guide, parameters: Parameters) -> None:
+        self.model, self.guide, self.parameters = model, guide, parameters
+        parts = [part for part in (*model.predictors, model.top) if isinstance(part, nn.Module)]
+        networks = nn.ModuleList(dict.fromkeys(parts))
+        names = [name for name, weight in networks.named_parameters() if weight.requires_grad]
+        self._swap = functional.Swap(networks, names)
+        self._q = len(tree.leaves(parameters))
+        self.leaves = [*tree.leaves(parameters), *(dict(networks.named_parameters())[name] for name in names)]
+        self.eager: str | None = "the networks have not run"  # and nobody knows whether they draw
+        self._captured, self._begun = CapturedStep(), False
+
+    @property
+    def one_by_one(self) -> str | None:
+        """Why the captured operations are no CUDA graph; None if they are."""
+        return self.eager or self._captured.one_by_one
+
+    def backward(self, data: VerticalData, noise: Noise, share: Tensor) -> Tensor:
+        """The bound of each draw, `(B, M)`; leaves get the gradients of minus its sum, weighted by `share`.
+
+        Args:
+            data: aligned rows.
+            noise: of the iteration.
+            share: () or `(B, 1)`.
+        """
+        value, gradients = self._found(data, noise, share)
+        for leaf, gradient in zip(self.leaves, gradients):
+            leaf.grad = gradient
+        return value
+
+    def losses(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, Tensor]:
+        """(minus the bound times `share`, `(B, M)`, its sum, which can be differentiated); see `backward`."""
+        value, gradients = self._found(data, noise, share)
+        losses = -value * share
+        return losses, _Known.apply(losses.sum(), gradients, *self.leaves)
+
+    def _found(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """(the bound, the gradients of minus its sum, weighted by `share`)."""
+        given = [share, *tree.leaves(data), *noise.theta, *noise.z]
+        if self.eager is None:
+            asked = noise._replace(keys=tuple(_refused for _ in noise.keys))
+            try:
+                found = self._captured(partial(self._step, data, asked), *self.leaves, *given)
+            except _Asked:
+                self.eager = "the networks draw random numbers"
+        if self.eager is not None:
+            found = self._step(data, noise, 0, *self.leaves, *given)
+        if not self._begun:
+            self._begun, self.eager = True, None
+        value, gradients = found
+        # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
+        return value, tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
+
+    def _step(self, data: VerticalData, noise: Noise, index: int, *flat: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
+        """(bound, gradients) of leaves, share, rows and numbers in one flat list; `data` and `noise` say what is what.
+
+        Args:
+            data: of these rows' structure.
+            noise: of these numbers' structure.
+            index: of the step, which it does not depend on.
+            flat: all tensors.
+        """
+        with torch.enable_grad():
+            own = [leaf.detach().requires_grad_() for leaf in flat[: len(self.leaves)]]
+            share, *rest = flat[len(self.leaves) :]
+            given = iter(rest)
+            rows = VerticalData._make(tree.map(lambda leaf: next(given), part) for part in data)
+            drawn = noise._replace(theta=tuple(next(given) for _ in noise.theta), z=tuple(given))
+            parameters = tree.refill(self.parameters, own[: self._q])
+            with self._swap(own[self._q :]):
+                value = bound(self.model, self.guide, parameters, rows, drawn)
+            gradients = torch.autograd.grad(-(value * share).sum(), own, allow_unused=True)
+        return value.detach(), gradients
+
+
+def _refused() -> Tensor:
+    raise _Asked

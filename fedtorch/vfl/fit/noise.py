@@ -1,0 +1,61 @@
+"""What a vertical iteration draws: standard normal numbers, and keys of modules that draw, as functions of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.vfl.fit.guide import Guide
+from fedtorch.vfl.model.vertical import VerticalModel
+
+_THETA, _Z = 0, 1  # purposes of a node's key in `draw_noise`
+
+
+class Noise(NamedTuple):
+    """What an iteration draws; the leading dimension is 1 where the batch shares it.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> noise = draw_noise(model, Guide(ft.vfl.mean_field()), random.key(0).reshape(1), rows=5, draws=4)
+    >>> [tuple(own.shape) for own in noise.theta]  # of an intercept, two and three coefficients
+    [(1, 4, 1), (1, 4, 2), (1, 4, 3)]
+    >>> [tuple(own.shape) for own in noise.z]  # the parties draw z, the server does not
+    [(1, 4, 0, 0), (1, 4, 1, 5), (1, 4, 1, 5)]
+    """
+
+    theta: tuple[Tensor, ...]  # (1 or B, M, noises), of the server and the parties
+    z: tuple[Tensor, ...]  # (1 or B, M, noises · C, n), of the server and the parties
+    keys: tuple[Callable[[], Tensor], ...] = ()  # make the keys (B,) of a node's dropout
+
+
+def draw_noise(
+    model: VerticalModel, guide: Guide, key: Tensor, rows: int, draws: int, dtype: torch.dtype = torch.float32
+) -> Noise:
+    """The noise of an iteration, a pure function of its key.
+
+    Every node draws from a key of its own: what one draws does not depend on how many others there are.
+
+    Args:
+        model: the model.
+        guide: the family.
+        key: `(..., B)`, or `(..., 1)` where the batch shares its noise; other dimensions, such as iterations, in front.
+        rows: n.
+        draws: M.
+        dtype: of the noise.
+    """
+    theta, z = [], []
+    z_count = guide.auxiliary.noises(model)
+    for j, size in enumerate(model.sizes):
+        own = random.fold_in(key, j)
+        # A joint family may take more numbers than coordinates; the server draws the surplus.
+        surplus = guide.theta.noises(sum(model.sizes)) - sum(model.sizes) if guide.joint and j == 0 else 0
+        count = size + surplus if guide.joint else guide.family(j).noises(size)
+        theta.append(random.normal(random.fold_in(own, _THETA), (draws, count), dtype))
+        here = (j > 0) == (guide.auxiliary.party is not None)
+        of_z = (draws, z_count * model.outputs[j], rows) if here else (draws, 0, 0)
+        z.append(random.normal(random.fold_in(own, _Z), of_z, dtype))
+    return Noise(tuple(theta), tuple(z))

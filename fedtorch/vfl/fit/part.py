@@ -1,0 +1,193 @@
+"""What one node holds of a model: its parameters of q, and its networks, which it saves and loads by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import _files as files, random, wire
+from fedtorch.vfl.fit._blocks import NodeNoise
+from fedtorch.vfl.fit.draws import draw_own
+from fedtorch.vfl.fit.guide import Guide, Parameters
+from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.model.vertical import VerticalModel
+
+_PREDICT = 3  # purpose of a node's key
+
+
+class Part(nn.Module):
+    """A node's part of a model and its guide; in another organisation it runs alone.
+
+    Args:
+        model: the model; of the predictors it uses its own.
+        guide: the family.
+        index: 0 for the server, 1 to J for the parties.
+        q: its parameters, as in `Parameters`, and its rows of a joint q as "joint".
+        name: of the node.
+        key: of its noise; None where each iteration says the noise.
+
+    Raises:
+        ValueError: parameters for every row and a key: minibatches that a key draws for change.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2)], rho=1.0)
+    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point())
+    >>> q = {"theta": {"mean": torch.tensor([[1.0, 2.0]])}}
+    >>> clinic = Part(model, guide, 1, q, name="clinic", key=random.key(0))
+    >>> clinic.propose(torch.ones(3, 2), random.key(1))  # of three new rows
+    tensor([[[[3., 3., 3.]]]])
+    """
+
+    rho: Tensor  # (1 or B,)
+    noise: NodeNoise
+    active: Tensor | None  # (B,) whether an element has noise and priors; None for all
+
+    def __init__(
+        self,
+        model: VerticalModel,
+        guide: Guide,
+        index: int,
+        q: dict[str, dict[str, Tensor]],
+        *,
+        name: str,
+        key: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.guide, self.index, self.name, self.key, self._model = guide, index, name, key, model
+        self.outputs = model.outputs[index]
+        own = model.predictors[index - 1] if index else model.top
+        self.network = own if isinstance(own, nn.Module) else None
+        self.groups = nn.ModuleDict({
+            group: nn.ParameterDict({name: value.detach().clone() for name, value in values.items()})
+            for group, values in q.items()
+        })  # fmt: skip
+        if key is not None and any(value.numel() == 0 for value in q.get("z", {}).values()):
+            raise ValueError("Expected an amortised family of z, but got one with parameters for every row")
+        self.register_buffer("rho", model.rho.clone(), persistent=False)
+        self.register_buffer("active", None if model.active is None else model.active.clone(), persistent=False)
+        if key is not None:
+            here = (index > 0) == (guide.auxiliary.party is not None)
+            z = guide.auxiliary.noises(model) * self.outputs if here else 0
+            self.noise = NodeNoise(key, guide.family(index).noises(model.sizes[index]), z)
+
+    @property
+    def q(self) -> dict[str, dict[str, Tensor]]:
+        """Its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights", "joint"."""
+        return {name: dict(group._parameters) for name, group in self.groups.items()}  # type: ignore[arg-type]
+
+    @property
+    def model(self) -> VerticalModel:
+        """The model, with ρ where this part is."""
+        return replace(self._model, rho=self.rho, active=self.active)
+
+    def draw_noise(self, step: int, rows: int) -> Noise:
+        """Its own noise of an iteration, in its own place."""
+        theta, z = self.noise.at(step, rows, self.rho)
+        keys = (self.noise.keys(step, self.rho),) if self.training else ()
+        places = self.index + 1
+        return Noise((theta,) * places, (z,) * places, keys * places)
+
+    @torch.no_grad()
+    def propose(self, x: Tensor, key: Tensor, draws: int = 1, noise: bool = True) -> Tensor:
+        """Predictions of new rows that a party sends to the server: draws of z_j from the model, `(B, draws, C_j, n)`.
+
+        A network with dropout has to be in evaluation mode (`eval()`).
+
+        Args:
+            x: features of the new rows.
+            key: of the draws; the party folds its own number in.
+            draws: M; plain networks need only one.
+            noise: whether to add ρε, which hides g_j and is part of the model.
+        """
+        model, predictor = self.model, self.model.predictors[self.index - 1]
+        device, dtype, auxiliary = self.rho.device, self.rho.dtype, self.guide.auxiliary
+        own = random.fold_in(random.fold_in(self.noise.key.to(key.device), key), _PREDICT)
+        each = random.fold_in(own, torch.arange(draws, device=key.device))
+        of_theta = random.normal(random.fold_in(each, 0), (1, 1, self.noise.theta), dtype).to(device)
+        theta = draw_own(model, self.guide, self.index, self.q["theta"], of_theta.reshape(1, draws, -1))
+        etas = predictor.forward(theta.expand(-1, draws, -1), x)
+        if not noise or (auxiliary.party is None and auxiliary.server is None):
+            return etas
+        of_rows = random.normal(random.fold_in(each, 1), (self.outputs, x.shape[-1 - predictor.row_dims]), dtype)
+        return torch.addcmul(etas, model.masked(model.noise_sd, 0.0), of_rows.to(device))
+
+    def save(self, file: str | Path) -> None:
+        """Writes this node's parameters, and nobody else's, as a safetensors file that appears whole."""
+        files.replace(file, wire.encode(self.state_dict(), {"party": self.name}))
+
+    def load(self, file: str | Path) -> None:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: the file is another node's, of a part of another shape, empty or torn.
+        """
+        payload = Path(file).read_bytes()
+        try:
+            name = wire.metadata(payload, client=self.name).get("party")
+            if name != self.name:
+                raise ValueError(f"Expected parameters of party {self.name!r}, but got those of {name!r}")
+            state = wire.decode(payload, like=self.state_dict(), client=self.name)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+        self.load_state_dict(state)
+
+
+def parts(
+    model: VerticalModel,
+    guide: Guide,
+    parameters: Parameters,
+    *,
+    names: Sequence[str] | None = None,
+    key: Tensor | None = None,
+) -> list[Part]:
+    """The server's and the parties' parts, each with its own parameters.
+
+    Args:
+        model: the model.
+        guide: the family.
+        parameters: of all nodes, for example of `sfvi` or `initial`.
+        names: of the parties.
+        key: of the noise, where a part draws its own; each node folds its number in.
+
+    Raises:
+        ValueError: a joint q that is neither full nor of low rank.
+
+    >>> import tempfile, fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+    >>> guide, key = Guide(), random.key(0)
+    >>> start = ft.vfl.guide.initial(model, guide, 5, 1, key)
+    >>> server, clinic, laboratory = parts(model, guide, start, names=["clinic", "laboratory"], key=key)
+    >>> [tuple(own.shape) for own in draw_noises([server, clinic, laboratory], step=0, rows=5).theta]
+    [(1, 1, 1), (1, 1, 2), (1, 1, 3)]
+    >>> with tempfile.TemporaryDirectory() as folder:  # doctest: +ELLIPSIS
+    ...     clinic.save(f"{folder}/own.safetensors")
+    ...     laboratory.load(f"{folder}/own.safetensors")
+    Traceback (most recent call last):
+    ValueError: ...: Expected parameters of party 'laboratory', but got those of 'clinic'
+    """
+    called = ["server", *(names or (f"party {j}" for j in range(len(model.predictors))))]
+    found, stop = [], 0
+    for index, (q, name, size) in enumerate(zip((parameters.server, *parameters.parties), called, model.sizes)):
+        start, stop = stop, stop + size
+        if parameters.joint is not None:
+            rows = {name: value[:, start:stop] for name, value in parameters.joint.items()}
+            if guide.theta.shares is None:
+                if "lower" not in rows:
+                    raise ValueError(
+                        "Expected a full covariance or a low rank of a joint q(γ, θ), but got another family"
+                    )
+                rows["lower"] = rows["lower"][..., :stop]
+            q = {**q, "joint": rows}
+        own = None if key is None else random.fold_in(key, index)
+        found.append(Part(model, guide, index, q, name=name, key=own))
+    return found
+
+
+def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:
+    """The noise of an iteration of all nodes, the server first."""
+    theta, z, keys = zip(*(node.draw_noise(step, rows) for node in nodes))
+    return Noise(*(tuple(own[-1] for own in each if own) for each in (theta, z, keys)))

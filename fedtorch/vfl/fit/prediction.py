@@ -1,0 +1,135 @@
+r"""Predictions for rows that all parties hold, and scores by which models can be compared.
+
+Bounds of the augmented and the power model are not comparable (the product of powers is not normalised over y),
+predictive log scores are. A model's own noise on the predictor is part of its prediction: variance Jρ² in the augmented
+model, and in the power model, by its Gaussian closed form, :math:`J\,[\rho(J-1)/J]^2`.
+
+>>> import torch, fedtorch as ft
+>>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
+>>> x = torch.tensor([[-1.0], [1.0]])
+>>> data = ft.vfl.VerticalData((x, x), torch.tensor([-2.0, 2.0]))
+>>> thetas = [torch.zeros(1, 1, 1), 2 * torch.ones(1, 1, 1), torch.zeros(1, 1, 1)]  # all comes from the first party
+>>> predictor(model, thetas, data)[0]
+tensor([[[[-2.,  2.]]]])
+>>> score = log_score(model, thetas, data, noise=0.0)
+>>> torch.allclose(score, torch.distributions.Normal(0.0, 1.0).log_prob(torch.zeros(1, 2)))
+True
+>>> lost_score(model, thetas, data, noise=0.0)  # without the first, both rows are two standard deviations away
+tensor([[[2., 2.], [0., 0.]]])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch.vfl.fit.sfvi import VariationalFit
+from fedtorch.vfl.model.checks import prepared
+from fedtorch.vfl.model.collapsed import collapsed_log_likelihood
+from fedtorch.vfl.model.vertical import VerticalModel
+from fedtorch.vfl.rows.data import VerticalData
+
+
+def noise_variance(model: VerticalModel) -> Tensor:
+    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`.
+
+    >>> import fedtorch as ft
+    >>> of = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
+    >>> [float(noise_variance(make(*of))) for make in (ft.vfl.augmented, ft.vfl.power)]
+    [2.0, 0.5]
+    """
+    parties = len(model.predictors)
+    factor = (parties - 1) / parties if model.power else 1.0
+    return parties * (model.rho * factor).square()
+
+
+def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
+    """Intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws of γ, θ_1, …, θ_J.
+
+    Every party sends its g_j of the new rows; with many draws that tells much of its features, so sum them securely.
+
+    Args:
+        model: the model.
+        thetas: `(B, M, d_j)` each, for example `fit.sample(key, draws)`.
+        data: rows; the response is not looked at beyond its shape and range.
+    """
+    return model.predictor(thetas, prepared(model, data))
+
+
+def log_score(
+    model: VerticalModel,
+    thetas: Sequence[Tensor],
+    data: VerticalData,
+    *,
+    noise: Tensor | float | None = None,
+    points: int = 32,
+) -> Tensor:
+    r"""The predictive log-density of each row, :math:`\log \frac1M \sum_m p(y_i | \theta^{(m)})`, `(B, n)`.
+
+    Args:
+        model: the model.
+        thetas: draws of γ, θ_1, …, θ_J, `(B, M, d_j)` each.
+        data: held-out rows with their response.
+        noise: variance of the noise on the predictor, the model's own by default; 0 predicts without.
+        points: of the quadrature over it.
+    """
+    batch = prepared(model, data)
+    return _scored(model, batch.y, *model.predictor(thetas, batch), noise, points)
+
+
+def _scored(
+    model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, noise: Tensor | float | None, points: int
+) -> Tensor:
+    """`log_score` of predictors `(B, M, C, n)`."""
+    variance = noise_variance(model) if noise is None else torch.as_tensor(noise, dtype=torch.float64)
+    if bool((variance == 0).all()):
+        rows = model.likelihood.log_prob(y, centre, shared)
+    else:
+        rows = collapsed_log_likelihood(model, y, centre, shared, points, power=False, variance=variance)
+    return rows.logsumexp(1) - math.log(centre.shape[1])
+
+
+def lost_score(
+    model: VerticalModel,
+    thetas: Sequence[Tensor],
+    data: VerticalData,
+    *,
+    noise: Tensor | float | None = None,
+    points: int = 32,
+) -> Tensor:
+    """What each party's features are worth: the log score that rows lose where its g_j is held at its mean over rows.
+
+    A ranking of the parties by information: a party of pure noise loses nothing but chance on rows that were not
+    trained on. Average over rows; differences between parties are paired by row. Arguments are those of `log_score`.
+
+    Returns:
+        `(B, J, n)`.
+    """
+    batch = prepared(model, data)
+    etas = torch.stack(model.etas(thetas, batch))
+    whole, shared = model.centre(thetas[0], etas.sum(0), batch.offset)
+    without = [_scored(model, batch.y, whole - eta + eta.mean(-1, True), shared, noise, points) for eta in etas]
+    return _scored(model, batch.y, whole, shared, noise, points).unsqueeze(1) - torch.stack(without, 1)
+
+
+def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
+    """How much each party moves the predictor: posterior mean of the standard deviation of g_j over rows, `(B, J)`.
+
+    A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point()), ft.random.key(0)
+    >>> q = ft.vfl.guide.initial(model, guide, 3, 1, key)
+    >>> mean = q.parties[0]["theta"]["mean"].fill_(2.0)  # the second party's stays at 0
+    >>> x = torch.tensor([[-1.0], [0.0], [1.0]])
+    >>> fit = VariationalFit(model, guide, q, bounds=torch.zeros(0, 1), drift=torch.zeros(1))
+    >>> spread(fit, VerticalData((x, x), torch.zeros(3)), key)
+    tensor([[2., 0.]])
+    """
+    batch = prepared(fit.model, data)
+    thetas = fit.sample(key, draws)
+    return torch.stack([eta.std(-1).mean((1, 2)) for eta in fit.model.etas(thetas, batch)], -1)

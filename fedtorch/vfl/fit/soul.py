@@ -1,0 +1,189 @@
+r"""SOUL: maximum marginal likelihood of the auxiliary variables, by unadjusted Langevin draws of θ at the parties.
+
+.. math:: \hat z = \arg\max_z \log \int p(y | z)\, p(z | \theta)\, p(\theta)\, d\theta .
+
+In every iteration a party takes Langevin steps on its own θ_j given z,
+
+.. math::
+    \theta_j \leftarrow \theta_j + h \nabla_{\theta_j} [\log p(z_j | \theta_j) + \log p(\theta_j)] + \sqrt{2h}\,\xi ,
+
+and z moves up :math:`\nabla_z [\log p(y | z) + \log p(z | \theta)]` averaged over them, along a decreasing step. In the
+power model the parties' likelihoods hold both θ_j and the others' z, and add their shares to both gradients. Messages
+are those of SFVI: z_j (or its gradient) up, the sum and gradients down.
+
+What comes out is ẑ and draws of :math:`p(\theta | \hat z)`: an empirical Bayes answer, whose spread leaves out that of
+z and is not the posterior's. Intercept and shared parameters are maximised with z (appendix A.3).
+
+Source: Hassan et al., appendix A. (18) prints minus signs in the exponent, and (19) minus signs, an exponential around
+the gradient's argument and p where log p is meant; above is what follows from the definition. De Bortoli, Durmus,
+Pereyra, Vidal, "Efficient stochastic optimisation by unadjusted Langevin Monte Carlo" (2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.progress import tracked
+from fedtorch.vfl.fit.sfvi import Schedule
+from fedtorch.vfl.model.checks import prepared
+from fedtorch.vfl.model.vertical import VerticalModel
+from fedtorch.vfl.rows.data import VerticalData
+
+_LANGEVIN = 0  # purpose of the key
+
+
+class Soul(NamedTuple):
+    """What `soul` found.
+
+    >>> import fedtorch as ft
+    >>> data = VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
+    >>> found = soul(model, data, key=random.key(0), steps=3, step=0.1, rate=lambda i: 0.1 / (1 + i), chains=2, keep=2)
+    >>> found.gamma.shape, [z.shape for z in found.z]
+    (torch.Size([1, 1, 1]), [torch.Size([1, 1, 1, 3]), torch.Size([1, 1, 1, 3])])
+    >>> [theta.shape for theta in found.theta]  # two draws of each of two chains
+    [torch.Size([1, 4, 1]), torch.Size([1, 4, 2])]
+    """
+
+    gamma: Tensor  # (B, 1, S) intercepts and the likelihood's shared parameters, maximised
+    z: tuple[Tensor, ...]  # (B, 1, C, n) ẑ, one per party
+    theta: tuple[Tensor, ...]  # (B, kept draws, d_j) of p(θ_j | ẑ), one per party
+
+
+def party_density(
+    model: VerticalModel, batch: VerticalData, index: int, theta: Tensor, z: Sequence[Tensor], gamma: Tensor
+) -> Tensor:
+    """The terms of log p(y, z, θ | γ) that party `index` evaluates, `(B, M)`: all that depends on θ_j."""
+    predictor = model.predictors[index]
+    eta = predictor.forward(theta, batch.features[index])
+    rho = model.noise_sd.to(eta)
+    rows = -0.5 * ((z[index] - eta) / rho).square().sum(-2)
+    if model.power:
+        others = sum((each for k, each in enumerate(z) if k != index), torch.zeros_like(z[index]))
+        centre, shared = model.centre(gamma, others + eta, batch.offset)
+        rows = rows + model.likelihood.log_prob(batch.y, centre, shared) / len(z)
+    return batch.weighted_sum(rows) + predictor.log_prior(theta)
+
+
+def langevin(
+    model: VerticalModel,
+    batch: VerticalData,
+    index: int,
+    theta: Tensor,
+    z: Sequence[Tensor],
+    gamma: Tensor,
+    step: float,
+    noise: Tensor,
+) -> Tensor:
+    """One unadjusted Langevin step of party `index` on θ_j `(B, M, d)`, M chains at once.
+
+    Args:
+        model: the model.
+        batch: the data.
+        index: of the party.
+        theta: where the chains are.
+        z: of all parties; the augmented model's uses its own only.
+        gamma: γ.
+        step: h. The chain's law is off by a relative O(h · the largest curvature).
+        noise: standard normal, like `theta`.
+
+    >>> import fedtorch as ft
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1)], rho=1.0)
+    >>> data = VerticalData((torch.ones(1, 1),), torch.ones(1))
+    >>> theta, z, gamma = torch.zeros(1, 1, 1), [2 * torch.ones(1, 1, 1, 1)], torch.zeros(1, 1, 1)
+    >>> langevin(model, data, 0, theta, z, gamma, step=0.1, noise=torch.zeros(1, 1, 1))  # h (z − θ − θ)
+    tensor([[[0.2000]]])
+    >>> at = [party_density(model, data, 0, value * torch.ones(1, 1, 1), z, gamma) for value in (0.0, 1.0)]
+    >>> round(float(at[1] - at[0]), 3)  # −(z − θ)² / 2 − θ² / 2 is −2 at θ = 0, −1 at θ = 1
+    1.0
+    """
+    theta = theta.detach().requires_grad_()
+    density = party_density(model, batch, index, theta, [value.detach() for value in z], gamma.detach())
+    (gradient,) = torch.autograd.grad(density.sum(), theta)
+    return theta.detach() + step * gradient + math.sqrt(2 * step) * noise
+
+
+def soul(
+    model: VerticalModel,
+    data: VerticalData,
+    *,
+    key: Tensor,
+    steps: int,
+    step: float,
+    rate: Schedule,
+    chains: int = 1,
+    inner: int = 1,
+    keep: int = 1000,
+    size: int = 1,
+    progress: bool = True,
+) -> Soul:
+    """Maximises z and γ along averages over Langevin chains, and then keeps draws at the maximum.
+
+    Args:
+        model: `augmented` or `power`, with equal weights.
+        data: aligned rows.
+        key: `()` or `(B,)`.
+        steps: iterations of z.
+        step: h of the Langevin steps; below 1 over the largest curvature of the log-density of θ_j given z.
+        rate: step of z and γ (times ρ² for z) by iteration; for convergence its sum diverges and that of its squares
+            does not.
+        chains: M, parallel chains that a gradient is averaged over.
+        inner: Langevin steps per iteration.
+        keep: draws of each chain at ẑ.
+        size: B.
+        progress: whether it is shown how far chains are that take longer than two seconds; see `fedtorch.progress`.
+
+    Raises:
+        ValueError: steps that are not positive.
+        FloatingPointError: the chains diverge; take a smaller `step`.
+    """
+    if min(steps, chains, inner, keep) < 1 or not step > 0:
+        raise ValueError(f"Expected positive steps, chains, inner, keep and step, but got {steps}, …, {step}")
+    batch = prepared(model, data)
+    like, rows, outputs = batch.features[0], batch.y.shape[-1], model.likelihood.outputs
+    z = [like.new_zeros(size, 1, outputs, rows) for _ in model.predictors]
+    gamma = like.new_zeros(size, 1, model.sizes[0])
+    thetas = [like.new_zeros(size, chains, d) for d in model.sizes[1:]]
+
+    def move(thetas: Sequence[Tensor], purpose: Tensor) -> list[Tensor]:
+        keys = [random.fold_in(purpose, j) for j in range(len(thetas))]
+        noise = [random.normal(own, (chains, t.shape[-1]), like.dtype) for own, t in zip(keys, thetas)]
+        return [langevin(model, batch, j, t, z, gamma, step, e) for j, (t, e) in enumerate(zip(thetas, noise))]
+
+    keys = random.fold_in(key.reshape(-1).to(like.device), _LANGEVIN)
+    for i in tracked(range(steps), "Langevin chains, to the maximum", shown=progress):
+        for k in range(inner):
+            thetas = move(thetas, random.fold_in(keys, i * inner + k))
+        z, gamma = _ascend(model, batch, thetas, z, gamma, rate(i))
+    kept = []
+    for i in tracked(range(keep), "Langevin chains, draws", unit="draw", shown=progress):
+        thetas = move(thetas, random.fold_in(keys, steps * inner + i))
+        kept.append(thetas)
+    draws = tuple(torch.cat(chain, 1) for chain in zip(*kept))
+    if not all(bool(part.isfinite().all()) for part in (*draws, *z)):
+        raise FloatingPointError(f"Expected finite draws, but the Langevin chains diverge; take step below {step}")
+    return Soul(gamma, tuple(z), draws)
+
+
+def _ascend(
+    model: VerticalModel, batch: VerticalData, thetas: Sequence[Tensor], z: Sequence[Tensor], gamma: Tensor, rate: float
+) -> tuple[list[Tensor], Tensor]:
+    """One step of z and γ up the log-density, averaged over the chains."""
+    leaves = [value.detach().requires_grad_() for value in (*z, gamma)]
+    *moved, shared = leaves
+    parts = [party_density(model, batch, j, theta, moved, shared).mean(1) for j, theta in enumerate(thetas)]
+    if not model.power:
+        centre, own = model.centre(shared, torch.stack(moved).sum(0), batch.offset)
+        parts.append(batch.weighted_sum(model.likelihood.log_prob(batch.y, centre, own)).sum(1))
+    parts.append(model.shared_prior(shared).sum(1))
+    gradients = torch.autograd.grad(sum(parts[1:], parts[0]).sum(), leaves, allow_unused=True)
+    rho = model.noise_sd.to(batch.y)
+    steps = [rate * rho.square()] * len(z) + [rate / batch.y.shape[-1]]
+    *new, gamma = [v.detach() if g is None else (v + s * g).detach() for v, g, s in zip(leaves, gradients, steps)]
+    return new, gamma

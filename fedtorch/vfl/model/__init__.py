@@ -1,0 +1,1 @@
+"""Models of vertical federation: predictors, likelihoods, the augmented and the power model."""

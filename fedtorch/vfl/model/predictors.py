@@ -1,0 +1,278 @@
+r"""What a party contributes: its parameters θ_j, its own prior, and :math:`g_j(x_j, \theta_j)`.
+
+Every party chooses for itself and tells nobody. A prior of one's own is a function of θ `(B, M, d)` to `(B, M)`.
+
+Source: Hassan et al., sections 3.1 (each client sets its own prior) and 5.2 (varying slopes by group). The printed
+multilevel model gives every area slopes of its own with one draw each, which is not identifiable; here a level of the
+group has slopes :math:`\beta^r \sim N(\mu, \sigma)`, and is parametrised by :math:`u^r = (\beta^r - \mu)/\sigma`.
+
+>>> import torch, fedtorch as ft
+>>> ft.vfl.normal_prior(sd=1.0)(torch.zeros(1, 1, 2)).round(decimals=3)
+tensor([[-1.8380]])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional
+from fedtorch.vfl.model.split_nn import Stacked
+
+Prior = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A party's part of the model.
+
+    Attributes:
+        size: how many coordinates θ_j has.
+        forward: (θ `(B, M, d)`, features `(n, p)` or `(B, n, p)`) -> g_j, `(B, M, C, n)`.
+        log_prior: θ -> log p_j(θ), `(B, M)`.
+        width: p, the columns that `forward` expects.
+        outputs: C; the likelihood's by default.
+        row_dims: dimensions of one row of features.
+        start: θ to start from, `(B, size)`; zero by default.
+    """
+
+    size: int
+    forward: Callable[[Tensor, Tensor], Tensor]
+    log_prior: Prior
+    width: int | None
+    outputs: int | None = None
+    row_dims: int = 1
+    start: Tensor | None = None
+
+    def __call__(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
+        """g_j, as a network is called; nothing is drawn, so that it needs no keys."""
+        return self.forward(theta, x)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What is maximised over: nothing, where a network has its weights."""
+        return iter(())
+
+
+class NetworkPredictor(nn.Module):
+    r"""A predictor that is a network, :math:`g(x, \theta) = f(x; \varphi, \theta)`: one for each element of a batch.
+
+    θ are the weights that match `random`; the module holds the others, φ, which training maximises over.
+
+    Args:
+        stack: the networks, of rows `(n, ...)` to `(B, n, C)`; the random weights are taken out of it.
+        outputs: C.
+        random: shell patterns of the weights that are random; none by default.
+        prior: of θ; flat by default.
+        weight_sd: standard deviation of a normal prior on φ, `()` or `(B,)`; flat by default.
+        name: of the party, for error messages.
+
+    Attributes:
+        start: θ of the networks as they were given, `(B, size)`.
+
+    >>> import torch, fedtorch as ft
+    >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))  # of three networks
+    >>> network = NetworkPredictor(Stacked(ft.vfl.split_nn.mlp(2, [4]), keys), outputs=1, random="last.*")
+    >>> network.size, network.start.shape  # four weights of the last layer and its bias are random
+    (5, torch.Size([3, 5]))
+    >>> network(torch.zeros(3, 10, 5), torch.ones(6, 2)).shape  # of ten draws, on six rows
+    torch.Size([3, 10, 1, 6])
+    """
+
+    start: Tensor
+    precision: Tensor  # (B, 1) of the prior of φ
+
+    def __init__(
+        self,
+        stack: Stacked,
+        outputs: int,
+        *,
+        random: str | Sequence[str] = (),
+        prior: Prior | None = None,
+        weight_sd: Tensor | None = None,
+        name: str = "party",
+    ) -> None:
+        super().__init__()
+        self.stack, self.outputs, self.name, self.row_dims, self.width = stack, outputs, name, stack.row_dims, None
+        names = functional.split(dict.fromkeys(stack.names, torch.empty(0)), random)[0]
+        released = stack.release(list(names))
+        self.prior, self.regular = prior or flat_prior(), weight_sd is not None
+        self.shapes = {name: value.shape[1:] for name, value in released.items()}
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+        flat = [value.flatten(1) for value in released.values()]
+        like = flat[0] if flat else stack.weights[0]
+        self.register_buffer("start", torch.cat([like.detach().new_zeros(stack.size, 0), *flat], 1), persistent=False)
+        sd = torch.as_tensor(math.inf if weight_sd is None else weight_sd).expand(stack.size).to(like, copy=True)
+        self.register_buffer("precision", sd.square().reciprocal().reshape(-1, 1).detach(), persistent=False)
+
+    def forward(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
+        """g of each draw of θ `(B, M, size)` on rows `(n, ...)` or `(B, n, ...)`, `(B, M, C, n)`.
+
+        Args:
+            theta: θ.
+            x: features.
+            keys: makes the keys `(B,)` of dropout and other draws in training mode.
+
+        Raises:
+            ValueError: features that the networks cannot take, or networks of another number of outputs.
+        """
+        try:
+            each = [self.stack(x, self._named(one), keys) for one in theta.unbind(1)]
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"Expected features that the network of {self.name!r} takes, but got {x.dtype} of shape "
+                f"{tuple(x.shape)}: {error}; give the network their width"
+            ) from error
+        found = torch.stack(each, 1) if len(each) > 1 else each[0].unsqueeze(1)
+        if found.ndim != 4 or found.shape[-1] != self.outputs:
+            raise ValueError(
+                f"Expected networks of {self.name!r} that map rows (n, ...) to (n, {self.outputs}), but got "
+                f"{(found.shape[2], *found.shape[3:])}; see `widths`"
+            )
+        return found.mT
+
+    def log_prior(self, theta: Tensor) -> Tensor:
+        """log p(θ) + log p(φ) up to a constant, `(B, M)`."""
+        if not self.regular or not len(self.stack.weights):
+            return self.prior(theta)
+        squares = torch.stack([weight.square().flatten(1).sum(1) for weight in self.stack.weights]).sum(0)
+        return self.prior(theta) - 0.5 * self.precision * squares.unsqueeze(1)
+
+    def _named(self, theta: Tensor) -> dict[str, Tensor]:
+        """The random weights by name of θ `(B, size)`."""
+        parts = theta.split([shape.numel() for shape in self.shapes.values()], -1) if self.shapes else ()
+        return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts)}
+
+
+def flat_prior() -> Prior:
+    """A constant density, as for what is maximised over.
+
+    >>> flat_prior()(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))  # of two draws
+    tensor([[0., 0.]])
+    """
+    return lambda theta: theta.new_zeros(theta.shape[:-1])
+
+
+def normal_prior(sd: float = 1.0) -> Prior:
+    """Independent N(0, sd²).
+
+    Raises:
+        ValueError: `sd` is not positive.
+    """
+    if not sd > 0:
+        raise ValueError(f"Expected a positive standard deviation, but got {sd}")
+    return lambda theta: (
+        theta.square().sum(-1) * (-0.5 / sd**2) - theta.shape[-1] * math.log(sd * math.sqrt(2 * math.pi))
+    )
+
+
+def laplace_prior(scale: float = 1.0) -> Prior:
+    """Independent Laplace with density exp(−|θ|/scale)/(2·scale).
+
+    Raises:
+        ValueError: `scale` is not positive.
+
+    >>> laplace_prior(0.5)(torch.tensor([[[1.0], [-2.0]]]))  # of two draws
+    tensor([[-2., -4.]])
+    """
+    if not scale > 0:
+        raise ValueError(f"Expected a positive scale, but got {scale}")
+    return lambda theta: theta.abs().sum(-1) * (-1 / scale) - theta.shape[-1] * math.log(2 * scale)
+
+
+def linear(width: int, prior: Prior | None = None, outputs: int = 1) -> Predictor:
+    r""":math:`g(x, \beta) = x^\top\beta`, for each output.
+
+    Args:
+        width: the number of features.
+        prior: of β; N(0, 1) by default.
+        outputs: C of the likelihood.
+
+    Raises:
+        ValueError: no feature or no output.
+    """
+    if width < 1 or outputs < 1:
+        raise ValueError(f"Expected at least one feature and one output, but got {width} and {outputs}")
+
+    def forward(theta: Tensor, x: Tensor) -> Tensor:
+        return _times(theta.unflatten(-1, (outputs, width)), x)
+
+    return Predictor(outputs * width, forward, prior or normal_prior(), width, outputs)
+
+
+def by_level(x: Tensor, groups: Tensor, levels: int) -> Tensor:
+    """The design of slopes by level, `(n, levels · p)`: a row's features stand in its level's columns.
+
+    Args:
+        x: `(n, p)`.
+        groups: `(n,)` integers from 0 to `levels − 1`.
+        levels: how many there are.
+
+    Raises:
+        ValueError: a group out of range.
+
+    >>> by_level(torch.tensor([[1, 2], [3, 4]]), groups=torch.tensor([0, 1]), levels=2)
+    tensor([[1, 2, 0, 0], [0, 0, 3, 4]])
+    """
+    if not bool(((groups >= 0) & (groups < levels)).all()):
+        raise ValueError(f"Expected groups from 0 to {levels - 1}, but got {int(groups.min())} to {int(groups.max())}")
+    return (torch.nn.functional.one_hot(groups.long(), levels).to(x.dtype)[:, :, None] * x[:, None]).flatten(1)
+
+
+def multilevel(
+    width: int, levels: int, *, mean_sd: float = 1.0, spread_sd: float = 1.0, centred: bool = False
+) -> Predictor:
+    r"""Varying slopes by group: :math:`g(x) = x^\top\beta^r,\ \beta^r = \mu + \sigma u^r,\ u^r \sim N(0, 1)`.
+
+    :math:`\mu \sim N(0, \text{mean\_sd}^2)` and σ half-normal of scale `spread_sd`, one each per feature. θ holds
+    (μ, log σ, u), or (μ, log σ, β) where `centred`: `(2 + levels) · width` numbers. Features are made by `by_level`.
+
+    Args:
+        width: features p of a row.
+        levels: levels R of the group.
+        mean_sd: prior standard deviation of μ.
+        spread_sd: prior scale of σ.
+        centred: parametrise by β, which is better where every level has many rows; u is better where it has few.
+
+    >>> predictor = multilevel(1, levels=2)
+    >>> theta = torch.tensor([[[10.0, 0.0, -1.0, 1.0]]])  # μ, log σ, and u of both levels
+    >>> slopes(theta, 1, levels=2).flatten()
+    tensor([ 9., 11.])
+    >>> predictor.forward(theta, by_level(torch.ones(3, 1), torch.tensor([0, 1, 0]), 2))
+    tensor([[[[ 9., 11.,  9.]]]])
+    """
+    normal = normal_prior()
+    mean_prior = normal_prior(mean_sd)
+
+    def log_prior(theta: Tensor) -> Tensor:
+        mean, log_spread, own = _parts(theta, width, levels)
+        standard = (own - mean.unsqueeze(-2)) * torch.exp(-log_spread).unsqueeze(-2) if centred else own
+        jacobian = levels * log_spread.sum(-1) if centred else 0
+        ratio = log_spread.exp() / spread_sd
+        half_normal = -0.5 * ratio.square() + ratio.log() + 0.5 * math.log(2 / math.pi)  # of log σ
+        return mean_prior(mean) + half_normal.sum(-1) + normal(standard.flatten(-2)) - jacobian
+
+    def forward(theta: Tensor, x: Tensor) -> Tensor:
+        return _times(slopes(theta, width, levels, centred=centred).flatten(-2).unsqueeze(-2), x)
+
+    return Predictor((2 + levels) * width, forward, log_prior, levels * width)
+
+
+def slopes(theta: Tensor, width: int, levels: int, *, centred: bool = False) -> Tensor:
+    """The slopes β^r of `multilevel`'s parameters, `(..., levels, width)`."""
+    mean, log_spread, own = _parts(theta, width, levels)
+    return own if centred else mean.unsqueeze(-2) + log_spread.exp().unsqueeze(-2) * own
+
+
+def _parts(theta: Tensor, width: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    mean, log_spread, standard = theta.split([width, width, levels * width], -1)
+    return mean, log_spread, standard.unflatten(-1, (levels, width))
+
+
+def _times(coefficients: Tensor, x: Tensor) -> Tensor:
+    """Coefficients `(B, M, C, p)` on features `(n, p)` or `(B, n, p)`: `(B, M, C, n)`."""
+    flat = coefficients.flatten(1, 2) @ x.mT
+    return flat.unflatten(1, coefficients.shape[1:3])

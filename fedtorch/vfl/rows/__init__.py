@@ -1,0 +1,1 @@
+"""Rows that several parties hold: tables of parties, private alignment, label leakage."""

@@ -1,0 +1,317 @@
+r"""Private set intersection: which rows parties share, without showing each other the rest.
+
+The Diffie–Hellman construction on the curve P-256. An identifier is hashed to a point P, the leader has a secret a and
+a member a secret b; the member sends bP of its rows, the leader aP of its own, and the member returns b(aP). The leader
+computes a(bP) and compares: equal points are equal identifiers, and points of rows that the other lacks look random
+(decisional Diffie–Hellman). Members then hear the places of the common rows in their own list.
+
+- *Points* are what `cryptography` offers: a point is given by its x-coordinate, `SHA-256(context, counter, identifier)`
+  with the first counter for which OpenSSL finds a point of that x (try and increment; every second x has one), and
+  multiplied by ECDH, which returns the x-coordinate of the product. Both signs of a point give the same x, so that
+  :math:`x(a \cdot bP) = x(b \cdot aP)`. The group has prime order, so there is no small subgroup to leak into, and
+  every received x is refused unless it is on the curve. (The older construction, X25519 of a hash as u-coordinate, lets
+  half of the hashes fall on the curve's twist. Its group is as hard, but which of the two a blinded point is on stays
+  visible, one bit of every row, and clamping makes secrets multiples of the cofactor; it is not used here.)
+- *The leader learns* how many rows each member has, and for its own rows which member has them. *A member learns* how
+  many rows the leader has, which of its own rows are used, and their order. A third party learns the sizes.
+- *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
+  two systems may write for one name; nothing else is folded, neither case nor blanks.
+- *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
+  whoever asks and however often (`allowance`): every point that it multiplies is a guess that the other can test. What
+  is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
+  learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
+  new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
+  on the identifier.
+
+The leader is the party with the labels, usually. `leading` and `following` are the halves of the protocol for any
+driver of `fedtorch.protocol.halves`, and `intersect` runs all of it in one process.
+
+References: Huberman, Franklin, Hogg, "Enhancing privacy and trust in electronic communities", EC 1999; Meadows, "A more
+efficient cryptographic matchmaking protocol", S&P 1986.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from cryptography.hazmat.primitives.asymmetric import ec
+from torch import Tensor
+
+from fedtorch.progress import tracked
+from fedtorch.protocol.halves import Half, Receive, Send, together
+from fedtorch.vfl.rows.allowance import Allowance
+
+_CONTEXT = b"fedtorch alignment, P-256, version 1"
+_CURVE = ec.SECP256R1()
+_BYTES = 32
+_BLINDING = "Blinding identifiers"
+
+
+class Points(NamedTuple):
+    """Both ways: blinded identifiers, in an order that says nothing."""
+
+    x: Tensor  # (n, 32) uint8
+
+
+class Positions(NamedTuple):
+    """To a member: which of its points are used, in the common order."""
+
+    rows: Tensor  # (m,) int64, −1 for a row that the member lacks
+
+
+_POINTS = Points(torch.empty(0, _BYTES, dtype=torch.uint8))
+_POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
+
+
+class Intersection(NamedTuple):
+    """What all know in the end.
+
+    >>> found = intersect({"clinic": ["b", "c", "a"], "laboratory": ["a", "d", "b"]}, leader="clinic")
+    >>> found.rows
+    (tensor([0, 2]), tensor([2, 0]))
+    >>> found.bytes > 9 * 32  # three points of each, the clinic's once more by the laboratory, and two positions
+    True
+    """
+
+    rows: tuple[Tensor, ...]  # (m,) one per party: its rows in the common order, −1 for a row that it lacks
+    bytes: int  # that were sent
+
+
+class Holder:
+    """Identifiers, a secret, and the order in which they are sent.
+
+    Args:
+        identifiers: one per row.
+        name: for error messages.
+        most: so many points of others are multiplied by the secret at most, in all requests together.
+        allowance: of points in all alignments; None for any number.
+
+    Raises:
+        ValueError: an identifier that comes twice, or is no Unicode text.
+
+    >>> clinic, laboratory = Holder(["ann", "bob"], "clinic"), Holder(["bob"], "laboratory")
+    >>> sent = clinic.own_points()  # what the laboratory sees of the clinic's list: a `Points`
+    >>> sent.x.shape
+    torch.Size([2, 32])
+    >>> clinic.places("laboratory", laboratory.own_points(), laboratory.blind(sent)).tolist()
+    [-1, 0]
+    >>> laboratory.rows(Positions(torch.tensor([0])))
+    tensor([0])
+    >>> laboratory.blind(Points(torch.zeros(1, 32, dtype=torch.uint8) + 255))
+    Traceback (most recent call last):
+    ValueError: Expected x-coordinates of points of P-256 at 'laboratory', but got another number
+    """
+
+    def __init__(
+        self, identifiers: Sequence[str], name: str, most: int = 10_000_000, allowance: Allowance | None = None
+    ) -> None:
+        self.name, self.identifiers, self.most = name, _normalised(identifiers, name), most
+        self.allowance = allowance
+        self._secret = ec.generate_private_key(_CURVE)
+        self.order = list(range(len(self.identifiers)))
+        secrets.SystemRandom().shuffle(self.order)
+
+    def own_points(self) -> Points:
+        """Own identifiers, hashed and blinded, in a secret order."""
+        rows = tracked(self.order, _BLINDING, unit="row")
+        return Points(_stack(self._times(_hash_to_point(self.identifiers[row])) for row in rows))
+
+    def blind(self, points: Points) -> Points:
+        """The other's points times one's own secret, in the order that they came in.
+
+        Raises:
+            ValueError: something that is not a point of the curve, or more points than are still taken.
+        """
+        if len(points.x) > self.most:
+            raise ValueError(
+                f"Expected at most {self.most} more points at {self.name!r}, but got {len(points.x)}; raise most= if "
+                "the lists are that long"
+            )
+        if self.allowance is not None:
+            self.allowance.take(len(points.x), self.name)
+        self.most -= len(points.x)
+        rows = tracked(_each(points), _BLINDING, len(points.x), unit="row")
+        return Points(_stack(self._times(_decode(x, self.name)) for x in rows))
+
+    def places(self, member: str, theirs: Points, returned: Points) -> Tensor:
+        """Where each own row is in a member's list, −1 where it is not, `(n,)`; what the leader finds out.
+
+        Args:
+            member: its name.
+            theirs: what it sent of its own.
+            returned: one's own points as it sent them back.
+
+        Raises:
+            ValueError: another number of points than were sent, one twice, or points that are not on the curve.
+        """
+        if len(returned.x) != len(self.order):
+            raise ValueError(f"Expected {len(self.order)} points back from {member!r}, but got {len(returned.x)}")
+        known = {x: i for i, x in enumerate(_each(self.blind(theirs)))}
+        for sent, count in ((theirs, len(known)), (returned, len(set(_each(returned))))):
+            if count < len(sent.x):
+                raise ValueError(f"Expected distinct points of {member!r}, but got {len(sent.x) - count} twice")
+        found = torch.empty(len(self.order), dtype=torch.int64)
+        found[self.order] = torch.tensor([known.get(x, -1) for x in _each(returned)], dtype=torch.int64)
+        return found
+
+    def rows(self, positions: Positions) -> Tensor:
+        """Own rows in the common order, −1 where there is none, `(m,)`; what a member finds out.
+
+        Raises:
+            ValueError: a position out of range, or one twice.
+        """
+        rows = positions.rows
+        used = rows[rows >= 0]
+        if bool(((rows < -1) | (rows >= len(self.order))).any()) or len(used.unique()) < len(used):
+            raise ValueError(
+                f"Expected distinct positions below {len(self.order)} or −1 at {self.name!r}, but got others"
+            )
+        return torch.where(rows < 0, rows, torch.tensor([*self.order, -1])[rows])
+
+    def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
+        return self._secret.exchange(ec.ECDH(), point)
+
+
+def following(member: Holder, leader: str) -> Half:
+    """A member's half; returns its rows in the common order.
+
+    Args:
+        member: the member.
+        leader: the name of the party that compares.
+    """
+    yield Send(leader, member.own_points(), rows=True)
+    points = yield Receive(leader, _POINTS, rows=True, most=member.most)
+    yield Send(leader, member.blind(points), rows=True)
+    return member.rows((yield Receive(leader, _POSITIONS, rows=True, most=len(points.x))))
+
+
+def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
+    """The leader's half; returns its own rows in the common order. It usually is the party with the labels.
+
+    Args:
+        leader: the leader.
+        members: their names.
+        required: members without which a row is left out; all by default.
+
+    Raises:
+        ValueError: an unknown required member, or no row that all required ones have.
+
+    >>> clinic, laboratory = Holder(["b", "c", "a"], "clinic"), Holder(["a", "d", "b"], "laboratory")
+    >>> halves = {"clinic": leading(clinic, ["laboratory"]), "laboratory": following(laboratory, "clinic")}
+    >>> rows, traffic = together(halves)
+    >>> rows["clinic"], rows["laboratory"]  # of a and b, in the clinic's order
+    (tensor([0, 2]), tensor([2, 0]))
+    """
+    needed = list(members if required is None else required)
+    for name in needed:
+        if name not in members:
+            raise ValueError(f"Expected required members among {sorted(members)}, but got {name!r}")
+    own = leader.own_points()
+    for name in members:
+        yield Send(name, own, rows=True)
+    places = {}
+    for name in members:
+        theirs = yield Receive(name, _POINTS, rows=True, most=leader.most)
+        returned = yield Receive(name, _POINTS, rows=True, most=len(own.x))
+        places[name] = leader.places(name, theirs, returned)
+    here = torch.ones(len(leader.order), dtype=torch.bool)
+    for name in needed:
+        here &= places[name] >= 0
+    if not bool(here.any()):
+        raise ValueError(f"Expected rows that {leader.name!r} and {needed} share, but got none; are identifiers alike?")
+    for name in members:
+        yield Send(name, Positions(places[name][here]), rows=True)
+    return here.nonzero()[:, 0]
+
+
+def intersect(
+    identifiers: Mapping[str, Sequence[str]], leader: str, required: Iterable[str] | None = None
+) -> Intersection:
+    """All parties in one process.
+
+    Args:
+        identifiers: of every party, by name.
+        leader: the name of the one that compares; the common order is that of its rows.
+        required: members without which a row is left out; all by default.
+
+    Raises:
+        ValueError: an unknown leader or member, an identifier that comes twice, or no common row.
+
+    >>> rows = intersect({"clinic": ["b", "c", "a"], "laboratory": ["a", "d", "b"]}, leader="clinic").rows
+    >>> [r.tolist() for r in rows]
+    [[0, 2], [2, 0]]
+    """
+    if leader not in identifiers:
+        raise ValueError(f"Expected a leader among {list(identifiers)}, but got {leader!r}")
+    members = [name for name in identifiers if name != leader]
+    halves = {leader: leading(Holder(identifiers[leader], leader), members, required)}
+    halves |= {name: following(Holder(identifiers[name], name), leader) for name in members}
+    found, traffic = together(halves)
+    return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
+
+
+def _normalised(identifiers: Sequence[str], name: str) -> list[str]:
+    """Identifiers in Unicode's normal form C.
+
+    Raises:
+        TypeError: not strings.
+        ValueError: not distinct, or no Unicode text.
+    """
+    seen: dict[str, int] = {}
+    for row, identifier in enumerate(identifiers):
+        if not isinstance(identifier, str):
+            raise TypeError(
+                f"Expected strings as identifiers of {name!r}, but got {type(identifier).__name__} in row {row}"
+            )
+        identifier = unicodedata.normalize("NFC", identifier)
+        if any("\ud800" <= letter <= "\udfff" for letter in identifier):
+            raise ValueError(
+                f"Expected Unicode text as identifiers of {name!r}, but got half a surrogate pair in row {row}; read "
+                "the file in its own encoding"
+            )
+        if identifier in seen:
+            raise ValueError(
+                f"Expected distinct identifiers at {name!r}, but rows {seen[identifier]} and {row} have the same; "
+                "merge them, or keep the first with `Party.distinct`"
+            )
+        seen[identifier] = row
+    return list(seen)
+
+
+def _hash_to_point(identifier: str) -> ec.EllipticCurvePublicKey:
+    """The point of an identifier: the first of its hashes that is the x-coordinate of one."""
+    text = identifier.encode()
+    for counter in range(256):
+        x = hashlib.sha256(_CONTEXT + bytes([counter]) + text).digest()
+        try:
+            return _point(x)
+        except ValueError:
+            continue
+    raise RuntimeError("Expected a point among 256 hashes, but got none")  # probability 2^-256
+
+
+def _point(x: bytes) -> ec.EllipticCurvePublicKey:
+    return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, b"\x02" + x)
+
+
+def _decode(x: bytes, name: str) -> ec.EllipticCurvePublicKey:
+    try:
+        return _point(x)
+    except ValueError:
+        raise ValueError(f"Expected x-coordinates of points of P-256 at {name!r}, but got another number") from None
+
+
+def _stack(points: Iterable[bytes]) -> Tensor:
+    joined = bytearray().join(points)
+    return torch.frombuffer(joined, dtype=torch.uint8).reshape(-1, _BYTES) if joined else _POINTS.x.clone()
+
+
+def _each(points: Points) -> Iterator[bytes]:
+    """One after the other."""
+    joined = points.x.numpy().tobytes()
+    return (joined[place : place + _BYTES] for place in range(0, len(joined), _BYTES))

@@ -1,0 +1,78 @@
+"""How many identifiers others may test at a party: counted in a file, over all alignments, cuts and processes.
+
+Whoever puts guessed identifiers into its list learns which of them a party has, and no intersection can prevent it.
+So a party says how many a day it answers, and a guesser needs as many days as that goes into the names there are:
+
+    allowance = Allowance("guesses.json", 20_000)           # about what the other's honest list is long
+    following(Holder(identifiers, "clinic", allowance=allowance), "leader")
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from fedtorch import _files as files, expected
+from fedtorch.protocol.rates import Bucket, Rate
+
+_DAY = 86_400.0
+_SECONDS = 30.0  # for another process that counts
+
+
+class Allowance:
+    """So many identifiers of others at once, and as many again in the course of each day.
+
+    Args:
+        path: of the file with the count; none yet is a full allowance.
+        a_day: identifiers.
+        now: seconds since 1970. A clock that is set back gives nothing until it has caught up.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     allowance = Allowance(f"{folder}/guesses.json", 3, now=lambda: 0.0)
+    ...     allowance.take(2, "clinic")
+    ...     allowance.take(2, "clinic")
+    Traceback (most recent call last):
+    ValueError: Expected at most 1 identifiers to be tested at 'clinic' now, at 3 a day, but got 2;
+    wait 8.0 hours, or agree on more
+    """
+
+    def __init__(self, path: Path | str, a_day: int, now: Callable[[], float] = time.time) -> None:
+        expected.positive(a_day=a_day)
+        self.path, self.a_day, self._now = Path(path), a_day, now
+
+    def take(self, count: int, name: str) -> None:
+        """Counts identifiers that are tested, before anything is answered.
+
+        Args:
+            count: of identifiers.
+            name: of the party, for the message.
+
+        Raises:
+            ValueError: they are more than are left, or the file has something else in it; nothing is counted.
+        """
+        with FileLock(f"{self.path}.lock", timeout=_SECONDS):
+            bucket = self._read()
+            if wait := bucket.take(count, max(self._now(), bucket.at)):
+                never = "split the list, or" if count > self.a_day else f"wait {wait / 3600:.1f} hours, or"
+                raise ValueError(
+                    f"Expected at most {int(bucket.level)} identifiers to be tested at {name!r} now, at {self.a_day} a "
+                    f"day, but got {count}; {never} agree on more"
+                )
+            files.replace(self.path, json.dumps({"left": bucket.level, "at": bucket.at}).encode())
+
+    def _read(self) -> Bucket:
+        bucket = Bucket(Rate(self.a_day, self.a_day / _DAY))
+        try:
+            if self.path.exists():
+                kept = json.loads(self.path.read_bytes())
+                bucket.level, bucket.at = min(float(kept["left"]), self.a_day), float(kept["at"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"Expected a count of identifiers in {self.path}, but got something else: {error}"
+            ) from None
+        return bucket

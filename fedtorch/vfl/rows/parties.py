@@ -1,0 +1,225 @@
+"""Parties: who holds which features of which rows, and how rows come together.
+
+>>> clinic = Party("clinic", ["ann", "bob", "cem"], torch.tensor([[1.0], [2.0], [3.0]]), ["age"])
+>>> labels = Party("registry", ["cem", "ann"], response=torch.tensor([1.0, 0.0]))
+>>> aligned = align([clinic, labels])
+>>> aligned.data.features[0].flatten().tolist(), aligned.data.response.tolist()
+([3.0, 1.0], [1.0, 0.0])
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.data.partition import split_features
+from fedtorch.vfl.rows.data import VerticalData
+from fedtorch.vfl.rows.leakage import warn_of_leakage
+
+if TYPE_CHECKING:
+    from fedtorch.data import VerticalTable
+
+
+@dataclass(frozen=True)
+class Party:
+    """What one party holds: features, labels, or both.
+
+    Attributes:
+        name: of the party.
+        identifiers: of its rows, such as patients' numbers; strings, compared in Unicode's normal form C.
+        x: its features, `(n, p)`, or rows of any shape `(n, ...)`; None for a party with labels only.
+        features: names of its columns, where it has columns.
+        response: the labels `(n,)`, at the party that has them.
+
+    Raises:
+        ValueError: neither features nor labels, or numbers of rows or columns that differ.
+    """
+
+    name: str
+    identifiers: Sequence[str]
+    x: Tensor | None = None
+    features: Sequence[str] = ()
+    response: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows = len(self.identifiers)
+        if self.x is None and self.response is None:
+            raise ValueError(f"Expected features or labels at {self.name!r}, but got neither")
+        for what, value in (("features", self.x), ("response", self.response)):
+            if value is not None and (value.ndim == 0 or len(value) != rows):
+                raise ValueError(
+                    f"Expected {rows} rows of {what} at {self.name!r}, one per identifier, but got {tuple(value.shape)}"
+                )
+        if self.features and (self.x is None or len(self.features) != self.x.shape[1]):
+            shape = None if self.x is None else tuple(self.x.shape)
+            raise ValueError(
+                f"Expected a column for each of {len(self.features)} names at {self.name!r}, but got {shape}"
+            )
+
+    def distinct(self) -> Party:
+        """Its rows without those whose identifier came before."""
+        names = [unicodedata.normalize("NFC", identifier) for identifier in self.identifiers]  # as `align` sees them
+        first = {name: row for row, name in reversed(list(enumerate(names)))}
+        return self.take(torch.tensor(sorted(first.values()), dtype=torch.long))
+
+    def take(self, rows: Tensor) -> Party:
+        """These rows, in this order, `(m,)`."""
+        of = lambda value: None if value is None else value[rows]
+        names = [self.identifiers[row] for row in rows.tolist()]
+        return dataclasses.replace(self, identifiers=names, x=of(self.x), response=of(self.response))
+
+
+class Aligned(NamedTuple):
+    """Rows that parties share, in one order.
+
+    >>> clinic = Party("clinic", ["ann", "bob"], torch.tensor([[1.0], [2.0]]))
+    >>> labels = Party("registry", ["bob", "cem"], response=torch.tensor([1.0, 0.0]))
+    >>> aligned = align([clinic, labels], required=["registry"])
+    >>> aligned.names, aligned.rows
+    (('clinic',), {'clinic': tensor([ 1, -1]), 'registry': tensor([0, 1])})
+    >>> aligned.data.present
+    tensor([[ True], [False]])
+    """
+
+    data: VerticalData
+    names: tuple[str, ...]  # of the parties with features, in the order of `data.features`
+    rows: dict[str, Tensor]  # (n,) each party's own rows by its name, −1 where it lacks one
+    bytes: int  # sent for the alignment
+
+
+def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) -> Aligned:
+    """Aligns rows by private set intersection; see `fedtorch.vfl.rows.alignment` for what whom is shown.
+
+    The party with the labels leads, and its order is the common one. A row stays if all required parties have it; where
+    another one lacks it, its features are zero and `data.present` says so.
+
+    Args:
+        parties: with distinct names; one of them has the labels.
+        required: names of those without which a row is left out; all by default.
+
+    Raises:
+        ValueError: not exactly one party with labels, an unknown name, an identifier twice at one party, or no row in
+            common.
+
+    Warns:
+        LabelLeakageWarning: a feature that determines the label.
+    """
+    from fedtorch.vfl.rows.alignment import intersect  # here, because only alignment needs `cryptography`
+
+    leader = _with_labels(parties)
+    needed = None if required is None else [name for name in required if name != leader.name]
+    for name in needed or []:
+        party_named(parties, name)
+    found = intersect({party.name: party.identifiers for party in parties}, leader.name, needed)
+    rows = {party.name: own for party, own in zip(parties, found.rows)}
+    assert leader.response is not None
+    response = leader.response[rows[leader.name]]
+    holders = [party for party in parties if party.x is not None]
+    features = tuple(_filled(party, rows[party.name]) for party in holders)
+    here = torch.stack([rows[party.name] >= 0 for party in holders], 1)
+    for party, x, own in zip(holders, features, here.T):
+        warn_of_leakage(x[own], response[own], party.name, party.features)
+    data = VerticalData(features, response, present=None if bool(here.all()) else here)
+    return Aligned(data, tuple(party.name for party in holders), rows, found.bytes)
+
+
+def joined(parties: Sequence[Party]) -> VerticalData:
+    """Rows that are aligned already, side by side.
+
+    Raises:
+        ValueError: not exactly one party with labels, different numbers of rows, or identifiers in different orders.
+
+    Warns:
+        LabelLeakageWarning: a feature that determines the label.
+
+    >>> clinic = Party("clinic", ["ann", "bob"], torch.tensor([[1.0], [2.0]]), response=torch.tensor([0.0, 1.0]))
+    >>> laboratory = Party("laboratory", ["ann", "bob"], torch.zeros(2, 3))
+    >>> [x.shape for x in joined([clinic, laboratory]).features]
+    [torch.Size([2, 1]), torch.Size([2, 3])]
+    """
+    leader = _with_labels(parties)
+    assert leader.response is not None
+    for party in parties:
+        if len(party.identifiers) != len(leader.identifiers):
+            raise ValueError(
+                f"Expected {len(leader.identifiers)} rows at {party.name!r} as at {leader.name!r}, but got "
+                f"{len(party.identifiers)}; align them first"
+            )
+        differ = [i for i, (a, b) in enumerate(zip(party.identifiers, leader.identifiers)) if a != b]
+        if differ:
+            raise ValueError(
+                f"Expected the identifiers of {leader.name!r} at {party.name!r}, but row {differ[0]} has another "
+                f"({len(differ)} do); align them first"
+            )
+    holders = [party for party in parties if party.x is not None]
+    for party in holders:
+        assert party.x is not None
+        warn_of_leakage(party.x, leader.response, party.name, party.features)
+    return VerticalData(tuple(party.x for party in holders if party.x is not None), leader.response)
+
+
+def from_table(
+    table: VerticalTable, identifiers: Sequence[str] | None = None, names: Sequence[str] | None = None
+) -> list[Party]:
+    """The parties of a table whose columns they hold, and one called `labels` that holds the labels only.
+
+    Args:
+        table: such as `fedtorch.data.heart_failure()`.
+        identifiers: of the rows; their numbers by default.
+        names: of the parties; `party 0`, … by default.
+
+    >>> import fedtorch as ft
+    >>> columns = ("age", "sex", "pulse")
+    >>> table = ft.data.VerticalTable(torch.ones(2, 3), torch.tensor([0, 1]), columns, ((0, 2), (1,)), (0, 2))
+    >>> clinic, laboratory, labels = from_table(table, names=["clinic", "laboratory"])
+    >>> clinic.features, clinic.x.shape, labels.response
+    (['age', 'pulse'], torch.Size([2, 2]), tensor([0, 1]))
+    """
+    rows = [str(row) for row in range(len(table.y))] if identifiers is None else list(identifiers)
+    called = [f"party {j}" for j in range(len(table.parties))] if names is None else list(names)
+    parts = zip(called, split_features(table.x, table.parties), table.parties, strict=True)
+    holders = [Party(name, rows, x, [table.features[c] for c in columns]) for name, x, columns in parts]
+    return [*holders, Party("labels", rows, response=table.y)]
+
+
+def party_named(parties: Sequence[Party], name: str) -> Party:
+    """The party of this name.
+
+    Raises:
+        ValueError: there is none.
+
+    >>> parties = [Party("clinic", ["ann"], torch.ones(1, 1)), Party("registry", ["ann"], response=torch.ones(1))]
+    >>> party_named(parties, "registry").response
+    tensor([1.])
+    """
+    for party in parties:
+        if party.name == name:
+            return party
+    raise ValueError(f"Expected one of the parties {[party.name for party in parties]}, but got {name!r}")
+
+
+def _with_labels(parties: Sequence[Party]) -> Party:
+    names = [party.name for party in parties]
+    if len(set(names)) < len(names):
+        raise ValueError(f"Expected parties with distinct names, but got {names}")
+    holders = [party for party in parties if party.response is not None]
+    if len(holders) != 1 or not any(party.x is not None for party in parties):
+        raise ValueError(
+            f"Expected one party with labels and at least one with features, but got labels at "
+            f"{[party.name for party in holders]} of {names}"
+        )
+    return holders[0]
+
+
+def _filled(party: Party, rows: Tensor) -> Tensor:
+    """Its features in the common order, zero where it has none."""
+    assert party.x is not None
+    values = party.x.new_zeros(len(rows), *party.x.shape[1:])
+    values[rows >= 0] = party.x[rows[rows >= 0]]
+    return values

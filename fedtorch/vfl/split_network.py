@@ -1,0 +1,330 @@
+r"""Split networks: every party a bottom network of its own features, the server the rest.
+
+Plain, party j sends :math:`z_j = f_j(x_j)`, the server combines them at the cut layer (a sum, or a concatenation that
+goes through a top network) and knows the response. The *hierarchical Bayes* split network is the augmented model with
+networks as predictors:
+
+.. math::
+    y_i \sim p(y \mid \textstyle\sum_j z_{ij}), \qquad z_{ij} \sim N(f_j(x_{ij}; \varphi_j, w_j), \rho^2), \qquad
+    w_j \sim N(0, \tau^2),
+
+with w_j the last layer's weights (or any that match a pattern), q(w_j) Gaussian, q(z | w) amortised, and φ_j found by
+maximising the bound. Everything carries a batch (folds × models × seeds) in front and is trained at once: elements of
+the batch do not influence each other, share the noise of an iteration, and are plain networks where ρ = 0. A plain
+network is the same model without noise and without spread of its weights: no prior, no posterior, the likelihood alone.
+It is therefore *not* the limit ρ → 0 of the hierarchical network, whose z have no noise while w_j keeps its posterior;
+scores jump there. The limit is had by a small ρ, such as 1e-3.
+
+*What it shows.* A split network keeps the labels from nobody: the gradient that a party is sent for a row has the sign
+of that row's residual, so that gradients of one step alone are the labels, of two classes all of them, whatever the
+noise ρ. What a party sends is a function of its features that others may invert. The noise ρ of the hierarchical model
+is drawn anew in every step: who keeps what was sent averages it away over the steps, by a factor of the root of their
+number. It is part of a model, not a guarantee; `fedtorch.trust.attacks.split` has these attacks, and
+`fedtorch.trust.privacy.noised_gradients` labels that are private.
+
+Among nodes it is trained by the halves of `fedtorch.vfl.nodes.iteration`. With `torchrun`, every process makes the same
+`SplitNetwork` from its keys (of other nodes' modules only their number matters, and how many numbers a row they send),
+takes its own part of it and its own data, and runs its half::
+
+    network = SplitNetwork(bottoms, likelihood, keys=keys)
+    iterations = [Iteration(step=step) for step in range(1000)]
+    if rank == 0:
+        half = server_half(ServerNode(network.server, VerticalData((), y), optimizer=adam, per_row=True), iterations)
+    else:
+        own = VerticalData((x,), torch.full((len(x),), torch.nan))
+        half = party_half(PartyNode(network.parties[rank - 1], own, optimizer=adam, per_row=True), iterations)
+    over_ranks(half, rank, 3)
+
+Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
+Inference", section 5.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from fedtorch import random
+from fedtorch.checkpoint_io import keep_plain
+from fedtorch.vfl.fit.auxiliary import noiseless
+from fedtorch.vfl.fit.bound import bound
+from fedtorch.vfl.fit.captured import CapturedBound
+from fedtorch.vfl.fit.gaussians import point
+from fedtorch.vfl.fit.guide import Guide, Parameters, initial
+from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes
+from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.fit.part import Part, draw_noises, parts
+from fedtorch.vfl.model.checks import check_features, check_response
+from fedtorch.vfl.model.likelihoods import ResponseLikelihood
+from fedtorch.vfl.model.predictors import NetworkPredictor, flat_prior
+from fedtorch.vfl.model.split_nn import Stacked
+from fedtorch.vfl.model.vertical import VerticalModel, summed
+from fedtorch.vfl.nodes.node import Optimizers, PartyNode, ServerNode
+from fedtorch.vfl.rows.data import VerticalData
+
+_WEIGHTS = 100  # purpose of an element's key
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Adam at 1e-3, as in the source.
+
+    >>> weight = nn.Parameter(torch.zeros(1))
+    >>> weight.grad = torch.tensor([5.0])
+    >>> adam([weight]).step()  # the first step is as long whatever the gradient
+    >>> weight.data
+    tensor([-0.0010])
+    """
+    return torch.optim.Adam(parameters, lr=1e-3, fused=True)
+
+
+class SplitNetwork(L.LightningModule):
+    """Split networks, plain or hierarchical Bayes, that an ordinary `Trainer` trains in one graph.
+
+    The loss of a batch element is the negative bound per row (the negative log-likelihood, of a plain network); the sum
+    over elements goes to the optimiser, which has to act on each number by itself, as Adam and SGD do.
+
+    Args:
+        bottoms: one network per party, any module of rows `(n, ...)` to `(n, C_j)`.
+        likelihood: of the response, from `fedtorch.vfl.model.likelihoods`.
+        keys: `(B,)` one per batch element, from which its weights start; the first is also that of the noise.
+        combine: at the cut layer, `summed` or `concatenated`.
+        top: a network at the server of the cut layer `(n, C)` to the likelihood's predictor; none by default.
+        bayes: noise and priors; None for plain networks.
+        names: of the parties.
+        widths: C_j; the likelihood's number of outputs by default.
+        row_dims: dimensions of one party's row: 1 for a table, 3 for images; tells whether features are stacked.
+        optimizer: from parameters to an elementwise optimiser, or to anything else that `configure_optimizers` may
+            return, such as one with a schedule; Adam at 1e-3 by default.
+        validation_draws: Monte Carlo draws of a validation loss.
+        compile: True captures a training step once per shape and replays it, see `fedtorch.vfl.fit.captured`.
+
+    Attributes:
+        parties: a `Part` each, which saves and loads by itself.
+        server: the server's `Part`.
+        bayesian: whether an element has noise and priors.
+        validation_losses: `(B,)` negative log scores per row, after a validation epoch.
+
+    Raises:
+        ValueError: no party, names or widths of another number, or noise at the sum without a sum at the cut layer.
+
+    >>> from fedtorch.vfl.model import likelihoods, split_nn
+    >>> keys = random.fold_in(random.key(0), torch.arange(2))
+    >>> bottoms = [split_nn.mlp(3, [4], 1), split_nn.mlp(2, [4], 1)]
+    >>> network = SplitNetwork(bottoms, likelihoods.bernoulli(), keys=keys, names=["clinic", "laboratory"])
+    >>> network.predict([torch.zeros(5, 3), torch.zeros(5, 2)]).shape
+    torch.Size([2, 5])
+    """
+
+    parties: Sequence[Part]
+
+    def __init__(
+        self,
+        bottoms: Sequence[nn.Module],
+        likelihood: ResponseLikelihood,
+        *,
+        keys: Tensor,
+        combine: Callable[[Sequence[Tensor]], Tensor] = summed,
+        top: nn.Module | None = None,
+        bayes: HierarchicalBayes | None = None,
+        names: Sequence[str] | None = None,
+        widths: Sequence[int] | None = None,
+        row_dims: Sequence[int] | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], OptimizerLRScheduler] = adam,
+        validation_draws: int = 16,
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        count = len(bottoms)
+        names = [f"party {j}" for j in range(count)] if names is None else list(names)
+        widths = [likelihood.outputs] * count if widths is None else list(widths)
+        dims = [1] * count if row_dims is None else list(row_dims)
+        if not count or not count == len(names) == len(widths) == len(dims) or len(set(names)) < count:
+            raise ValueError(
+                f"Expected parties with a name, width and row_dims each, but got {names}, {widths}, {dims}"
+            )
+        guide = Guide(noiseless(), point()) if bayes is None else bayes.guide(combine is summed and top is None)
+        rho = _of_elements(1.0 if bayes is None else bayes.rho, len(keys), "rho")
+        sd = None if bayes is None or bayes.weight_sd is None else _of_elements(bayes.weight_sd, len(keys), "weight_sd")
+        of_weights = lambda j: random.fold_in(random.fold_in(keys, j), _WEIGHTS)
+        predictors = [
+            NetworkPredictor(
+                Stacked(module, of_weights(j), dim), width, name=name, weight_sd=sd,
+                random=() if bayes is None else bayes.random, prior=None if bayes is None else bayes.prior,
+            )
+            for j, (module, name, width, dim) in enumerate(zip(bottoms, names, widths, dims), start=1)
+        ]  # fmt: skip
+        dtype = predictors[0].start.dtype
+        active = None if bool((rho > 0).all()) else rho > 0
+        model = VerticalModel(
+            likelihood, tuple(predictors), torch.where(rho > 0, rho, 1.0).to(dtype), False, False, flat_prior(),
+            active=active, combine=combine, top=None if top is None else Stacked(top, of_weights(0)),
+        )  # fmt: skip
+        key = keys.reshape(-1)[0]
+        begin = initial(model, guide, 0, len(keys), key, dtype)
+        server, *holders = parts(model, guide, begin, names=names, key=key)
+        self.server, self.parties = server, cast("Sequence[Part]", nn.ModuleList(holders))
+        self.size, self.bayesian = len(keys), bayes is not None and bool((rho > 0).any())
+        self.optimizer, self.validation_draws, self.compiles = optimizer, validation_draws, compile
+        self._captured: CapturedBound | None = None
+        self.validation_losses = torch.full((len(keys),), math.nan)
+
+    @property
+    def model(self) -> VerticalModel:
+        """The vertical model that the parts belong to, with the parties' networks as its predictors."""
+        return dataclasses.replace(
+            self.server.model, predictors=tuple(cast("NetworkPredictor", party.network) for party in self.parties)
+        )
+
+    @property
+    def variational(self) -> Parameters:
+        """All parts' parameters of q."""
+        return Parameters(None, self.server.q, tuple(party.q for party in self.parties))
+
+    def losses(self, data: VerticalData, step: int) -> Tensor:
+        """The negative bound per row of each element, `(B,)`, with the noise of this step."""
+        here, noise = self._drawn(data, step)
+        value = bound(self.model, self.server.guide, self.variational, here, noise).squeeze(1)
+        return -value / here.total.to(value)
+
+    def _drawn(self, data: VerticalData, step: int) -> tuple[VerticalData, Noise]:
+        """Data in the networks' dtype, and the noise of this step."""
+        noise = draw_noises([self.server, *self.parties], step, data.response.shape[-1])
+        return data.to_dtype(self.server.rho.dtype), noise
+
+    def setup(self, stage: str) -> None:
+        """Has the Trainer keep checkpoints that appear whole, and read none that could run code."""
+        keep_plain(self.trainer.strategy)
+        self._captured = None  # of tensors that may have been moved since
+
+    def training_step(self, data: VerticalData, index: int) -> Tensor:
+        """The sum of the elements' losses."""
+        if self.global_step == 0:
+            self.check(data)
+        losses, total = (self._replayed if self.compiles else self._evaluated)(data, self.global_step)
+        self.log("train_loss", losses.detach().mean(), on_step=False, on_epoch=True, batch_size=1)
+        return total
+
+    def _evaluated(self, data: VerticalData, step: int) -> tuple[Tensor, Tensor]:
+        """(the losses, `(B,)`, their sum)."""
+        losses = self.losses(data, step)
+        return losses, losses.sum()
+
+    def _replayed(self, data: VerticalData, step: int) -> tuple[Tensor, Tensor]:
+        """The same by a captured step."""
+        here, noise = self._drawn(data, step)
+        if self._captured is None:
+            self._captured = CapturedBound(self.model, self.server.guide, self.variational)
+        return self._captured.losses(here, noise, 1 / here.total.to(self.server.rho).reshape(-1, 1))
+
+    def validation_step(self, data: VerticalData, index: int) -> None:
+        """Logs the mean over elements of the negative log score."""
+        score = self.log_score(data, draws=self.validation_draws)
+        weight = torch.ones_like(score) if data.weight is None else data.weight.to(score).expand_as(score)
+        self.validation_losses = -(score * weight).sum(-1) / weight.sum(-1)
+        self.log("val_loss", self.validation_losses.mean(), batch_size=1)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimiser of all nodes' parameters."""
+        return self.optimizer(self.parameters())
+
+    def check(self, data: VerticalData) -> None:
+        """Checks data against the network.
+
+        Raises:
+            ValueError: another number of parties or rows, features that are not finite, a response that the likelihood
+                does not have, or absent rows with noise drawn at the sum.
+        """
+        check_features(self.model, data, [party.name for party in self.parties])
+        check_response(self.model.likelihood, data)
+        if not bool((data.total > 0).all()):
+            raise ValueError("Expected a row with a positive weight for each element, but got weights that are all 0")
+        if data.present is not None and self.server.guide.auxiliary.server is not None:
+            raise ValueError("Expected rows that all parties have, for `sums`, but got absent ones; use `amortised`")
+
+    def nodes(self, data: VerticalData, optimizer: Optimizers = adam) -> tuple[ServerNode, list[PartyNode]]:
+        """The nodes in one process, each with what it may know; they train this network in place.
+
+        Args:
+            data: aligned rows.
+            optimizer: from parameters to an optimiser, for each node.
+        """
+        self.train()
+        self.check(data)
+        known = data.known_to_parties(response=self.server.guide.auxiliary.sees_response)
+        parties = [PartyNode(p, own, optimizer=optimizer, per_row=True) for p, own in zip(self.parties, known)]
+        return ServerNode(self.server, data.known_to_server(), optimizer=optimizer, per_row=True), parties
+
+    @torch.no_grad()
+    def totals(
+        self, features: Sequence[Tensor], draws: int, key: Tensor | None, noise: bool, data: VerticalData | None = None
+    ) -> Tensor:
+        """Draws of the likelihood's predictor of new rows, `(B, M, C, n)`, by all parties together."""
+        if len(features) != len(self.parties):
+            raise ValueError(f"Expected features of {len(self.parties)} parties, but got {len(features)}")
+        rows = [x.shape[-1 - dims] for x, dims in zip(features, self.model.row_dims)]
+        if len(set(rows)) > 1:
+            raise ValueError(f"Expected the same rows of all parties, but got {rows} of them; align the rows")
+        was_training = self.training
+        self.eval()
+        try:
+            key = random.key(0).to(self.server.rho.device) if key is None else key
+            values = [party.propose(x, key, draws, noise) for party, x in zip(self.parties, features)]
+            if data is not None and data.present is not None:
+                values = [value * data.present[:, j].to(value.dtype) for j, value in enumerate(values)]
+            offset = None if data is None or data.offset is None else data.offset.to(values[0].dtype)
+            model = self.model
+            return model.centre(self._shared, model.cut(values), offset)[0]
+        finally:
+            self.train(was_training)
+
+    def predict(
+        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+    ) -> Tensor:
+        """The predictive mean of new rows by all parties together, averaged over draws.
+
+        Args:
+            features: `(n, ...)` or `(B, n, ...)`, one per party.
+            draws: of weights and noise.
+            key: of the draws.
+            noise: whether with the model's noise on z.
+
+        Returns:
+            `(B, n)`; of a categorical likelihood probabilities `(B, C, n)`.
+
+        Raises:
+            ValueError: another number of parties, or parties with other numbers of rows.
+        """
+        total = self.totals(features, draws if self.bayesian else 1, key, noise)
+        return self.model.likelihood.mean(total, self._shared).mean(1)
+
+    def log_score(
+        self, data: VerticalData, *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+    ) -> Tensor:
+        r"""The log predictive density of each row, :math:`\log \frac1M \sum_m p(y_i | m)`, `(B, n)`."""
+        total = self.totals(data.features, draws if self.bayesian else 1, key, noise, data)
+        rows = self.model.likelihood.log_prob(data.y.to(total.dtype), total, self._shared)
+        return rows.logsumexp(1) - math.log(rows.shape[1])
+
+    @property
+    def _shared(self) -> Tensor:
+        """The likelihood's own parameters, `(B, 1, S)`."""
+        return self.server.q["theta"]["mean"].detach().unsqueeze(1)
+
+    def predict_step(self, data: VerticalData, index: int) -> Tensor:
+        """What `predict` says of a batch."""
+        return self.predict(data.features)
+
+
+def _of_elements(value: float | Tensor, size: int, name: str) -> Tensor:
+    """One number for each element, `(B,)`."""
+    numbers = torch.as_tensor(value, dtype=torch.float64)
+    if numbers.ndim and len(numbers) != size:
+        raise ValueError(f"Expected {name} of {size} elements, but got {len(numbers)}")
+    return numbers.expand(size)

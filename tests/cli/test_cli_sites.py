@@ -1,0 +1,100 @@
+"""The commands for sites and their servers: what they say, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedtorch import cli
+from fedtorch.sites import Roster
+from fedtorch.sites.identity import identity
+
+pytest.importorskip("grpc")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> str:
+    assert cli.main(["authority", str(tmp_path / "authority"), "--server", str(tmp_path / "server")]) == 0
+    return str(tmp_path / "server")
+
+
+@pytest.fixture
+def authority(server: str) -> str:
+    return str(Path(server).parent / "authority")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command says that fails."""
+    capsys.readouterr()
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_an_authority_says_its_fingerprint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, server = tmp_path / "authority", tmp_path / "server"
+    assert cli.main(["authority", str(folder), "--server", str(server)]) == 0
+    print_of, end = identity.fingerprint((folder / "authority.pem").read_bytes()), identity.read(server).ends
+    said = capsys.readouterr().out
+    assert said.startswith(f"authority {print_of} in ")
+    assert f"its certificate ends on {end:%Y-%m-%d}" in said
+    assert "has one; keep it" in refused(capsys, "authority", str(folder), "--server", str(tmp_path / "other"))
+    assert "has one; choose another" in refused(capsys, "authority", str(tmp_path / "new"), "--server", str(server))
+
+
+def test_the_authority_s_key_is_not_where_the_server_runs(
+    server: str, authority: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {path.name for path in Path(server).iterdir()} == {"key.pem", "certificate.pem", "authority.pem"}
+    assert (Path(authority) / "authority.key.pem").exists()
+    assert "Expected two folders" in refused(capsys, "authority", server, "--server", server)
+
+
+def test_a_server_s_certificate_is_renewed_under_the_same_authority(
+    server: str, authority: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = identity.read(server)
+    assert cli.main(["authority", authority, "--server", server, "--renew", "--lifetime", "30"]) == 0
+    after = identity.read(server)
+    assert after.authority == before.authority
+    assert after.ends < before.ends
+    after.check_server()
+    assert "its key is not there" in refused(capsys, "authority", server + "2", "--server", server, "--renew")
+
+
+def test_who_is_revoked_stays_so(server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Expected one of [], but got 'a'" in refused(capsys, "revoke", "a", "--server", server)
+    roster = Roster(Path(server) / "roster.json")
+    roster.add("a", "0" * 64)
+    assert cli.main(["revoke", "a", "--server", server, "--why", "stolen"]) == 0
+    assert roster.sites["a"].revoked == "stolen"
+
+
+def test_a_memory_of_sums_is_begun_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = str(tmp_path / "states")
+    assert cli.main(["states", states, "--begin-sums"]) == 0
+    assert "remembers from now on which sums" in capsys.readouterr().out
+    file = tmp_path / "states" / "sums.jsonl"
+    before = file.read_bytes()
+    assert "keep it, or move it away" in refused(capsys, "states", states, "--begin-sums")
+    assert cli.main(["states", states, "--clean", "0"]) == 0
+    assert file.read_bytes() == before
+
+
+def test_what_cannot_be_done_is_said_in_a_line(
+    authority: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "Expected a name of 1 to 63" in refused(capsys, "invite", "../a", "--authority", authority, "--at", "h:1")
+    assert "Expected a whole token" in refused(capsys, "enrol", "hello", "--identity", str(tmp_path / "a"))
+    here = str(tmp_path / "a")
+    join = ["join", "h:1", "--identity", here, "--data"]
+    assert "make one with `fedtorch enrol`" in refused(capsys, *join, "my_data.py")
+    identity.make_site(authority, "a").save(here)
+    assert "my_data.py is not there" in refused(capsys, *join, "my_data.py")
+    file = tmp_path / "my_data.py"
+    file.write_text("data = 3")
+    assert "to define algorithms" in refused(capsys, *join, str(file))
+    file.write_text("data, algorithms = 3, {}")
+    assert "Expected data as FederatedData" in refused(capsys, *join, str(file))

@@ -1,0 +1,644 @@
+"""Every experiment and benchmark runs with --smoke and writes the rows it promises."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
+
+import fedtorch as ft
+from experiments import (
+    common,
+    demo_sites,
+    demo_statistics,
+    fedavg_family,
+    fedlin_cmapss,
+    fedlin_school,
+    fedlin_selection,
+    fedlin_simulation,
+    fedlin_student,
+    fedmgp_battery,
+    fedmgp_extrapolation,
+    fedmgp_faults,
+    fedmgp_scale,
+    gtv_assignments,
+    gtv_clusters,
+    gtv_fmi,
+    gtv_privacy,
+    gtv_trust,
+    privacy_accuracy,
+    privacy_attacks,
+    quickstart,
+    resilience,
+    robustness,
+    side_by_side,
+    sparse_directed,
+    sparse_network,
+    sparse_regression,
+    vfl_heart,
+    vfl_heart_models,
+    vfl_logistic,
+    vfl_poisson,
+)
+from experiments.benchmarks import (
+    __main__ as benchmarks,
+    against,
+    core,
+    fedlin,
+    fedmgp as fedmgp_benchmark,
+    gibbs,
+    gpu,
+    gpu_kernels,
+    gtv,
+    privacy,
+    robust,
+    robust_peers,
+    vfl,
+    vfl_split,
+    workloads,
+)
+from fedtorch import tree
+from fedtorch.dispatch import choice
+from fedtorch.trust import attacks, robust as rules
+
+
+def rows(path):
+    written = json.loads(path.read_text())
+    fields = {field.name for field in dataclasses.fields(common.Row)}
+    assert all(row.keys() == fields for row in written["rows"])
+    return {(row["setting"], row["metric"]): row["ours"] for row in written["rows"]}
+
+
+def needs(folder):
+    """Skips a test whose files are not at hand, so that tests never download."""
+    given = os.environ.get("FEDTORCH_DATA_DIR")
+    if not given or not (Path(given) / folder).is_dir():
+        pytest.skip(f"needs the folder {folder} in FEDTORCH_DATA_DIR")
+
+
+def test_quickstart(tmp_path):
+    quickstart.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["separate", "megabytes"] == found["pooled", "megabytes"] == 0
+    assert 0 < found["personal background", "megabytes"] < found["Ditto", "megabytes"] == found["FedAvg", "megabytes"]
+    assert 0 < found["the same, ε = 8", "epsilon"] <= 8
+    assert [setting for setting, metric in found if metric == "epsilon"] == ["the same, ε = 8"]
+    assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_demo_statistics(tmp_path):
+    demo_statistics.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["hierarchical Bayes", "error"] < found["one model for all", "error"]
+    assert found["effects", "furthest from one place, in sd"] < 0.05  # of four clinics after four rounds
+    assert (tmp_path / "demo_statistics.png").stat().st_size > 10_000
+
+
+def test_gtv_privacy(tmp_path):
+    needs("fmi_weather")
+    gtv_privacy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["9.1 noise 0 on models, 20 rounds", "stations found"] == 1
+    assert found["9.1 noise 100 on models, 20 rounds", "stations found"] < 0.5
+    leaks = [found[f"9.2 I(s; z | y) ≤ {leak} nats", "R², normal classes"] for leak in ("0", "0.1", "inf")]
+    assert leaks == sorted(leaks)
+    guesses = {setting: value for (setting, _), value in found.items() if setting.startswith("9.6.1")}
+    assert min(guesses, key=guesses.get) != "9.6.1 the mean place"
+    assert found["9.6.3 noise of 4 degrees", "degrees off"] > found["9.6.3 noise of 0 degrees", "degrees off"]
+    assert found["9.6.4 features private (9.10), linear", "R² of the latitude"] < 0.05
+    assert found["9.6.4 features as they are, linear", "R² of the latitude"] > 0.99
+    assert (tmp_path / "gtv_privacy.png").stat().st_size > 10_000
+
+
+def test_privacy_attacks(tmp_path):
+    needs("fmi_weather")
+    privacy_attacks.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["labels, plain", "labels found, first step"] == 1
+    assert found["labels, ρ = 5, drawn by the parties", "labels found, first step"] == 1
+    assert found["labels, private labels, ε = 1", "labels found, first step"] < 0.65
+    assert found["z, ρ = 1", "R² of g, T = 1"] < found["z, ρ = 1", "R² of g, T = 100"]
+    assert found["inversion, one row, ε = inf", "distance"] < 1e-6
+    assert found["inversion, one row, ε = 1", "distance"] > 0.5
+    assert (tmp_path / "privacy_attacks.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow  # four processes
+def test_demo_sites(tmp_path):
+    pytest.importorskip("grpc")
+    demo_sites.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    for name in ("fedavg", "ep", "split network"):
+        assert found[name, "largest difference"] < 1e-10  # rounding of float64, of numbers up to some thousands
+        assert abs(found[name, "accuracy over sites"] - found[name, "accuracy in one process"]) < 0.01
+
+
+@pytest.mark.slow
+def test_gtv_trust(tmp_path):
+    needs("fmi_weather")
+    gtv_trust.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    change = "Σ‖change‖², noise {} °C, {}"
+    for strength in ("0.01", "10"):
+        exact, printed = (found["8.5 perturbed labels", change.format(strength, name)] for name in ("exact", "(8.3)"))
+        assert 0 < exact < printed
+    assert found["8.4 ρ = 10", "(8.11)"] < found["8.4 ρ = 0", "(8.11)"]
+    assert (tmp_path / "gtv_trust.png").stat().st_size > 10_000
+
+
+def test_robustness(tmp_path):
+    robustness.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert 0 < found["inner products × 4 against Krum", "accuracy"] <= 1
+    assert ("backdoor against FedAvg", "trigger") in found
+    assert ("none against FedAvg", "trigger") not in found
+    assert (tmp_path / "robustness.png").stat().st_size > 10_000
+
+
+def test_resilience(tmp_path):
+    resilience.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    after = "distance after {} rounds".format
+    for setting in ("messages lost on links, 0%", "messages lost on links, 60%", "up to 5 rounds late"):
+        assert found[setting, after(20)] < found[setting, after(5)]
+    perfect = found["messages lost on links, 0%", after(20)]
+    assert found["up to 0 rounds late", after(20)] == perfect
+    assert found["stragglers, 90% of the nodes", after(20)] > found["stragglers, 30% of the nodes", after(20)] > perfect
+    gone = "links lost for good, {:.0%}".format
+    assert found[gone(0), "star"] < found[gone(1), "star"] == found["server lost", "star"]
+    assert found[gone(1), "network"] == pytest.approx(found["server lost", "star"], rel=1e-9)
+    assert (tmp_path / "resilience.png").stat().st_size > 10_000
+
+
+def test_robust_benchmark(tmp_path):
+    robust.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["24 messages × 500 numbers", "FedAvg / FedAvg"] == 1
+    assert all(value > 0 for value in found.values())
+
+
+def test_robust_peers(tmp_path, monkeypatch):
+    given = robust_peers.tables(1)
+    averages = {
+        f"{key} {name}": rule.average(value, torch.full((len(value),), 1 / len(value), dtype=torch.float64)).numpy()
+        for key, value in given.items()
+        for name, rule in robust_peers.ours(len(value), int(key.split()[1])).items()
+    }
+    assert set(robust_peers.differences(given, averages).values()) == {0.0}
+    averages["0 2 Flower: Krum"] = averages["0 2 Flower: Krum"] + 1.0
+    assert robust_peers.differences(given, averages)["Flower: Krum"] > 0.1
+    monkeypatch.setattr(robust_peers, "INTERPRETER", tmp_path / "missing")
+    robust_peers.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert rows(tmp_path / "rows.json") == {}
+
+
+@pytest.mark.slow
+def test_privacy_accuracy(tmp_path):
+    privacy_accuracy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 2 * len(privacy_accuracy.COMPARISONS)
+    attack = "area under ROC"
+    assert found["membership, network, ε = 2", attack] < found["membership, network, ε = ∞", attack]
+    assert (tmp_path / "privacy_accuracy.png").stat().st_size > 10_000
+
+
+def test_core_benchmark(tmp_path):
+    core.main(["--smoke", "--part", "linear", "--json", str(tmp_path / "rows.json")])
+    assert len(rows(tmp_path / "rows.json")) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", sorted(core.parts(True)))
+def test_core_benchmark_parts(tmp_path, part):
+    core.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value == value for value in rows(tmp_path / "rows.json").values())
+
+
+def test_fedavg_family(tmp_path):
+    fedavg_family.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for participation in ("all clients", "2 of 10 clients"):
+        error = {name: found[name, f"relative error, {participation}"] for name in fedavg_family.algorithms()}
+        assert max(error["SCAFFOLD"], error["FedDyn"]) < min(error["FedAvg"], error["FedProx"]) / 10
+        assert error["Ditto (shared)"] == pytest.approx(error["FedAvg"], rel=1e-12)
+    assert (tmp_path / "fedavg_family.png").stat().st_size > 10_000
+
+
+def test_sparse_directed(tmp_path):
+    arguments = ["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_directed.main(arguments)
+    found = rows(tmp_path / "rows.json")
+    assert found["simulated", "inclusion of effects"] > found["simulated", "inclusion of zeros"]
+    assert (tmp_path / "sparse_directed_simulated.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_sparse_directed_expression(tmp_path):
+    needs("tcga_brca_expression")
+    arguments = ["--smoke", "--study", "expression", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_directed.main(arguments)
+    assert 0 <= rows(tmp_path / "rows.json")["expression", "inclusion of AXIN1 → DVL1"] <= 1
+    for name in ("heat_map", "expression"):
+        assert (tmp_path / f"sparse_directed_{name}.png").stat().st_size > 10_000
+
+
+def test_sparse_network(tmp_path):
+    sparse_network.main(["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["simulated", "false discoveries, or"] < 0.3
+    assert found["simulated", "edges found, or"] > 0.5
+
+
+@pytest.mark.slow
+def test_sparse_network_of_proteins(tmp_path):
+    needs("tcpa_brca_rppa")
+    arguments = ["--smoke", "--study", "proteins", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_network.main(arguments)
+    found = rows(tmp_path / "rows.json")
+    for rule in ("or", "and"):
+        for pair in ("LKB1–p27_pT157", "p27_pT157–p27_pT198"):
+            assert found[f"proteins, {rule}", f"rank of {pair}"] <= 3
+    assert found["proteins, without a server", "largest difference of a coefficient from the server's"] == 0
+    for name in ("heat_map", "or", "and"):
+        assert (tmp_path / f"sparse_network_{name}.png").stat().st_size > 10_000
+
+
+def test_fedlin_simulation(tmp_path):
+    fedlin_simulation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert {setting for setting, _ in found} >= {f"case {name}" for name in ("I", "II", "III", "IV")}
+    few_rows = "related, K = 12, d = 8, N = 20"
+    assert found[few_rows, "knows Ω"] < found[few_rows, "HM1"] < found[few_rows, "least squares"]
+    assert (tmp_path / "fedlin_simulation_correlation.png").stat().st_size > 10_000
+
+
+def test_fedlin_cmapss(tmp_path):
+    needs("cmapss_fd001")
+    fedlin_cmapss.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 2 * len(fedlin_cmapss.METHODS)
+    assert all(0 < value < 5 for value in found.values())
+
+
+@pytest.mark.slow
+def test_fedlin_school(tmp_path):
+    needs("school")
+    fedlin_school.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["HM1", "rmse"] < found["separate", "rmse"]
+    gain = found["HM1", "explained"] - found["separate", "explained"]
+    assert found["HM1", "explained, more than separate"] == pytest.approx(gain)
+    assert 0 < found["HM1, Ω", "cosine of that direction with equal weights"] <= 1
+    assert (tmp_path / "fedlin_school.png").stat().st_size > 10_000
+
+
+def test_paired_differences_of_splits_that_overlap():
+    mean, error = fedlin_school.paired([3.0, 4.0, 5.0], [1.0, 1.0, 1.0])
+    assert (mean, error) == (3.0, pytest.approx((1 / 3 + 1 / 3) ** 0.5))  # an sd of 1; a third of the pupils tests
+    assert fedlin_school.paired([3.0], [1.0]) == (2.0, None)
+
+
+def test_fedlin_benchmark(tmp_path):
+    fedlin.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert len(rows(tmp_path / "rows.json")) == 18
+
+
+@pytest.mark.slow
+def test_gtv_benchmark(tmp_path):
+    gtv.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    reached = {
+        setting.split(", ")[1]: value
+        for (setting, metric), value in found.items()
+        if metric == "rounds to 1e-8, stopped at 150"
+    }
+    assert reached["conjugate gradients"] < reached["Chebyshev"] <= reached["FedGD"] == 150
+    assert all(value > 0 for value in found.values())
+    assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000
+
+
+def test_fedlin_selection(tmp_path):
+    fedlin_selection.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["case I", "correct inclusion"] == 1.0
+    assert 0.05 < found["case I", "A-RMSE"] < 0.055  # noise of 0.05, and eight coefficients learnt from 100 rows
+    assert found["case I", "false inclusion"] < 0.25
+    assert (tmp_path / "fedlin_selection.png").stat().st_size > 10_000
+
+
+def test_fedlin_student(tmp_path):
+    if not os.environ.get("FEDTORCH_DATA_DIR"):
+        pytest.skip("needs the student performance data in FEDTORCH_DATA_DIR")
+    fedlin_student.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["ridge (HM2)", "A-RMSE, all"] < 1  # better than the mean
+    assert 0 < found["ridge (HM2)", "included, school 1"] < 38
+    assert (tmp_path / "fedlin_student.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedmgp_extrapolation(tmp_path):
+    fedmgp_extrapolation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["FedMGP", "MSE"] < min(found["FedPoly", "MSE"], found["IndGP", "MSE"])
+    assert (tmp_path / "fedmgp_extrapolation.png").stat().st_size > 10_000
+
+
+def test_fedmgp_scale(tmp_path):
+    fedmgp_scale.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert rows(tmp_path / "rows.json")["(50, 20)", "CenMGP MSE"] < 0.02
+    assert (tmp_path / "fedmgp_scale.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedmgp_benchmark(tmp_path):
+    fedmgp_benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["to the same bound", "times faster (target 20)"] > 1
+    assert (tmp_path / "fedmgp_benchmark.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedmgp_faults(tmp_path):
+    fedmgp_faults.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 15  # where units drop out there is no robust total
+    assert (tmp_path / "fedmgp_faults.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedmgp_battery(tmp_path):
+    try:
+        fedmgp_battery.cells()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    fedmgp_battery.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 6 + 2 * 5  # six errors, and coverage and width of the intervals of all but the polynomial
+    assert found["FedMGP, own processes", "95 % intervals cover"] >= found["FedMGP", "95 % intervals cover"]
+    assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
+
+
+def test_vfl_heart(tmp_path):
+    needs("heart_failure")
+    vfl_heart.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert set(vfl_heart.PUBLISHED) < {setting for setting, _ in found}
+    # The reference is deterministic but for the random folds; the issue's figures are 86.2 % and −0.341.
+    assert found["logistic regression, all covariates", "accuracy (%)"] == pytest.approx(86.2, abs=0.5)
+    assert found["logistic regression, all covariates", "log-likelihood"] == pytest.approx(-0.341, abs=0.003)
+    assert found["split network", "log-likelihood − logistic regression's, se over rows"] < 0
+    assert (tmp_path / "vfl_heart.png").stat().st_size > 10_000
+
+
+def test_vfl_heart_chooses_priors_by_training_rows_only():
+    outer = vfl_heart_models.folds(63, 2)
+    within, informs = vfl_heart_models.pairs(outer)
+    rows = lambda index, weight: set(index[weight > 0].tolist())
+    informed = Counter(informs.flatten().tolist())
+    assert set(informed) == set(range(20))
+    assert set(informed.values()) == {2 * vfl_heart_models.NEIGHBOURS}
+    halves = within.test.unflatten(1, (2, -1)), within.test_weight.unflatten(1, (2, -1))
+    for pair, both in enumerate(informs.tolist()):
+        for half, fold in enumerate(both):
+            test, validation = (
+                rows(outer.test[fold], outer.test_weight[fold]),
+                rows(halves[0][pair, half], halves[1][pair, half]),
+            )
+            assert len(validation) in (6, 7)
+            assert test.isdisjoint(validation | rows(within.train[pair], within.weight[pair]))
+            assert validation.isdisjoint(rows(within.train[pair], within.weight[pair]))
+
+
+def test_vfl_split_benchmark(tmp_path):
+    needs("heart_failure")
+    vfl_split.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
+
+
+@pytest.mark.slow
+def test_vfl_logistic(tmp_path):
+    vfl_logistic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    settings = {setting for setting, _ in found}
+    assert len(settings) == 2 * (4 + 4 + 2)  # with and without noise; our q(s|θ)q(z|s) beside the source's eight
+    assert {"NUTS" in setting for setting, metric in found if metric == "bound"} == {False}
+    assert (tmp_path / "vfl_logistic_2_parties.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_vfl_poisson(tmp_path):
+    vfl_poisson.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len({setting for setting, _ in rows(tmp_path / "rows.json")}) == 9
+    assert (tmp_path / "vfl_poisson.png").stat().st_size > 10_000
+
+
+def test_vfl_benchmark(tmp_path):
+    vfl.main(["--smoke", "--part", "bytes", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    up, down = ("bytes up, 826 rows and 2 parties", "bytes down, 826 rows and 2 parties")
+    one_exchange = "augmented, sums, response at the server"
+    assert found[one_exchange, up] == found[one_exchange, down]
+    assert found["power, amortised, response with the parties", up] > 4 * 4 * 826
+
+
+def test_sparse_regression(tmp_path):
+    arguments = ["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
+    sparse_regression.main(arguments)
+    found = rows(tmp_path / "rows.json")
+    for way in ("federated", "pooled as iid", "sites, averaged"):
+        assert found[f"alike, {way}", "inclusion of effects"] > 0.8 > 0.4 > found[f"alike, {way}", "inclusion of zeros"]
+    assert found["alike, federated", "megabytes"] > 0 == found["alike, pooled as iid", "megabytes"]
+    assert (tmp_path / "sparse_regression_alike.png").stat().st_size > 10_000
+    sparse_regression.main(["--smoke", "--study", "calibration", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert 0.5 < found["truth from the prior", "cover of 95 % intervals"] <= 1
+
+
+@pytest.mark.parametrize("part", ["steps", "sums"])
+def test_privacy_benchmark(tmp_path, part):
+    privacy.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
+
+
+@pytest.mark.parametrize("part", ["clients", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nuts", "sweeps"))])
+def test_gibbs_benchmark(tmp_path, part):
+    gibbs.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
+
+
+def test_gtv_assignments(tmp_path):
+    needs("fmi_weather")
+    gtv_assignments.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for (setting, metric), value in found.items():
+        if f"{metric}, reference" not in {m for s, m in found if s == setting} or setting.startswith("7.6"):
+            continue  # FedGD is not at the optimum
+        reference = found[setting, f"{metric}, reference"]
+        # errors of FedGD are followed down to 1e-7 of numbers of size five in float64: their ratio is good to 1e-7
+        assert value == pytest.approx(reference, rel=1e-6), (setting, metric)
+    assert (tmp_path / "gtv_assignments.png").stat().st_size > 10_000
+
+
+def test_gtv_clusters(tmp_path):
+    gtv_clusters.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for way in ("k-means", "primal–dual", "spectral", "true clusters"):
+        assert found[f"{way}, rows of a node: 10", "adjusted Rand index"] == 1
+        assert (
+            found[f"{way}, rows of a node: 10", "relative error"]
+            < found["no sharing, rows of a node: 10", "relative error"] / 2
+        )
+    assert found["primal–dual, probability of an edge between clusters: 0.5", "adjusted Rand index"] < 0.5
+    assert (tmp_path / "gtv_clusters.png").stat().st_size > 10_000
+    assert (tmp_path / "gtv_clusters_network.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("method", sorted(gtv_fmi.METHODS))
+def test_gtv_fmi(tmp_path, method):
+    needs("fmi_weather")
+    graph = {"fedrelax": "mean", "pcg": "gmm", "chebyshev": "gradient"}.get(method, "coordinates")
+    drawn = ["--out", str(tmp_path)] if method == "fedgd" else []
+    gtv_fmi.main(["--smoke", "--method", method, "--graph", graph, "--json", str(tmp_path / "rows.json"), *drawn])
+    found = rows(tmp_path / "rows.json")
+    (reached,) = [value for (s, m), value in found.items() if m == "objective" and not s.startswith("optimum")]
+    best = found["optimum of the same objective", "objective"]
+    assert best * (1 - 1e-9) <= reached < 10 * best
+    assert (reached == pytest.approx(best, rel=1e-9)) == (method == "exact")
+    for name in ("errors", "parameter", "clusters") if drawn else ():
+        assert (tmp_path / f"gtv_fmi_{name}.png").stat().st_size > 10_000
+
+
+def test_gtv_fmi_as_published(tmp_path):
+    needs("fmi_weather")
+    gtv_fmi.main(["--json", str(tmp_path / "rows.json")])
+    written = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    published = [row for row in written if row["published"] is not None]
+    assert [row["published"] for row in published] == [21.065277715408104, 21.336245897848386]
+    for row in published:  # 1000 rounds of sums in another order: some thousand roundings
+        assert row["ours"] == pytest.approx(row["published"], rel=1e-12)
+    assert rows(tmp_path / "rows.json")["optimum of the same objective", "validation error"] == pytest.approx(
+        10.02, abs=0.005
+    )
+
+
+@pytest.mark.slow
+def test_two_versions_side_by_side(tmp_path):
+    here, name = str(Path(__file__).parents[2]), "fedavg, linear, 100"
+    against.main(["--smoke", "--old", here, "--only", name, "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert {metric for _, metric in found} == {"old, s", "new, s", "new / old", "apart"}
+    assert [value for (_, metric), value in found.items() if metric == "apart"] == [0]
+    with pytest.raises(ValueError, match="a folder that has the package fedtorch"):
+        against.Worker(tmp_path, small=True)
+
+
+@pytest.mark.parametrize("name", workloads.WORKLOADS)
+def test_workloads_find_the_same_again(name):
+    first, again = (workloads.prepare(name, True)() for _ in range(2))
+    assert first == again
+    assert 0 < abs(first) < float("inf")
+
+
+def gpu_rows(tmp_path, *options):
+    """What the GPU benchmark finds on the CPU, small; kernels in the interpreter, which starts with its process."""
+    target, kept = tmp_path / "rows.json", tmp_path / "kept.json"
+    command = [sys.executable, "-m", "experiments.benchmarks.gpu", "--smoke", *options]
+    command += ["--json", str(target), "--kept", str(kept), "--out", str(tmp_path)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(target.read_text())["rows"], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not choice.installed(), reason="needs Triton; install fedtorch[triton]")
+def test_gpu_benchmark_goes_on_where_it_was(tmp_path):
+    rows, log = gpu_rows(tmp_path, "--part", "device", "--part", "stacked_step")
+    assert log.startswith("device\nstacked_step\n")
+    assert {"ms, Triton", "ms, torch.optim.Adam(fused)", "share of the measured bound"} <= {
+        row["metric"] for row in rows
+    }
+    assert (tmp_path / "gpu.png").stat().st_size > 10_000
+    again, log = gpu_rows(tmp_path, "--part", "device", "--part", "sampler")
+    assert log.startswith("sampler\n")
+    assert [row for row in again if not row["setting"].startswith("Gibbs")] == rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not choice.installed(), reason="needs Triton; install fedtorch[triton]")
+def test_gpu_benchmark(tmp_path):
+    rows, _ = gpu_rows(tmp_path)
+    settings = {row["setting"].partition(":")[0] for row in rows}
+    assert set(gpu_kernels.CASES) <= settings
+    assert len(settings - set(gpu_kernels.CASES)) >= 10
+    jobs = (
+        "64-128-10",
+        "two convolutions",
+        "ResNet-8",
+        "linear clients",
+        "GTV",
+        "FedMGP",
+        "Gibbs",
+        "EP",
+        "split networks",
+    )
+    assert [job for job in jobs if not any(job in row["setting"] for row in rows)] == []
+    assert sum(row["metric"] == "times faster than the loop" for row in rows) == 5
+
+
+def test_a_part_that_breaks_off_leaves_the_others_their_time(capsys):
+    assert gpu.attempted(lambda: []) == []
+    assert gpu.attempted(lambda: 1 / 0) is None
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_gpu_benchmark_without_a_device(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    benchmarks.main(["gpu", "--results", str(tmp_path)])
+    assert "No CUDA device: nothing has been measured" in capsys.readouterr().err
+    (written,) = tmp_path.iterdir()
+    assert written.name == "gpu.md"
+    assert written.read_text().endswith("\n\nnot measured: no device yet\n")
+    written.write_text("measured")
+    benchmarks.main(["gpu", "--results", str(tmp_path)])
+    assert written.read_text() == "measured"
+
+
+def test_benchmarks_write_their_tables(tmp_path):
+    (tmp_path / "fedlin.md").write_text("# Old\n\n## Notes\n\nWhy it is so.\n")
+    benchmarks.main(["fedlin", "--results", str(tmp_path), "--", "--smoke", "--part", "HM1"])
+    text = (tmp_path / "fedlin.md").read_text()
+    assert text.endswith(" |\n\n## Notes\n\nWhy it is so.\n")
+    assert "Old" not in text
+    assert "python -m experiments.benchmarks fedlin -- --smoke --part HM1" in text
+    assert len(text.splitlines()) > 10
+    with pytest.raises(SystemExit):
+        benchmarks.main(["nothing"])
+
+
+def test_runs_side_by_side_are_those_alone():
+    """In float64 to rounding: with a collusion, with totals, and with a robust rule."""
+    sets = [linear_clients([4, 9, 5, 7], seed=seed) for seed in range(3)]
+    local = sgd(0.05, steps=3)
+    starts = [{name: leaf + seed for name, leaf in local.parameters.items()} for seed in range(3)]
+    average = dataclasses.replace(ft.fedavg(local), exchange=rules.star(rules.median()))
+    algorithms = {
+        "collusion": ft.fedavg(local) | attacks.inner_product_manipulation([1], 0.5),
+        "totals": ft.scaffold(local),
+        "rule": average,
+    }
+    for name, algorithm in algorithms.items():
+        together = side_by_side.side_by_side(algorithm, starts, clients=4)
+        run = ft.run(together, side_by_side.Joined(sets), rounds=4)
+        for seed, data in enumerate(sets):
+            alone = ft.run(algorithm, ft.InProcess(data), starts[seed], rounds=4)
+            pairs = zip(tree.leaves(side_by_side.server(run, seed)), tree.leaves(alone.server), strict=True)
+            assert max(distance(one, other) for one, other in pairs) < ROUNDING, name
+    with pytest.raises(ValueError, match=r"as many clients in every run, but got \[4, 2\]"):
+        side_by_side.Joined([sets[0], linear_clients([3, 4])])

@@ -1,0 +1,187 @@
+"""Server and sites as processes of their own over gRPC, by the commands that people use, with kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.oracles.closed_forms import ROUNDING, distance
+from support.scripts.my_data import DATA, scaffold
+from support.scripts.my_secrets import letters, masked
+
+import fedtorch as ft
+from experiments.benchmarks import remote as benchmark
+from fedtorch import checkpoint, cli, tree
+from fedtorch.sites import AuditRecord, Hub, Remote, Roster, serve
+from fedtorch.sites.enrolment import Desk
+from fedtorch.sites.identity import book, identity
+
+pytest.importorskip("grpc")
+TESTS = Path(__file__).parents[2]
+NAMES = ["a", "b", "c"]
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen[bytes]:
+    """A process with the tests' modules at hand."""
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    every = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.Popen([sys.executable, *command], env=every, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+class Place:
+    """A folder with a server and three sites, enrolled by the commands for it."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.sites = folder, dict[str, subprocess.Popen[bytes]]()
+        authority = str(folder / "authority")
+        assert cli.main(["authority", authority, "--server", str(folder / "server")]) == 0
+        self.roster = Roster(folder / "server" / "roster.json")
+        desk = Desk(authority, "127.0.0.1:0", self.roster)
+        for name in NAMES:
+            capsys.readouterr()
+            assert cli.main(["invite", name, "--authority", authority, "--at", f"127.0.0.1:{desk.port}"]) == 0
+            token = capsys.readouterr().out.strip()
+            assert cli.main(["enrol", token, "--identity", str(folder / name)]) == 0
+        desk.close()
+
+    def serve(self) -> Hub:
+        """In this process."""
+        return serve("127.0.0.1:0", identity.read(self.folder / "server"), self.roster)
+
+    def join(self, name: str, port: int, brings: str = "my_data.py") -> None:
+        """A site's process begins."""
+        folder = self.folder / name
+        command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(TESTS / "support" / brings)]
+        command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--patience", "120"]
+        self.sites[name] = start(*command, SITE=name)
+
+    def kill(self, name: str) -> None:
+        """A site's process ends at once."""
+        self.sites[name].kill()
+        self.sites[name].communicate()
+
+    def models(self) -> tree.Tree:
+        """What sites have saved, once their processes have ended, `(6, ...)`."""
+        rows = []
+        for i, name in enumerate(NAMES):
+            said, _ = self.sites[name].communicate(timeout=60)
+            assert self.sites[name].returncode == 0, said[-3000:]
+            flat = checkpoint.read(self.folder / name / "models.safetensors")
+            for k in (2 * i, 2 * i + 1):
+                rows.append({part: flat[f"client {k}.{part}"] for part in ("weight", "bias")})
+        return tree.stack(rows)
+
+
+@pytest.fixture
+def place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Place]:
+    made = Place(tmp_path, capsys)
+    yield made
+    for site in made.sites.values():
+        site.kill()
+        site.communicate()
+
+
+def test_sites_as_processes_of_which_one_is_killed(place: Place) -> None:
+    host = place.serve()
+    for name in NAMES:
+        place.join(name, host.port)
+    record = AuditRecord(place.folder / "server.jsonl", identity.read(place.folder / "server"))
+    more: dict[str, Any] = {"quorum": 1.0, "seconds": 60.0, "agreed": place.roster.rows, "record": record}
+    sites = Remote(host, NAMES, "scaffold", {"rate": 0.05}, **more)
+    run = ft.Run(scaffold(0.05), sites, seed=3)
+    for _ in range(3):
+        run.step()
+    place.kill("b")
+    place.join("b", host.port)
+    for _ in range(3):
+        run.step()
+    sites.finish(run)
+    wanted = ft.run(scaffold(0.05), ft.InProcess(DATA), rounds=6, seed=3)
+    assert distance(run.server, wanted.server) < ROUNDING
+    assert distance(place.models(), wanted.tensors()) < ROUNDING
+    records = [str(record.path), *(str(place.folder / name / "states" / "record.jsonl") for name in NAMES)]
+    authority = place.folder / "server" / "authority.pem"
+    assert cli.main(["record", "verify", *records, "--certificate", str(authority)]) == 0
+    host.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "setting"), [(masked, {"rate": 0.05}), (letters, {"alpha": 0.3})])
+def test_messages_that_the_server_cannot_read_over_grpc(place: Place, make: Any, setting: dict[str, float]) -> None:
+    """Sums under masks and sealed letters between processes, one of which is killed between rounds."""
+    host, rows = place.serve(), DATA.rows
+    for name in NAMES:
+        place.join(name, host.port, "my_secrets.py")
+    roster = book.sign_roster(place.folder / "authority", place.roster)
+    sites = Remote(host, NAMES, make.__name__, setting, quorum=1.0, seconds=60.0, roster=roster, rotate=2, rows=rows)
+    run, wanted = (ft.Run(make(**setting), clients, seed=3) for clients in (sites, ft.InProcess(DATA)))
+    for k in range(5):
+        if k == 3:
+            place.kill("b")
+            place.join("b", host.port, "my_secrets.py")
+        run.step(), wanted.step()
+    sites.finish(run)
+    assert distance(place.models(), wanted.tensors()) < 1e-7  # on the grid of 2⁻³⁰
+    assert distance(run.server, wanted.server) < 1e-7 or make is letters
+    host.close()
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_sites(tmp_path: Path) -> None:
+    benchmark.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    found = {(row["setting"], row["metric"]): row["ours"] for row in rows}
+    assert found["2 sites in processes of their own and 4 in one", "largest difference from one process"] < ROUNDING
+    assert found["FedAvg, three sites, 40 rounds", "bytes down a round"] > 0
+    assert found["messages of a vertical iteration, three parties, 1000 rows each way", "bytes up"] > 3 * 8000
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_at_random(place: Place) -> None:
+    killed_at_random(place, kills=20, rounds=3000)
+
+
+def killed_at_random(place: Place, kills: int, rounds: int) -> None:
+    """Server and sites, while they work; every round that was saved stays, and the end is that of one process."""
+    dice = random.Random(5)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = [str(TESTS / "support" / "scripts" / "server_script.py"), str(place.folder), str(port), str(rounds)]
+    server = start(*script)
+    for name in NAMES:
+        place.join(name, port)
+    saved = 0
+    for _ in range(kills):
+        time.sleep(dice.uniform(4.0, 9.0))
+        if server.poll() is not None:
+            break
+        victim = dice.choice(["server", *NAMES])
+        if victim == "server":
+            server.send_signal(signal.SIGKILL)
+            server.communicate()
+            file = place.folder / "run.safetensors"
+            number = int(checkpoint.read(file)["number"]) if file.exists() else 0
+            assert number >= saved
+            saved = number
+            server = start(*script)
+        else:
+            place.kill(victim)
+            place.join(victim, port)
+    said, _ = server.communicate(timeout=600)
+    assert server.returncode == 0, said[-3000:]
+    wanted = ft.run(scaffold(0.05), ft.InProcess(DATA), rounds=rounds, seed=3)
+    flat = checkpoint.read(place.folder / "run.safetensors")
+    assert int(flat["number"]) == rounds
+    assert distance(tree.unflatten(flat, wanted.server, "server"), wanted.server) < 1e-8  # sums in another order
+    assert distance(place.models(), wanted.tensors()) < 1e-8

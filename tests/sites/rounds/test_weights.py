@@ -1,0 +1,70 @@
+"""The weights that sites send, against the rows that they have said they have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.loopback import Loopback
+from support.oracles.closed_forms import ROUNDING, distance, linear, linear_clients, sgd
+from support.sites import offers
+from torch import Tensor, nn
+
+import fedtorch as ft
+from fedtorch import wire
+from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
+from fedtorch.sites import Remote
+
+DATA = linear_clients([5, 2, 9, 4, 17, 6])
+LOCAL = sgd(0.1)
+
+
+def doubled(data: Any) -> Tensor:
+    """A weight of one's own."""
+    return 2.0 * data.count
+
+
+def run(make: Any, change: Any = None) -> ft.Run:
+    """One whose site b changes its partial aggregates."""
+    host = Loopback(offers(DATA, make), None)
+    begun = ft.Run(make(), Remote(host, ["a", "b", "c"], "it", seconds=60.0, quorum=0.5), seed=3)
+
+    def answered(name: str, reply: bytes) -> bytes:
+        about = wire.metadata(reply)
+        if name != "b" or about["kind"] != "answer" or change is None:
+            return reply
+        mean = {"value": {"weight": torch.zeros(1, 3).double(), "bias": torch.zeros(1).double()}}
+        info = {key: torch.zeros(2).double() for key in about["info"]}
+        partial = {"change": {**mean, "weight": torch.tensor(change).double()}}
+        return wire.encode({"ids": torch.tensor([2, 3]), "info": info, "partial": partial}, about)
+
+    host.after = answered
+    return begun
+
+
+def test_a_layers_weight_is_no_weight_of_a_mean() -> None:
+    """LayerNorm's is a vector called `weight`, and may change by more than there are rows."""
+
+    def make() -> ft.Algorithm:
+        norm, last = nn.LayerNorm(3, dtype=torch.float64), linear()
+        with torch.no_grad():
+            norm.weight.fill_(-9.0)  # far below the best
+        return ft.fedavg(sgd(0.05, nn.Sequential(norm, last)))
+
+    there, here = run(make), ft.run(make(), ft.InProcess(DATA), rounds=1, seed=3)
+    assert there.step().ids.tolist() == [0, 1, 2, 3, 4, 5]
+    assert distance(there.server, here.server) < ROUNDING
+    assert float(here.server["0.weight"].sum() + 27) > 1  # which was taken for too many rows
+
+
+@pytest.mark.parametrize(
+    ("weight", "sent", "expected"),
+    [(rows_weight, 13.5, "the weight of 13 rows"), (rows_weight, -1.0, "at least 0"), (doubled, -1.0, "at least 0")],
+)
+def test_a_site_that_counts_for_too_much_or_less_than_nothing_is_left_out(
+    weight: Weight, sent: float, expected: str
+) -> None:
+    begun = run(lambda: ft.fedavg(LOCAL, weight=weight), sent)
+    assert begun.step().ids.tolist() == [0, 1, 4, 5]
+    assert expected in begun.population.troubles["b"]

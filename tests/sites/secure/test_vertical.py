@@ -1,0 +1,113 @@
+"""Vertical models under masks train as without, and the server sees words."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from support.oracles.closed_forms import distance
+from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
+
+from fedtorch.protocol.halves import Receive, Send, together
+from fedtorch.sites.secure import Aborted, Grid
+from fedtorch.trust import privacy, secure
+from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
+
+GRID = Grid(40, 2.0**10)
+SIGNING = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3)}
+SESSION = secure.vertical_session(b"run", {k: key.public_key().public_bytes_raw() for k, key in SIGNING.items()})
+
+
+def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None, None, None, None), grid: Grid = GRID):
+    """(the halves by node, all parameters as they are by then)."""
+    model, data = some_model("augmented", "bernoulli")
+    family = GUIDES[guide]()
+    server, parties = nodes(model, family, some_parameters(model, family, data), data, shared=False)
+    given = noises(model, family, ROWS, steps)
+    iterations = [Iteration(noise, rate, active=here) for noise, here in zip(given, active)]
+    made = {0: server_half(server, iterations), **{p.index: party_half(p, iterations, 1) for p in parties}}
+    if masks:
+        made[0] = secure.masked_server(made[0], SESSION, grid)
+        for k in SIGNING:
+            made[k] = secure.masked_party(made[k], k, SESSION, SIGNING[k], grid, privacy.from_seed(k))
+    return made, lambda: gathered(family, server, parties)
+
+
+@pytest.mark.parametrize("guide", ["sums", "noiseless"])
+def test_training_under_masks_is_training_up_to_the_grid(guide: str) -> None:
+    ends = []
+    for masks in (False, True):
+        made, parameters = halves(guide, masks, 4)
+        together(made)
+        ends.append(parameters())
+    # Three roundings of 2⁻⁴¹ in every number of a sum; Adam divides by gradients' sizes, which are not small here.
+    assert distance(*ends) < 1e-8
+    assert distance(ends[0], halves(guide, False, 0)[1]()) > 0.01
+
+
+def test_the_server_sees_words_that_look_like_chance_and_never_the_same() -> None:
+    made, _ = halves("noiseless", True, 3, 1e-12)
+    seen: dict[int, list[torch.Tensor]] = {1: [], 2: [], 3: []}
+
+    def watched(half, party: int):
+        heard = None
+        while True:
+            try:
+                step = half.send(heard)
+            except StopIteration as done:
+                return done.value
+            if isinstance(step, Send) and step.message.dtype == torch.int64:
+                seen[party].append(step.message)
+            heard = yield step
+
+    together({0: made[0], **{k: watched(made[k], k) for k in seen}})
+    words = torch.cat([torch.cat(each) for each in seen.values()])
+    assert len(words.unique()) == len(words)
+    spread = words.double() / 2.0**64
+    assert float(spread.std()) == pytest.approx(12**-0.5, rel=0.1)  # uniform, of some hundreds of words
+
+
+def test_masked_halves_go_over_the_wire() -> None:
+    """In threads, by encoded payloads, as in one process."""
+    ends = []
+    for driver in (together, in_threads):
+        made, parameters = halves("sums", True, 2)
+        driver(made)
+        ends.append(parameters())
+    assert distance(*ends) < 1e-12
+
+
+def test_models_that_need_more_than_a_sum_are_refused() -> None:
+    made, _ = halves("sums, low rank, joint", True, 1)
+    with pytest.raises((TypeError, Aborted), match=r"values of a sum and nothing else|all parties in every iteration"):
+        together(made)
+
+
+def test_a_party_that_is_not_there_is_no_sum() -> None:
+    made, _ = halves("noiseless", True, 2, active=(None, [True, True, False]))
+    with pytest.raises(Aborted, match=r"parties \[3\] are not there"):
+        together(made)
+
+
+def test_keys_of_others_are_refused() -> None:
+    """Party 2 signs with a key of its own making, or says party 3's advert again."""
+    made, _ = halves("noiseless", True, 1)
+    model_party = halves("noiseless", False, 1)[0][2]
+    made[2] = secure.masked_party(model_party, 2, SESSION, Ed25519PrivateKey.generate(), GRID, privacy.from_seed(9))
+    with pytest.raises(ValueError, match="client 2 has signed in this session"):
+        together(made)
+    with pytest.raises(ValueError, match="at least 2 parties"):
+        secure.vertical_session(b"run", {1: bytes(32)})
+
+
+def test_numbers_off_the_grid_are_refused() -> None:
+    with pytest.raises(ValueError, match="numbers of at most 1e-06"):
+        together(halves("noiseless", True, 1, grid=Grid(40, 1e-6))[0])
+
+
+def test_the_first_message_is_a_key_and_the_second_what_the_server_passes_on() -> None:
+    made, _ = halves("noiseless", True, 0)
+    first = next(made[1])
+    assert first.to == 0
+    assert first.message.dtype == torch.uint8
+    assert isinstance(made[1].send(None), Receive)

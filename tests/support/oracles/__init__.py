@@ -1,0 +1,1 @@
+"""Closed forms, independent programs and statistical checks that results are compared with."""

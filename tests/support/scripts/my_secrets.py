@@ -1,0 +1,24 @@
+"""What a site brings to sums under masks and to sealed letters: read by `fedtorch join --data`, as `my_data.py` is."""
+
+import dataclasses
+
+import fedtorch as ft
+from fedtorch.sites import sealed
+from fedtorch.trust import secure
+from support.oracles.closed_forms import sgd
+from support.scripts.my_data import data as data, scaffold
+
+NETWORK = ft.Network.ring(6)
+
+
+def masked(rate: float) -> ft.Algorithm:
+    """Sums that the server sees as a whole only."""
+    return dataclasses.replace(scaffold(rate), exchange=secure.secure_star(secure.Grid(30, 2.0**20), dropouts=0))
+
+
+def letters(alpha: float) -> ft.Algorithm:
+    """Models that neighbours only see."""
+    return sealed(ft.gtv(sgd(0.05, steps=2, batch_size=3), NETWORK, alpha), NETWORK)
+
+
+algorithms = {"masked": masked, "letters": letters}

@@ -1,0 +1,164 @@
+"""The accountant against published figures, closed forms and independent bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from scipy.integrate import quad
+from scipy.stats import norm
+
+from fedtorch.trust import privacy
+from fedtorch.trust.privacy.accounting import accountant, renyi
+from fedtorch.trust.privacy.accounting.accountant import Release, pld_epsilon
+
+DELTA = 1e-5
+
+
+def test_privacy_loss_distributions_are_installed() -> None:
+    """An old dp-accounting, which pip takes beside a new attrs, has none."""
+    from dp_accounting import pld
+
+    assert hasattr(pld, "PLDAccountant")
+
+
+def test_a_thousand_sampled_rounds_cost_what_others_say() -> None:
+    """Google's accountant: 1.8282; Microsoft's PRV: between 1.8182 and 1.8383; Opacus' Rényi: 2.1014."""
+    found = privacy.epsilon(noise=1.0, rate=0.01, rounds=1000, delta=DELTA)
+    assert found == pytest.approx(1.8282, abs=1e-4)
+    assert 1.8182 < found < 1.8383
+    assert privacy.renyi_epsilon(1.0, DELTA, rounds=1000, rate=0.01) == pytest.approx(2.1014, abs=1e-4)
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (5.0, 10), (50.0, 3), (3.0, 200)])
+def test_without_sampling_distributions_agree_with_the_closed_form(noise: float, rounds: int) -> None:
+    """Losses are rounded up to a grid of 1e-4, which a round costs at most once."""
+    exact = privacy.gaussian_epsilon(noise, DELTA, rounds)
+    assert privacy.epsilon(noise=noise, rounds=rounds, delta=DELTA) == pytest.approx(exact, rel=1e-12)
+    assert -1e-9 < pld_epsilon({Release(noise): rounds}, DELTA) - exact < 1e-4
+    assert privacy.renyi_epsilon(noise, DELTA, rounds) > exact
+
+
+@pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 8.0, 60.0])
+@pytest.mark.parametrize("delta", [1e-10, 1e-5, 0.1, 0.6])
+def test_the_least_gaussian_noise_is_the_inverse_of_its_epsilon(epsilon: float, delta: float) -> None:
+    noise = privacy.gaussian_noise(epsilon, delta)
+    assert privacy.gaussian_delta(noise, epsilon) == pytest.approx(delta, rel=1e-8)
+    assert privacy.gaussian_epsilon(noise, delta) == pytest.approx(epsilon, rel=1e-8)
+    assert privacy.gaussian_noise(epsilon, delta, rounds=9) == pytest.approx(3 * noise)
+
+
+def test_the_analytic_delta_is_the_integral_of_the_excess() -> None:
+    """δ(ε) = ∫ max(0, p − e^ε p') of two normal densities one sensitivity apart."""
+    noise, epsilon = 1.3, 0.7
+    excess = lambda x: max(0.0, norm.pdf(x, 1, noise) - math.exp(epsilon) * norm.pdf(x, 0, noise))
+    exact = quad(excess, -20, 20, points=[0.5 + epsilon * noise**2], epsabs=1e-13)[0]
+    assert privacy.gaussian_delta(noise, epsilon) == pytest.approx(exact, abs=1e-10)
+
+
+def test_the_analytic_mechanism_needs_less_noise_than_the_textbook() -> None:
+    """σ = √(2 ln(1.25/δ))/ε, which is proved for ε < 1 and is not private at ε = 10."""
+    for epsilon in (0.1, 0.5, 0.99):
+        assert privacy.gaussian_noise(epsilon, DELTA) < math.sqrt(2 * math.log(1.25 / DELTA)) / epsilon
+    printed = math.sqrt(2 * math.log(1.25 / 0.1)) / 10
+    assert privacy.gaussian_delta(printed, 10.0) > 0.1
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (5.0, 0.3), (0.5, 0.3)])
+@pytest.mark.parametrize("order", [2, 3, 7, 40])
+def test_quadrature_gives_the_moments_of_the_closed_form(noise: float, rate: float, order: int) -> None:
+    whole = renyi._binomial(noise, rate, order)
+    assert renyi._quadrature(noise, rate, order) == pytest.approx(whole, rel=1e-12, abs=1e-13)
+
+
+def test_laplace_noise_is_private_without_a_delta() -> None:
+    """Basic composition at δ → 0; at δ > 0 composed losses rarely add up to all of it."""
+    one = privacy.epsilon(noise=2.0, delta=1e-10, mechanism=privacy.laplace)
+    assert one == pytest.approx(0.5, abs=2e-4)
+    many = privacy.epsilon(noise=2.0, rounds=100, delta=1e-5, mechanism=privacy.laplace)
+    assert many < 0.8 * 50
+
+
+def test_releases_of_different_kinds_compose() -> None:
+    gaussians = {Release(2.0): 3, Release(1.0): 1}
+    assert privacy.spent(gaussians, DELTA) == pytest.approx(privacy.gaussian_epsilon((3 / 4 + 1) ** -0.5, DELTA))
+    mixed = {Release(2.0): 3, Release(1.0, 0.1): 5, Release(3.0, mechanism=privacy.laplace): 1}
+    parts = [privacy.spent({release: count}, DELTA / 3) for release, count in mixed.items()]
+    assert max(privacy.spent({r: c}, DELTA) for r, c in mixed.items()) < privacy.spent(mixed, DELTA) < sum(parts)
+    assert privacy.spent({}, DELTA) == privacy.spent({Release(1.0): 0}, DELTA) == 0
+
+
+@pytest.mark.parametrize(("rate", "rounds"), [pytest.param(0.2, 5, marks=pytest.mark.slow), (1.0, 7)])
+def test_noise_and_rounds_are_the_inverses_of_epsilon(rate: float, rounds: int) -> None:
+    settings = {"rate": rate, "delta": DELTA}
+    noise = privacy.noise_for(epsilon=1.5, rounds=rounds, **settings)
+    assert privacy.epsilon(noise=noise, rounds=rounds, **settings) <= 1.5
+    assert privacy.epsilon(noise=0.998 * noise, rounds=rounds, **settings) > 1.5
+    most = privacy.rounds_for(epsilon=1.5, noise=noise, **settings)
+    assert most >= rounds
+    assert privacy.epsilon(noise=noise, rounds=most, **settings) <= 1.5
+    assert privacy.epsilon(noise=noise, rounds=most + 1, **settings) > 1.5
+    assert privacy.rounds_for(epsilon=1e-4, noise=noise, **settings) == 0
+
+
+def test_sampling_costs_less() -> None:
+    found = [privacy.epsilon(noise=1.0, rate=rate, rounds=10, delta=DELTA) for rate in (0.01, 0.1, 0.5, 1.0)]
+    assert found == sorted(found)
+    assert found[0] < 0.1 * found[-1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"noise": 0.0}, "positive finite noise"),
+        ({"noise": -1.0}, "positive finite noise"),
+        ({"noise": math.nan}, "positive finite noise"),
+        ({"rate": 0.0}, "rate above 0"),
+        ({"rate": 1.5}, "rate above 0"),
+        ({"rounds": 0}, "at least 1"),
+        ({"rounds": 2.5}, "whole number"),
+        ({"delta": 0.0}, "delta above 0"),
+        ({"delta": 1.0}, "delta above 0"),
+    ],
+)
+def test_impossible_settings_are_refused(wrong: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        privacy.epsilon(**{"noise": 1.0, "rate": 0.5, "rounds": 2, "delta": DELTA, **wrong})
+
+
+@pytest.mark.parametrize("function", [privacy.noise_for, privacy.rounds_for])
+def test_no_epsilon_is_no_budget(function) -> None:
+    settings = {"noise": 1.0} if function is privacy.rounds_for else {}
+    with pytest.raises(ValueError, match="positive epsilon"):
+        function(epsilon=0.0, delta=DELTA, **settings)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "rate"), [(privacy.laplace, 1.0), pytest.param(privacy.gaussian, 0.5, marks=pytest.mark.slow)]
+)
+def test_noise_next_to_none_has_no_account(mechanism, rate: float) -> None:
+    assert privacy.epsilon(noise=1e-9, delta=DELTA, rate=rate, mechanism=mechanism) == math.inf
+    assert 10 < privacy.epsilon(noise=0.1, delta=DELTA, rate=rate, mechanism=mechanism) < 100
+
+
+def test_a_library_without_distributions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "dp_accounting.pld", None)
+    accountant._loss.cache_clear()
+    with pytest.raises(ImportError, match=r"fedtorch\[privacy\]"):
+        privacy.epsilon(noise=1.0, rate=0.5, delta=DELTA)
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.05])
+def test_cut_batches_have_the_least_epsilon_whose_delta_is_the_one_asked_for(rate: float) -> None:
+    """δ(ε) + (1 + e^ε) η = δ, with δ(ε) of whole batches."""
+    whole, cut = Release(8.0, rate), Release(8.0, rate, excess=1e-10)
+    found = privacy.spent({cut: 40}, 1e-5)
+    eta = 40 * 1e-10
+    assert found > privacy.spent({whole: 40}, 1e-5)
+    assert found == pytest.approx(privacy.spent({whole: 40}, 1e-5 - (1 + math.exp(found)) * eta), rel=1e-4)
+    assert privacy.spent({cut: 20, whole: 20}, 1e-5) < found
+    assert privacy.spent({whole._replace(excess=1e-4): 40}, 1e-5) == math.inf
+    assert privacy.spent({whole._replace(excess=1e-300): 40}, 1e-5) == pytest.approx(
+        privacy.spent({whole: 40}, 1e-5),
+        rel=1e-5,  # ε is rounded up by 1e-6, twice
+    )

@@ -1,0 +1,101 @@
+"""What clients that trust nobody send, against plain sums, and the size of the noise of each and of a quorum."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support.oracles.closed_forms import distance, linear, linear_clients, sgd
+
+import fedtorch as ft
+from fedtorch.trust import privacy, secure
+
+N, D, DELTA = 5, 400, 1e-3
+DATA = linear_clients([8, 3, 12, 5, 9], features=D)
+
+
+def local(rate: float = 0.0) -> ft.Algorithm:
+    """Steps of size zero leave messages of zeros, so that all that is sent is noise."""
+    return ft.fedavg(sgd(rate, linear(D)))
+
+
+def private(
+    noise: float = 2.0, seed: int | None = 0, algorithm: ft.Algorithm | None = None, **settings
+) -> ft.Algorithm:
+    entropy = None if seed is None else privacy.from_seed(seed)
+    settings = {"clip": 0.5, "delta": DELTA, "entropy": entropy, **settings}
+    return privacy.local_level(local() if algorithm is None else algorithm, noise=noise, **settings)
+
+
+def masked(minimum: int = 3, bits: int = 30) -> ft.Algorithm:
+    return dataclasses.replace(local(), exchange=secure.secure_star(secure.Grid(bits, 2.0**20), minimum, dropouts=0))
+
+
+def released(algorithm: ft.Algorithm) -> torch.Tensor:
+    """The mean of what clients send in a round, as numbers."""
+    run = ft.run(algorithm, ft.InProcess(DATA), rounds=1)
+    return torch.cat([(leaf - local().start[name]).flatten() for name, leaf in run.server.items()])
+
+
+@pytest.mark.parametrize("quorum", [1, 3])
+def test_noise_has_the_size_that_is_accounted(quorum: int) -> None:
+    """Of each client's own, or of a quorum's together: what N of them add up has √(N / quorum) times that."""
+    sums = N * released(private(quorum=quorum, algorithm=masked(quorum) if quorum > 1 else None))
+    unit = sums / (2.0 * 0.5 * math.sqrt(N / quorum))
+    assert float(unit.std()) == pytest.approx(1.0, abs=4 / math.sqrt(2 * len(unit)))
+    assert float(unit.mean()) == pytest.approx(0.0, abs=4 / math.sqrt(len(unit)))
+
+
+def test_without_noise_it_is_the_plain_mean_of_clipped_messages() -> None:
+    change = released(private(1e-9, algorithm=local(1e-4), clip=0.01))
+    each = []
+    for k in range(N):
+        one = ft.run(local(1e-4), ft.InProcess(DATA.select([k])), rounds=1).server
+        flat = torch.cat([(leaf - local().start[name]).flatten() for name, leaf in one.items()])
+        each.append(flat * min(1.0, 0.01 / float(flat.norm())))
+    assert sum(float(flat.norm()) >= 0.0099 for flat in each) > 1
+    assert float((change - torch.stack(each).mean(0)).abs().max()) < 1e-7  # clips are cut by 2⁻²⁰ of themselves
+
+
+def test_noise_is_fresh_in_every_block_and_every_run() -> None:
+    one, other = (private(seed=None), private(seed=None))
+    assert float((released(one) - released(other)).abs().max()) > 0.1
+    runs = [ft.run(private(), ft.InProcess(DATA, chunk), rounds=1) for chunk in (1, None)]
+    assert distance(runs[0].server, runs[1].server) > 0.1  # drawn for the clients of a block together
+
+
+def test_all_rounds_count_for_all_clients(tmp_path: Path) -> None:
+    run = ft.run(private(3.0, None, ledger=tmp_path / "ledger", budget=3.0), ft.InProcess(DATA), rounds=50, cohort=2)
+    expected = [privacy.epsilon(noise=3.0, rounds=t, delta=DELTA) for t in range(1, run.number + 1)]
+    assert run.history["epsilon"].tolist() == pytest.approx(expected)
+    assert run.number == privacy.rounds_for(epsilon=3.0, noise=3.0, delta=DELTA)
+    assert "loss" not in run.history.columns or run.history["loss"].isna().all()
+    budget = run.algorithm.budget
+    assert (budget.claim.unit, budget.quorum, budget.lasting) == ("client", 1, True)
+    assert "the server included" in budget.claim.adversary
+    several = private(quorum=3, algorithm=masked()).budget
+    assert "sums of at least 3 clients" in several.claim.adversary
+    assert (several.quorum, several.lasting) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"algorithm": ft.scaffold(sgd(0.1))}, "tells something for good"),
+        ({"algorithm": private()}, "choose one level of privacy"),
+        ({"quorum": 0}, "a quorum of 1, or one that sums under masks have"),
+        ({"quorum": 3}, "a quorum of 1, or one that sums under masks have"),
+        ({"quorum": 4, "algorithm": masked()}, "a quorum of 1, or one that sums under masks have"),
+        ({"quorum": 3, "algorithm": masked(bits=1)}, "shares of noise of at least 2"),
+        ({"clip": 0.0}, "clip"),
+        ({"noise": 0.0}, "noise"),
+    ],
+)
+def test_what_cannot_be_private_here(settings: dict, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        private(**settings)
+    with pytest.raises(ValueError, match="below one over the 5 clients"):
+        ft.Run(private(delta=0.3), ft.InProcess(DATA))
