@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fedtorch
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # pages.py and `experiments`
+sys.path[:0] = [str(Path(__file__).parent / "_tools"), str(Path(__file__).parents[1])]  # pages.py and `experiments`
 
 project = "fedtorch"
 author = "the authors of fedtorch"
@@ -24,7 +24,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
-exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_tools", "**/.ipynb_checkpoints"]
 
 nb_execution_mode = "cache"
 nb_execution_timeout = 120  # seconds a cell

@@ -88,7 +88,9 @@ def program(
         return None
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
-        raise ValueError(f"Expected tensors on one device for {operation}, but got {sorted(map(str, devices))}")
+        raise ValueError(
+            f"Expected tensors on one device for {operation.rpartition('.')[2]}, but got {sorted(map(str, devices))}"
+        )
     if not differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
     if torch._C._len_torch_dispatch_stack() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):

@@ -47,6 +47,7 @@ from fedtorch.vfl.fit.prediction import (
 )
 from fedtorch.vfl.fit.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
 from fedtorch.vfl.fit.soul import Soul as Soul, soul as soul
+from fedtorch.vfl.model import likelihoods as likelihoods
 from fedtorch.vfl.model.augmented import attenuation as attenuation, augmented as augmented
 from fedtorch.vfl.model.power import power as power
 from fedtorch.vfl.model.predictors import (

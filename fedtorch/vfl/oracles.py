@@ -51,7 +51,7 @@ def log_joint(
 
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(2, 1, dtype=torch.float64),), torch.tensor([1.0, 2.0]))
-    >>> flat = ft.vfl.predictors.flat_prior()
+    >>> flat = ft.vfl.model.predictors.flat_prior()
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1, flat)], rho=1.0, intercept=False)
     >>> at = log_joint(model, data)
     >>> mean, zero = torch.tensor([[1.5], [0.0]], dtype=torch.float64)

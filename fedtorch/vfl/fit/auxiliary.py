@@ -29,7 +29,7 @@ How many parameters they have besides those of q(θ), of 10 and of 1000 rows:
 >>> from fedtorch.vfl.fit.encoder import affine
 >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
 >>> def count(auxiliary, rows):
-...     start = ft.vfl.guide.initial(model, ft.vfl.Guide(auxiliary, ft.vfl.diagonal()), rows, 1, ft.random.key(0))
+...     start = ft.vfl.fit.guide.initial(model, ft.vfl.Guide(auxiliary, ft.vfl.diagonal()), rows, 1, ft.random.key(0))
 ...     return ft.vfl.count_parameters(start) - 2 * sum(model.sizes)
 >>> families = [noiseless(), mean_field(), amortised(affine()), sums(affine(), skewed=False)]
 >>> [(count(family, 10), count(family, 1000)) for family in families]
@@ -60,7 +60,7 @@ class Sampled(NamedTuple):
     >>> import torch, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
     >>> data = ft.vfl.VerticalData((), torch.tensor([0.0, 1.5, 3.0]))
-    >>> family, zeros = sums(ft.vfl.encoder.affine(), skewed=False), torch.zeros(1, 1, 1, 3)
+    >>> family, zeros = sums(ft.vfl.fit.encoder.affine(), skewed=False), torch.zeros(1, 1, 1, 3)
     >>> q = family.init(model, 1, 1, 3, ft.random.key(0), torch.float32)
     >>> drawn = family.server(q, q, zeros, torch.zeros(1, 1, 0), zeros, data, model)  # without noise: the mean
     >>> drawn.total.round(decimals=4)  # of s given y, where s has variance 2 and y given s variance 1: 2/3 of y

@@ -35,7 +35,7 @@ class Part(nn.Module):
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2)], rho=1.0)
-    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point())
+    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point())
     >>> q = {"theta": {"mean": torch.tensor([[1.0, 2.0]])}}
     >>> clinic = Part(model, guide, 1, q, name="clinic", key=random.key(0))
     >>> clinic.propose(torch.ones(3, 2), random.key(1))  # of three new rows
@@ -159,7 +159,7 @@ def parts(
     >>> import tempfile, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
     >>> guide, key = Guide(), random.key(0)
-    >>> start = ft.vfl.guide.initial(model, guide, 5, 1, key)
+    >>> start = ft.vfl.fit.guide.initial(model, guide, 5, 1, key)
     >>> server, clinic, laboratory = parts(model, guide, start, names=["clinic", "laboratory"], key=key)
     >>> [tuple(own.shape) for own in draw_noises([server, clinic, laboratory], step=0, rows=5).theta]
     [(1, 1, 1), (1, 1, 2), (1, 1, 3)]

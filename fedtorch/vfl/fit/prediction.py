@@ -122,8 +122,8 @@ def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 10
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.gaussians.point()), ft.random.key(0)
-    >>> q = ft.vfl.guide.initial(model, guide, 3, 1, key)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point()), ft.random.key(0)
+    >>> q = ft.vfl.fit.guide.initial(model, guide, 3, 1, key)
     >>> mean = q.parties[0]["theta"]["mean"].fill_(2.0)  # the second party's stays at 0
     >>> x = torch.tensor([[-1.0], [0.0], [1.0]])
     >>> fit = VariationalFit(model, guide, q, bounds=torch.zeros(0, 1), drift=torch.zeros(1))

@@ -75,7 +75,7 @@ class NetworkPredictor(nn.Module):
 
     >>> import torch, fedtorch as ft
     >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))  # of three networks
-    >>> network = NetworkPredictor(Stacked(ft.vfl.split_nn.mlp(2, [4]), keys), outputs=1, random="last.*")
+    >>> network = NetworkPredictor(Stacked(ft.vfl.model.split_nn.mlp(2, [4]), keys), outputs=1, random="last.*")
     >>> network.size, network.start.shape  # four weights of the last layer and its bias are random
     (5, torch.Size([3, 5]))
     >>> network(torch.zeros(3, 10, 5), torch.ones(6, 2)).shape  # of ten draws, on six rows

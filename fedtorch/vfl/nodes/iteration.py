@@ -40,9 +40,9 @@ What a server makes of the messages of a power model and of a joint q(γ, θ), f
 >>> from fedtorch.vfl.nodes.node import Pooled, Share, Value
 >>> def begun(make, guide):
 ...     key, model = random.key(0), make(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-...     part = ft.vfl.parts(model, guide, ft.vfl.guide.initial(model, guide, 3, 1, key))[0]
+...     part = ft.vfl.parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key))[0]
 ...     server = ServerNode(part, ft.vfl.VerticalData((), torch.tensor([0.0, 1.0, 1.0])))
-...     server.begin(Iteration(noise=ft.vfl.noise.draw_noise(model, guide, key.reshape(1), rows=3, draws=1)))
+...     server.begin(Iteration(noise=ft.vfl.fit.noise.draw_noise(model, guide, key.reshape(1), rows=3, draws=1)))
 ...     return server
 >>> server, rows = begun(ft.vfl.power, ft.vfl.Guide()), torch.ones(1, 1, 1, 3)
 >>> server.values = [Value(rows), Value(rows)]

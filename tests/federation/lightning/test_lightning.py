@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.runs import evaluation
 
 DATA = classes()
 TRAINING, VALIDATION = DATA.split(0.7, seed=1)
@@ -191,7 +192,7 @@ def test_what_is_logged(local: ft.LocalSolver, tmp_path: Any) -> None:
     rounds, scores = [], []
     for done in ft.Run(model.run.algorithm, ft.InProcess(TRAINING), cohort=3, seed=2).rounds(4):
         rounds.append(done)
-        scores.append(ft.federation.evaluation.evaluate(done.clients, done.server, local.predict, VALIDATION, METRICS))
+        scores.append(evaluation.evaluate(done.clients, done.server, local.predict, VALIDATION, METRICS))
     assert told.pop("train_loss") == [float(r.info["loss"].nanmean()) for r in rounds]
     assert told.pop("size") == [float(r.info["size"].nanmean()) for r in rounds]
     assert told.pop("bytes_up") == torch.tensor([r.bytes_up for r in rounds]).cumsum(0).tolist()
@@ -227,7 +228,7 @@ def test_the_best_checkpoint_is_kept(local: ft.LocalSolver, tmp_path: Any) -> No
     outer.fit(model)
     scores = []
     for done in ft.Run(model.run.algorithm, ft.InProcess(TRAINING), cohort=3).rounds(6):
-        found = ft.federation.evaluation.evaluate(done.clients, done.server, local.predict, VALIDATION, METRICS)
+        found = evaluation.evaluate(done.clients, done.server, local.predict, VALIDATION, METRICS)
         scores.append(found["cross_entropy"].overall)
     assert float(best.best_model_score) == min(scores)
     assert [p.name for p in tmp_path.iterdir()] == [f"epoch={scores.index(min(scores))}.ckpt"]

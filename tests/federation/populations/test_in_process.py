@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 @pytest.fixture(autouse=True, params=[0, 16_384], ids=["blocks by size", "one block"])
 def small_block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test sees its few rows in blocks of similar size, and in one padded block."""
-    for place in ("population", "_clients"):
+    for place in ("populations.in_process", "populations.clients"):
         monkeypatch.setattr(f"fedtorch.federation.{place}.SMALL_BLOCK", request.param)
 
 

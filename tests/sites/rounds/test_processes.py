@@ -61,7 +61,8 @@ class Place:
     def join(self, name: str, port: int, brings: str = "my_data.py") -> None:
         """A site's process begins."""
         folder = self.folder / name
-        command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(TESTS / "support" / brings)]
+        own = TESTS / "support" / "scripts" / brings
+        command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(own)]
         command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--patience", "120"]
         self.sites[name] = start(*command, SITE=name)
 

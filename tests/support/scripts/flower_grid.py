@@ -1,4 +1,4 @@
-"""What `fedtorch.sites.flower.transport` uses of flwr, in this process: messages, and a grid whose nodes answer at once."""
+"""What `sites.flower.transport` uses of flwr, in this process: messages, and a grid whose nodes answer at once."""
 
 from __future__ import annotations
 

@@ -20,8 +20,39 @@ from typing import Any
 
 import fedtorch
 
-HERE = Path(__file__).parent
-MADE = ("_build", "reference", "results")  # folders whose pages others make
+HERE = Path(__file__).parents[1]
+# What several packages of the project share, and its users do not call.
+SHARED = (
+    "fedtorch.chained_log",
+    "fedtorch.dispatch.launch",
+    "fedtorch.federation.budget",
+    "fedtorch.federation.exchanges.messages",
+    "fedtorch.federation.exchanges.weighted_sum",
+    "fedtorch.federation.populations.answers",
+    "fedtorch.federation.populations.clients",
+    "fedtorch.federation.populations.finite",
+    "fedtorch.federation.populations.memory",
+    "fedtorch.federation.populations.state_table",
+    "fedtorch.protocol.bounded_streams",
+    "fedtorch.random.words",
+    "fedtorch.sites.audit.recording",
+    "fedtorch.sites.envelopes.keyring",
+    "fedtorch.sites.envelopes.letters",
+    "fedtorch.sites.identity.certificates",
+    "fedtorch.sites.rounds.fingerprint",
+    "fedtorch.sites.rounds.frames",
+    "fedtorch.sites.rounds.plan",
+    "fedtorch.sites.rounds.sites",
+    "fedtorch.sites.streams.grpc_settings",
+    "fedtorch.sites.streams.idle",
+    "fedtorch.trust.privacy.accounting.spending",
+    "fedtorch.vfl.fit.adam",
+    "fedtorch.vfl.fit.bound",
+    "fedtorch.vfl.fit.captured",
+    "fedtorch.vfl.fit.draws",
+    "fedtorch.vfl.model.checks",
+)
+MADE = ("_build", "_tools", "reference", "results")  # folders whose pages others make
 CELL = re.compile(r"```\{code-cell\}[^\n]*\n(.*?)```", re.DOTALL)
 NOT_PYTHON = re.compile(r"[:%!]")  # how options of a cell and commands to the notebook begin
 
@@ -29,8 +60,8 @@ NOT_PYTHON = re.compile(r"[:%!]")  # how options of a cell and commands to the n
 def modules() -> list[str]:
     """All modules of the package by name, but for private ones and those that need Triton to be imported."""
     found = [module.name for module in pkgutil.walk_packages(fedtorch.__path__, "fedtorch.")]
-    hidden = ("._", "fedtorch.kernels.programs")
-    return sorted(name for name in found if not any(part in name for part in hidden))
+    hidden = ("._", "fedtorch.kernels.programs", "fedtorch.random.philox_program")
+    return sorted(name for name in found if name not in SHARED and not any(part in name for part in hidden))
 
 
 def public(module: ModuleType) -> Iterator[tuple[str, Any]]:

@@ -25,7 +25,7 @@ from sphinx.util import logging
 
 import fedtorch
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 LOGGER = logging.getLogger(__name__)
 NEAREST = 4  # of all docstrings whose examples use a name, how many its text links to
 
@@ -56,7 +56,7 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "What clients and server compute. Each module's text has the formula and the source.",
         ("fedtorch.federation.algorithms", "fedtorch.federation.runs.recipes"),
     ),
-    "local_solvers": (
+    "solvers": (
         "Local solvers",
         "How a client solves its own problem.",
         ("fedtorch.federation.solvers", "fedtorch.optimisers"),
