@@ -1,1 +1,8 @@
-"""Models as `nn.Module`s; they know nothing of federation."""
+"""Models as `nn.Module`s; they know nothing of federation.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.models import linear
+>>> head = linear.LinearHead(2)
+>>> head(torch.ones(3, 2)).shape
+torch.Size([3])
+"""

@@ -2,6 +2,12 @@
 
 `privacy` bounds what is told, `secure` hides what is added up, `robust` aggregates in spite of some, `attacks` shows
 what holds; `record`, `drift`, `explain` and `fairness` say what a run did, and to whom.
+
+>>> import fedtorch as ft
+>>> round(ft.trust.privacy.gaussian_noise(epsilon=1.0, delta=1e-5), 2)  # standard deviations a unit of sensitivity
+3.73
+>>> ft.trust.secure.neighbourhoods(10)  # whom each of ten masks with, against a server that cheats
+Neighbourhoods(neighbours=8, threshold=5, colluding=1)
 """
 
 import importlib

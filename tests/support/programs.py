@@ -33,7 +33,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, at_least: int = 1) -> Iterator[lis
     original = _launch.loaded
 
     def watched(operation: str, **options: Any) -> Any:
-        seen.append(operation)
+        seen.append(operation.rpartition(".")[2].removesuffix("_program"))
         return original(operation, **options)
 
     with monkeypatch.context() as patch:
