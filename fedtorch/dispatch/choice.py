@@ -14,8 +14,7 @@ An operation asks for its program, and does without:
 >>> import torch
 >>> from fedtorch.dispatch import choice
 >>> def doubled(x):
-...     module = choice.program("my_programs.doubled", (x,), fits=x.numel() < 2**20)  # a module of Triton programs, or
-None
+...     module = choice.program("my_programs.doubled", (x,), fits=x.numel() < 2**20)  # or None
 ...     return 2 * x if module is None else module.doubled(x)
 >>> x = torch.tensor([1.0, 2.0])  # on the CPU
 >>> doubled(x), choice.possible(x.device) and choice.installed()

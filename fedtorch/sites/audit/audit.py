@@ -99,7 +99,7 @@ class AuditRecord:
 
     @property
     def head(self) -> str:
-        """Return number and hash of the last entry, such as `"41:9f2c…"`."""
+        """Return number and hash of the last entry, joined by a colon."""
         return f"{self._log.entries}:{self._log.head}"
 
     def note(self, event: str, *, durable: bool = False, **about: Any) -> None:
