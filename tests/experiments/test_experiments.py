@@ -116,6 +116,7 @@ def test_gtv_privacy(tmp_path):
     assert (tmp_path / "gtv_privacy.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_privacy_attacks(tmp_path):
     needs("fmi_weather")
     privacy_attacks.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
@@ -384,6 +385,7 @@ def test_fedmgp_battery(tmp_path):
     assert (tmp_path / "fedmgp_battery.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_vfl_heart(tmp_path):
     needs("heart_failure")
     vfl_heart.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
@@ -447,6 +449,7 @@ def test_vfl_benchmark(tmp_path):
     assert found["power, amortised, response with the parties", up] > 4 * 4 * 826
 
 
+@pytest.mark.slow
 def test_sparse_regression(tmp_path):
     arguments = ["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)]
     sparse_regression.main(arguments)
@@ -472,6 +475,7 @@ def test_gibbs_benchmark(tmp_path, part):
     assert all(value > 0 for value in rows(tmp_path / "rows.json").values())
 
 
+@pytest.mark.slow
 def test_gtv_assignments(tmp_path):
     needs("fmi_weather")
     gtv_assignments.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])

@@ -66,14 +66,14 @@ class Place:
 
     def run(self, make: Callable[[], ft.Algorithm] = fedavg, rounds: int = 2, **more: Any) -> Remote:
         """A run on record, which ends."""
-        terms = more.pop("terms", {})
+        terms, wait = more.pop("terms", {}), more.pop("wait", 10.0)
         brought = offers(DATA, make)
         brought = {name: replace(each, terms=terms.get(name, Terms())) for name, each in brought.items()}
         recorded = {"records": {name: self.record(name) for name in NAMES}, "record": self.record("server")}
         with joined(brought, identities=self.sites, **recorded, **more) as (sites, threads):
             sites.finish(ft.run(make(), sites, rounds=rounds))
             for thread in threads.values():
-                thread.join(10.0)
+                thread.join(wait)
         return sites
 
     def verify(self, name: str, head: str | None = None) -> audit.Verdict:
@@ -326,7 +326,7 @@ def test_a_run_whose_begin_cannot_be_recorded_is_refused(place: Place, monkeypat
         note(self, event, **about)
 
     monkeypatch.setattr(AuditRecord, "note", full)
-    sites = place.run(rounds=1, quorum=0.5)
+    sites = place.run(rounds=1, quorum=0.5, wait=1.0)  # site "a" waits for another run
     assert sites.troubles == {"a": "the site could not begin: OSError; see what it says itself"}
     assert "answer" not in [entry["event"] for entry in place.events("a")]
 
