@@ -85,7 +85,7 @@ def test_a_server_takes_so_many_streams_of_an_address(tmp_path: Path) -> None:
     links[1].send(b"here")
     assert hub.receive(5.0) == ("a", b"here")
     third = connect(f"127.0.0.1:{hub.port}", made)
-    with pytest.raises(ConnectionError, match=r"Expected fewer attempts to connect; try again in 1\d\d\d\.\d s"):
+    with pytest.raises(ConnectionError, match=r"Expected fewer attempts to connect; try again in (99\d|1000)\.\d s"):
         third.receive(5.0)
     links[1].send(b"still")  # who is there is not disturbed
     assert hub.receive(5.0) == ("a", b"still")
