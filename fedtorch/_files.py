@@ -1,9 +1,10 @@
-"""Files that appear whole under their names, whatever happens while they are written."""
+"""Files that are whole under their names, whatever happens while they are written or grow."""
 
 from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -23,4 +24,31 @@ def replace(path: Path | str, payload: bytes | memoryview) -> None:
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
+        raise
+
+
+def append(path: Path | str, payload: bytes, *, durable: bool = True) -> None:
+    """Write to the end of a file that is there, all of it or nothing where the disk does not take it.
+
+    A kill may leave a part of it: whoever reads next has to know where an entry ends.
+
+    Args:
+        path: of the file; no other process may write to it meanwhile.
+        payload: what comes behind the rest.
+        durable: whether it is forced to the disk.
+
+    Raises:
+        OSError: the disk does not take it; the file is as it was.
+    """
+    path = Path(path)
+    size = path.stat().st_size
+    try:
+        with path.open("ab") as file:
+            file.write(payload)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+    except OSError:
+        with suppress(OSError):  # else whoever reads it next mends it
+            os.truncate(path, size)
         raise

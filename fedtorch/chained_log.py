@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from fedtorch import _files as files
+
 LONGEST = 2**16  # bytes of a line
 _CONTEXT = b"fedtorch log entry 1\n"  # a signature of an entry is none of anything else
 _RESERVED = {"entry", "time", "previous", "signature"}
@@ -116,12 +118,7 @@ class ChainedLog:
         line = canonical(content) + b"\n"
         if len(line) > LONGEST:
             raise ValueError(f"Expected an entry of at most {LONGEST} bytes, but got one of {len(line)}")
-        try:
-            with self.path.open("ab") as file:
-                file.write(line)
-        except OSError:
-            os.truncate(self.path, self._size)
-            raise
+        files.append(self.path, line, durable=False)
         self.entries, self.head, self._size = self.entries + 1, digest(line), self._size + len(line)
 
     def _catch_up(self) -> None:

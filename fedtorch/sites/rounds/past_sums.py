@@ -25,7 +25,6 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,7 +228,7 @@ class PastSums:
         if lines and sites not in self._places:
             lines = [{"sites": sorted(sites)}, *lines]
         if lines and self._path is not None:
-            _append(self._path, b"".join(_line(line) for line in lines))
+            files.append(self._path, b"".join(_line(line) for line in lines))
         for line in lines:
             self._know(line)
 
@@ -280,23 +279,6 @@ def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
     plain = tree.map(lambda leaf: leaf + 0.0 if leaf.is_floating_point() else leaf, content)
     about = json.dumps(dict(settings), sort_keys=True).encode()
     return hashlib.sha256(hashlib.sha256(about).digest() + wire.encode(tree.to(plain, "cpu"))).digest()
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Write to the end of a file and to the disk, all of it or nothing."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
-    try:
-        size = os.fstat(handle).st_size
-        try:
-            if os.write(handle, data) < len(data):
-                raise OSError(f"Expected to write {len(data)} bytes to {path}, but there was no room")
-            os.fsync(handle)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(handle, size)
-            raise
-    finally:
-        os.close(handle)
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

@@ -342,9 +342,14 @@ def test_a_damaged_memory_is_none(change: Callable[[bytes], bytes], tmp_path: Pa
 def test_a_full_disk_is_a_sum_that_is_not_confirmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     past_sums.begin(tmp_path)
     memory, file = opened(tmp_path), tmp_path / past_sums.FILE
-    before, write = file.read_bytes(), os.write
-    monkeypatch.setattr(past_sums.os, "write", lambda handle, data: write(handle, data[:7]))
-    with pytest.raises(OSError, match="there was no room"):
+    before = file.read_bytes()
+
+    def full(handle: int) -> None:
+        assert len(file.read_bytes()) > len(before)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left on device"):
         memory.of_round(b"1" * 32, ["x"], None, FOUR, confirmed=True)
     assert file.read_bytes() == before
     memory.of_round(b"1" * 32, ["x"], None, FOUR | {"e"}, confirmed=False)

@@ -26,12 +26,12 @@ import json
 import os
 import secrets
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from filelock import FileLock
 
+from fedtorch import _files as files
 from fedtorch.trust.privacy._checks import check_delta
 from fedtorch.trust.privacy.accounting import _ledger_head
 from fedtorch.trust.privacy.accounting.accountant import COARSE, Release, spent
@@ -188,15 +188,7 @@ class Ledger:
     def _write(self, row: dict[str, Any]) -> None:
         assert self.path is not None
         line = json.dumps({**row, "previous": self._last}).encode() + b"\n"
-        try:
-            with self.path.open("ab") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            with suppress(OSError):  # else whoever opens it next mends it
-                os.truncate(self.path, self._read)
-            raise
+        files.append(self.path, line)
         self._read, self._last = self._read + len(line), _digest(line)
 
     def _catch_up(self) -> None:
