@@ -109,10 +109,8 @@ def client_level(hidden: int, adaptive: bool, epsilon: float, size: Size, seed: 
         return accuracy(run, held_out)
     noise = regressions.noise_for(epsilon, rate=1 / 3, rounds=size.rounds)
     clip = privacy.AdaptiveClip(start=1.0) if adaptive else 0.5
-    algorithm = privacy.client_level(
-        algorithm, clip, noise, delta=DELTA, rate=1 / 3, entropy=privacy.from_seed(seed)
-    )  # fmt: skip
-    return accuracy(ft.run(algorithm, ft.InProcess(training), rounds=size.rounds, seed=seed), held_out)
+    private = privacy.client_level(clip, noise, delta=DELTA, rate=1 / 3, entropy=privacy.from_seed(seed))
+    return accuracy(ft.run(algorithm | private, ft.InProcess(training), rounds=size.rounds, seed=seed), held_out)
 
 
 def attacked(hidden: int, epsilon: float, size: Size, seed: int) -> float:

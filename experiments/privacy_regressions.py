@@ -110,7 +110,7 @@ def ep_on_sums(
         **BOUNDS, noise=noise_for(epsilon), delta=DELTA, ridge=0.0,
         entropy=privacy.from_seed(seed),
     )  # fmt: skip
-    algorithm = sums.protect(ft.ep(hierarchical.linear(hierarchy, statistics=sums, **settings)))
+    algorithm = ft.ep(hierarchical.linear(hierarchy, statistics=sums, **settings)) | sums.protect()
     return ft.run(algorithm, ft.InProcess(data), rounds=rounds, seed=seed)
 
 
@@ -159,10 +159,8 @@ def client_level(module: torch.nn.Module, data: FederatedData, epsilon: float, r
     if math.isinf(epsilon):
         return ft.run(algorithm, ft.InProcess(data), rounds=rounds, cohort=len(data) // 3, seed=seed)
     noise = noise_for(epsilon, rate=1 / 3, rounds=rounds)
-    algorithm = privacy.client_level(
-        algorithm, 0.5, noise, delta=DELTA, rate=1 / 3, entropy=privacy.from_seed(seed)
-    )  # fmt: skip
-    return ft.run(algorithm, ft.InProcess(data), rounds=rounds, seed=seed)
+    private = privacy.client_level(0.5, noise, delta=DELTA, rate=1 / 3, entropy=privacy.from_seed(seed))
+    return ft.run(algorithm | private, ft.InProcess(data), rounds=rounds, seed=seed)
 
 
 def device_rows(clients: int, rows: int, seed: int) -> FederatedData:

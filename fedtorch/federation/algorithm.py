@@ -192,7 +192,7 @@ def identity(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A federated algorithm; vary one by wrapping its functions or with `dataclasses.replace`.
+    """A federated algorithm; vary one by `algorithm | wrapper`, see `Wrapper`, or with `dataclasses.replace`.
 
     Attributes:
         init: (parameters, number of clients) -> (server state, one client's state).
@@ -236,6 +236,16 @@ class Algorithm:
     module: nn.Module | None = None
     finish: Callable[[Any, Tree], None] | None = None
     budget: Budget | None = None
+
+    def __or__(self, wrapper: Callable[[Algorithm], Algorithm]) -> Algorithm:
+        """Return the algorithm wrapped, the left wrapper innermost; see `fedtorch.federation.wrapper`."""
+        if not (callable(wrapper) and hasattr(wrapper, "stage")):
+            kind = getattr(wrapper, "__qualname__", type(wrapper).__qualname__)
+            raise TypeError(
+                "Expected a wrapper such as attacks.sign_flip([0]) or robust.rule(robust.median()), but got "
+                f"{kind}; call the function that makes it, or make one with ft.Wrapper"
+            )
+        return wrapper(self)
 
 
 def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:

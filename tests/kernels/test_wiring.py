@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.solvers._fused import FusedSteps
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.trust import privacy, robust
@@ -241,7 +242,7 @@ def test_multi_output_processes(device, monkeypatch) -> None:
 
 @pytest.mark.parametrize("rule", [robust.median(), robust.trimmed_mean(0.2)], ids=["median", "trimmed mean"])
 def test_robust_exchanges(rule, device, monkeypatch) -> None:
-    exchange = robust.star(rule, spread=10.0)  # with equal weights a processor sorts
+    exchange = robust_star(rule, spread=10.0)  # with equal weights a processor sorts
     message = {"a": ft.Mean(ft.random.normal(ft.random.key(3), (5, 2, 3)), torch.arange(1.0, 6.0))}
     ids = torch.arange(5)
     with reference():

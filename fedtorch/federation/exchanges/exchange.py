@@ -188,9 +188,9 @@ def star() -> Exchange:
     """
     return Exchange(
         scatter=lambda outbox, ids: tree.expand(outbox, client_count(ids)),
-        gather=lambda messages, ids: _map_messages(_sum, messages),
+        gather=_add_up,
         merge=_add_all,
-        finish=lambda partial: _map_messages(_divide, partial),
+        finish=_average,
         traffic=lambda outbox, messages, ids: (
             client_count(ids) * wire.row_size(messages),
             client_count(ids) * wire.size(outbox),
@@ -266,6 +266,14 @@ def graph(network: Network) -> Exchange:
         traffic=lambda outbox, messages, ids: (int(neighbours[ids].sum()) * wire.row_size(messages), 0),
         additive=False,
     )
+
+
+def _add_up(messages: Tree, ids: Rows) -> Tree:
+    return _map_messages(_sum, messages)
+
+
+def _average(partial: Tree) -> Tree:
+    return _map_messages(_divide, partial)
 
 
 def _map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,35 @@ def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
         finish=lambda found: finish(in_order(found)),
         additive=False,
     )
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Finish what an exchange makes of messages that are changed once all of a round are there."""
+
+    exchange: Exchange
+    change: Callable[[RowsOf], RowsOf]
+    refusal: str  # why the exchange cannot hear changed messages; empty where it can
+
+    def __call__(self, found: RowsOf) -> Tree:
+        if self.refusal:
+            raise ValueError(self.refusal)
+        said = self.change(in_order(found))
+        return self.exchange.finish(self.exchange.gather(said.message, said.ids))
+
+
+def changed(exchange: Exchange, change: Callable[[RowsOf], RowsOf], refusal: str = "") -> Exchange:
+    """Return `exchange` that hears the messages of a round changed, as no client alone could change them."""
+    return kept(exchange, in_order)._replace(finish=Changed(exchange, change, refusal))
+
+
+def before_changes(exchange: Exchange) -> tuple[Exchange, Callable[[Exchange], Exchange]]:
+    """Return the exchange that hears changed messages, and the function that puts the same changes before another."""
+    outer = exchange.finish
+    if not isinstance(outer, Changed):
+        return exchange, lambda other: other
+    plain, again = before_changes(outer.exchange._replace(scatter=exchange.scatter, traffic=exchange.traffic))
+    return plain, lambda other: changed(again(other), outer.change)
 
 
 def in_order(found: RowsOf, first: int | None = None) -> RowsOf:

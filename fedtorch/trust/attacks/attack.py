@@ -5,7 +5,7 @@ have said and a key of its own. *Together*, the attackers of a round know the me
 What clients tell for good is lied about in the same way: whatever an attacker's state, `told` is a lie, and the total
 is the sum of what has been said.
 
-An attack joins last, after what replaces an algorithm's exchange, such as `robust.totals` or `ft.unreliable_edges`.
+An attack joins first, before what its messages then go through, such as `privacy.client_level` or `robust.rule`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices
-from fedtorch.federation.exchanges.messages import kept, like, rows
+from fedtorch.federation.exchanges.messages import changed, like, rows
+from fedtorch.federation.wrapper import Stage, Wrapper, line
 from fedtorch.tree import Rows, Tree
 
 Lie = Callable[[Tree, Tensor], Tree]  # (what is said (K, ...), keys (K,)) -> what is said instead
@@ -57,27 +58,32 @@ class Attack:
     together: Collusion | None = None
     weight: float = 1.0
 
-    def __ror__(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm, with wrong messages.
+    @property
+    def stage(self) -> Stage:
+        """Return the innermost, for an attack is what clients say."""
+        return Stage.LOCAL
+
+    def __call__(self, algorithm: Algorithm) -> Algorithm:
+        """Return the algorithm with wrong messages.
 
         Raises:
-            ValueError: clients that collude about the changes of totals; see `robust.totals`.
+            ValueError: another wrapper is there already; or, when a run begins, clients that collude about the changes
+                of totals, where no robust rule follows.
         """
-        if self.together is not None and algorithm.told is not None:
-            raise ValueError(
-                f"Expected fresh messages for {self.name}, but this algorithm tells only how its totals change; join "
-                "the attack to robust.totals(algorithm, rule), trimmed_mean(0.0) for no defence"
-            )
-        told = algorithm.told
-        return dataclasses.replace(
-            algorithm,
-            init=partial(_init, algorithm),
-            client=partial(_client, algorithm, self),
-            model=lambda inbox, state: algorithm.model(inbox.inbox, state.own),
-            exchange=_marking(_colluding(algorithm.exchange, self), self.clients),
-            told=None if told is None else told._replace(of=partial(_told, told.of, self)),
-            settings={**algorithm.settings, f"attack.{self.name}": self.clients},
-        )
+        name = f"attacks.{self.name}"
+        return Wrapper(self.stage, name, partial(_attacked, self), {"clients": self.clients})(algorithm)
+
+
+def _attacked(attack: Attack, algorithm: Algorithm) -> Algorithm:
+    told = algorithm.told
+    return dataclasses.replace(
+        algorithm,
+        init=partial(_init, algorithm),
+        client=partial(_client, algorithm, attack),
+        model=lambda inbox, state: algorithm.model(inbox.inbox, state.own),
+        exchange=_marking(_colluding(algorithm, attack), attack.clients),
+        told=None if told is None else told._replace(of=partial(_told, told.of, attack)),
+    )
 
 
 class _Marked(NamedTuple):
@@ -103,7 +109,8 @@ def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, _
 def _client(algorithm: Algorithm, attack: Attack, marked: _Marked, state: _State, data: Any, turn: Turn) -> Reply:
     if not isinstance(marked, _Marked):
         raise TypeError(
-            "Expected the attack's own exchange, but it was replaced; join attacks last: algorithm | attack"
+            "Expected the attack's own exchange, but it was replaced; change exchanges by wrappers, such as "
+            "algorithm | attack | robust.rule(...)"
         )
     reply = algorithm.client(marked.inbox, state.own, data, turn)
     said = tree.map(partial(_lie, attack, marked.attacks, turn.key), reply.message, is_leaf=(Mean, Sum))
@@ -143,19 +150,27 @@ def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
     return exchange._replace(scatter=scatter)
 
 
-def _colluding(exchange: Exchange, attack: Attack) -> Exchange:
-    """`exchange` to which the attackers bring what they have agreed on."""
+def _colluding(algorithm: Algorithm, attack: Attack) -> Exchange:
+    """The algorithm's exchange, to which the attackers bring what they have agreed on."""
     if attack.together is None:
-        return exchange
-    return kept(exchange, partial(_agreed, exchange, attack))
+        return algorithm.exchange
+    refusal = "" if algorithm.told is None else _only_changes(attack)
+    return changed(algorithm.exchange, partial(_agreed, attack), refusal)
 
 
-def _agreed(exchange: Exchange, attack: Attack, found: RowsOf) -> Tree:
+def _only_changes(attack: Attack) -> str:
+    wanted = line({f"attacks.{attack.name}": Stage.LOCAL, "robust.rule": Stage.ROBUST})
+    return (
+        f"Expected fresh messages for {attack.name}, but this algorithm tells only how its totals change; write "
+        f"{wanted}, with the rule robust.trimmed_mean(0.0) for no defence"
+    )
+
+
+def _agreed(attack: Attack, found: RowsOf) -> RowsOf:
     wrong = torch.isin(found.ids, torch.tensor(attack.clients, dtype=torch.int64))
-    said = found.message
-    if bool(wrong.any()) and not bool(wrong.all()):
-        said = tree.map(partial(_replaced, attack, wrong), said, is_leaf=(Mean, Sum))
-    return exchange.finish(exchange.gather(said, found.ids))
+    if not bool(wrong.any()) or bool(wrong.all()):
+        return found
+    return found._replace(message=tree.map(partial(_replaced, attack, wrong), found.message, is_leaf=(Mean, Sum)))
 
 
 def _replaced(attack: Attack, wrong: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:

@@ -43,9 +43,8 @@ class AdaptiveClip(NamedTuple):
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([30.0, 40.0]))] * 20)
-        >>> private = privacy.client_level(
-        ...     ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), AdaptiveClip(start=0.1, lr=0.2), noise=0.01,
-        ...     delta=1e-2, entropy=privacy.from_seed(0))
+        >>> private = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))) | privacy.client_level(
+        ...     AdaptiveClip(start=0.1, lr=0.2), noise=0.01, delta=1e-2, entropy=privacy.from_seed(0))
         >>> run = ft.run(private, ft.InProcess(data), rounds=2)
         >>> round(float(run.history["clip"].iloc[-1]), 3)  # nobody is within it, so that it grows: 0.1 exp(2 · 0.2 · ½)
         0.122

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,6 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
-from fedtorch.federation.exchanges.exchange import Exchange, star
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -45,7 +43,6 @@ def fedmgp_average(
     server_lr: float = 1.0,
     batch_size: int | None = None,
     units: int,
-    exchange: Exchange | None = None,
     weight: Weight = rows_weight,
 ) -> Algorithm:
     """Algorithm 2 of the source: FedAvg on pseudo-gradients of θ = (hyperparameters, μ, Cholesky factor of M).
@@ -61,8 +58,6 @@ def fedmgp_average(
         server_lr: the global step η.
         batch_size: rows of a step; default: all.
         units: how many units there are, M: p_m = 1/M.
-        exchange: how changes are averaged; default: the weighted mean of `star()`; see
-            `fedtorch.federation.exchanges.robust`.
         weight: data -> `(K,)` positive weights.
 
     Example:
@@ -89,8 +84,7 @@ def fedmgp_average(
         module=gp.module,
         settings={"fixed": gp.fixed, "units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
     )
-    algorithm = personal_layers(local, gp.trained, lr=server_lr, weight=weight)
-    return replace(algorithm, exchange=star() if exchange is None else exchange)
+    return personal_layers(local, gp.trained, lr=server_lr, weight=weight)
 
 
 def _init(parameters: Tree, *, gp: StackedGP) -> _Unit:

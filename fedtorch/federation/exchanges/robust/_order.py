@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import Average, by_columns
+from fedtorch.federation.exchanges.robust.rules import Average, by_columns
 
 
 def by_order(equally: Callable[[Tensor], Tensor], weighted: Callable[[Tensor, Tensor], Tensor]) -> Average:

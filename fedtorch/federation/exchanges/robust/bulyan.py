@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedtorch.federation.exchanges.robust._order import ascending, middle
 from fedtorch.federation.exchanges.robust.krum import scores
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_columns,
     check_faulty,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedtorch.federation.exchanges.robust._order import ascending, middle
 from fedtorch.federation.exchanges.robust.median import coordinatewise_median
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_inner_products,
     combined,

@@ -25,7 +25,7 @@ from fedtorch import tree
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices, star as plain_star
 from fedtorch.federation.exchanges.messages import in_order, kept, like, rows
 from fedtorch.federation.exchanges.robust._order import ascending, middle
-from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.exchanges.robust.rules import Rule
 from fedtorch.tree import Rows, Tree
 
 _LARGEST = 1e100  # squares of numbers beyond would not be finite when they are added up
@@ -41,6 +41,16 @@ def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
     Raises:
         ValueError: a spread below 1; or in a round with too few messages for the rule.
         TypeError: in a round with `Sum`s.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import robust
+        >>> messages = ft.Mean(torch.tensor([[1.0], [2.0], [9.0]]), weight=torch.tensor([1.0, 1.0, 100.0]))
+        >>> for spread in (1.0, 100.0):  # the third client says that it has a hundred times as many rows
+        ...     exchange = star(robust.median(), spread=spread)
+        ...     print(exchange.finish(exchange.gather(messages, slice(0, 3))).value)
+        tensor([2.], dtype=torch.float64)
+        tensor([9.], dtype=torch.float64)
     """
     if not spread >= 1:
         raise ValueError(f"Expected a spread of at least 1, but got {spread}; 1 takes all weights as equal")
@@ -80,8 +90,7 @@ def _only_mean(name: str, node: Mean | Sum | Tensor) -> Mean:
     if isinstance(node, Sum):
         raise TypeError(
             f"Expected messages that are Mean for {name}, but got a Sum, a sum that cannot leave clients "
-            "out; use an algorithm whose messages are averaged, such as ft.fedavg, or the exchange that this one "
-            "comes with, or robust.totals"
+            "out; use an algorithm whose messages are averaged, such as ft.fedavg, or leave robust.rule out"
         )
     return node
 

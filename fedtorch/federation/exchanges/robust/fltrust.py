@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import Rule, by_inner_products, one_hot
+from fedtorch.federation.exchanges.robust.rules import Rule, by_inner_products, one_hot
 
 
 def fltrust(trusted: int) -> Rule:

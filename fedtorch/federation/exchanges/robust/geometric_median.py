@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_inner_products,
     distances_from,

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_inner_products,
     check_faulty,

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import Rule, check_faulty, combined, inner_products, squared_distances
+from fedtorch.federation.exchanges.robust.rules import Rule, check_faulty, combined, inner_products, squared_distances
 
 
 def nearest_neighbour_mixing(faulty: int, rule: Rule) -> Rule:

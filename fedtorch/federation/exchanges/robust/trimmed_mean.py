@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.federation.exchanges.robust._order import by_order
-from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.exchanges.robust.rules import Rule
 from fedtorch.kernels import order_statistics
 
 

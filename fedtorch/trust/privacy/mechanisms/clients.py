@@ -21,7 +21,7 @@ Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) lear
 >>> from fedtorch.trust import privacy
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 20)
 >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
->>> private = privacy.client_level(average, clip=1.0, noise=1.0, rate=0.5, delta=1e-2, budget=6.0)
+>>> private = average | privacy.client_level(clip=1.0, noise=1.0, rate=0.5, delta=1e-2, budget=6.0)
 >>> run = ft.run(private, ft.InProcess(data), rounds=100)  # ends when the budget is spent
 >>> run.number < 100, bool(run.history["epsilon"].iloc[-1] <= 6.0)
 (True, True)
@@ -41,7 +41,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sent, Sum
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sent, Sum, client_count
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Rows, Tree
 from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate
@@ -68,7 +69,7 @@ class State(NamedTuple):
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> private = privacy.client_level(average, privacy.AdaptiveClip(start=0.1), noise=1.0, delta=1e-2)
+        >>> private = average | privacy.client_level(privacy.AdaptiveClip(start=0.1), noise=1.0, delta=1e-2)
         >>> state, _ = private.init({"weight": torch.zeros(1, 2)}, 20)
         >>> state.inner["weight"], float(state.clip)
         (tensor([[0., 0.]]), 0.1)
@@ -79,10 +80,10 @@ class State(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out with an adaptive clip."""
+    """What the server sends out with an adaptive clip, and what clients hear of it."""
 
     parameters: Tree  # of the algorithm
-    clip: Tensor  # () float64
+    clip: Tensor  # () float64, (K,) at clients
 
 
 class _Told(NamedTuple):
@@ -97,14 +98,19 @@ class _Settings(NamedTuple):
 
     clip: Clip
     noise: float
-    mechanism: Mechanism
+    delta: float
     rate: float
     size: int | None
-    share: float  # how many times the noise of a release of messages alone
+    clip_told: float | None
+    mechanism: Mechanism
+
+    @property
+    def share(self) -> float:
+        """How many times the noise of a release of messages alone."""
+        return self.mechanism.join(1 if self.clip_told is None else 2)
 
 
 def client_level(
-    algorithm: Algorithm,
     clip: Clip,
     noise: float,
     *,
@@ -116,14 +122,14 @@ def client_level(
     budget: float | None = None,
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
-) -> Algorithm:
-    """`algorithm` with messages clipped and noised, so that no client's can be told from zeros beyond (ε, δ).
+) -> Wrapper:
+    """Clip and noise messages, so that no client's can be told from zeros beyond (ε, δ).
 
+    For algorithms whose clients tell `Mean`s on a star, such as `ft.fedavg`, `ft.fedadam`, `ft.personal_layers`.
     Weights of messages, which depend on the clients' data, are set to one. The history has `epsilon` after every round;
     losses, which clients would tell without noise, are left out unless the noise is seeded.
 
     Args:
-        algorithm: whose clients tell `Mean`s on a star, such as `ft.fedavg`, `ft.fedadam`, `ft.personal_layers`.
         clip: the bound C on a message's norm (Euclidean, or the sum of absolute values for `laplace`); bounds by shell
             pattern of parameter names; or `AdaptiveClip()`, which spends a share of the budget.
         noise: z, in units of the sensitivity: the server adds z·C to every number of the sum, for L bounds by name
@@ -143,40 +149,46 @@ def client_level(
             and guarantees nothing, as its ledger says.
 
     Returns:
-        An algorithm whose runs take no `cohort=`: the accountant has to know how clients are drawn.
+        A wrapper, whose algorithms' runs take no `cohort=`: the accountant has to know how clients are drawn.
 
     Raises:
-        ValueError: clip, noise, δ, rate, size or budget out of range; an algorithm whose totals bear no noise; an
-            exchange that does not add up.
+        ValueError: clip, noise, δ, rate, size or budget out of range. When it is joined: an algorithm whose totals bear
+            no noise; an exchange that does not add up; another privacy.
     """
-    parts = 1 if algorithm.told is None else 2
-    settings = _Settings(clip, noise, mechanism, rate, size, mechanism.join(parts))
-    _check(algorithm, settings, clip_told)
+    settings = _Settings(clip, noise, delta, rate, size, clip_told, mechanism)
+    _check_settings(settings)
     entropy = from_system() if entropy is None else entropy
     adversary = LISTENERS if clip_told is not None else SAMPLED if rate < 1 else ADVERSARY
     claim = Claim("client", ADJACENCY, adversary, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     release, own = Release(float(noise), float(rate), mechanism), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size, quorum=None)
-    adaptive = isinstance(clip, AdaptiveClip)
-    told = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "rate": rate, "size": size, "delta": delta}
-    if clip_told is not None:
-        told["clip_told"] = clip_told
-        algorithm = noised_totals(algorithm, clip_told, noise * settings.share, spending)
+
+    def wrap(algorithm: Algorithm) -> Algorithm:
+        _check(algorithm, clip_told)
+        spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size, quorum=None)
+        return _private(algorithm, settings, spending)
+
+    told = settings._replace(mechanism=mechanism.name)._asdict()  # type: ignore[arg-type]
+    return Wrapper(Stage.PRIVACY, "privacy.client_level", wrap, told)
+
+
+def _private(algorithm: Algorithm, settings: _Settings, spending: Spending) -> Algorithm:
+    adaptive = isinstance(settings.clip, AdaptiveClip)
+    if settings.clip_told is not None:
+        algorithm = noised_totals(algorithm, settings.clip_told, settings.noise * settings.share, spending)
     return dataclasses.replace(
         algorithm,
         init=partial(_init, algorithm, settings),
         outbox=(lambda state: _Outbox(algorithm.outbox(state.inner), state.clip)) if adaptive else algorithm.outbox,
-        client=partial(_client, algorithm, settings, not entropy.guarantees),
+        client=partial(_client, algorithm, settings, not spending.entropy.guarantees),
         server=partial(_server, algorithm, settings),
         model=(lambda inbox, state: algorithm.model(inbox.parameters, state)) if adaptive else algorithm.model,
         exchange=_noised(algorithm.exchange, settings, spending),
         report=partial(_report, algorithm) if adaptive else algorithm.report,
-        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in told.items()}},
         budget=spending,
     )
 
 
-def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -> None:
+def _check_settings(settings: _Settings) -> None:
     check_clip(settings.clip)
     check_noise(settings.noise)
     check_rate(settings.rate)
@@ -184,6 +196,16 @@ def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -
         raise ValueError(f"Expected either a rate or a size of at least 1, but got {settings.rate} and {settings.size}")
     if isinstance(settings.clip, AdaptiveClip) and settings.mechanism is not gaussian:
         raise ValueError("Expected gaussian noise for an adaptive clip, whose share is one of Gaussian releases")
+    if settings.clip_told is not None:
+        check_clip(settings.clip_told)
+        if settings.rate < 1 or isinstance(settings.clip, AdaptiveClip):
+            raise ValueError(
+                "Expected neither a rate nor an adaptive clip with a total, but got one: a client that is silent stays "
+                "in every total, so that sampling amplifies nothing; ask some by size="
+            )
+
+
+def _check(algorithm: Algorithm, clip_told: float | None) -> None:
     if algorithm.told is not None:
         check_total(algorithm.told)
     if (algorithm.told is None) != (clip_told is None):
@@ -191,13 +213,6 @@ def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -
             f"Expected clip_told= where clients tell something for good, and only there, but got {clip_told}: their "
             "running total is released in every round; ft.fedavg and its kin tell nothing for good"
         )
-    if clip_told is not None:
-        check_clip(clip_told)
-        if settings.rate < 1 or isinstance(settings.clip, AdaptiveClip):
-            raise ValueError(
-                "Expected neither a rate nor an adaptive clip with a total, but got one: a client that is silent stays "
-                "in every total, so that sampling amplifies nothing; ask some by size="
-            )
     if not algorithm.exchange.additive:
         raise ValueError(
             "Expected an exchange that adds messages up, such as ft.star(), but got one that keeps them apart (a "
@@ -272,6 +287,11 @@ def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exch
     """The exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
     clip, noise = settings.clip, settings.noise * settings.share
 
+    def scatter(outbox: Tree, ids: Rows) -> Tree:
+        if not isinstance(clip, AdaptiveClip):
+            return exchange.scatter(outbox, ids)
+        return _Outbox(exchange.scatter(outbox.parameters, ids), tree.expand(outbox.clip, client_count(ids)))
+
     def gather(messages: Tree, ids: Rows) -> Tree:
         return exchange.gather(tree.to(messages, torch.float64), ids)
 
@@ -290,7 +310,7 @@ def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exch
         parts = len(tree.leaves(tuple(mean.value for mean in _means(aggregate)))) if isinstance(clip, Mapping) else 1
         return _released(aggregate, noise * spending.release.mechanism.join(parts), "values", spending)
 
-    return exchange._replace(gather=gather, finish=finish)
+    return exchange._replace(scatter=scatter, gather=gather, finish=finish)
 
 
 def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> Tree:

@@ -92,7 +92,7 @@ def private_process(
         budget=budget, ledger=ledger, entropy=entropy,
     )  # fmt: skip
     made = dataclasses.replace(plain, prepare=partial(_prepare, gp, sums), client=partial(_client, gp))
-    return sums.protect(made)
+    return made | sums.protect()
 
 
 def _variance(gp: StackedGP) -> float:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.solvers.least_squares import least_squares
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.models.linear import LinearHead, Spectral, SufficientStatistics, spectral
 from fedtorch.models.rows import regression_fields
 from fedtorch.random.entropy import Entropy, from_system
@@ -82,8 +83,8 @@ class NoisedSums:
     """Sums over clipped rows with noise, for models that need nothing else of the rows, at the price of one release.
 
     The release is made, and written into the ledger, when a run is made; a run that is resumed makes its sums anew.
-    Given as `statistics=` to `hierarchical.linear` or `gibbs.sparse.regression`; then `protect` ties the algorithm to
-    the ledger, without which no noise can be drawn.
+    Given as `statistics=` to `hierarchical.linear` or `gibbs.sparse.regression`; then `algorithm | sums.protect()` ties
+    the algorithm to the ledger, without which no noise can be drawn.
 
     Args:
         clip_features: rows whose features have a larger Euclidean norm, without the intercept, are scaled down to it.
@@ -110,7 +111,7 @@ class NoisedSums:
         >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(4)])
         >>> sums = privacy.NoisedSums(clip_features=1.0, clip_targets=1.0, noise=2.0, delta=1e-4)
         >>> sampler = ft.gibbs(sparse.regression(statistics=sums), sparse.hierarchy(), sweeps=10, chains=1)
-        >>> run = ft.run(sums.protect(sampler), ft.InProcess(data), torch.zeros(2), rounds=20)
+        >>> run = ft.run(sampler | sums.protect(), ft.InProcess(data), torch.zeros(2), rounds=20)
         >>> round(float(run.history["epsilon"].iloc[-1]), 2)
         1.7
     """
@@ -137,17 +138,21 @@ class NoisedSums:
         self.clips, self.ridge, self.delta = (clip_features, clip_targets), ridge, delta
         self.spending = _SpentOnce(Ledger(ledger, claim, delta, budget), Release(float(noise)), 1, entropy, one_process)
         told = {"clip_features": clip_features, "clip_targets": clip_targets, "noise": noise, "delta": delta}
-        self.settings = {f"privacy.{name}": value for name, value in {**told, "ridge": ridge}.items()}
+        self.settings = {**told, "ridge": ridge}
 
-    def protect(self, algorithm: Algorithm) -> Algorithm:
-        """`algorithm`, of a model that has these sums for its rows, with their budget.
+    def protect(self) -> Wrapper:
+        """Return the wrapper that gives their budget to an algorithm of a model with these sums for its rows.
 
         Raises:
-            ValueError: it has a budget of its own.
+            ValueError: when it is joined, an algorithm with a budget of its own.
         """
-        if algorithm.budget is not None:
-            raise ValueError("Expected an algorithm without a budget, but got one: choose one level of privacy")
-        return dataclasses.replace(algorithm, budget=self.spending, settings={**algorithm.settings, **self.settings})
+
+        def wrap(algorithm: Algorithm) -> Algorithm:
+            if algorithm.budget is not None:
+                raise ValueError("Expected an algorithm without a budget, but got one: choose one level of privacy")
+            return dataclasses.replace(algorithm, budget=self.spending)
+
+        return Wrapper(Stage.PRIVACY, "sums.protect", wrap, self.settings)
 
     def __call__(self, data: Any, features: int | None = None) -> SufficientStatistics:
         """Those of a block of rows (x `(d,)`, y `()`), as `models.linear.block_statistics` of the rows themselves.
@@ -216,7 +221,7 @@ def sufficient_statistics(
     return dataclasses.replace(
         local,
         prepare=partial(_prepare, local.module, sums),
-        settings={**local.settings, **sums.settings},
+        settings={**local.settings, **{f"privacy.{name}": value for name, value in sums.settings.items()}},
         statistics=lambda prepared: prepared.statistics.all_rows(),
         budget=sums.spending,
     )

@@ -91,8 +91,8 @@ def released(noise: float, with_canary: bool, runs: int, seed: int) -> Tensor:
     rows = [(x, y * (1e6 if with_canary else 0.0) if k == 0 else 0 * y) for k, (x, y) in enumerate(data)]
     module = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
-    algorithm = privacy.client_level(ft.fedavg(sgd(1e-3, module)), 1.0, noise, delta=DELTA,
-                                     entropy=privacy.from_seed(seed))  # fmt: skip
+    private = privacy.client_level(1.0, noise, delta=DELTA, entropy=privacy.from_seed(seed))
+    algorithm = ft.fedavg(sgd(1e-3, module)) | private
     run = ft.Run(algorithm, ft.InProcess(ft.data.from_tensors(rows)))
     start, found = run.server, []
     for _ in range(runs):
@@ -120,8 +120,8 @@ def told_by_nodes(noise: float, seed: int, pairs: int = 45_000) -> tuple[Tensor,
     network = ft.Network(torch.arange(2 * pairs).reshape(-1, 2))
     module = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
-    algorithm = privacy.node_level(ft.gtv(ft.least_squares(module), network, 1e-9), 1.0, noise, delta=DELTA,
-                                   entropy=privacy.from_seed(seed))  # fmt: skip
+    private = privacy.node_level(1.0, noise, delta=DELTA, entropy=privacy.from_seed(seed))
+    algorithm = ft.gtv(ft.least_squares(module), network, 1e-9) | private
     run = ft.Run(algorithm, ft.InProcess(data))
     both = []
     for _ in range(2):
@@ -150,8 +150,8 @@ def released_totals(noise: float, with_canary: bool, runs: int, seed: int) -> Te
     module = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
     ones = lambda data: torch.ones_like(data.count, dtype=torch.float64)
-    algorithm = privacy.client_level(ft.scaffold(sgd(1e-3, module), weight=ones), 1.0, noise, clip_told=1.0,
-                                     delta=DELTA, entropy=privacy.from_seed(seed))  # fmt: skip
+    private = privacy.client_level(1.0, noise, clip_told=1.0, delta=DELTA, entropy=privacy.from_seed(seed))
+    algorithm = ft.scaffold(sgd(1e-3, module), weight=ones) | private
     run = ft.Run(algorithm, ft.InProcess(ft.data.from_tensors(data)))
     start, found, nobody = run.server, [], run.clients.state_dict()
     for _ in range(runs):

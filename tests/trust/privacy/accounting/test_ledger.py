@@ -21,7 +21,7 @@ DATA = linear_clients([5, 3, 8, 4, 6])
 
 def private(path: Path | None, **settings) -> ft.Algorithm:
     settings = {"clip": 1.0, "noise": 3.0, "delta": DELTA, **settings}
-    return privacy.client_level(ft.fedavg(sgd(0.1)), ledger=path, **settings)
+    return ft.fedavg(sgd(0.1)) | privacy.client_level(ledger=path, **settings)
 
 
 def lines(path: Path) -> list[dict]:

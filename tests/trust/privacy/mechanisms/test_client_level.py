@@ -17,6 +17,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.exchanges.exchange import Mean, Sum
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.tree import Tree
 from fedtorch.trust import privacy, robust
 from fedtorch.trust.privacy import AdaptiveClip, clipping
@@ -31,7 +32,7 @@ SETTINGS = {"clip": 0.7, "noise": 1.0, "delta": DELTA}
 def private(algorithm: ft.Algorithm | None = None, seed: int | None = 0, **settings) -> ft.Algorithm:
     entropy = None if seed is None else privacy.from_seed(seed)
     settings = {**SETTINGS, "entropy": entropy, **settings}
-    return privacy.client_level(ft.fedavg(sgd(0.1, steps=2)) if algorithm is None else algorithm, **settings)
+    return (ft.fedavg(sgd(0.1, steps=2)) if algorithm is None else algorithm) | privacy.client_level(**settings)
 
 
 def changes(data: ft.data.FederatedData = DATA) -> list[Tree]:
@@ -315,9 +316,11 @@ def test_what_cannot_be_bounded_is_refused() -> None:
     with pytest.raises(ValueError, match="running total is released"):
         private(ft.scaffold(sgd(0.1)))
     with pytest.raises(ValueError, match="adds messages up"):
-        private(dataclasses.replace(ft.fedavg(sgd(0.1)), exchange=robust.star(robust.median())))
-    with pytest.raises(ValueError, match="choose one level"):
+        private(dataclasses.replace(ft.fedavg(sgd(0.1)), exchange=robust_star(robust.median())))
+    with pytest.raises(ValueError, match="client_level twice"):
         private(private())
+    with pytest.raises(ValueError, match="choose one level"):
+        private(ft.fedavg(sgd(0.1)) | privacy.local_level(1.0, 1.0, delta=1e-3))
     plain = ft.fedavg(sgd(0.1))
 
     def summing(*arguments):

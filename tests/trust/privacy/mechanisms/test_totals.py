@@ -34,7 +34,7 @@ MAKE = {
 
 def private(algorithm: ft.Algorithm, noise: float = 1e-9, seed: int = 0, **settings) -> ft.Algorithm:
     settings = {"clip": 1e3, "clip_told": 1e3, "delta": DELTA, "entropy": privacy.from_seed(seed), **settings}
-    return privacy.client_level(algorithm, noise=noise, **settings)
+    return algorithm | privacy.client_level(noise=noise, **settings)
 
 
 def numbers(total) -> Tensor:
