@@ -107,7 +107,7 @@ class Local(NamedTuple):
 
     parameters: Tree  # (K, ...)
     state: Tree  # (K, ...) what it keeps for the next round
-    steps: Tensor  # (K,) the sum of the learning rates taken
+    lr_sum: Tensor  # (K,) the sum of the learning rates of the steps taken
     info: dict[str, Tensor]  # (K,) each
 
 

@@ -193,7 +193,14 @@ def test_what_is_no_plain_linear_head_takes_the_stacked_steps(other, device, mon
 def test_noise_and_clipping_of_examples_take_the_stacked_steps(device, monkeypatch) -> None:
     module, loss, data = linear_problem("gaussian", device)
     local = privacy.example_level(
-        module, clip=1.0, noise=1.0, rate=0.5, steps=2, delta=1e-3, loss=loss, optimizer=lambda p: SGD(p, lr=0.1)
+        module,
+        clip=1.0,
+        noise=1.0,
+        sampling_rate=0.5,
+        steps=2,
+        delta=1e-3,
+        loss=loss,
+        optimizer=lambda p: SGD(p, lr=0.1),
     )
     with launches(monkeypatch, at_least=0) as seen:
         ft.run(ft.fedavg(local), ft.InProcess(data, device=device), rounds=1)

@@ -303,7 +303,7 @@ def _client(inbox: _Outbox, state: Tree, data: _PreparedRows, turn: Turn, *, loc
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)
-    found = Mean(_Found(data.summary, solved.steps * unit), torch.ones_like(unit))
+    found = Mean(_Found(data.summary, solved.lr_sum * unit), torch.ones_like(unit))
     return Reply(_Message(change, found), solved.state, solved.info)
 
 

@@ -107,7 +107,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
         solved = local.solve(inbox.parameters, state.solver, data, Quadratic(precision, correction), turn)
         change = tree.subtract(solved.parameters, inbox.parameters)
-        control = tree.add_scaled(correction, change, -1 / _checked(solved.steps))
+        control = tree.add_scaled(correction, change, -1 / _checked(solved.lr_sum))
         controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
         return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
 

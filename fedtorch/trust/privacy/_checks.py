@@ -26,10 +26,10 @@ def check_rounds(rounds: int) -> None:
         raise ValueError(f"Expected a whole number of rounds of at least 1, but got {rounds}")
 
 
-def check_rate(rate: float) -> None:
+def check_rate(sampling_rate: float) -> None:
     """Raises ValueError unless a sampling rate is above 0 and at most 1."""
-    if not 0 < rate <= 1:
-        raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
+    if not 0 < sampling_rate <= 1:
+        raise ValueError(f"Expected a rate above 0 and at most 1, but got {sampling_rate}")
 
 
 def check_clip(clip: Clip) -> None:

@@ -101,7 +101,7 @@ def audit(
 
     Args:
         solver: `(module, loss=, optimizer=) -> LocalSolver`, such as
-            `functools.partial(privacy.example_level, clip=1.0, noise=3.73, rate=1.0, steps=1, delta=1e-5)`.
+            `functools.partial(privacy.example_level, clip=1.0, noise=3.73, sampling_rate=1.0, steps=1, delta=1e-5)`.
         runs: counted of either neighbour.
         choosing: of either, on which the region, and without a score the attack, is chosen.
         rounds: of each run.
@@ -121,7 +121,8 @@ def audit(
         >>> from functools import partial
         >>> from fedtorch.trust import privacy
         >>> solver = partial(
-        ...     privacy.example_level, clip=1.0, noise=1.0, rate=1.0, steps=1, delta=1e-5, entropy=privacy.from_seed(0))
+        ...     privacy.example_level, clip=1.0, noise=1.0, sampling_rate=1.0, steps=1, delta=1e-5,
+        ...     entropy=privacy.from_seed(0))
         >>> found = audit(solver, runs=200, choosing=200, block=800)
         >>> 0 < found.epsilon < privacy.gaussian_epsilon(1.0, delta=1e-5)
         True

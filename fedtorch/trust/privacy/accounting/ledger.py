@@ -123,8 +123,8 @@ class Ledger:
             self._catch_up()
             self._take(round, release, count)
             counted = self._counted(release)
-            kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": counted.rate}
-            kind |= {"sampled": release.rate} if counted.rate != release.rate else {}
+            kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": counted.sampling_rate}
+            kind |= {"sampled": release.sampling_rate} if counted.sampling_rate != release.sampling_rate else {}
             kind |= {"excess": release.excess} if release.excess else {}
             row = {"entry": self.entries, "round": round, **kind, "releases": count, "epsilon": self.epsilon}
             self._write(row)
@@ -174,7 +174,7 @@ class Ledger:
 
     def _counted(self, release: Release) -> Release:
         """Return what a release is to the claim's adversary."""
-        return release._replace(rate=1.0) if self._unamplified else release
+        return release._replace(sampling_rate=1.0) if self._unamplified else release
 
     def _epsilon(self, releases: Counter[Release]) -> float:
         key = frozenset(releases.items())

@@ -29,7 +29,7 @@ class Spending:
         count: how often in each round.
         entropy: where noise and cohorts come from.
         check: (the run's cohort, number of clients) -> None; raises where the claim would not hold.
-        rate: with which clients are asked, each independently and in secret.
+        sampling_rate: with which clients are asked, each independently and in secret.
         size: of a cohort drawn uniformly, instead of a rate; None leaves the cohort to the run.
         quorum: of how many clients the noise is counted together; 1 for each one's own, None for a server's.
 
@@ -44,13 +44,13 @@ class Spending:
         count: int,
         entropy: Entropy,
         check: Callable[[Any, int], None],
-        rate: float = 1.0,
+        sampling_rate: float = 1.0,
         size: int | None = None,
         quorum: int | None = 1,
     ) -> None:
         self.quorum = quorum
         self.ledger, self.release, self.count, self.entropy = ledger, release, count, entropy
-        self._check, self._rate, self._size, self.expected = check, rate, size, 0.0
+        self._check, self._rate, self._size, self.expected = check, sampling_rate, size, 0.0
         self._clients = 0
         self._purpose: Purpose | None = None
         self._turns: tuple[Tensor, Tensor] | None = None  # the open round's key and its clients
@@ -167,12 +167,12 @@ class Spending:
         return f"Spending({self.release}, epsilon={self.ledger.epsilon:.4g} at {self.ledger.delta}, {self.entropy})"
 
 
-def secret_cohort(spending: Spending, rate: float, clients: int) -> Cohort:
-    """Each client independently with probability `rate`, from the entropy of `spending`, whatever the seed."""
+def secret_cohort(spending: Spending, sampling_rate: float, clients: int) -> Cohort:
+    """Each client independently with probability `sampling_rate`, from the entropy of `spending`, whatever the seed."""
 
     def draw(key: Tensor) -> Tensor:
         purpose = spending.purpose(int(key), "cohort", b"")
-        return (spending.entropy.uniforms(purpose, clients) < rate).nonzero()[:, 0]
+        return (spending.entropy.uniforms(purpose, clients) < sampling_rate).nonzero()[:, 0]
 
     return draw
 

@@ -50,7 +50,7 @@ class PrivateLoss(StackedLoss):
         objective: one client's loss.
         tensors: names of what is trained.
         clip: the bound C on an example's gradient.
-        rate: q, with which every row is drawn.
+        sampling_rate: q, with which every row is drawn.
         spending: where noise comes from, whose release has the noise z.
         ghost: whether layers may be worth it: False makes every example's gradient.
         most: rows of a client's batch, beyond which it is cut; None never cuts.
@@ -61,13 +61,13 @@ class PrivateLoss(StackedLoss):
         objective: Objective,
         tensors: Sequence[str],
         clip: float,
-        rate: float,
+        sampling_rate: float,
         spending: Spending,
         ghost: bool,
         most: int | None = None,
     ) -> None:
         super().__init__(objective, tensors, [], batched=True)
-        self.clip, self.rate, self.spending, self.most = clip, rate, spending, most
+        self.clip, self.sampling_rate, self.spending, self.most = clip, sampling_rate, spending, most
         self.layers = linear_layers(objective.module, tensors) if ghost else None
         if ghost and self.layers is None:
             self._say("ghost=False: expected nothing but linear layers and convolutions to be trained")
@@ -228,7 +228,7 @@ class PrivateLoss(StackedLoss):
         clients, width = batch.leaves[0].shape[:2]
         purpose = self.spending.open(f"rows of step {index}", roster)
         coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width)
-        drawn = (coins < self.rate) & (torch.arange(width) < batch.size[:, None])
+        drawn = (coins < self.sampling_rate) & (torch.arange(width) < batch.size[:, None])
         if self.most is None or width <= self.most:
             return drawn
         last = torch.where(drawn, coins, 1.0).kthvalue(self.most, 1, keepdim=True).values
@@ -243,7 +243,7 @@ class PrivateLoss(StackedLoss):
         scale = torch.tensor(self.spending.release.noise * self.clip, dtype=torch.float64)
         uniforms = partial(self.spending.entropy.uniforms, self.spending.open(f"noise of step {index}", roster))
         noise = self.spending.release.mechanism.draw(uniforms, flat.numel()).reshape(flat.shape)
-        noised = on_grid(flat + scale * noise, scale) / (self.rate * counts[:, None])
+        noised = on_grid(flat + scale * noise, scale) / (self.sampling_rate * counts[:, None])
         parts = noised.split(sizes, 1)
         return [part.reshape(leaf.shape).to(leaf.device, d) for part, leaf, d in zip(parts, sums, dtypes)]
 

@@ -45,7 +45,7 @@ def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> P
         criterion = copy.deepcopy(criterion).to(device, torch.float64)
     objective = Objective(module.to(device, torch.float64), criterion)
     objective.trainer.answers = loss.objective.trainer.answers
-    double = PrivateLoss(objective, loss.tensors, loss.clip, loss.rate, loss.spending, loss.layers is not None)
+    double = PrivateLoss(objective, loss.tensors, loss.clip, loss.sampling_rate, loss.spending, loss.layers is not None)
     double.random = loss.random
     return double
 

@@ -8,7 +8,7 @@ of clients that it *expects*, m, never by how many or how heavy they are:
 *Who is protected:* one client, all its rows in all rounds; two neighbouring federations differ in one client whose
 messages are zeros in one of them (zero-out). *From whom:* everybody who sees the server's states, models and all that
 is made of them. Not from the server itself, which sees messages; not what a client keeps to itself (personal layers),
-nor the history's lists of who answered. With a `rate`, not from somebody who can compute the cohort: it is drawn from
+nor the history's lists of who answered. With a `sampling_rate`, not from who can compute the cohort: it is drawn from
 the operating system's entropy, whatever the seed.
 
 Of an algorithm whose clients tell something for good besides (`ft.scaffold`, `ft.feddyn`), every round also releases
@@ -21,7 +21,7 @@ Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) lear
 >>> from fedtorch.trust import privacy
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 20)
 >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
->>> private = average | privacy.client_level(clip=1.0, noise=1.0, rate=0.5, delta=1e-2, budget=6.0)
+>>> private = average | privacy.client_level(clip=1.0, noise=1.0, sampling_rate=0.5, delta=1e-2, budget=6.0)
 >>> run = ft.run(private, ft.InProcess(data), rounds=100)  # ends when the budget is spent
 >>> run.number < 100, bool(run.history["epsilon"].iloc[-1] <= 6.0)
 (True, True)
@@ -99,7 +99,7 @@ class _Settings(NamedTuple):
     clip: Clip
     noise: float
     delta: float
-    rate: float
+    sampling_rate: float
     size: int | None
     clip_told: float | None
     mechanism: Mechanism
@@ -115,7 +115,7 @@ def client_level(
     noise: float,
     *,
     delta: float,
-    rate: float = 1.0,
+    sampling_rate: float = 1.0,
     size: int | None = None,
     clip_told: float | None = None,
     mechanism: Mechanism = gaussian,
@@ -135,7 +135,7 @@ def client_level(
         noise: z, in units of the sensitivity: the server adds z·C to every number of the sum, for L bounds by name
             z·√L·C_l (`laplace`: z·L·C_l).
         delta: δ of all ε, below one over the number of clients.
-        rate: every round draws each client with this probability, in secret; 1 asks everybody.
+        sampling_rate: every round draws each client with this probability, in secret; 1 asks everybody.
         size: instead of a rate, a fixed number of clients in each round, uniformly; its rounds count as if everybody
             had been asked.
         clip_told: the bound on the norm of what a client tells for good, where the algorithm has such; then the sum of
@@ -155,16 +155,16 @@ def client_level(
         ValueError: clip, noise, δ, rate, size or budget out of range. When it is joined: an algorithm whose totals bear
             no noise; an exchange that does not add up; another privacy.
     """
-    settings = _Settings(clip, noise, delta, rate, size, clip_told, mechanism)
+    settings = _Settings(clip, noise, delta, sampling_rate, size, clip_told, mechanism)
     _check_settings(settings)
     entropy = from_system() if entropy is None else entropy
-    adversary = LISTENERS if clip_told is not None else SAMPLED if rate < 1 else ADVERSARY
+    adversary = LISTENERS if clip_told is not None else SAMPLED if sampling_rate < 1 else ADVERSARY
     claim = Claim("client", ADJACENCY, adversary, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    release, own = Release(float(noise), float(rate), mechanism), Ledger(ledger, claim, delta, budget)
+    release, own = Release(float(noise), float(sampling_rate), mechanism), Ledger(ledger, claim, delta, budget)
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         _check(algorithm, clip_told)
-        spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size, quorum=None)
+        spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), sampling_rate, size, quorum=None)
         return _private(algorithm, settings, spending)
 
     told = settings._replace(mechanism=mechanism.name)._asdict()  # type: ignore[arg-type]
@@ -191,14 +191,16 @@ def _private(algorithm: Algorithm, settings: _Settings, spending: Spending) -> A
 def _check_settings(settings: _Settings) -> None:
     check_clip(settings.clip)
     check_noise(settings.noise)
-    check_rate(settings.rate)
-    if settings.size is not None and (settings.rate != 1 or settings.size < 1):
-        raise ValueError(f"Expected either a rate or a size of at least 1, but got {settings.rate} and {settings.size}")
+    check_rate(settings.sampling_rate)
+    if settings.size is not None and (settings.sampling_rate != 1 or settings.size < 1):
+        raise ValueError(
+            f"Expected either a rate or a size of at least 1, but got {settings.sampling_rate} and {settings.size}"
+        )
     if isinstance(settings.clip, AdaptiveClip) and settings.mechanism is not gaussian:
         raise ValueError("Expected gaussian noise for an adaptive clip, whose share is one of Gaussian releases")
     if settings.clip_told is not None:
         check_clip(settings.clip_told)
-        if settings.rate < 1 or isinstance(settings.clip, AdaptiveClip):
+        if settings.sampling_rate < 1 or isinstance(settings.clip, AdaptiveClip):
             raise ValueError(
                 "Expected neither a rate nor an adaptive clip with a total, but got one: a client that is silent stays "
                 "in every total, so that sampling amplifies nothing; ask some by size="
@@ -226,8 +228,8 @@ def _check_clients(delta: float, cohort: Any, clients: int) -> None:
     """Raises ValueError where a run's cohort or population is not what was accounted for."""
     if cohort is not None:
         raise ValueError(
-            f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say rate= or "
-            "size= of client_level, which brings its own cohort"
+            f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say "
+            "sampling_rate= or size= of client_level, which brings its own cohort"
         )
     check_delta_of(delta, "clients", cohort, clients)
 

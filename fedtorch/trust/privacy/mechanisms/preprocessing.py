@@ -245,14 +245,14 @@ def noised_features(
     return noised.to(features.device, features.dtype)
 
 
-def subsampling_delta(rate: float) -> float:
-    """The δ at which publishing each row with probability `rate`, as it is, is (0, δ)-private: the rate itself.
+def subsampling_delta(sampling_rate: float) -> float:
+    """Return the δ at which publishing each row with this probability, as it is, is (0, δ)-private: the rate itself.
 
     >>> subsampling_delta(0.1)
     0.1
     """
-    check_rate(rate)
-    return rate
+    check_rate(sampling_rate)
+    return sampling_rate
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:

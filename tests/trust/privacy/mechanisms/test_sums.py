@@ -199,7 +199,7 @@ def test_hm1_hears_nothing_but_what_was_released() -> None:
 def test_hm1_refuses_solvers_that_protect_less_than_it_tells() -> None:
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     local = privacy.example_level(
-        head(), clip=1.0, noise=1.0, rate=0.5, steps=1, delta=DELTA, loss=nn.functional.mse_loss, optimizer=sgd
+        head(), clip=1.0, noise=1.0, sampling_rate=0.5, steps=1, delta=DELTA, loss=nn.functional.mse_loss, optimizer=sgd
     )  # fmt: skip
     with pytest.raises(ValueError, match="residual sums of their rows"):
         hm1(local)

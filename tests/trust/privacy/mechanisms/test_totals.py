@@ -137,7 +137,7 @@ def test_what_cannot_be_noised_is_refused_with_the_reason() -> None:
         private(ft.fedavg(sgd(0.1)))
     with pytest.raises(ValueError, match="positive finite clip"):
         private(MAKE["scaffold"](), clip_told=-1.0)
-    for wrong in ({"rate": 0.5}, {"clip": AdaptiveClip()}):
+    for wrong in ({"sampling_rate": 0.5}, {"clip": AdaptiveClip()}):
         with pytest.raises(ValueError, match="sampling amplifies nothing"):
             private(MAKE["scaffold"](), **wrong)
     for algorithm in (
