@@ -46,7 +46,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A change of an algorithm, joined to it by `algorithm | wrapper`.
+    """Change an algorithm, by `algorithm | wrapper`.
 
     Attributes:
         stage: where it stands among others.

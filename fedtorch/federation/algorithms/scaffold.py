@@ -39,7 +39,7 @@ from fedtorch.tree import Tree
 
 
 class Server(NamedTuple):
-    """What the server keeps.
+    """Hold what the server keeps.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -58,14 +58,14 @@ class Server(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out."""
+    """Hold what the server sends out."""
 
     parameters: Tree  # θ
     control: Tree  # c
 
 
 def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """SCAFFOLD.
+    """Build SCAFFOLD.
 
     The local solver should take plain (stochastic) gradient steps, with or without schedule and weight decay: momentum
     and adaptive steps make θ − θ_k another multiple of the gradient than the sum of the learning rates.

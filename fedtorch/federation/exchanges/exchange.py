@@ -44,7 +44,7 @@ _PUSH = 4  # a product over all edges takes as long as pushing along this part o
 
 
 class Mean(NamedTuple):
-    """A message that is averaged. Aggregated, `weight` holds the total weight.
+    """Hold a message that is averaged. Aggregated, `weight` is the total weight.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -59,7 +59,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A message that is added up.
+    """Hold a message that is added up.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -72,7 +72,7 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What clients of an algorithm with `told` send in a round; the exchange treats both alike.
+    """Hold what clients of an algorithm with `told` send in a round; the exchange treats both alike.
 
     >>> import torch, fedtorch as ft
     >>> ft.star().finish(ft.star().gather(Sent(Sum(torch.ones(3)), told=Sum(torch.tensor([1.0, 0.0, 4.0]))), slice(3)))
@@ -84,21 +84,21 @@ class Sent(NamedTuple):
 
 
 class RowsOf(NamedTuple):
-    """The aggregate of `private_rows`: the messages as they came, in ascending order of the clients."""
+    """Hold the aggregate of `private_rows`: the messages as they came, in ascending order of the clients."""
 
     ids: Tensor  # (M,)
     message: Tree  # (M, ...)
 
 
 class Neighbourhood(NamedTuple):
-    """What a node of `graph` hears."""
+    """Hold what a node of `graph` hears."""
 
     heard: Tree  # (K, ...) its row of the outbox
     degree: Tensor  # (K,) Σ_j A_ij, float64
 
 
 class Exchange(NamedTuple):
-    """How a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones (views).
+    """Say how a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones.
 
     A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
     adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. With `masks`, or `sealed`,
@@ -128,17 +128,17 @@ class Exchange(NamedTuple):
 
 
 def client_count(ids: Rows) -> int:
-    """How many clients `ids` names."""
+    """Return how many clients `ids` names."""
     return ids.stop - ids.start if isinstance(ids, slice) else len(ids)
 
 
 def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
-    """What `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
+    """Return what `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
     return exchange.finish(exchange.gather(Sum(value), ids)).value
 
 
 def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
-    """The aggregate as a server takes it: floats in the dtypes of the messages, sums of whole numbers in float64."""
+    """Cast an aggregate for the server: floats to the dtypes of the messages, sums of whole numbers to float64."""
     if isinstance(aggregate, RowsOf):
         return aggregate  # as they came
 
@@ -154,7 +154,7 @@ def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
 
 
 def check_shapes(messages: Tree, ids: Rows) -> None:
-    """Raises ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
+    """Raise ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
     count = client_count(ids)
 
     def check(node: Mean | Sum) -> Mean | Sum:
@@ -171,12 +171,12 @@ def check_shapes(messages: Tree, ids: Rows) -> None:
 
 
 def indices(ids: Rows) -> Tensor:
-    """`ids` as a tensor of indices."""
+    """Return `ids` as a tensor of indices."""
     return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
 
 
 def star() -> Exchange:
-    """A server in the middle: every client hears the outbox, and the server hears everybody's sum.
+    """Put a server in the middle: every client hears the outbox, and the server hears everybody's sum.
 
     The aggregate has the structure of the message, without the leading dimension and in float64: `Mean(value, weight)`
     holds the weighted mean and the total weight, `Sum(value)` the sum.
@@ -200,7 +200,7 @@ def star() -> Exchange:
 
 
 def private_rows() -> Exchange:
-    """A row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`.
+    """Keep a row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -226,7 +226,7 @@ def private_rows() -> Exchange:
 
 
 def graph(network: Network) -> Exchange:
-    r"""Neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
+    r"""Let neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
 
     The aggregate has the structure of the message, `(n, ...)` and in float64. Row i is what the neighbours of node i
     have told: for a `Sum` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the mean with
@@ -286,7 +286,7 @@ def _map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree
 
 
 def _sum(message: Mean | Sum) -> Mean | Sum:
-    """The partial aggregate of one block: Σ w v and Σ w, or Σ v."""
+    """Return the partial aggregate of one block: Σ w v and Σ w, or Σ v."""
     if isinstance(message, Sum):
         return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
     return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), message.weight.double().sum())
@@ -309,7 +309,7 @@ def _add_all(partials: Sequence[Tree]) -> Tree:
 
 
 def _hear(network: Network, partial: RowsOf) -> Tree:
-    """What every node hears of the messages of some."""
+    """Return what every node hears of the messages of some."""
     partial = _in_order(partial)
 
     def hear(node: Mean | Sum) -> Mean | Sum:
@@ -324,7 +324,7 @@ def _hear(network: Network, partial: RowsOf) -> Tree:
 
 
 def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
-    """Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64."""
+    """Return Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64."""
     leaves = tree.leaves(values)
     if not leaves:
         return values
@@ -335,7 +335,7 @@ def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
 
 
 def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
-    """The columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
+    """Return the columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
     adjacency = network.adjacency(torch.float64, rows.device)
     if len(ids) == network.nodes:
         return neighbours(adjacency, rows)
@@ -350,7 +350,7 @@ def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
 
 
 def _in_order(partial: RowsOf) -> RowsOf:
-    """The messages in ascending order of the clients, as a single block's already are."""
+    """Return the messages in ascending order of the clients, as a single block's already are."""
     if bool((partial.ids[1:] > partial.ids[:-1]).all()):
         return partial
     order = partial.ids.argsort()

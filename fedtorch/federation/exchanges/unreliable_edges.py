@@ -33,7 +33,7 @@ _LOST, _DELAY, _SERVER = range(3)  # purposes of a round's key
 
 
 class Edges(NamedTuple):
-    """Server state: the algorithm's own, and the memory of the edges. 2E directed edges, a window of T rounds.
+    """Hold the server's state: the algorithm's own, and the memory of 2E directed edges over a window of T rounds.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -139,7 +139,7 @@ def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm)
 
 
 def _send(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
-    """A round's messages enter the window in place of the oldest."""
+    """Put a round's messages into the window in place of the oldest."""
     ids = aggregate.ids.to(state.sent.device)
     slot = int(state.round) % len(state.keys)
     sent = state.sent.index_add(0, ids, torch.ones_like(ids))
@@ -159,7 +159,7 @@ def _send(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
 
 
 def _arrive(state: Edges, network: Network, loss: float, delay: int) -> tuple[Tree, Edges]:
-    """(by how much every node's sum changes, the edges' new memory) by the messages that arrive now."""
+    """Return the changes of all nodes' sums, and the edges' new memory, by the messages that arrive now."""
     device = state.sent.device
     low, high = network.edges.to(device).unbind(1)
     sender, receiver = torch.cat((low, high)), torch.cat((high, low))

@@ -9,7 +9,7 @@ _LARGEST = 2.0**1023  # power of two in float64
 
 
 def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
-    """Σ_k w_k v_k of weights `(K,)` and values `(K, ...)`, float64.
+    """Return Σ_k w_k v_k of weights `(K,)` and values `(K, ...)`, float64.
 
     The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
     their sum. So it is at most the largest value, and no bit changes where it would have been finite anyway.

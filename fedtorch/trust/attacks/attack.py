@@ -32,7 +32,7 @@ Collusion = Callable[[Tensor, Tensor], Tensor]  # (honest messages (H, D), the a
 
 @dataclass(frozen=True)
 class Attack:
-    """Wrong messages of some clients.
+    """Replace the messages of some clients by wrong ones.
 
     Attributes:
         clients: who attacks, by number.
@@ -87,14 +87,14 @@ def _attacked(attack: Attack, algorithm: Algorithm) -> Algorithm:
 
 
 class _Marked(NamedTuple):
-    """An inbox, and who attacks."""
+    """Hold an inbox, and who attacks."""
 
     inbox: Tree
     attacks: Tensor  # (K,) bool
 
 
 class _State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
+    """Hold a client's own state; leaves `(K, ...)`."""
 
     own: Tree
     attacks: Tensor  # () bool, once it has taken part
@@ -118,7 +118,7 @@ def _client(algorithm: Algorithm, attack: Attack, marked: _Marked, state: _State
 
 
 def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-    """What is said in a node of a message."""
+    """Replace what is said in a node of a message."""
     if isinstance(node, Tensor):
         return _instead(attack, attacks, key, node)
     value = _instead(attack, attacks, key, node.value)
@@ -139,7 +139,7 @@ def _told(told: Callable[[Tree], Tree], attack: Attack, state: _State) -> Tree:
 
 
 def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
-    """`exchange` that says beside every inbox whether it is an attacker's."""
+    """Mark beside every inbox whether it is an attacker's."""
     wrong = torch.tensor(clients, dtype=torch.int64)
 
     def scatter(outbox: Tree, ids: Rows) -> _Marked:
@@ -151,7 +151,7 @@ def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
 
 
 def _colluding(algorithm: Algorithm, attack: Attack) -> Exchange:
-    """The algorithm's exchange, to which the attackers bring what they have agreed on."""
+    """Return the algorithm's exchange, to which the attackers bring what they have agreed on."""
     if attack.together is None:
         return algorithm.exchange
     refusal = "" if algorithm.told is None else _only_changes(attack)
@@ -174,7 +174,7 @@ def _agreed(attack: Attack, found: RowsOf) -> RowsOf:
 
 
 def _replaced(attack: Attack, wrong: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-    """A node of all clients' messages, with what the attackers have agreed on in place of their own."""
+    """Return a node of all clients' messages, with what the attackers have agreed on in place of their own."""
     assert attack.together is not None
     value = node if isinstance(node, Tensor) else node.value
     numbers = rows(value)

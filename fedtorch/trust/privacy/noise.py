@@ -13,7 +13,7 @@ Uniforms = Callable[[int], Tensor]  # count -> (count,) uniform numbers of (0, 1
 
 
 class Mechanism(NamedTuple):
-    """A kind of noise.
+    """Describe a kind of noise.
 
     Example:
         >>> row = torch.tensor([[3.0, -4.0]])  # what one unit adds to a sum

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Unit(NamedTuple):
-    """What a unit keeps between rounds; leaves `(K, ...)`."""
+    """Hold what a unit keeps between rounds; leaves `(K, ...)`."""
 
     moments: AdamMoments
     scales: dict[str, Tensor]  # its hyperparameters that are not trained
@@ -45,7 +45,7 @@ def fedmgp_average(
     units: int,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """Algorithm 2 of the source: FedAvg on pseudo-gradients of θ = (hyperparameters, μ, Cholesky factor of M).
+    """Build Algorithm 2 of the source: FedAvg on pseudo-gradients of θ = (hyperparameters, μ, Cholesky factor of M).
 
     Each unit takes Adam steps on its risk (14), −E_q[log p(y_m | f_m)] + p_m KL(q ‖ p), in all parameters; the server
     averages the changes of the shared ones. Priors of hyperparameters are no part of that risk and do not count. Kept
@@ -88,7 +88,7 @@ def fedmgp_average(
 
 
 def _init(parameters: Tree, *, gp: StackedGP) -> _Unit:
-    """A unit that has not begun."""
+    """Return a unit that has not begun."""
     return _Unit(no_moments(parameters), {name: gp.values[name].clone() for name in gp.scales}, torch.tensor(False))
 
 
@@ -96,7 +96,7 @@ def _solve(
     start: Tree, state: _Unit, data: Any, quadratic: Quadratic | None, turn: Turn, *, gp: StackedGP, work: UnitSteps,
     units: int,
 ) -> Local:  # fmt: skip
-    """Adam steps on the units' risks, some units at a time."""
+    """Take Adam steps on the units' risks, some units at a time."""
     part = partial(_part, gp=gp, work=work, units=units)
     return gp.at_first_go(
         in_parts, part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic
@@ -126,5 +126,5 @@ def _part(
 
 
 def _pull(quadratic: Quadratic, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Minus the quadratic's gradient."""
+    """Return minus the quadratic's gradient."""
     return {n: quadratic.shift[n] - v * tree.along(quadratic.precision_of(n), v) for n, v in values.items()}

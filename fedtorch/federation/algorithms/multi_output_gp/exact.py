@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Message(NamedTuple):
-    """What a unit tells the server of the round.
+    """Hold what a unit tells the server of the round.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -45,7 +45,7 @@ class Message(NamedTuple):
 
 
 class State(NamedTuple):
-    """A unit's own; leaves `(K, ...)`.
+    """Hold a unit's own state; leaves `(K, ...)`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -65,7 +65,7 @@ class State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What the server keeps.
+    """Hold what the server keeps.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -90,7 +90,7 @@ class Server(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out."""
+    """Hold what the server sends out."""
 
     shared: dict[str, Tensor]
     told_at: dict[str, Tensor]
@@ -111,8 +111,9 @@ def fedmgp(
     exact_units: bool = False,
     accept_disclosure: bool = False,
 ) -> Algorithm:
-    """A multi-output Gaussian process over units that keep their data; rows are (x `(d,)`, y) and what the likelihood
-    wants besides.
+    """Build a multi-output Gaussian process over units that keep their data.
+
+    Rows are (x `(d,)`, y) and what the likelihood wants besides.
 
     `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior, and has observed the unit's rows where
     their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate`
@@ -169,7 +170,7 @@ def fedmgp(
 
 
 def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, State]:
-    """q(t) is the prior N(0, I), and no unit has told anything."""
+    """Start with the prior N(0, I) as q(t), before any unit has told anything."""
     shared = {name: parameters[name] for name in gp.shared}
     own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
     like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
@@ -188,19 +189,19 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, Sta
 
 
 def _outbox(server: Server, *, gp: StackedGP) -> _Outbox:
-    """Hyperparameters, and q(t) in the units' precision."""
+    """Return the hyperparameters, and q(t) in the units' precision."""
     like = gp.values["posterior_mean"].dtype
     return _Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
 
 
 def _client(inbox: _Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
-    """The units' steps, gradients and sites, some units at a time."""
+    """Compute the units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp, work=work)
     return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
 def _server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
-    """q(t) from the sum of the sites, and a step of the shared hyperparameters at the q that the units have heard."""
+    """Update q(t) from the sum of the sites, and take a step of the shared hyperparameters at the q that was sent."""
     return gp.at_first_go(partial(_server_step, gp=gp, lr=lr), state, aggregate)
 
 
@@ -218,14 +219,14 @@ def _server_step(state: Server, aggregate: Message, *, gp: StackedGP, lr: float)
 
 
 def _model(inbox: _Outbox, state: State, *, gp: StackedGP) -> dict[str, Tensor]:
-    """The tensors of each unit's `ConvolvedGP`."""
+    """Return the tensors of each unit's `ConvolvedGP`."""
     posterior = _posterior(_once(inbox), gp)
     everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
     return {**inbox.told_at, **state.own, **everybody}
 
 
 def _prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
-    """Checks the rows; warns of units whose message tells their outputs."""
+    """Check the rows; warns of units whose message tells their outputs."""
     gp.check(data)
     size = gp.module.points
     few = (data.count <= size).nonzero()[:, 0]
@@ -264,11 +265,11 @@ def _part(inbox: _Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP
 
 
 def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:
-    """q(t) and its basis, by the names of the module's buffers."""
+    """Return q(t) and its basis, by the names of the module's buffers."""
     return gp.posterior(inbox.shared, inbox.mean, unpack(inbox.root).tril())
 
 
 def _once(inbox: Tree) -> Tree:
-    """Views of one value for all units as `(1, ...)`, so that what depends on nothing else is computed once."""
+    """Shrink views of one value for all units to `(1, ...)`, so that what depends on nothing else is computed once."""
     shared = all(len(leaf) > 1 and leaf.stride(0) == 0 for leaf in tree.leaves(inbox))
     return tree.take(inbox, slice(0, 1)) if shared else inbox

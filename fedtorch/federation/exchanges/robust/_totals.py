@@ -41,7 +41,7 @@ _NUMBERS = 2**24  # of the neighbourhoods that are averaged at once
 
 
 class Table(NamedTuple):
-    """The server's state.
+    """Hold the server's state.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -61,14 +61,14 @@ class Table(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What clients send in a round."""
+    """Hold what clients send in a round."""
 
     fresh: Tree  # the message of the algorithm itself
     told: Sum  # all that they tell for good; the server keeps the rows
 
 
 class _Ring(NamedTuple):
-    """Nodes with as many neighbours each."""
+    """Hold nodes with as many neighbours each."""
 
     nodes: Tensor  # (B,)
     neighbours: Tensor  # (B, c)
@@ -126,7 +126,7 @@ def _check(algorithm: Algorithm, rule: Rule) -> None:
 
 
 def _rings(network: Network, rule: Rule) -> Iterator[_Ring]:
-    """The nodes of a network by their number of neighbours; those without any are left out."""
+    """Return the nodes of a network by their number of neighbours; those without any are left out."""
     counts = network.neighbour_counts
     small = ((counts > 0) & (counts < rule.least)).nonzero()[:, 0].tolist()
     if small:
@@ -195,7 +195,7 @@ def _report(algorithm: Algorithm, table: Table) -> Any:
 
 
 def _written(table: Tree, said: RowsOf) -> Tree:
-    """The table after a round; who tells numbers that are not credible is still taken at its last word."""
+    """Update the table after a round; a client whose numbers are not credible keeps its last row."""
     new = said.message.told.value
     good = credible(rows(new))
     ids = said.ids.to(good.device)[good]
@@ -203,7 +203,7 @@ def _written(table: Tree, said: RowsOf) -> Tree:
 
 
 def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
-    """The robust total of a table, float64."""
+    """Return the robust total of a table, float64."""
     values = rows(told)
     if rings is None:
         count = len(values)

@@ -32,7 +32,7 @@ _LARGEST = 1e100  # squares of numbers beyond would not be finite when they are 
 
 
 def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
-    """A star whose server takes a robust average of every `Mean`.
+    """Return a star whose server takes a robust average of every `Mean`.
 
     Args:
         rule: the average, such as `median()` or `krum(3)`.
@@ -59,7 +59,7 @@ def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
 
 
 def bounded(weights: Tensor, spread: float) -> Tensor:
-    """Weights `(..., M)` between 1/spread and spread times their median, float64.
+    """Return weights `(..., M)` between 1/spread and spread times their median, float64.
 
     >>> import torch
     >>> bounded(torch.tensor([1.0, 2.0, 300.0]), spread=2.0)
@@ -71,7 +71,7 @@ def bounded(weights: Tensor, spread: float) -> Tensor:
 
 
 def credible(values: Tensor) -> Tensor:
-    """Which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool.
+    """Return which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool.
 
     >>> import torch
     >>> credible(torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [0.0, -1e200]], dtype=torch.float64))

@@ -19,7 +19,7 @@ from fedtorch.kernels import order_statistics
 
 
 def median() -> Rule:
-    """The weighted median of every coordinate: with less than half of the weight wrong, it is among the right values.
+    """Return the weighted median of each coordinate, among the right values while less than half the weight is wrong.
 
     Between two values that halve the weight it is their middle, so equal weights give the usual median.
     """

@@ -24,7 +24,7 @@ from fedtorch.federation.exchanges.robust.rules import Rule, check_faulty, combi
 
 
 def nearest_neighbour_mixing(faulty: int, rule: Rule) -> Rule:
-    """`rule` on mixed messages; it needs 2f + 1 messages, or as many as `rule`.
+    """Return `rule` on mixed messages; it needs 2f + 1 messages, or as many as `rule`.
 
     Args:
         faulty: how many messages may be wrong, f.

@@ -24,7 +24,7 @@ from fedtorch.kernels import order_statistics
 
 
 def trimmed_mean(fraction: float) -> Rule:
-    """The mean of every coordinate without the lowest and the highest `fraction` of the weight.
+    """Return the mean of every coordinate without the lowest and the highest `fraction` of the weight.
 
     A value on the border counts with the part of its weight that is inside.
 

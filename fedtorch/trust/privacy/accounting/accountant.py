@@ -38,7 +38,7 @@ _PRECISION = 1e-3  # to which `noise_for` finds the least noise, from above
 
 
 class Release(NamedTuple):
-    """A noised sum that somebody saw."""
+    """Describe a noised sum that somebody saw."""
 
     noise: float  # in units of the sensitivity
     sampling_rate: float = 1.0  # with which each unit took part
@@ -49,7 +49,7 @@ class Release(NamedTuple):
 def epsilon(
     *, noise: float, delta: float, rounds: int = 1, sampling_rate: float = 1.0, mechanism: Mechanism = gaussian
 ) -> float:
-    """The ε at which `rounds` releases are (ε, δ)-private together.
+    """Return the ε at which `rounds` releases are (ε, δ)-private together.
 
     Args:
         noise: of each release, in units of the sensitivity.
@@ -66,7 +66,7 @@ def epsilon(
 
 
 def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
-    """The ε of releases of all kinds together, each as often as it says; 0 of none.
+    """Return the ε of releases of all kinds together, each as often as it says; 0 of none.
 
     Args:
         releases: of any kinds.
@@ -102,7 +102,7 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> f
 
 
 def _curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], float]:
-    """δ -> ε of releases whose batches are whole."""
+    """Return δ -> ε of releases whose batches are whole."""
     if not releases:
         return lambda delta: 0.0
     if all(release.sampling_rate == 1 and release.mechanism is gaussian for release in releases):
@@ -112,7 +112,7 @@ def _curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], flo
 
 
 def pld_epsilon(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
-    """`spent` by privacy-loss distributions, also where there is a closed form; infinite for noise below 1e-3.
+    """Return `spent` by privacy-loss distributions, also where there is a closed form; infinite for noise below 1e-3.
 
     Example:
         >>> releases = {Release(noise=1.0): 1}
@@ -137,7 +137,7 @@ def _pld_curve(releases: Mapping[Release, int], cells: int) -> Callable[[float],
 def noise_for(
     *, epsilon: float, delta: float, rounds: int = 1, sampling_rate: float = 1.0, mechanism: Mechanism = gaussian
 ) -> float:
-    """The least noise, to 0.1 % from above, with which `rounds` releases are (ε, δ)-private.
+    """Find the least noise, to 0.1 % from above, with which `rounds` releases are (ε, δ)-private.
 
     Raises:
         ValueError: an ε that is not positive, or δ, rounds or rate out of range.
@@ -161,7 +161,7 @@ def noise_for(
 def rounds_for(
     *, epsilon: float, noise: float, delta: float, sampling_rate: float = 1.0, mechanism: Mechanism = gaussian
 ) -> int:
-    """How many releases with this noise stay (ε, δ)-private; 0 where the first would not.
+    """Return how many releases with this noise stay (ε, δ)-private; 0 where the first would not.
 
     Raises:
         ValueError: an ε that is not positive, or noise, δ or rate out of range.
@@ -173,7 +173,7 @@ def rounds_for(
 
 
 def _last(fits: Callable[[int], bool]) -> int:
-    """The largest whole number for which a property holds that all smaller ones have, 0 if not even one has it."""
+    """Return the largest whole number with a property that all smaller ones share, 0 if not even one has it."""
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -186,7 +186,7 @@ def _last(fits: Callable[[int], bool]) -> int:
 
 
 def _largest(noise: float) -> float:
-    """About the largest privacy loss of a release."""
+    """Estimate the largest privacy loss of a release."""
     return 12 / noise + 0.5 / noise**2
 
 

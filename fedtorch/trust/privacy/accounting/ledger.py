@@ -43,7 +43,7 @@ NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it 
 
 
 class Claim(NamedTuple):
-    """What is protected, and from whom."""
+    """Hold what is protected, and from whom."""
 
     unit: str  # "client", "example"
     adjacency: str  # in what two neighbouring federations differ
@@ -52,7 +52,7 @@ class Claim(NamedTuple):
 
 
 class Ledger:
-    """What has been released.
+    """Keep what has been released.
 
     Args:
         path: of the file; None keeps the ledger in memory, so that a checkpoint cannot be resumed in another process
@@ -96,19 +96,19 @@ class Ledger:
 
     @property
     def epsilon(self) -> float:
-        """What everything released so far costs."""
+        """Return what everything released so far costs."""
         return self._epsilon(self.releases)
 
     def after(self, release: Release, count: int = 1) -> float:
-        """What it would cost after `count` further releases."""
+        """Return what it would cost after `count` further releases."""
         return self._epsilon(self.releases + Counter({self._counted(release): count}))
 
     def allows(self, release: Release, count: int = 1) -> bool:
-        """Whether the budget has room for `count` further releases."""
+        """Return whether the budget has room for `count` further releases."""
         return self.budget is None or self.after(release, count) <= self.budget
 
     def spend(self, round: int, release: Release, count: int = 1) -> None:
-        """Writes down a round with `count` releases that is about to begin.
+        """Write down a round with `count` releases that is about to begin.
 
         Raises:
             RuntimeError: it would exceed the budget.
@@ -137,7 +137,7 @@ class Ledger:
         return self._digests[-1] if self._digests else ""
 
     def expect(self, identity: bytes, entries: int, release: Release, count: int, last: str = "") -> None:
-        """Checks that all is here that a checkpoint knows of.
+        """Check that all is here that a checkpoint knows of.
 
         Args:
             identity: of the ledger from which was spent.
@@ -192,7 +192,7 @@ class Ledger:
         self._read, self._last = self._read + len(line), _digest(line)
 
     def _catch_up(self) -> None:
-        """Takes in what the file has beyond what is known: all of it at first, later what other runs have spent."""
+        """Take in what the file has beyond what is known: all of it at first, later what other runs have spent."""
         assert self.path is not None
         with self.path.open("rb") as file:
             file.seek(self._read)
@@ -212,7 +212,7 @@ class Ledger:
             self._check(line)
 
     def _check(self, line: bytes) -> None:
-        """Takes in a line of the file."""
+        """Take in a line of the file."""
         try:
             row = json.loads(line)
             if row["previous"] != self._last:
@@ -230,7 +230,7 @@ class Ledger:
         self._read, self._last = self._read + len(line), _digest(line)
 
     def _begin(self, row: dict[str, Any]) -> None:
-        """Takes in the line of the claim."""
+        """Take in the line of the claim."""
         mine = {"delta": self.delta, **self.claim._asdict()}
         theirs = {name: row[name] for name in mine}
         adversaries = mine["adversary"], theirs["adversary"]

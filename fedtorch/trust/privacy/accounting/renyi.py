@@ -29,7 +29,7 @@ _TAIL, _STEP = 12.0, 1 / 32  # in standard deviations; Gaussian integrands need 
 
 
 def renyi_divergence(noise: float, sampling_rate: float, order: float) -> float:
-    """The divergence of one release at an order above 1.
+    """Return the divergence of one release at an order above 1.
 
     >>> renyi_divergence(2.0, sampling_rate=1.0, order=8)  # α / 2σ²
     1.0
@@ -45,7 +45,7 @@ def renyi_divergence(noise: float, sampling_rate: float, order: float) -> float:
 
 
 def _binomial(noise: float, sampling_rate: float, order: int) -> float:
-    """The logarithm of the moment of a whole order."""
+    """Return the logarithm of the moment of a whole order."""
     k = np.arange(order + 1, dtype=np.float64)
     binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
     terms = (
@@ -55,7 +55,7 @@ def _binomial(noise: float, sampling_rate: float, order: int) -> float:
 
 
 def _quadrature(noise: float, sampling_rate: float, order: float) -> float:
-    """The logarithm of the moment of any order, by the trapezoidal rule in z/σ."""
+    """Return the logarithm of the moment of any order, by the trapezoidal rule in z/σ."""
     x = np.arange(-_TAIL, order / noise + _TAIL, _STEP)
     ratio = np.logaddexp(math.log1p(-sampling_rate), math.log(sampling_rate) + x / noise - 1 / (2 * noise**2))
     density = -x * x / 2 - math.log(2 * math.pi) / 2
@@ -80,7 +80,7 @@ def renyi_epsilon(noise: float, delta: float, rounds: int = 1, sampling_rate: fl
 
 
 def best_epsilon(divergences: Sequence[tuple[float, float]], delta: float) -> float:
-    """The least ε that (order, divergence) pairs give, such as those of any mechanisms, added up.
+    """Return the least ε that (order, divergence) pairs give, such as those of any mechanisms, added up.
 
     >>> orders = (2, 4, 8)
     >>> both = [(order, renyi_divergence(3.0, 1.0, order) + renyi_divergence(4.0, 1.0, order)) for order in orders]

@@ -42,7 +42,7 @@ _LOOKED_AT = 8  # rows, to find out whether a loss mixes them
 
 
 class Cut(NamedTuple):
-    """Batches of at most so many rows, so that a step never takes more memory than was planned.
+    """Cut batches to at most so many rows, so that a step never takes more memory than was planned.
 
     A batch that would be larger keeps a random part of its rows. That is accounted for in δ: with n rows a batch is
     cut with the probability τ = P(Binomial(n, q) > batch), see `fedtorch.trust.privacy.accounting.accountant`.
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
     rows: int  # the most that any client has, n
 
     def excess(self, sampling_rate: float) -> float:
-        """τ, with which a step's batch is cut."""
+        """Return τ, with which a step's batch is cut."""
         return 0.0 if self.rows <= self.batch else float(bdtrc(self.batch, self.rows, sampling_rate))
 
 
@@ -80,7 +80,7 @@ def example_level(
     project: Callable[[Tree], Tree] | None = None,
     ignore_hooks: Sequence[str] = (),
 ) -> LocalSolver:
-    """A local solver that trains `module` by DP-SGD, for any algorithm whose clients solve once a round.
+    """Build a local solver that trains `module` by DP-SGD, for any algorithm whose clients solve once a round.
 
     Optimiser, schedule, `reset`, `rounds`, `project` and `ignore_hooks` are those of `ft.gradient_descent`.
 
@@ -175,7 +175,7 @@ def _prepare(
     cut: Cut | None,
     data: Any,
 ) -> Any:
-    """The data, if single rows of them can be protected."""
+    """Return the data, if single rows of them can be protected."""
     refuse_batch_norm(descent.objective.module)
     descent.prepare(data)
     small = (data.count * delta >= 1).nonzero()[:, 0].cpu()

@@ -63,7 +63,7 @@ SAMPLED = f"{ADVERSARY}{UNSEEN}"
 
 
 class State(NamedTuple):
-    """The server's state with an adaptive clip.
+    """Hold the server's state with an adaptive clip.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -80,21 +80,21 @@ class State(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out with an adaptive clip, and what clients hear of it."""
+    """Hold what the server sends out with an adaptive clip, and what clients hear of it."""
 
     parameters: Tree  # of the algorithm
     clip: Tensor  # () float64, (K,) at clients
 
 
 class _Told(NamedTuple):
-    """A client's message with an adaptive clip."""
+    """Hold a client's message with an adaptive clip."""
 
     message: Tree
     within: Mean  # ½ where the norm was within the bound, −½ elsewhere
 
 
 class _Settings(NamedTuple):
-    """What `client_level` was called with."""
+    """Hold what `client_level` was called with."""
 
     clip: Clip
     noise: float
@@ -106,7 +106,7 @@ class _Settings(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How many times the noise of a release of messages alone."""
+        """Return how many times the noise of a release of messages alone."""
         return self.mechanism.join(1 if self.clip_told is None else 2)
 
 
@@ -225,7 +225,7 @@ def _check(algorithm: Algorithm, clip_told: float | None) -> None:
 
 
 def _check_clients(delta: float, cohort: Any, clients: int) -> None:
-    """Raises ValueError where a run's cohort or population is not what was accounted for."""
+    """Raise ValueError where a run's cohort or population is not what was accounted for."""
     if cohort is not None:
         raise ValueError(
             f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say "
@@ -244,7 +244,7 @@ def _init(algorithm: Algorithm, settings: _Settings, parameters: Tree, clients: 
 def _client(
     algorithm: Algorithm, settings: _Settings, losses: bool, inbox: Tree, state: Tree, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply, its message clipped and in units of the bounds, its weights one."""
+    """Return the algorithm's reply, its message clipped and in units of the bounds, its weights one."""
     clip = settings.clip
     adaptive = isinstance(clip, AdaptiveClip)
     reply = algorithm.client(inbox.parameters if adaptive else inbox, state, data, turn)
@@ -266,7 +266,7 @@ def _client(
 
 
 def _server(algorithm: Algorithm, settings: _Settings, state: Tree, aggregate: Tree, key: Tensor) -> Tree:
-    """The algorithm's step with the noised means in their own units."""
+    """Take the algorithm's step with the noised means in their own units."""
     clip = settings.clip
     if isinstance(clip, AdaptiveClip):
         within = float(aggregate.within.value) + 0.5
@@ -276,7 +276,7 @@ def _server(algorithm: Algorithm, settings: _Settings, state: Tree, aggregate: T
 
 
 def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
-    """Means of numbers that were divided by their bounds, times these."""
+    """Return means of numbers that were divided by their bounds, times these."""
 
     def scaled(mean: Mean) -> Mean:
         bounds = bounds_of(mean.value, clip) if isinstance(clip, Mapping) else [clip] * len(tree.leaves(mean.value))
@@ -286,7 +286,7 @@ def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
 
 
 def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exchange:
-    """The exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
+    """Return the exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
     clip, noise = settings.clip, settings.noise * settings.share
 
     def scatter(outbox: Tree, ids: Rows) -> Tree:
@@ -316,7 +316,7 @@ def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exch
 
 
 def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> Tree:
-    """The aggregate's sums with noise, divided by the clients that were expected."""
+    """Return the aggregate's sums with noise, divided by the clients that were expected."""
     means, expected = _means(aggregate), spending.expected
     sums = tuple(tree.scale(mean.value, float(mean.weight)) for mean in means)
     leaves = tree.leaves(sums)
@@ -330,7 +330,7 @@ def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> 
 
 
 def _report(algorithm: Algorithm, state: State) -> dict[str, float | Tensor]:
-    """What the algorithm reports, and the bound."""
+    """Return what the algorithm reports, and the bound."""
     return {**({} if algorithm.report is None else algorithm.report(state.inner)), "clip": state.clip}
 
 

@@ -130,7 +130,7 @@ def _check(algorithm: Algorithm, quorum: int, share: float) -> None:
 def _client(
     algorithm: Algorithm, clip: float, share: float, spending: Spending, inbox: Tree, state: Tree, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply, its message clipped and noised, its weights one."""
+    """Return the algorithm's reply, its message clipped and noised, its weights one."""
     spending.begin(turn.key)
     reply = algorithm.client(inbox, state, data, turn)
     nodes: list[Mean | Sum] = []

@@ -45,7 +45,7 @@ ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node toget
 
 
 class State(NamedTuple):
-    """A node's own; leaves `(K, ...)`.
+    """Hold a node's own state; leaves `(K, ...)`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -149,7 +149,7 @@ def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, S
 def _client(
     algorithm: Algorithm, clip: float, spending: Spending, inbox: Tree, state: State, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply; what it tells is clipped about the start, and noised."""
+    """Return the algorithm's reply; what it tells is clipped about the start, and noised."""
     assert algorithm.told is not None
     spending.begin(turn.key)
     reply = algorithm.client(inbox, state.inner, data, turn)
@@ -171,5 +171,5 @@ def _client(
 
 
 def _beside(start: Tensor, change: Tensor) -> Tensor:
-    """The start plus a change, where the start is."""
+    """Return the start plus a change, where the start is."""
     return start + change.to(start.device)
