@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
 
-class Message(NamedTuple):
+class UnitMessage(NamedTuple):
     """Hold what a unit tells the server of the round.
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.algorithms.multi_output_gp.exact import Message
+        >>> from fedtorch.federation.algorithms.multi_output_gp.exact import UnitMessage
         >>> star, gradients = ft.star(), {"kernel.raw_variance": torch.tensor([[1.0], [3.0]])}  # of two units
-        >>> aggregate = star.finish(star.gather(Message(ft.Mean(gradients, torch.ones(2))), slice(0, 2)))
+        >>> aggregate = star.finish(star.gather(UnitMessage(ft.Mean(gradients, torch.ones(2))), slice(0, 2)))
         >>> aggregate.gradient.value  # the server multiplies it by the number of units
         {'kernel.raw_variance': tensor([2.], dtype=torch.float64)}
     """
@@ -44,7 +44,7 @@ class Message(NamedTuple):
     gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
 
 
-class State(NamedTuple):
+class UnitState(NamedTuple):
     """Hold a unit's own state; leaves `(K, ...)`.
 
     Example:
@@ -133,7 +133,7 @@ def fedmgp(
         exact_units: whether a unit's residual covariance is kept whole, in O(N³); for Gaussian noise.
         accept_disclosure: whether units with no more rows than inducing values may take part without a warning.
 
-    Shapes: server state is `Server`, of which the outbox is a part; client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`, of which the outbox is a part; client state is `UnitState`, `(K, ...)`.
 
     Raises:
         ValueError: a setting out of range, a module with a batch shape, or rows that do not fit it.
@@ -169,7 +169,7 @@ def fedmgp(
     )
 
 
-def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, State]:
+def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, UnitState]:
     """Start with the prior N(0, I) as q(t), before any unit has told anything."""
     shared = {name: parameters[name] for name in gp.shared}
     own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
@@ -185,7 +185,7 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, Sta
         moments=no_moments(shared),
         bound=zero,
     )
-    return server, State(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
+    return server, UnitState(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
 
 
 def _outbox(server: Server, *, gp: StackedGP) -> _Outbox:
@@ -194,18 +194,18 @@ def _outbox(server: Server, *, gp: StackedGP) -> _Outbox:
     return _Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
 
 
-def _client(inbox: _Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
+def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """Compute the units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp, work=work)
     return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
-def _server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
+def _server(state: Server, aggregate: UnitMessage, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
     """Update q(t) from the sum of the sites, and take a step of the shared hyperparameters at the q that was sent."""
     return gp.at_first_go(partial(_server_step, gp=gp, lr=lr), state, aggregate)
 
 
-def _server_step(state: Server, aggregate: Message, *, gp: StackedGP, lr: float) -> Server:
+def _server_step(state: Server, aggregate: UnitMessage, *, gp: StackedGP, lr: float) -> Server:
     mean, root, bound = gp.combine(state.total)
     shared, moments = state.shared, state.moments
     if lr > 0 and shared:
@@ -218,7 +218,7 @@ def _server_step(state: Server, aggregate: Message, *, gp: StackedGP, lr: float)
     return new._replace(shared=shared, told_at=state.shared, moments=moments)
 
 
-def _model(inbox: _Outbox, state: State, *, gp: StackedGP) -> dict[str, Tensor]:
+def _model(inbox: _Outbox, state: UnitState, *, gp: StackedGP) -> dict[str, Tensor]:
     """Return the tensors of each unit's `ConvolvedGP`."""
     posterior = _posterior(_once(inbox), gp)
     everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
@@ -240,7 +240,7 @@ def _prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
     return data
 
 
-def _part(inbox: _Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
+def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
     x, y, *extra = data.batch
     mask, once = data.mask.to(y.dtype), _once(inbox)
     posterior = _posterior(once, gp)
@@ -260,8 +260,8 @@ def _part(inbox: _Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP
     share = torch.where(state.told.units > 0, work.damping, 1.0).to(y.dtype)
     told = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
     info = {"loss": -bound / data.count.clamp(min=1)}
-    message = Message(Mean(gradient, torch.ones_like(data.count)))
-    return Reply(message, State(own, moments, told, torch.ones_like(state.started)), info)
+    message = UnitMessage(Mean(gradient, torch.ones_like(data.count)))
+    return Reply(message, UnitState(own, moments, told, torch.ones_like(state.started)), info)
 
 
 def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:

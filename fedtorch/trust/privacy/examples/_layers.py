@@ -99,7 +99,7 @@ def _ways(part: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor
     return None
 
 
-class Recorder:
+class LayerRecorder:
     """Record one call of each layer; all others compute with the tensors that the module holds.
 
     Args:
@@ -142,7 +142,7 @@ class Recorder:
         self.inputs[number] = input.detach().clone()
         return output + zeros.to(output.dtype)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> LayerRecorder:
         for number, layer in enumerate(self._layers):
             vars(layer.module)["forward"] = partial(self._forward, number)
         return self

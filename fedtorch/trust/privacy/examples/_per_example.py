@@ -38,7 +38,7 @@ from fedtorch.module_randomness import Drawn
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
-from fedtorch.trust.privacy.examples._layers import Layer, Recorder, ghost_squares, linear_layers
+from fedtorch.trust.privacy.examples._layers import Layer, LayerRecorder, ghost_squares, linear_layers
 
 _LOG = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class PrivateLoss(StackedLoss):
         def one(
             own: Sequence[Tensor], detached: Sequence[Tensor], zeros: dict[int, Tensor], row: Tree
         ) -> tuple[Tensor, dict[int, Tensor]]:
-            with Recorder(layers, self._named(own), self._named(detached), zeros) as recorder:
+            with LayerRecorder(layers, self._named(own), self._named(detached), zeros) as recorder:
                 return self._of_example(own, row, index), recorder.inputs
 
         with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
@@ -194,7 +194,7 @@ class PrivateLoss(StackedLoss):
         """Find out the shapes of the layers' outputs for one example."""
 
         def one(own: Sequence[Tensor], row: Tree) -> Tensor:
-            with Recorder(layers, self._named(own), {}, {}) as recorder:
+            with LayerRecorder(layers, self._named(own), {}, {}) as recorder:
                 loss = self._of_example(own, row, index)
             self._shapes = recorder.shapes
             return loss

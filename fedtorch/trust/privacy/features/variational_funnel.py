@@ -34,12 +34,12 @@ from fedtorch.vfl.model.split_nn import mlp
 _STIFF, _LEARNT = 10.0, 0.1  # by how much a missing nat raises λ at once, and for good
 
 
-class Encoder(nn.Module):
+class FunnelEncoder(nn.Module):
     """Encode rows `(n, d)` as z `(n, k)`: a network of standardised features, with noise of variance one for a key.
 
     Example:
         >>> x = torch.tensor([[3.0], [7.0]])
-        >>> encoder = Encoder(nn.Identity(), centre=torch.tensor([5.0]), scale=torch.tensor([2.0]))
+        >>> encoder = FunnelEncoder(nn.Identity(), centre=torch.tensor([5.0]), scale=torch.tensor([2.0]))
         >>> encoder(x).flatten().tolist(), encoder(x, random.key(0)).shape  # f(x), and a draw of z
         ([-1.0, 1.0], torch.Size([2, 1]))
     """
@@ -71,7 +71,7 @@ class LearntFunnel(NamedTuple):
         (torch.Size([100, 1]), True)
     """
 
-    encoder: Encoder
+    encoder: FunnelEncoder
     leak: float  # Î(s; z) in nats
     information: float  # Î(y; z) in nats
 
@@ -143,7 +143,7 @@ def variational_funnel(
         torch.manual_seed(int(random.bits(key, 1)))
         network = mlp(x.shape[1], hidden, width, activation=nn.Tanh).double()
         scale = x.std(0, correction=0)
-        encoder = Encoder(network, x.mean(0), torch.where(scale > 0, scale, 1.0))
+        encoder = FunnelEncoder(network, x.mean(0), torch.where(scale > 0, scale, 1.0))
         heads = [_Head(each, width, hidden) for each in (s, y)]
         fresh = [_Head(each, width, hidden) for each in (s, y)]
     _play(encoder, heads, (x, s, y), information, (steps, inner, lr), key)
@@ -153,7 +153,7 @@ def variational_funnel(
 
 
 def _play(
-    encoder: Encoder,
+    encoder: FunnelEncoder,
     heads: list[_Head],
     rows: tuple[Tensor, Tensor, Tensor],
     information: float,
@@ -186,7 +186,7 @@ def _play(
 
 
 def _measured(
-    encoder: Encoder,
+    encoder: FunnelEncoder,
     heads: list[_Head],
     rows: tuple[Tensor, Tensor, Tensor],
     half: Tensor,

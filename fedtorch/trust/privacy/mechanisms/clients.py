@@ -62,7 +62,7 @@ LISTENERS = (
 SAMPLED = f"{ADVERSARY}{UNSEEN}"
 
 
-class State(NamedTuple):
+class AdaptiveState(NamedTuple):
     """Hold the server's state with an adaptive clip.
 
     Example:
@@ -237,7 +237,7 @@ def _check_clients(delta: float, cohort: Any, clients: int) -> None:
 def _init(algorithm: Algorithm, settings: _Settings, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
     inner, state = algorithm.init(parameters, clients)
     if isinstance(settings.clip, AdaptiveClip):
-        return State(inner, torch.tensor(settings.clip.start, dtype=torch.float64)), state
+        return AdaptiveState(inner, torch.tensor(settings.clip.start, dtype=torch.float64)), state
     return inner, state
 
 
@@ -271,7 +271,7 @@ def _server(algorithm: Algorithm, settings: _Settings, state: Tree, aggregate: T
     if isinstance(clip, AdaptiveClip):
         within = float(aggregate.within.value) + 0.5
         inner = algorithm.server(state.inner, _in_units(aggregate.message, float(state.clip)), key)
-        return State(inner, state.clip * math.exp(-clip.lr * (within - clip.quantile)))
+        return AdaptiveState(inner, state.clip * math.exp(-clip.lr * (within - clip.quantile)))
     return algorithm.server(state, _in_units(aggregate, clip), key)
 
 
@@ -329,7 +329,7 @@ def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> 
     return _map(lambda mean: Mean(next(values), weight.to(mean.weight.device)), aggregate)
 
 
-def _report(algorithm: Algorithm, state: State) -> dict[str, float | Tensor]:
+def _report(algorithm: Algorithm, state: AdaptiveState) -> dict[str, float | Tensor]:
     """Return what the algorithm reports, and the bound."""
     return {**({} if algorithm.report is None else algorithm.report(state.inner)), "clip": state.clip}
 

@@ -44,7 +44,7 @@ ADJACENCY = "one node tells the common start with noise instead of what it has f
 ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node together; not the node itself"
 
 
-class State(NamedTuple):
+class NodeState(NamedTuple):
     """Hold a node's own state; leaves `(K, ...)`.
 
     Example:
@@ -139,15 +139,15 @@ def _private(algorithm: Algorithm, clip: float, spending: Spending) -> Algorithm
     )
 
 
-def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, State]:
+def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, NodeState]:
     assert algorithm.told is not None
     server, state = algorithm.init(parameters, clients)
     start = tree.map(lambda leaf: leaf[0], algorithm.told.of(tree.expand(state, 1)))
-    return server, State(state, start, start)
+    return server, NodeState(state, start, start)
 
 
 def _client(
-    algorithm: Algorithm, clip: float, spending: Spending, inbox: Tree, state: State, data: Any, turn: Turn
+    algorithm: Algorithm, clip: float, spending: Spending, inbox: Tree, state: NodeState, data: Any, turn: Turn
 ) -> Reply:
     """Return the algorithm's reply; what it tells is clipped about the start, and noised."""
     assert algorithm.told is not None
@@ -166,7 +166,7 @@ def _client(
     noised = tree.map(_beside, start, like(flat, cut))
     told = tree.map(lambda new, old: new.to(old.dtype), with_numbers(whole, noised), whole)
     return Reply(
-        reply.message, State(reply.state, state.start, told), {} if spending.entropy.guarantees else reply.info
+        reply.message, NodeState(reply.state, state.start, told), {} if spending.entropy.guarantees else reply.info
     )
 
 

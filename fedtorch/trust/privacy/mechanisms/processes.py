@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.algorithms.multi_output_gp.exact import Message, State, fedmgp
+from fedtorch.federation.algorithms.multi_output_gp.exact import UnitMessage, UnitState, fedmgp
 from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.models.gaussian import pack
@@ -116,9 +116,9 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
     return _Released(tree.to(told, y.dtype), data.count)
 
 
-def _client(gp: StackedGP, inbox: Any, state: State, data: _Released, turn: Turn) -> Reply:
+def _client(gp: StackedGP, inbox: Any, state: UnitState, data: _Released, turn: Turn) -> Reply:
     """Tell the same in every round."""
     one = torch.ones_like(data.told.units)
     nothing = {name: gp.values[name].new_zeros(len(one), *gp.values[name].shape) for name in gp.shared}
-    message = Message(Mean(nothing, one.to(torch.float64)))
+    message = UnitMessage(Mean(nothing, one.to(torch.float64)))
     return Reply(message, state._replace(told=data.told, started=torch.ones_like(state.started)), {})
