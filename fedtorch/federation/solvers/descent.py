@@ -18,11 +18,10 @@ from fedtorch.federation.solvers._configured import Configured, check_independen
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_rows, probe
-from fedtorch.federation.solvers._seen import Seen
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, tensors_of
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
 from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.federation.solvers.stacked_loss import Seen, StackedLoss
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -122,7 +121,7 @@ class Descent:
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """All tensors that clients predict with; see `LocalSolver`."""
-        return tensors_of(self.counts, parameters, state)
+        return {**functional.with_counts(parameters, self.counts), **state.buffers}
 
     def configured(self, total: int) -> Configured:
         """The optimiser and schedule; a new one per number of steps of a round only if the module asks for it."""

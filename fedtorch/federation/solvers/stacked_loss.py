@@ -168,6 +168,38 @@ class StackedLoss:
         return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
 
 
+class Seen:
+    """Records values of all clients in each step, and averages them over each client's own steps.
+
+    Example:
+        >>> import torch
+        >>> seen = Seen(total=torch.tensor([2, 1]))  # the second client takes one step
+        >>> for step, loss in enumerate([[4.0, 8.0], [2.0, 100.0]]):
+        ...     seen.add(step, {"loss": torch.tensor(loss)})
+        >>> seen.means()
+        {'loss': tensor([3., 8.])}
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self.values: dict[str, list[tuple[int, Tensor]]] = {}
+
+    def add(self, step: int, values: dict[str, Tensor]) -> None:
+        """Takes in one step."""
+        for name, value in values.items():
+            self.values.setdefault(name, []).append((step, value.detach()))
+
+    def means(self) -> dict[str, Tensor]:
+        """`(K,)` each; NaN for what a client has not told."""
+        means = {}
+        for name, seen in self.values.items():
+            values = torch.stack([value for _, value in seen])
+            active = torch.tensor([step for step, _ in seen])[:, None] < self.total
+            active = active.to(values.device)
+            means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
+        return means
+
+
 @contextmanager
 def _short_products() -> Iterator[None]:
     """Products and convolutions of float32 on a CUDA device have 10 bits of their factors (TF32) inside."""
