@@ -86,6 +86,7 @@ from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.solvers.reading import reading as reading
 from .federation.solvers.unlabelled import unlabelled as unlabelled
+from .federation.told import Averages as Averages, Told as Told
 from .history import History as History, Round as Round
 from .models.linear import LinearHead as LinearHead
 from .module_randomness import Drawn as Drawn
