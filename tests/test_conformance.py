@@ -103,7 +103,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
-    "pooled_covariance": ft.pooled_covariance,
+    "normal_em": ft.normal_em,
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
     "without_server": lambda: ft.without_server(
@@ -113,7 +113,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 THETA = torch.full((3,), 0.5, dtype=torch.float64)
 COMPLETE = imputation.Normal(torch.zeros(4).double(), torch.eye(4).double())
 STARTS = {
-    "pooled_covariance": COMPLETE,
+    "normal_em": COMPLETE,
     "gibbs": THETA,
     "without_server": THETA,
     "gtv_regressors": {},
@@ -271,7 +271,7 @@ def start(name: str, algorithm: ft.Algorithm) -> Tree:
 
 def population(name: str, chunk: int | None = None) -> ft.InProcess:
     data = linear_clients(SIZES)
-    if name == "pooled_covariance":
+    if name == "normal_em":
         data = imputation.incomplete(list(data))
     return ft.InProcess(data.pool() if name in POOLED else data, chunk)
 

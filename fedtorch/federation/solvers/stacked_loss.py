@@ -15,7 +15,7 @@ from fedtorch import functional, random, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None]]
@@ -116,7 +116,10 @@ class StackedLoss:
         with torch.enable_grad():
             own = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
             whole = [*own, *flat[trained:]]
-            with self._cast(flat[0].device), nullcontext() if key is None else Drawn(random.fold_in(key, index)):
+            with (
+                self._cast(flat[0].device),
+                nullcontext() if key is None else KeyedRandomness(random.fold_in(key, index)),
+            ):
                 losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
             found = _gradients(losses, own)
         told = len(self.told)
@@ -158,7 +161,7 @@ class StackedLoss:
             size = int(batch.size[k])
             rows = tree.map(lambda leaf, k=k, size=size: leaf[k, :size], batch.rows)
             own = [v[k].detach().requires_grad_() if i < trained else v[k].clone() for i, v in enumerate(values)]
-            with torch.enable_grad(), Drawn(keys[k]):
+            with torch.enable_grad(), KeyedRandomness(keys[k]):
                 with self._cast(keys.device):
                     loss, logs, new = self.single(own, rows, None, index)
                 found.append(_gradients(loss, own[:trained]))

@@ -19,7 +19,7 @@ _TRANSFORMS = 0x52656164  # purpose of a client's key: the draws of its transfor
 _CLIENTS, _ROWS = 4, 8  # at most so many are tried before the first round
 
 
-def reading(local: LocalSolver, dataset: Any) -> LocalSolver:
+def lazy_loading(local: LocalSolver, dataset: Any) -> LocalSolver:
     """A local solver for clients that have numbers of items, as `ft.data.partition(dataset, …)` gives them.
 
     The items of a block's clients are read when its round begins, with torch's, NumPy's and Python's generators seeded
