@@ -124,15 +124,13 @@ class Descent:
         return {**functional.with_counts(parameters, self.counts), **state.buffers}
 
     def configured(self, total: int) -> Configured:
-        """The optimiser and schedule; a new one per number of steps of a round only if the module asks for it."""
+        """Return optimiser and schedule; of each number of steps of a round if the module has asked for the number."""
         trainer = self.objective.trainer
         trainer.answers["estimated_stepping_batches"] = self.rounds and self.rounds * total
-        by_total = "estimated_stepping_batches" in trainer.asked
-        if (total if by_total else None) not in self._configurations:
-            found = configure(self.objective.module, self.make)
-            by_total = "estimated_stepping_batches" in trainer.asked
-            self._configurations[total if by_total else None] = found
-        return self._configurations[total if by_total else None]
+        steps = total if "estimated_stepping_batches" in trainer.asked else None
+        if steps not in self._configurations:
+            self._configurations[steps] = configure(self.objective.module, self.make)
+        return self._configurations[steps]
 
     def find_linear_steps(self, loss: Loss | None) -> None:
         """Lets a program take all steps of a round at once where it knows all that they do."""
