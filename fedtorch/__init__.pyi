@@ -45,14 +45,10 @@ from .federation.algorithms.pooled import pooled as pooled
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from .federation.algorithms.scaffold import scaffold as scaffold
 from .federation.algorithms.separate import separate as separate
-from .federation.exchanges.exchange import (
-    Exchange as Exchange,
-    Mean as Mean,
-    Sum as Sum,
-    graph as graph,
-    private_rows as private_rows,
-    star as star,
-)
+from .federation.exchanges.exchange import Exchange as Exchange, Mean as Mean, Sum as Sum
+from .federation.exchanges.graph import graph as graph
+from .federation.exchanges.rows import private_rows as private_rows
+from .federation.exchanges.star import star as star
 from .federation.exchanges.unreliable_edges import unreliable_edges as unreliable_edges
 from .federation.lightning.client_sharding import ClientSharding as ClientSharding
 from .federation.lightning.federation import Federation as Federation

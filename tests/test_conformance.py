@@ -131,9 +131,9 @@ ROBUST_RULES = {
     "trimmed_mean": robust.trimmed_mean(0.2),
 }
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
-    "graph": lambda: exchange.graph(ft.Network.ring(K)),
-    "private_rows": exchange.private_rows,
-    "star": exchange.star,
+    "graph": lambda: ft.graph(ft.Network.ring(K)),
+    "private_rows": ft.private_rows,
+    "star": ft.star,
     **{f"robust.star {name}": partial(robust.star, rule) for name, rule in ROBUST_RULES.items()},
 }
 
