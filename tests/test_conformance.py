@@ -37,7 +37,7 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.dispatch import choice
-from fedtorch.federation.exchanges import exchange
+from fedtorch.federation.exchanges import graph, rows, star
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, sum_over
 from fedtorch.federation.runs import run as running
 from fedtorch.models import hierarchical
@@ -251,7 +251,8 @@ def test_every_exchange_has_a_case() -> None:
         value = getattr(module, name)
         return inspect.signature(value).return_annotation if inspect.isfunction(value) else None
 
-    found = [n for n in own_names(exchange) if returns(exchange, n) in (Exchange, "Exchange")]
+    kinds = (star, rows, graph)
+    found = [n for kind in kinds for n in own_names(kind) if returns(kind, n) in (Exchange, "Exchange")]
     assert sorted(found) == [name for name in sorted(EXCHANGES) if not name.startswith("robust")]
     rules = [
         name for name, value in vars(robust).items() if inspect.isfunction(value) and returns(robust, name) == "Rule"
