@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy
@@ -71,16 +72,21 @@ class Nodes(NamedTuple):
 
 
 def gauss_hermite(dimensions: int, points: int) -> Rule:
-    """The product of Gauss–Hermite rules: exact for polynomials of degree 2 `points` − 1 in each coordinate."""
+    """Return the product of Gauss–Hermite rules, exact for polynomials of degree 2 `points` − 1 in each coordinate."""
     if points < 1 or dimensions < 0:
         raise ValueError(f"Expected points of at least 1 and dimensions of at least 0, but got {points}, {dimensions}")
-    x, w = (torch.as_tensor(part) for part in numpy.polynomial.hermite_e.hermegauss(points))
+    x, w = (torch.as_tensor(part) for part in _hermite_points(points))
     w = w / w.sum()
     nodes, weights = x.new_zeros((1, 0)), w.new_ones(1)
     for _ in range(dimensions):
         nodes = torch.cat([nodes.repeat_interleave(points, 0), x.repeat(len(nodes))[:, None]], 1)
         weights = (weights[:, None] * w).flatten()
     return Rule(nodes, weights)
+
+
+@cache
+def _hermite_points(points: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    return numpy.polynomial.hermite_e.hermegauss(points)
 
 
 def quasi_random(dimensions: int, points: int) -> Rule:
