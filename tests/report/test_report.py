@@ -228,7 +228,7 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
 
 
 def test_the_record_is_verified(tmp_path: Path) -> None:
-    ledger = record.Ledger()
+    ledger = record.RunRecord()
     run = fitted(record=ledger)
     written = ledger.save(run, tmp_path / "run.safetensors")
     assert "the record is as it was written" in harmless(ft.report.write(run, tmp_path).read_text()).texts
