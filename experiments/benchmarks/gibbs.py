@@ -20,8 +20,8 @@ import torch
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
-from experiments.sparse_regression import COVARIATES, simulated
+from experiments.benchmarks.parts import measure
+from experiments.sparse.regression import COVARIATES, simulated
 from fedtorch.models.gibbs import sparse
 
 REPETITIONS = 3
@@ -52,7 +52,7 @@ def nuts(smoke: bool) -> list[common.Row]:
     """
     import arviz
 
-    from experiments.benchmarks import pyro_programs
+    from experiments.benchmarks.parts import pyro_programs
 
     data = simulated(0)
     rounds, many, sizes = (30, 6, (5, 5)) if smoke else (1000, 32, (300, 200))

@@ -38,8 +38,8 @@ from torch import Tensor
 from fedtorch import _files as files, checkpoint, tree
 from fedtorch.chained_log import canonical, chained, digest, entries_of, faults
 from fedtorch.data import FederatedData
-from fedtorch.federation.runs.history import Round
 from fedtorch.federation.runs.run import Run
+from fedtorch.history import Round
 
 _FORMAT = 2
 _KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")

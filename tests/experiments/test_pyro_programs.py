@@ -13,7 +13,7 @@ from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
-from experiments.benchmarks import pyro_programs
+from experiments.benchmarks.parts import pyro_programs
 from fedtorch import random
 from fedtorch.models.gibbs import logistic, sparse
 from fedtorch.models.gibbs.kernels import LocalKernel

@@ -10,7 +10,7 @@ from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import sparse_baselines as baselines
+from experiments.sparse import baselines
 from fedtorch import random
 
 LENGTHS = [pytest.param((200, 60), id="short"), pytest.param((400, 250), id="long", marks=pytest.mark.slow)]
