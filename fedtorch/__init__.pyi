@@ -63,7 +63,6 @@ from .federation.runs.cohorts import (
     uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,
 )
-from .federation.runs.comparison import compare as compare, constant as constant
 from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
