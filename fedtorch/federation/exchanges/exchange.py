@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.exchanges.masks import Masks
 from fedtorch.federation.exchanges.weighted_sum import weighted_sum
 from fedtorch.kernels.neighbours import neighbours
 from fedtorch.tree import Rows, Tree
@@ -101,8 +100,8 @@ class Exchange(NamedTuple):
     """How a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones (views).
 
     A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
-    adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. With `masks`, or `sealed`,
-    processes of several organisations let nobody in between read them.
+    adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. Who in between can read
+    messages is not the exchange's business, but that of a population's `carry`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -118,13 +117,6 @@ class Exchange(NamedTuple):
     finish: Callable[[Tree], Tree]  # partial -> aggregate: Mean and Sum where the message has them, or RowsOf
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
-    masks: Masks | None = None
-    sealed: Network | None = None  # whose nodes hear each other in letters that no server in between can read
-
-    @property
-    def hidden(self) -> str:
-        """How messages are hidden from who carries them, for fingerprints; empty where they are not."""
-        return "sealed letters" if self.sealed is not None else str(self.masks or "")
 
 
 def client_count(ids: Rows) -> int:
@@ -188,9 +180,9 @@ def star() -> Exchange:
     """
     return Exchange(
         scatter=lambda outbox, ids: tree.expand(outbox, client_count(ids)),
-        gather=lambda messages, ids: _map_messages(_sum, messages),
+        gather=_add_up,
         merge=_add_all,
-        finish=lambda partial: _map_messages(_divide, partial),
+        finish=_average,
         traffic=lambda outbox, messages, ids: (
             client_count(ids) * wire.row_size(messages),
             client_count(ids) * wire.size(outbox),
@@ -266,6 +258,14 @@ def graph(network: Network) -> Exchange:
         traffic=lambda outbox, messages, ids: (int(neighbours[ids].sum()) * wire.row_size(messages), 0),
         additive=False,
     )
+
+
+def _add_up(messages: Tree, ids: Rows) -> Tree:
+    return _map_messages(_sum, messages)
+
+
+def _average(partial: Tree) -> Tree:
+    return _map_messages(_divide, partial)
 
 
 def _map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:

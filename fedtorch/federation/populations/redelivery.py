@@ -89,7 +89,7 @@ class Redelivered:
             raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
         self.population, self.probability = population, probability
         self.data, self.names = population.data, population.names
-        self.device, self.leads = population.device, population.leads
+        self.device, self.leads, self.carry = population.device, population.leads, population.carry
 
     def bind(self, algorithm: Algorithm, state: Tree) -> RedeliveredClients:
         """The clients for one run of `algorithm`, and the network between them and the server."""

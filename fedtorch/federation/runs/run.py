@@ -21,6 +21,7 @@ from fedtorch.checkpoint import below, describe
 from fedtorch.data import FederatedData
 from fedtorch.federation import budget as budget
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
+from fedtorch.federation.exchanges.carry import agreed, carried
 from fedtorch.federation.populations.clients import Clients
 from fedtorch.federation.populations.in_process import Population, check_population, refuse_bad_messages
 from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
@@ -102,7 +103,7 @@ class Run:
         self.last: Round | None = None
         self.log = History(keep_losses)
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
-        self.clients: Clients = population.bind(algorithm, state)
+        self.clients: Clients = population.bind(carried(algorithm, population.carry, type(population).__name__), state)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
         if algorithm.told is not None:
             server = server._replace(total=first_total(algorithm, state, clients))
@@ -301,8 +302,7 @@ class Run:
     def fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
-        if hidden := self.algorithm.exchange.hidden:
-            about["messages"] = hidden
+        about.update(agreed(self.population.carry))
         return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
 
     def save(self, path: Path | str) -> None:
