@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
+from experiments.benchmarks.parts import measure
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import solvers
 from fedtorch.networks.solvers.fedgd import gradient_step

@@ -229,7 +229,7 @@ def personalised(local: LocalSolver, network: Network, alpha: float, shared: str
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation.runs import recipes
     >>> algorithm = recipes.personalised(ft.least_squares(torch.nn.Linear(2, 1)), ft.Network.ring(4), 1.0, "weight")
-    >>> list(algorithm.told(algorithm.init(algorithm.start, 4)[1]))
+    >>> list(algorithm.told.of(algorithm.init(algorithm.start, 4)[1]))
     ['weight']
     """
     patterns = [shared] if isinstance(shared, str) else shared

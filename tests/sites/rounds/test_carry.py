@@ -77,7 +77,8 @@ def test_every_population_in_this_process_takes_it() -> None:
     carry = CARRY["masked"]
     inside = ft.InProcess(DATA, carry=carry)
     populations = [inside, ft.Distributed(DATA, carry=carry), ft.Growing(DATA, seen, carry=carry)]
-    runs = [ft.run(algorithm, population, rounds=2) for population in (*populations, ft.Redelivered(inside, 1.0))]
+    runs = [ft.run(algorithm, population, rounds=2) for population in populations]
+    runs.append(ft.run(algorithm, inside, rounds=2, faults=ft.duplicated(1.0)))
     assert len({run.fingerprint()["messages"] for run in runs}) == 1
     assert all(same_bits(run.server, runs[0].server) for run in runs[:3])
     usual = ft.run(algorithm, ft.InProcess(DATA), rounds=2)

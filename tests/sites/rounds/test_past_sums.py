@@ -18,7 +18,7 @@ from support.sites import Carried, carry_of, offers
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.runs.history import Round
+from fedtorch.history import Round
 from fedtorch.sites import Remote, Terms
 from fedtorch.sites.rounds import frames as frames, past_sums, sites as meeting
 from fedtorch.sites.rounds.past_sums import PastSums, Step

@@ -114,7 +114,7 @@ def test_noise_that_rests_on_masks_runs_nowhere_without_them(quorum: int, carry:
     algorithm = private(quorum=quorum, noise=1.0)
     growing = ft.Growing(DATA, lambda rounds: torch.full((N,), 3), carry=carry)
     inside = ft.InProcess(DATA, carry=carry)
-    for population in (inside, ft.Distributed(DATA, carry=carry), growing, ft.Redelivered(inside)):
+    for population in (inside, ft.Distributed(DATA, carry=carry), growing):
         with pytest.raises(ValueError, match=expected) as error:
             ft.Run(algorithm, population)
         assert "shares" in expected or f"{type(population).__name__}(…, carry=" in str(error.value)
