@@ -23,8 +23,10 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Mean, RowsOf, graph, private_rows, sum_over
+from fedtorch.federation.exchanges.exchange import Mean, RowsOf, sum_over
+from fedtorch.federation.exchanges.graph import graph
 from fedtorch.federation.exchanges.messages import before_changes
+from fedtorch.federation.exchanges.rows import private_rows
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree

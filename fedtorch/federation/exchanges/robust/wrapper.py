@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.exchanges.exchange import Exchange, star as plain_star
+from fedtorch.federation.exchanges.carry import adds_up
 from fedtorch.federation.exchanges.messages import before_changes
 from fedtorch.federation.exchanges.robust._totals import totals
 from fedtorch.federation.exchanges.robust.exchange import star
@@ -49,11 +49,11 @@ def rule(average: Rule, network: Network | None = None, *, spread: float = 1.0) 
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         exchange, again = before_changes(algorithm.exchange)
-        if network is None and not _adds_up(exchange):
+        if network is None and not adds_up(exchange):
             raise ValueError(
                 "Expected an algorithm over a plain star, of which the server may see every message, but got another "
                 "exchange, or noise that the server adds to sums; for one over a graph pass the algorithm's network, "
-                "and leave out secure sums and the server's noise: a robust rule needs the messages that they hide"
+                "and leave out the server's noise: a robust rule needs the messages that it hides"
             )
         mean = robust_star._replace(scatter=exchange.scatter, traffic=exchange.traffic)
         plain = dataclasses.replace(algorithm, exchange=exchange)
@@ -66,9 +66,3 @@ def rule(average: Rule, network: Network | None = None, *, spread: float = 1.0) 
         return dataclasses.replace(wrapped, exchange=again(wrapped.exchange))
 
     return Wrapper(Stage.ROBUST, "robust.rule", wrap, {"average": average.name, "spread": spread})
-
-
-def _adds_up(exchange: Exchange) -> bool:
-    """Return whether the server needs the plain sums of messages and nothing else of them."""
-    plain = plain_star()
-    return (exchange.gather, exchange.merge, exchange.finish) == (plain.gather, plain.merge, plain.finish)
