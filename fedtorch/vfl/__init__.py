@@ -29,13 +29,15 @@ from fedtorch.vfl.fit.auxiliary import (
     noiseless as noiseless,
     sums as sums,
 )
-from fedtorch.vfl.fit.gaussians import (
+from fedtorch.vfl.fit.guide import (
     GaussianFamily as GaussianFamily,
+    Guide as Guide,
+    Parameters as Parameters,
+    count_parameters as count_parameters,
     diagonal as diagonal,
     full_covariance as full_covariance,
     low_rank as low_rank,
 )
-from fedtorch.vfl.fit.guide import Guide as Guide, Parameters as Parameters, count_parameters as count_parameters
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
 from fedtorch.vfl.fit.noise import Noise as Noise
 from fedtorch.vfl.fit.part import Part as Part, parts as parts
@@ -51,7 +53,6 @@ from fedtorch.vfl.model import likelihoods as likelihoods
 from fedtorch.vfl.model.augmented import attenuation as attenuation, augmented as augmented
 from fedtorch.vfl.model.power import power as power
 from fedtorch.vfl.model.predictors import (
-    NetworkPredictor as NetworkPredictor,
     Predictor as Predictor,
     by_level as by_level,
     laplace_prior as laplace_prior,
@@ -60,6 +61,7 @@ from fedtorch.vfl.model.predictors import (
     normal_prior as normal_prior,
     slopes as slopes,
 )
+from fedtorch.vfl.model.split_nn import NetworkPredictor as NetworkPredictor
 from fedtorch.vfl.model.vertical import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
 from fedtorch.vfl.rows.data import VerticalData as VerticalData
 from fedtorch.vfl.rows.leakage import LabelLeakageWarning as LabelLeakageWarning

@@ -56,15 +56,13 @@ from fedtorch.checkpoint_io import keep_plain
 from fedtorch.vfl.fit.auxiliary import noiseless
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.captured import CapturedBound
-from fedtorch.vfl.fit.gaussians import point
-from fedtorch.vfl.fit.guide import Guide, Parameters, initial
+from fedtorch.vfl.fit.guide import Guide, Parameters, initial, point
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.fit.part import Part, draw_noises, parts
 from fedtorch.vfl.model.checks import check_features, check_response
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model.predictors import NetworkPredictor, flat_prior
-from fedtorch.vfl.model.split_nn import Stacked
+from fedtorch.vfl.model.split_nn import NetworkPredictor, Stacked
 from fedtorch.vfl.model.vertical import VerticalModel, summed
 from fedtorch.vfl.nodes.node import Optimizers, PartyNode, ServerNode
 from fedtorch.vfl.rows.data import VerticalData
@@ -163,7 +161,7 @@ class SplitNetwork(L.LightningModule):
         dtype = predictors[0].start.dtype
         active = None if bool((rho > 0).all()) else rho > 0
         model = VerticalModel(
-            likelihood, tuple(predictors), torch.where(rho > 0, rho, 1.0).to(dtype), False, False, flat_prior(),
+            likelihood, tuple(predictors), torch.where(rho > 0, rho, 1.0).to(dtype), intercept=False,
             active=active, combine=combine, top=None if top is None else Stacked(top, of_weights(0)),
         )  # fmt: skip
         key = keys.reshape(-1)[0]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
 from fedtorch.vfl.fit import encoder
-from fedtorch.vfl.fit._blocks import NodeNoise
+from fedtorch.vfl.fit.part import NodeNoise
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import Stacked, mlp
 from fedtorch.vfl.nodes.iteration import exchange

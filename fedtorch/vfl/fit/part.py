@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fedtorch import _files as files, random, wire
-from fedtorch.vfl.fit._blocks import NodeNoise
-from fedtorch.vfl.fit.draws import draw_own
-from fedtorch.vfl.fit.guide import Guide, Parameters
+from fedtorch.vfl.fit.guide import Guide, Parameters, draw_own
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.model.vertical import VerticalModel
 
-_PREDICT = 3  # purpose of a node's key
+_DRAWS, _DROPOUT, _PREDICT = 0, 1, 3  # purposes of a node's key
+_BLOCK = 64  # steps whose noise a node draws at a time
+
+
+class NodeNoise:
+    """One node's noise by itself: a pure function of its key and the step, drawn for a block of steps.
+
+    Args:
+        key: of the node.
+        theta: numbers for its parameters.
+        z: numbers for a row.
+    """
+
+    def __init__(self, key: Tensor, theta: int, z: int) -> None:
+        self.key, self.theta, self.z = key, theta, z
+        self._blocks: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
+
+    def at(self, step: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise of the parameters `(1, 1, theta)` and of z `(1, 1, z, rows)`."""
+        count, block = self.theta + self.z * rows, step // _BLOCK
+        place = rows, like.dtype, like.device
+        if not count:
+            return like.new_zeros(1, 1, 0), like.new_zeros(1, 1, 0, rows)
+        if place not in self._blocks or self._blocks[place][0] != block:
+            steps = torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device=like.device)
+            keys = random.fold_in(random.fold_in(self.key.to(like.device), _DRAWS), steps)
+            self._blocks[place] = block, random.normal(keys, (count,), like.dtype)
+        own, rest = self._blocks[place][1][step % _BLOCK].split([self.theta, self.z * rows])
+        return own.reshape(1, 1, -1), rest.reshape(1, 1, self.z, rows)
+
+    def keys(self, step: int, like: Tensor) -> Callable[[], Tensor]:
+        """Makes the keys of a step's dropout, one for each element of `like` `(B, ...)`, where they are asked for."""
+        return partial(self._keys, step, len(like), like.device)
+
+    def _keys(self, step: int, size: int, device: torch.device) -> Tensor:
+        own = random.fold_in(random.fold_in(self.key.to(device), _DROPOUT), step)
+        return random.fold_in(own, torch.arange(size, device=device))
 
 
 class Part(nn.Module):
@@ -26,7 +61,7 @@ class Part(nn.Module):
         model: the model; of the predictors it uses its own.
         guide: the family.
         index: 0 for the server, 1 to J for the parties.
-        q: its parameters, as in `Parameters`, and its rows of a joint q as "joint".
+        q: its parameters, as in `Parameters`.
         name: of the node.
         key: of its noise; None where each iteration says the noise.
 
@@ -35,7 +70,7 @@ class Part(nn.Module):
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2)], rho=1.0)
-    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point())
+    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point())
     >>> q = {"theta": {"mean": torch.tensor([[1.0, 2.0]])}}
     >>> clinic = Part(model, guide, 1, q, name="clinic", key=random.key(0))
     >>> clinic.propose(torch.ones(3, 2), random.key(1))  # of three new rows
@@ -76,7 +111,7 @@ class Part(nn.Module):
 
     @property
     def q(self) -> dict[str, dict[str, Tensor]]:
-        """Its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights", "joint"."""
+        """Its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights"."""
         return {name: dict(group._parameters) for name, group in self.groups.items()}  # type: ignore[arg-type]
 
     @property
@@ -154,7 +189,7 @@ def parts(
         key: of the noise, where a part draws its own; each node folds its number in.
 
     Raises:
-        ValueError: a joint q that is neither full nor of low rank.
+        ValueError: a joint q(γ, θ), which is fitted in one graph.
 
     >>> import tempfile, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
@@ -169,22 +204,15 @@ def parts(
     Traceback (most recent call last):
     ValueError: ...: Expected parameters of party 'laboratory', but got those of 'clinic'
     """
+    if parameters.joint is not None:
+        raise ValueError(
+            "Expected independent q(γ) and q(θ_j), of which each node holds its own, but got a joint one; fit it in "
+            "one graph by fedtorch.vfl.sfvi"
+        )
     called = ["server", *(names or (f"party {j}" for j in range(len(model.predictors))))]
-    found, stop = [], 0
-    for index, (q, name, size) in enumerate(zip((parameters.server, *parameters.parties), called, model.sizes)):
-        start, stop = stop, stop + size
-        if parameters.joint is not None:
-            rows = {name: value[:, start:stop] for name, value in parameters.joint.items()}
-            if guide.theta.shares is None:
-                if "lower" not in rows:
-                    raise ValueError(
-                        "Expected a full covariance or a low rank of a joint q(γ, θ), but got another family"
-                    )
-                rows["lower"] = rows["lower"][..., :stop]
-            q = {**q, "joint": rows}
-        own = None if key is None else random.fold_in(key, index)
-        found.append(Part(model, guide, index, q, name=name, key=own))
-    return found
+    keys = [None if key is None else random.fold_in(key, index) for index in range(len(called))]
+    groups = (parameters.server, *parameters.parties)
+    return [Part(model, guide, j, q, name=name, key=own) for j, (q, name, own) in enumerate(zip(groups, called, keys))]
 
 
 def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:

@@ -122,7 +122,7 @@ def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 10
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point()), ft.random.key(0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point()), ft.random.key(0)
     >>> q = ft.vfl.fit.guide.initial(model, guide, 3, 1, key)
     >>> mean = q.parties[0]["theta"]["mean"].fill_(2.0)  # the second party's stays at 0
     >>> x = torch.tensor([[-1.0], [0.0], [1.0]])

@@ -20,13 +20,11 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.progress import Progress
-from fedtorch.vfl.fit._blocks import iterations
 from fedtorch.vfl.fit.adam import Drift, RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, bound, climb
 from fedtorch.vfl.fit.captured import CapturedBound
-from fedtorch.vfl.fit.draws import draw_theta
-from fedtorch.vfl.fit.guide import Guide, Parameters, initial
-from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.guide import Guide, Parameters, draw_theta, initial
+from fedtorch.vfl.fit.noise import draw_noise, iterations
 from fedtorch.vfl.model.checks import prepared
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
