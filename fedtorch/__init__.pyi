@@ -69,7 +69,6 @@ from .federation.runs.cohorts import (
     weighted_cohort as weighted_cohort,
 )
 from .federation.runs.comparison import compare as compare, constant as constant
-from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
@@ -78,7 +77,6 @@ from .federation.runs.faults import (
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
-from .federation.runs.history import History as History, Round as Round
 from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
 from .federation.runs.tuning import Grid as Grid, grid as grid
@@ -88,10 +86,12 @@ from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.solvers.reading import reading as reading
 from .federation.solvers.unlabelled import unlabelled as unlabelled
 from .federation.told import Averages as Averages, Told as Told
+from .history import History as History, Round as Round
 from .models.linear import LinearHead as LinearHead
 from .module_randomness import Drawn as Drawn
 from .networks import Network as Network
 from .report.callback import Report as Report
+from .scores import Score as Score
 from .sites import Remote as Remote
 
 __version__: str

@@ -41,6 +41,8 @@ LAYERS = (
         "_untrained",
         "checkpoint",
         "checkpoint_io",
+        "history",
+        "scores",
     },
     {"data"},
     {"models", "networks", "protocol", "kernels"},

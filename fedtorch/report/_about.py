@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from fedtorch.federation.runs.evaluation import Score
 from fedtorch.federation.runs.run import Run
 from fedtorch.networks import Network
 from fedtorch.report import _posteriors as posteriors
 from fedtorch.report._drawing import reduced
+from fedtorch.scores import Score
 from fedtorch.trust import record
 
 FORMAT = 1

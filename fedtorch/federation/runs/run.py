@@ -24,10 +24,11 @@ from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, firs
 from fedtorch.federation.populations.clients import Clients
 from fedtorch.federation.populations.in_process import Population, check_population, refuse_bad_messages
 from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
-from fedtorch.federation.runs.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
 from fedtorch.federation.runs.faults import Fates, Faults, fates
-from fedtorch.federation.runs.history import History, Recorder, Round, headline
+from fedtorch.history import History, Recorder, Round, headline
 from fedtorch.progress import Progress
+from fedtorch.scores import Score
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.populations.clients import Clients
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class Round(NamedTuple):
 
     number: int  # from 1
     server: Tree  # the server's state after it
-    clients: Clients
+    clients: Any  # those of the population, bound to the algorithm
     ids: Tensor  # (M,) the clients that answered
     info: dict[str, Tensor]  # (M,) each
     bytes_up: int
