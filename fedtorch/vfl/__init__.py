@@ -41,16 +41,13 @@ from fedtorch.vfl.fit.guide import (
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
 from fedtorch.vfl.fit.noise import Noise as Noise
 from fedtorch.vfl.fit.part import Part as Part, parts as parts
-from fedtorch.vfl.fit.prediction import (
-    log_score as log_score,
-    lost_score as lost_score,
-    noise_variance as noise_variance,
-    spread as spread,
-)
+from fedtorch.vfl.fit.prediction import log_score as log_score, lost_score as lost_score, spread as spread
+from fedtorch.vfl.fit.run import VerticalRun as VerticalRun
 from fedtorch.vfl.fit.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
 from fedtorch.vfl.fit.soul import Soul as Soul, soul as soul
 from fedtorch.vfl.model import likelihoods as likelihoods
 from fedtorch.vfl.model.augmented import attenuation as attenuation, augmented as augmented
+from fedtorch.vfl.model.collapsed import noise_variance as noise_variance
 from fedtorch.vfl.model.power import power as power
 from fedtorch.vfl.model.predictors import (
     Predictor as Predictor,
@@ -63,6 +60,7 @@ from fedtorch.vfl.model.predictors import (
 )
 from fedtorch.vfl.model.split_nn import NetworkPredictor as NetworkPredictor
 from fedtorch.vfl.model.vertical import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
+from fedtorch.vfl.nodes.run import NodesRun as NodesRun
 from fedtorch.vfl.rows.data import VerticalData as VerticalData
 from fedtorch.vfl.rows.leakage import LabelLeakageWarning as LabelLeakageWarning
 from fedtorch.vfl.rows.parties import (

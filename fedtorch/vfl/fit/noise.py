@@ -64,7 +64,15 @@ def draw_noise(
 
 
 def iterations(
-    model: VerticalModel, guide: Guide, key: Tensor, like: Tensor, total: int, steps: int, draws: int, rows: int | None
+    model: VerticalModel,
+    guide: Guide,
+    key: Tensor,
+    like: Tensor,
+    total: int,
+    steps: int,
+    draws: int,
+    rows: int | None,
+    begin: int = 0,
 ) -> Iterator[tuple[Tensor | None, Noise]]:
     """Rows and noise of each iteration, drawn for a block of iterations at a time.
 
@@ -77,12 +85,13 @@ def iterations(
         steps: iterations.
         draws: M.
         rows: of a minibatch, drawn uniformly with replacement; None for all.
+        begin: the first iteration.
     """
     keys = key.reshape(-1)
     count = rows or total
     parties = len(model.predictors) if guide.auxiliary.party is not None or model.power else 1
     block = max(1, _NUMBERS // (len(keys) * draws * count * model.likelihood.outputs * parties))
-    for start in range(0, steps, block):
+    for start in range(begin, steps, block):
         step = torch.arange(start, min(start + block, steps), device=key.device)[:, None]
         of_block = random.fold_in(random.fold_in(keys, _STEPS), step)
         theta, z, _ = draw_noise(model, guide, of_block, count, draws, like.dtype)

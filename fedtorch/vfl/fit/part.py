@@ -14,6 +14,7 @@ from fedtorch import _files as files, random, wire
 from fedtorch.vfl.fit.guide import Guide, Parameters, draw_own
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.model.vertical import VerticalModel
+from fedtorch.vfl.rows.data import VerticalData
 
 _DRAWS, _DROPOUT, _PREDICT = 0, 1, 3  # purposes of a node's key
 _BLOCK = 64  # steps whose noise a node draws at a time
@@ -138,17 +139,25 @@ class Part(nn.Module):
             draws: M; plain networks need only one.
             noise: whether to add ρε, which hides g_j and is part of the model.
         """
-        model, predictor = self.model, self.model.predictors[self.index - 1]
-        device, dtype, auxiliary = self.rho.device, self.rho.dtype, self.guide.auxiliary
-        own = random.fold_in(random.fold_in(self.noise.key.to(key.device), key), _PREDICT)
-        each = random.fold_in(own, torch.arange(draws, device=key.device))
-        of_theta = random.normal(random.fold_in(each, 0), (1, 1, self.noise.theta), dtype).to(device)
-        theta = draw_own(model, self.guide, self.index, self.q["theta"], of_theta.reshape(1, draws, -1))
-        etas = predictor.forward(theta.expand(-1, draws, -1), x)
+        model, predictor, auxiliary = self.model, self.model.predictors[self.index - 1], self.guide.auxiliary
+        etas = predictor.forward(self.draw_theta(key, draws).expand(-1, draws, -1), x)
         if not noise or (auxiliary.party is None and auxiliary.server is None):
             return etas
-        of_rows = random.normal(random.fold_in(each, 1), (self.outputs, x.shape[-1 - predictor.row_dims]), dtype)
-        return torch.addcmul(etas, model.masked(model.noise_sd, 0.0), of_rows.to(device))
+        shape = self.outputs, x.shape[-1 - predictor.row_dims]
+        of_rows = random.normal(random.fold_in(self._keys(key, draws), 1), shape, self.rho.dtype)
+        return torch.addcmul(etas, model.masked(model.noise_sd, 0.0), of_rows.to(self.rho.device))
+
+    @torch.no_grad()
+    def draw_theta(self, key: Tensor, draws: int = 1) -> Tensor:
+        """Draw θ_j, or γ, from q, `(B, draws or 1, d)`; the node folds its own number into the key."""
+        noise = random.normal(random.fold_in(self._keys(key, draws), 0), (1, 1, self.noise.theta), self.rho.dtype)
+        reshaped = noise.to(self.rho.device).reshape(1, draws, -1)
+        return draw_own(self.model, self.guide, self.index, self.q["theta"], reshaped)
+
+    def _keys(self, key: Tensor, draws: int) -> Tensor:
+        """Return the keys of draws for predictions."""
+        own = random.fold_in(random.fold_in(self.noise.key.to(key.device), key), _PREDICT)
+        return random.fold_in(own, torch.arange(draws, device=key.device))
 
     def save(self, file: str | Path) -> None:
         """Writes this node's parameters, and nobody else's, as a safetensors file that appears whole."""
@@ -213,6 +222,61 @@ def parts(
     keys = [None if key is None else random.fold_in(key, index) for index in range(len(called))]
     groups = (parameters.server, *parameters.parties)
     return [Part(model, guide, j, q, name=name, key=own) for j, (q, name, own) in enumerate(zip(groups, called, keys))]
+
+
+@torch.no_grad()
+def predicted(
+    server: Part,
+    parties: Sequence[Part],
+    features: Sequence[Tensor],
+    draws: int,
+    key: Tensor | None = None,
+    noise: bool = True,
+    data: VerticalData | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return draws of the likelihood's predictor of new rows, `(B, M, C, n)`, and its own parameters, `(B, M, S)`.
+
+    Args:
+        server: the server's part.
+        parties: all parties' parts.
+        features: `(n, ...)` or `(B, n, ...)`, one per party.
+        draws: M.
+        key: of the draws.
+        noise: whether with the model's noise on z.
+        data: the rows' offset, and which parties have them.
+
+    Raises:
+        ValueError: another number of parties, parties with other numbers of rows, or parts that draw no noise of their
+            own.
+
+    >>> import fedtorch as ft
+    >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], random.key(0).reshape(1)
+    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> predicted(network.server, network.parties, [torch.ones(4, 1), torch.ones(4, 2)], draws=1)[0].shape
+    torch.Size([1, 1, 1, 4])
+    """
+    model, everybody = server.model, (server, *parties)
+    if len(features) != len(parties):
+        raise ValueError(f"Expected features of {len(parties)} parties, but got {len(features)}")
+    rows = [x.shape[-1 - dims] for x, dims in zip(features, model.row_dims)]
+    if len(set(rows)) > 1:
+        raise ValueError(f"Expected the same rows of all parties, but got {rows} of them; align the rows")
+    if any(part.key is None for part in everybody):
+        raise ValueError("Expected parts that draw their own noise, but got others; give vfl.parts(..., key=)")
+    trained = [part for part in everybody if part.training]
+    try:
+        for part in trained:
+            part.eval()
+        key = random.key(0).to(server.rho.device) if key is None else key
+        values = [party.propose(x, key, draws, noise) for party, x in zip(parties, features)]
+        gamma = server.draw_theta(key, draws)
+    finally:
+        for part in trained:
+            part.train()
+    if data is not None and data.present is not None:
+        values = [value * data.present[:, j].to(value.dtype) for j, value in enumerate(values)]
+    offset = None if data is None or data.offset is None else data.offset.to(values[0].dtype)
+    return model.centre(gamma, model.cut(values), offset)
 
 
 def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:

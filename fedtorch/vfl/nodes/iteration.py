@@ -222,6 +222,7 @@ def _evaluated(server: ServerNode, drawn: Drawn, rate: float | None) -> list[Gra
     values = [value.detach().requires_grad_() for value in server.last_values()]
     bound = server_bound(server.model, server.guide, server.q, drawn.theta, values, None, drawn.rows, drawn.noise)
     objective = server.scaled(bound + server.minus_log_q(drawn.theta))
+    server.terms = objective.detach()
     return [Gradient(gradient) for gradient in ascend(server.optimizer, objective, rate, values)]
 
 

@@ -257,6 +257,7 @@ class ServerNode(_Node):
     Attributes:
         values: the last value of each party, None before.
         answers: the last gradients of each party's likelihood, in the power model's protocol.
+        terms: its terms of the bound in the last iteration, `(B, M)`; None where the parties evaluate the likelihood.
 
     Raises:
         ValueError: a response that the likelihood does not have.
@@ -283,6 +284,7 @@ class ServerNode(_Node):
         parties = len(self.model.predictors)
         self.values: list[Value | None] = [None] * parties
         self.answers: list[Share | None] = [None] * parties
+        self.terms: Tensor | None = None
 
     def check(self, data: VerticalData) -> None:
         """Raise `ValueError` unless the likelihood has the response."""
@@ -299,7 +301,7 @@ class ServerNode(_Node):
 
     def messages(self) -> dict[str, Tensor]:
         """Return the last messages of all parties, with which an iteration without some of them goes on."""
-        flat = {}
+        flat: dict[str, Tensor] = {}
         for name, kept in (("values", self.values), ("answers", self.answers)):
             for j, message in enumerate(kept):
                 fields = {} if message is None else message._asdict()
@@ -311,4 +313,4 @@ class ServerNode(_Node):
         for j in range(len(self.values)):
             value, answer = below(f"values.{j}.", flat), below(f"answers.{j}.", flat)
             self.values[j] = Value(**value) if value else None
-            self.answers[j] = Share(**{"weight": None, **answer}) if answer else None
+            self.answers[j] = Share(answer["predictor"], answer["shared"], answer.get("weight")) if answer else None
