@@ -60,7 +60,6 @@ from .federation.lightning.round_progress_bar import RoundProgressBar as RoundPr
 from .federation.populations.distributed import Distributed as Distributed
 from .federation.populations.growing import Growing as Growing
 from .federation.populations.in_process import InProcess as InProcess
-from .federation.populations.redelivery import Redelivered as Redelivered
 from .federation.runs import recipes as recipes
 from .federation.runs.cohorts import (
     fixed_cohort as fixed_cohort,
@@ -72,6 +71,7 @@ from .federation.runs.comparison import compare as compare, constant as constant
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
+    duplicated as duplicated,
     exponential_noise as exponential_noise,
     lognormal_noise as lognormal_noise,
     lost_messages as lost_messages,

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch._lazy import loaded
 from fedtorch._torchmetrics import computed, summed_states, wide
+from fedtorch.expected import loaded
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

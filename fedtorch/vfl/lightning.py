@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 import lightning as L
 import torch
@@ -13,9 +13,6 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.vfl.fit.run import Iterated, VerticalRun
 from fedtorch.vfl.rows.data import VerticalData
-
-if TYPE_CHECKING:
-    from fedtorch.vfl.split_network import SplitNetwork
 
 
 class _Epoch:
@@ -154,7 +151,7 @@ class TrainerRun(VerticalRun):
     """A split network that a Lightning `Trainer` trains, with the verbs of `ft.Run`; a round is an epoch.
 
     Args:
-        network: whose run it is.
+        network: a `SplitNetwork`, whose run it is.
 
     >>> import fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.tensor([[-1.0], [1.0]]),), torch.tensor([0.0, 1.0]))
@@ -169,7 +166,7 @@ class TrainerRun(VerticalRun):
     torch.Size([2])
     """
 
-    def __init__(self, network: SplitNetwork) -> None:
+    def __init__(self, network: Any) -> None:
         model = network.server.model
         settings = {
             "algorithm": "split network",

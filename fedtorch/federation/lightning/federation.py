@@ -24,7 +24,7 @@ from fedtorch.federation.budget import exhausted
 from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
 from fedtorch.federation.lightning._validation import OwnValidation, has_validation_step
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
-from fedtorch.federation.populations.in_process import Population, check_population
+from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Cohort
 from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults

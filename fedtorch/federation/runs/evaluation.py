@@ -11,7 +11,8 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.data import ClientData, FederatedData, described_rows
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK, Clients
+from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
+from fedtorch.federation.populations.population import Clients
 from fedtorch.scores import Score, score_of, stacked_metrics
 from fedtorch.tree import Tree
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _COUNTS = ("number", "bytes_up", "bytes_down")
-_NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Iterated(NamedTuple):
@@ -106,9 +105,14 @@ class VerticalRun:
     def _record(self, done: Iterated, seconds: float) -> Round:
         self.number += 1
         self.bytes_up, self.bytes_down = self.bytes_up + done.bytes_up, self.bytes_down + done.bytes_down
-        sent, active = (done.bytes_up, done.bytes_down), done.active
-        lost = (_NOBODY,) * 5
-        self.last = Round(self.number, None, None, active, {}, *sent, active, *lost, done.report)
+        self.last = Round(
+            self.number,
+            ids=done.active,
+            asked=done.active,
+            bytes_up=done.bytes_up,
+            bytes_down=done.bytes_down,
+            report=done.report,
+        )
         self.log.record(self.last, seconds)
         return self.last
 

@@ -25,14 +25,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists a
 DATA = classes()
 TRAINING, VALIDATION = DATA.split(0.7, seed=1)
 METRICS = {"accuracy": ft.metrics.accuracy(), "cross_entropy": ft.metrics.cross_entropy()}
-FAULTS = ft.dropouts(0.2) | ft.stragglers(1.0, 0.05 * TRAINING.counts) | ft.lost_messages(after=0.1)
+FAULTS = ft.dropouts(0.2) | ft.stragglers(1.0, 0.05 * TRAINING.counts) | ft.lost_messages(after=0.1) | ft.duplicated()
 LOCAL = solver()
 
 
 def federation(**arguments: Any) -> ft.Federation:
     settings = {"cohort": 4, "seed": 5, "faults": FAULTS, "validation": VALIDATION, "metrics": METRICS}
-    population = ft.Redelivered(ft.InProcess(TRAINING), 0.5)
-    return ft.Federation(ft.personal_layers(LOCAL, "head.*"), population, **{**settings, **arguments})
+    return ft.Federation(ft.personal_layers(LOCAL, "head.*"), ft.InProcess(TRAINING), **{**settings, **arguments})
 
 
 def quadratic(**arguments: Any) -> ft.Federation:
