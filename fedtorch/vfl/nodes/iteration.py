@@ -55,7 +55,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import expected, random, tree
+from fedtorch import random, tree
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
 from fedtorch.vfl.fit.bound import ascend, server_bound, shared_terms
@@ -91,7 +91,8 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
     >>> [type(next(half)).__name__ for _ in range(4)]  # the values of three iterations go before the first gradient
     ['Send', 'Send', 'Send', 'Receive']
     """
-    expected.not_negative(delay=delay)
+    if delay < 0:
+        raise ValueError(f"Expected delay of at least 0, but got {delay}")
     protocol = protocol_of(party)
     if delay and protocol is POWER:
         raise ValueError("Expected an iteration of one message up and one down, but got a power model")
