@@ -4,7 +4,7 @@
   history of the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
 - `about.json`: what a history does not say: clients' names, settings, network, posteriors, scores, privacy's claim.
   Where it is missing, clients are numbers, and the rest is left out.
-- `….safetensors.json`: a record of the run, which `fedtorch.trust.record.Ledger` writes beside a checkpoint.
+- `….safetensors.json`: a record of the run, which `fedtorch.trust.record.RunRecord` writes beside a checkpoint.
 - `report.html`: the page, one file without scripts that fetches nothing.
 
 Nothing here is executed when it is read: JSON, safetensors, and a Trainer's checkpoints with `weights_only=True`.
