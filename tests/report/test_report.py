@@ -267,7 +267,7 @@ def test_it_is_written_where_training_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         trainer(max_epochs=2, callbacks=[callback, Fails()], default_root_dir=tmp_path).fit(federation)
     assert "ended by RuntimeError: no more paper" in harmless((tmp_path / "report.html").read_text()).texts
-    with pytest.raises(TypeError, match="Expected a Federation to report of"):
+    with pytest.raises(TypeError, match="Expected a Federation or a SplitNetwork to report of"):
         trainer(max_epochs=1, callbacks=ft.Report()).fit(BoringModel())
 
 
