@@ -34,7 +34,7 @@ _SIZE = 256  # numbers of a program's matrices
 
 
 class Rows(NamedTuple):
-    """What the rows say, float64."""
+    """The statistics of the rows, float64."""
 
     gram: Tensor  # (K, p, p)
     estimate: Tensor  # (K, p) of least squares
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What the chains are given, float64."""
+    """The global variables as the chains receive them, float64."""
 
     centre: Tensor  # (K, C, p) θ
     precision: Tensor  # (K, C, p) 1/τ²
@@ -60,7 +60,7 @@ class Chains(NamedTuple):
 
 
 def knows(keys: Tensor, coefficients: int) -> bool:
-    """Whether a program runs for these keys.
+    """Return whether a program runs for these keys.
 
     >>> import torch, fedtorch as ft
     >>> knows(ft.random.key(0)[None, None], coefficients=3)  # on the CPU
@@ -73,7 +73,7 @@ def knows(keys: Tensor, coefficients: int) -> bool:
 
 
 def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
-    """The chains after `sweeps` sweeps.
+    """Return the chains after `sweeps` sweeps.
 
     Args:
         rows: of K clients.

@@ -1,4 +1,4 @@
-r"""What the neighbours of all nodes say, :math:`\sum_j A_{ij} w_j`.
+r"""The sum over the neighbours of all nodes, :math:`\sum_j A_{ij} w_j`.
 
 A row's edges are cut into segments of at most 64, so that a hub's do not wait for one program; segments of similar
 length are summed side by side, and those of one node are added in their order, so that the bits are the same each time.
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
 
 def plan(matrix: Tensor) -> Plan:
-    """The plan of a sparse CSR matrix, made once for as long as it is there."""
+    """Return the plan of a sparse CSR matrix, made once for as long as it is there."""
     kept: dict[str, Plan] = matrix.__dict__
     if "segments" not in kept:
         kept["segments"] = _planned(matrix)
@@ -71,7 +71,7 @@ def _planned(matrix: Tensor) -> Plan:
 
 
 def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Σ_j A_ij w_j, `(n, d)` in the dtype of A.
+    """Return Σ_j A_ij w_j, `(n, d)` in the dtype of A.
 
     Args:
         matrix: A, symmetric, sparse CSR `(n, n)`.

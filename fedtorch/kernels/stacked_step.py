@@ -31,7 +31,7 @@ _SIZE = 1024  # elements of a program
 
 
 class Clients(NamedTuple):
-    """What differs between the clients of a step, of one tensor or of all.
+    """The values of a step that differ between clients, of one tensor or of all.
 
     >>> import torch
     >>> parameter, gradient = torch.zeros(2, 1), torch.ones(2, 1)
@@ -48,7 +48,7 @@ class Clients(NamedTuple):
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether a program steps a stack like this one.
+    """Return whether a program steps a stack like this one.
 
     >>> import torch
     >>> fits(torch.zeros(2, 3))  # on the CPU
@@ -63,7 +63,7 @@ def fits(tensor: Tensor) -> bool:
 def clipped(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], clients: Sequence[Clients], most: float
 ) -> Tensor:
-    """The share of each client's gradients that bounds their norm over all tensors by `most`, `(K,)`.
+    """Return the share of each client's gradients that bounds their norm over all tensors by `most`, `(K,)`.
 
     Args:
         parameters: `(K, ...)` each.
@@ -92,7 +92,7 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """A step of SGD.
+    """Return a step of SGD.
 
     Args:
         parameter: `(K, ...)`, contiguous.
@@ -142,7 +142,7 @@ def adam(
     weight_decay: float = 0.0,
     decoupled: bool = False,
 ) -> None:
-    """A step of Adam, or of AdamW with `decoupled`.
+    """Return a step of Adam, or of AdamW with `decoupled`.
 
     Args:
         parameter: `(K, ...)`, contiguous.
@@ -227,14 +227,14 @@ def _launch(
 
 
 def _tiling(parameter: Tensor) -> tuple[int, int, int]:
-    """(rows, columns) of a tile, and how many tiles there are across."""
+    """Return (rows, columns) of a tile, and how many tiles there are across."""
     size = parameter[0].numel() if len(parameter) else 0
     rows, columns = tile(size, _SIZE)
     return rows, columns, -(-size // columns)
 
 
 def _squares(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
-    """‖∇_k‖² of one tensor, `(K,)`."""
+    """Return ‖∇_k‖² of one tensor, `(K,)`."""
     programs = _program(parameter, gradient)
     if not programs:
         return _pulled(parameter, gradient, clients).reshape(len(parameter), -1).square().sum(1)
@@ -268,7 +268,7 @@ def _share(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
 
 
 def _rows(value: Tensor | int, like: Tensor) -> Tensor:
-    """`(K,)`, or a number, as it multiplies `(K, ...)`."""
+    """Return `(K,)`, or a number, as it multiplies `(K, ...)`."""
     value = torch.as_tensor(value, device=like.device)
     return value if value.ndim == 0 else value.reshape(-1, *(1,) * (like.ndim - 1))
 

@@ -37,7 +37,7 @@ class Drawing(NamedTuple):
 
 
 def reduced(network: Network | None) -> dict[str, Any] | None:
-    """What a drawing needs of a network, as plain data: the nodes that are drawn, their places, edges, and facts."""
+    """Return what a drawing needs of a network, as plain data: drawn nodes, their places, edges, and facts."""
     if network is None:
         return None
     shown = np.unique(np.linspace(0, network.nodes - 1, min(_NODES, network.nodes)).round().astype(int))
@@ -65,7 +65,7 @@ def reduced(network: Network | None) -> dict[str, Any] | None:
 
 
 def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float] | None) -> Drawing:
-    """A drawing of what `reduced` has left.
+    """Return a drawing of what `reduced` has left.
 
     Args:
         found: by `reduced`.
@@ -97,7 +97,7 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
 
 
 def _shades(values: Sequence[float] | None) -> tuple[list[str], list[str]]:
-    """The class of every value's fifth, and the fifths' bounds in words."""
+    """Return the class of every value's fifth, and the fifths' bounds in words."""
     known = np.array([] if values is None else values, dtype=np.float64)
     finite = known[np.isfinite(known)]
     if not len(finite):

@@ -124,13 +124,13 @@ class ConvolvedGP(Geometry):
     # -- one unit's part -------------------------------------------------------------------------------------------
 
     def keeps_whole(self, exact_units: bool) -> bool:
-        """Whether units' residuals are kept whole: on demand, and always beside an own process."""
+        """Return whether units' residuals are kept whole: on demand, and always beside an own process."""
         return exact_units or self.own_kernel is not None
 
     def expected_log_likelihood(
         self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
     ) -> Tensor:
-        """E_q[log p(y_m | f_m)] of each unit, `(*b,)`, and E_q[log p(y_m | g)] of exact units.
+        """Return E_q[log p(y_m | f_m)] of each unit, `(*b,)`, and E_q[log p(y_m | g)] of exact units.
 
         Args:
             x: inputs `(*b, N, d)`.
@@ -153,7 +153,7 @@ class ConvolvedGP(Geometry):
         return row_fit(self.likelihood, y, linear + self.level(y), variance, mask, extra).sum(-1)
 
     def site(self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False) -> Site:
-        r"""What each unit's outputs say of t.
+        r"""Return the likelihood of t, by unit, from its outputs.
 
         For Gaussian noise the exact factor, whatever q is. Otherwise the natural gradient of E_q[log p(y_m | f_m)]:
         with m_n, v_n the moments of f_n under q, each row has precision β_n = −2 ∂/∂v_n, at least 0, and shift
@@ -181,7 +181,7 @@ class ConvolvedGP(Geometry):
     def gaussian_site(
         self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
     ) -> Site:
-        """What units' outputs say of u when f = basis · u and the residual, for Gaussian noise; differentiable.
+        """Return units' likelihood of u when f = basis · u and the residual, for Gaussian noise; differentiable.
 
         Args:
             x: inputs `(*b, N, d)`.
@@ -207,7 +207,7 @@ class ConvolvedGP(Geometry):
         return Site(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
 
     def _summed(self, x: Tensor, y: Tensor, mask: Tensor, exact_units: bool) -> tuple[Site, Tensor] | None:
-        """(`gaussian_site` of the basis V_m L, L⁻¹ basis of t) for Gaussian noise where a program sums rows up."""
+        """Return (`gaussian_site` of the basis V_m L, L⁻¹ basis of t) for Gaussian noise by a program's sums."""
         gaussian = isinstance(self.likelihood, GaussianLikelihood)
         if not (possible(x.device) and gaussian) or self.keeps_whole(exact_units):
             return None
@@ -220,7 +220,7 @@ class ConvolvedGP(Geometry):
         return Site(sums.gram, sums.cross, -0.5 * constant), sums.change
 
     def _unit_factor(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
-        """The Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
+        """Return the Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
         check_gaussian(self.likelihood, "exact units", "leave exact_units away")
         whole = self.covariance(x, x) * mask[..., None] * mask[..., None, :] - seen.basis @ seen.basis.mT
         diagonal = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
@@ -230,20 +230,20 @@ class ConvolvedGP(Geometry):
         return (y - self.level(y)) * mask
 
     def whitened_posterior(self, change: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values that are white under the prior."""
+        """Return (mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values white under the prior."""
         return (change @ self.posterior_mean[..., None])[..., 0], change @ self.posterior_root
 
     # -- all units together ----------------------------------------------------------------------------------------
 
     def divergence(self) -> Tensor:
-        """KL(q(g) ‖ p(g)), `(*s,)`."""
+        """Return KL(q(g) ‖ p(g)), `(*s,)`."""
         change = self.change()
         mean, root = self.whitened_posterior(change)
         determinant = log_determinant(change) + 2 * torch.linalg.slogdet(self.posterior_root)[1]
         return 0.5 * (root.square().sum((-1, -2)) + mean.square().sum(-1) - self.points - determinant)
 
     def bound(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> Tensor:
-        """The bound of log p(y) at the best q, for Gaussian noise, over all units `()`; differentiable.
+        """Return the bound of log p(y) at the best q, for Gaussian noise, over all units `()`; differentiable.
 
         Of exact units it is log N(y; 0, bdiag Ω_m + V C_gf + Σ), Ω_m with the covariance of the unit's own process.
         Arguments as those of `expected_log_likelihood`.
@@ -256,7 +256,7 @@ class ConvolvedGP(Geometry):
         return evidence(self.gaussian_site(x, y, mask, seen, seen.basis, exact_units).total())
 
     def condition(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
-        """Sets q to the best one for Gaussian noise, the basis to the current covariance, and observes the rows."""
+        """Set q to the best one for Gaussian noise, the basis to the current covariance, and observes the rows."""
         check_gaussian(self.likelihood, "a posterior in closed form", "train with fedtorch.fedmgp")
         with torch.no_grad():
             self.rebase()
@@ -266,7 +266,7 @@ class ConvolvedGP(Geometry):
         self.observe(x, y, mask, exact_units)
 
     def observe(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
-        """Lets predictions know a unit's own rows, which are in q already, beside what q says of g.
+        """Let predictions know a unit's own rows, which are in q already, beside what q says of g.
 
         Given g, the residual f_m − V_m g of an exact unit, its own process included, is a Gaussian process that only
         its own rows tell of. A federation keeps no rows: `Federation.client_module(k)` observes them where they are.
@@ -281,7 +281,7 @@ class ConvolvedGP(Geometry):
         self.observed = Observed(x, y, full(y, mask)) if self.keeps_whole(exact_units) else None
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """The observed rows go where the module goes, and take its dtype."""
+        """Return the observed rows go where the module goes, and take its dtype."""
         super()._apply(fn, *args, **kwargs)
         if self.observed is not None:
             self.observed = Observed(*map(fn, self.observed))
@@ -290,7 +290,7 @@ class ConvolvedGP(Geometry):
     # -- prediction ------------------------------------------------------------------------------------------------
 
     def _given_rows(self, x: Tensor, seen: Features) -> tuple[Tensor, Tensor, Tensor]:
-        """(s `(*b, N)`, Φ `(*b, N, P)`, D `(*b, ·, N)`): f = s + Φ u + e given the observed rows.
+        """Return (s `(*b, N)`, Φ `(*b, N, P)`, D `(*b, ·, N)`): f = s + Φ u + e given the observed rows.
 
         u are whitened values of g, and e has the covariance Ω + own − D'D.
         """
@@ -306,7 +306,7 @@ class ConvolvedGP(Geometry):
         return (gain.mT @ gap)[..., 0] + level, seen.basis - gain.mT @ solve(factor, known.basis), gain
 
     def marginals(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances of f at x `(*b, N, d)`, `(*b, N)` each."""
+        """Return means and variances of f at x `(*b, N, d)`, `(*b, N)` each."""
         check_inputs(self, x)
         seen = self.see(x)
         mean, root = self.whitened_posterior(seen.change)
@@ -315,7 +315,7 @@ class ConvolvedGP(Geometry):
         return start + (basis @ mean[..., None])[..., 0], residual + (basis @ root).square().sum(-1)
 
     def forward(self, x: Tensor) -> Any:
-        """The posterior of f at x `(*b, N, d)`, (12)."""
+        """Return the posterior of f at x `(*b, N, d)`, (12)."""
         check_inputs(self, x)
         seen = self.see(x)
         mean, root = self.whitened_posterior(seen.change)
@@ -326,11 +326,11 @@ class ConvolvedGP(Geometry):
         return MultivariateNormal(location, linear_operator.to_linear_operator(symmetric(covariance)))
 
     def predict(self, x: Tensor, *extra: Any) -> Any:
-        """The predictive distribution of outputs at x `(*b, N, d)`, (16): a `MultivariateNormal` for Gaussian noise."""
+        """Predict outputs at x `(*b, N, d)`, (16): a `MultivariateNormal` for Gaussian noise."""
         return self.likelihood(self(x), *extra)
 
     def interval(self, x: Tensor, level: float = 0.99) -> tuple[Tensor, Tensor]:
-        """Lower and upper limits of central predictive intervals of each output, for Gaussian noise.
+        """Return lower and upper limits of central predictive intervals of each output, for Gaussian noise.
 
         Raises:
             ValueError: a level that is not between 0 and 1.

@@ -50,7 +50,7 @@ class Terms(NamedTuple):
 
 
 def logistic(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str | None = "default") -> Model:
-    """y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
+    """Return y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
     >>> model = logistic(hierarchical.normal(1, names=["slope"]))
@@ -68,7 +68,7 @@ def logistic(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | st
 
 
 def poisson(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str | None = "default") -> Model:
-    """Counts y with log mean x'θ_k; see `generalised` for the arguments.
+    """Count y with log mean x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
     >>> model = poisson(hierarchical.normal(1))
@@ -93,7 +93,7 @@ def generalised(
     rule: Rule | None = None,
     inner: Rule | str | None = "default",
 ) -> Model:
-    """A generalised linear model with log-concave likelihood.
+    """Return a generalised linear model with log-concave likelihood.
 
     Args:
         hierarchy: of the coefficients, such as `hierarchical.normal(d)`.
@@ -152,14 +152,14 @@ def generalised(
 
 
 def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:
-    """η = x'(a + L u), `(K, R, N)`."""
+    """Return η = x'(a + L u), `(K, R, N)`."""
     return offset + (design @ u[..., None])[..., 0]
 
 
 def _mode(
     objective: Callable[[Tensor], Tensor], terms: Callable[[Tensor], Terms], design: Tensor, mask: Tensor, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Newton's method with halved steps: û `(K, R, d)`, and minus the second derivatives there."""
+    """Return Newton's method with halved steps: û `(K, R, d)`, and minus the second derivatives there."""
     u = torch.zeros_like(like)
     eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
     value = objective(u)
@@ -184,7 +184,7 @@ def _mode(
 def _corrected(
     objective: Callable[[Tensor], Tensor], mode: Tensor, half: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and covariance in units of the normal approximation, and the logarithm of what its evidence lacks."""
+    """Return mean and covariance in units of the normal approximation, and the logarithm of what its evidence lacks."""
     nodes, weights = rule.nodes.to(mode), rule.weights.to(mode)
     best = objective(mode)
     log = torch.stack([objective(mode + (half @ z)) - best + 0.5 * z @ z for z in nodes], -1) + weights.log()

@@ -31,7 +31,7 @@ from fedtorch.models.quadrature import Rule, default_rule
 
 
 def pyro_factor(model: Callable[..., Any], *, rule: Rule | None = None) -> LogFactor:
-    """log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.
+    """Return log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.
 
     Clients are taken one after the other, each with exactly its rows; nodes of φ are taken at once by `torch.vmap`.
 
@@ -70,7 +70,7 @@ def _float64(leaf: Tensor) -> Tensor:
 
 
 def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], rule: Rule | None) -> Tensor:
-    """log f at the nodes φ `(R, p)`, `(R,)`."""
+    """Return log f at the nodes φ `(R, p)`, `(R,)`."""
     import pyro
 
     with pyro.validation_enabled(False):
@@ -96,7 +96,7 @@ def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], ru
 def _log_joint(
     model: Callable[..., Any], phi: Tensor, rows: list[Tensor]
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], int]:
-    """log p(y, θ | φ) with θ in unconstrained coordinates, and how many these are."""
+    """Return log p(y, θ | φ) with θ in unconstrained coordinates, and how many these are."""
     from pyro import poutine
     from torch.distributions import biject_to
 
