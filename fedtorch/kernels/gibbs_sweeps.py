@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     degrees: Tensor  # (K,) a_σ + n/2
 
 
-class Heard(NamedTuple):
+class SweepPrior(NamedTuple):
     """The global variables as the chains receive them, float64."""
 
     centre: Tensor  # (K, C, p) θ
@@ -72,7 +72,7 @@ def knows(keys: Tensor, coefficients: int) -> bool:
     )
 
 
-def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
     """Return the chains after `sweeps` sweeps.
 
     Args:
@@ -85,7 +85,7 @@ def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps:
     >>> import torch, fedtorch as ft
     >>> one = torch.ones(1, 1, 1).double()  # a client, a chain, a coefficient; 10⁹ rows are sure of 5
     >>> rows = Rows(gram=1e9 * one, estimate=5 * one[0], rss=one[0, 0], degrees=one[0, 0])
-    >>> heard = Heard(centre=2 * one, precision=one, scale=one[0])
+    >>> heard = SweepPrior(centre=2 * one, precision=one, scale=one[0])
     >>> chains = Chains(deviation=0 * one, precision=one, auxiliary=one, noise=one[0])
     >>> gibbs_sweeps(rows, heard, chains, ft.random.key(0)[None, None], sweeps=2).deviation.round(decimals=3)  # 5 − 2
     tensor([[[3.]]], dtype=torch.float64)
@@ -106,7 +106,7 @@ def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps:
     return out
 
 
-def _reference(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+def _reference(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
     size = heard.centre.shape[-1]
     for_normals, for_noise, for_mixing = (philox.folded(keys, purpose) for purpose in range(3))
     each = (sweeps, size)

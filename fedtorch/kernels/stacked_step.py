@@ -30,12 +30,12 @@ from fedtorch.dispatch.launch import launch, tile
 _SIZE = 1024  # elements of a program
 
 
-class Clients(NamedTuple):
+class ClientValues(NamedTuple):
     """The values of a step that differ between clients, of one tensor or of all.
 
     >>> import torch
     >>> parameter, gradient = torch.zeros(2, 1), torch.ones(2, 1)
-    >>> sgd(parameter, gradient, None, Clients(taken=0, active=torch.tensor([True, False])), lr=0.5)
+    >>> sgd(parameter, gradient, None, ClientValues(taken=0, active=torch.tensor([True, False])), lr=0.5)
     >>> parameter  # the second does not take the step
     tensor([[-0.5000], [ 0.0000]])
     """
@@ -61,7 +61,7 @@ def fits(tensor: Tensor) -> bool:
 
 
 def clipped(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], clients: Sequence[Clients], most: float
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], clients: Sequence[ClientValues], most: float
 ) -> Tensor:
     """Return the share of each client's gradients that bounds their norm over all tensors by `most`, `(K,)`.
 
@@ -73,7 +73,7 @@ def clipped(
 
     >>> import torch
     >>> gradient = torch.tensor([[3.0, 4.0], [0.3, 0.4]])  # norms 5 and ½
-    >>> clipped([torch.zeros(2, 2)], [gradient], [Clients(taken=0)], most=1.0)
+    >>> clipped([torch.zeros(2, 2)], [gradient], [ClientValues(taken=0)], most=1.0)
     tensor([0.2000, 1.0000])
     """
     total = torch.stack([_squares(*each) for each in zip(parameters, gradients, clients)]).sum(0)
@@ -84,7 +84,7 @@ def sgd(
     parameter: Tensor,
     gradient: Tensor,
     buffer: Tensor | None,
-    clients: Clients,
+    clients: ClientValues,
     *,
     lr: float | Tensor,
     momentum: float = 0.0,
@@ -98,7 +98,7 @@ def sgd(
         parameter: `(K, ...)`, contiguous.
         gradient: of each client's loss, `(K, ...)`.
         buffer: `(K, ...)`, contiguous; None without momentum.
-        clients: see `Clients`.
+        clients: see `ClientValues`.
         lr: a number, or a scalar on the device, which a captured graph reads anew.
         momentum: as in `torch.optim.SGD`, like the next three.
         dampening: see there.
@@ -108,7 +108,7 @@ def sgd(
     >>> import torch
     >>> parameter, gradient, buffer = torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1)
     >>> for taken in range(2):
-    ...     sgd(parameter, gradient, buffer, Clients(taken=taken), lr=0.5, momentum=0.5)
+    ...     sgd(parameter, gradient, buffer, ClientValues(taken=taken), lr=0.5, momentum=0.5)
     >>> parameter, buffer  # −½ (1 + 1½)
     (tensor([[-1.2500]]), tensor([[1.5000]]))
     """
@@ -134,7 +134,7 @@ def adam(
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
-    clients: Clients,
+    clients: ClientValues,
     *,
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -149,7 +149,7 @@ def adam(
         gradient: of each client's loss, `(K, ...)`.
         first: the mean of gradients `(K, ...)`, contiguous.
         second: of their squares, likewise.
-        clients: see `Clients`.
+        clients: see `ClientValues`.
         lr: a number, or a scalar on the device, which a captured graph reads anew.
         betas: as in `torch.optim.Adam`, like the next two.
         eps: see there.
@@ -158,7 +158,7 @@ def adam(
 
     >>> import torch
     >>> parameter, first, second = torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)
-    >>> adam(parameter, torch.tensor([[0.01, -100.0]]), first, second, Clients(taken=0), lr=0.1)
+    >>> adam(parameter, torch.tensor([[0.01, -100.0]]), first, second, ClientValues(taken=0), lr=0.1)
     >>> parameter  # a first step of lr, whatever the size of the gradient
     tensor([[-0.1000,  0.1000]])
     """
@@ -194,7 +194,7 @@ def _program(parameter: Tensor, *others: Tensor | None) -> Any:
 def _launch(
     kernel: Any,
     tensors: Sequence[Tensor],
-    clients: Clients,
+    clients: ClientValues,
     lr: float | Tensor,
     numbers: Sequence[float],
     flags: Mapping[str, bool],
@@ -233,7 +233,7 @@ def _tiling(parameter: Tensor) -> tuple[int, int, int]:
     return rows, columns, -(-size // columns)
 
 
-def _squares(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
+def _squares(parameter: Tensor, gradient: Tensor, clients: ClientValues) -> Tensor:
     """Return ‖∇_k‖² of one tensor, `(K,)`."""
     programs = _program(parameter, gradient)
     if not programs:
@@ -256,13 +256,13 @@ def _squares(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
     return out.sum(1)
 
 
-def _pulled(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
+def _pulled(parameter: Tensor, gradient: Tensor, clients: ClientValues) -> Tensor:
     if clients.shift is None or clients.precision is None:
         return gradient
     return gradient + (_rows(clients.precision.to(parameter.dtype), parameter) * parameter - clients.shift)
 
 
-def _share(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
+def _share(parameter: Tensor, gradient: Tensor, clients: ClientValues) -> Tensor:
     gradient = _pulled(parameter, gradient, clients)
     return gradient if clients.share is None else gradient * _rows(clients.share, parameter)
 
@@ -273,5 +273,5 @@ def _rows(value: Tensor | int, like: Tensor) -> Tensor:
     return value if value.ndim == 0 else value.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def _put(target: Tensor, value: Tensor, clients: Clients) -> None:
+def _put(target: Tensor, value: Tensor, clients: ClientValues) -> None:
     target.copy_(value if clients.active is None else torch.where(_rows(clients.active, target), value, target))

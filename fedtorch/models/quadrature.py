@@ -44,10 +44,10 @@ _LEAST_SPREAD = 0.2  # the least eigenvalue of the covariance
 _FARTHEST = 2.0  # the greatest coordinate of the mean
 
 
-class Rule(NamedTuple):
+class QuadratureRule(NamedTuple):
     """Nodes and weights for expectations under N(0, I).
 
-    >>> rule = Rule(nodes=torch.tensor([[-1.0], [1.0]]), weights=torch.tensor([0.5, 0.5]))
+    >>> rule = QuadratureRule(nodes=torch.tensor([[-1.0], [1.0]]), weights=torch.tensor([0.5, 0.5]))
     >>> rule.weights @ rule.nodes.square()  # E z²
     tensor([1.])
     """
@@ -71,7 +71,7 @@ class Nodes(NamedTuple):
     values: Any  # (K, R, ...) what else the factor told at the nodes
 
 
-def gauss_hermite(dimensions: int, points: int) -> Rule:
+def gauss_hermite(dimensions: int, points: int) -> QuadratureRule:
     """Return the product of Gauss–Hermite rules, exact for polynomials of degree 2 `points` − 1 in each coordinate."""
     if points < 1 or dimensions < 0:
         raise ValueError(f"Expected points of at least 1 and dimensions of at least 0, but got {points}, {dimensions}")
@@ -81,7 +81,7 @@ def gauss_hermite(dimensions: int, points: int) -> Rule:
     for _ in range(dimensions):
         nodes = torch.cat([nodes.repeat_interleave(points, 0), x.repeat(len(nodes))[:, None]], 1)
         weights = (weights[:, None] * w).flatten()
-    return Rule(nodes, weights)
+    return QuadratureRule(nodes, weights)
 
 
 @cache
@@ -89,7 +89,7 @@ def _hermite_points(points: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     return numpy.polynomial.hermite_e.hermegauss(points)
 
 
-def quasi_random(dimensions: int, points: int) -> Rule:
+def quasi_random(dimensions: int, points: int) -> QuadratureRule:
     """Return Sobol points mapped to N(0, I), with their negatives, and whitened: exact for polynomials of degree 3.
 
     >>> rule = quasi_random(2, points=64)
@@ -105,10 +105,10 @@ def quasi_random(dimensions: int, points: int) -> Rule:
     both = torch.cat([normal, -normal])
     factor = torch.linalg.cholesky(both.mT @ both / len(both))
     nodes = torch.linalg.solve_triangular(factor, both.mT, upper=False).mT
-    return Rule(nodes, torch.full((len(nodes),), 1 / len(nodes), dtype=torch.float64))
+    return QuadratureRule(nodes, torch.full((len(nodes),), 1 / len(nodes), dtype=torch.float64))
 
 
-def two_shells(dimensions: int) -> Rule:
+def two_shells(dimensions: int) -> QuadratureRule:
     """Return central composite designs on two spheres: positive weights, exact up to degree 4, as `tilt` needs.
 
     On each sphere the ends of the axes and a fractional factorial design of resolution V, which are a spherical design
@@ -135,7 +135,7 @@ def two_shells(dimensions: int) -> Rule:
     half_squares = middle - middle**0.5, middle + middle**0.5
     inner = (half_squares[1] - n / 2) / (half_squares[1] - half_squares[0])
     nodes = torch.cat([sphere * (2 * half_squares[0]) ** 0.5, -sphere * (2 * half_squares[1]) ** 0.5])
-    return Rule(nodes, torch.cat([share * inner, share * (1 - inner)]).to(torch.float64))
+    return QuadratureRule(nodes, torch.cat([share * inner, share * (1 - inner)]).to(torch.float64))
 
 
 def _resolution_five(columns: int) -> Tensor:
@@ -155,7 +155,7 @@ def _resolution_five(columns: int) -> Tensor:
     return 1.0 - 2.0 * parity.to(torch.float64)
 
 
-def default_rule(dimensions: int) -> Rule:
+def default_rule(dimensions: int) -> QuadratureRule:
     """Return a product rule in up to four dimensions, designs on two spheres up to twenty, quasi-random points beyond.
 
     >>> [len(default_rule(dimensions).weights) for dimensions in (1, 2, 10, 30)]
@@ -166,7 +166,7 @@ def default_rule(dimensions: int) -> Rule:
     return two_shells(dimensions) if dimensions <= _MOST_DESIGNED else quasi_random(dimensions, 64 * dimensions)
 
 
-def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: Rule) -> Nodes:
+def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: QuadratureRule) -> Nodes:
     """Return nodes and weights of the densities N(ζ; cavity) f(ζ), for `K` clients at once.
 
     Args:

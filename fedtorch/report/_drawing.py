@@ -16,7 +16,7 @@ _SIZE = 440.0
 _SHADES = 5
 
 
-class Node(NamedTuple):
+class DrawnNode(NamedTuple):
     """A node as it is drawn."""
 
     x: float
@@ -28,7 +28,7 @@ class Node(NamedTuple):
 class Drawing(NamedTuple):
     """A network as it is drawn."""
 
-    nodes: list[Node]
+    nodes: list[DrawnNode]
     edges: str  # a path
     radius: float
     facts: dict[str, str]
@@ -85,7 +85,7 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
     name = lambda i: names[i] if i < len(names) else str(i)
     return Drawing(
         nodes=[
-            Node(round(x, 1), round(y, 1), name(i), shades[i] if shades else "s2")
+            DrawnNode(round(x, 1), round(y, 1), name(i), shades[i] if shades else "s2")
             for i, (x, y) in zip(found["shown"], places.tolist())
         ],
         edges="".join("M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*places[i], *places[j]) for i, j in found["edges"]),

@@ -10,9 +10,8 @@ a mean with weights h_k. Agnostic federated learning minimises the largest loss 
 :math:`\min_\theta \max_\lambda \sum_k \lambda_k F_k(\theta)`: clients with larger losses get larger weights,
 :math:`\lambda_k \propto w_k e^{\gamma \sum_t F_k(\theta_t)}`, the sum being over the rounds since its first. (The
 source projects λ + γF onto the simplex in place of this exponentiated step.) A client keeps its weight for itself and
-tells the server its weighted step and loss *for good*: who is not asked in a round counts in it as when it last
-answered, so that all clients are in the mixture, whatever the cohort. (With means over a cohort, weights would say
-nothing between clients that are not asked together, and the largest loss would not be the least.)
+tells the server its weighted step and loss *for good*: a client that is not asked in a round counts as when it last
+answered, so that all are in the mixture. (Means over a cohort do not compare clients that are not asked together.)
 
 Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in federated learning", Algorithm 2
 (q-FedAvg); Mohri, Sivek and Suresh (2019), "Agnostic federated learning", equation (6); what is remembered is as in
@@ -142,7 +141,7 @@ def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
 def agnostic(
     local: LocalSolver, loss: Loss, gamma: float, *, lr: float = 1.0, weight: Weight = rows_weight
 ) -> Algorithm:
-    """Return Agnostic federated learning: FedAvg whose weights grow with the clients' losses.
+    """Return agnostic federated learning: FedAvg whose weights grow with the clients' losses.
 
     Args:
         local: how a client works on its own problem.

@@ -1,8 +1,8 @@
 """Normal factors of whitened values: what units say of them, their posterior and evidence, and Cholesky factors.
 
 >>> import torch
->>> from fedtorch.models.gaussian_process.algebra import Site, at_first_go, evidence, posterior
->>> sites = Site(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[4.0], [4.0]]), torch.zeros(2))  # of two units
+>>> from fedtorch.models.gaussian_process.algebra import GaussianSite, at_first_go, evidence, posterior
+>>> sites = GaussianSite(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[4.0], [4.0]]), torch.zeros(2))  # of two units
 >>> mean, root, log_evidence = posterior(torch.eye(1), *sites.total())  # 8 / (1 + 1 + 2), √(1 / (1 + 1 + 2))
 >>> mean, root, torch.allclose(log_evidence, evidence(sites.total()))
 (tensor([2.]), tensor([[0.5000]]), True)
@@ -26,22 +26,22 @@ _HOPED: ContextVar[list[Tensor] | None] = ContextVar("factors that are taken for
 Found = TypeVar("Found")
 
 
-class Site(NamedTuple):
+class GaussianSite(NamedTuple):
     r"""The units' likelihood of t, or its approximation: log-likelihood c + a't − ½ t'B t."""
 
     precision: Tensor  # (*b, P, P) B, P = latents · inducing inputs
     shift: Tensor  # (*b, P) a
     constant: Tensor  # (*b,) c
 
-    def total(self) -> Site:
+    def total(self) -> GaussianSite:
         """Return the sum over all batch dimensions."""
         size = self.shift.shape[-1]
-        return Site(self.precision.sum_to_size(size, size), self.shift.sum_to_size(size), self.constant.sum())
+        return GaussianSite(self.precision.sum_to_size(size, size), self.shift.sum_to_size(size), self.constant.sum())
 
-    def turned(self, change: Tensor) -> Site:
+    def turned(self, change: Tensor) -> GaussianSite:
         """Return the likelihood of u where t = `change` u, `(*b, P, P)`."""
         shift = (change.mT @ self.shift[..., None])[..., 0]
-        return Site(change.mT @ self.precision @ change, shift, self.constant)
+        return GaussianSite(change.mT @ self.precision @ change, shift, self.constant)
 
 
 def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +67,7 @@ def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor
     return mean[..., 0], root, found
 
 
-def evidence(site: Site) -> Tensor:
+def evidence(site: GaussianSite) -> Tensor:
     """Return log ∫ N(z; 0, I) exp(c + a'z − ½ z'B z) dz, `(*b,)`."""
     eye = torch.eye(site.precision.shape[-1], dtype=site.precision.dtype, device=site.precision.device)
     factor = stable_cholesky(eye + symmetric(site.precision), 0.0)

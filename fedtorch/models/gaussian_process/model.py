@@ -15,7 +15,14 @@ from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
 from fedtorch.models.gaussian_process._rows import row_fit, row_sites
 from fedtorch.models.gaussian_process._stacked_kernel import parameter_dims
 from fedtorch.models.gaussian_process._units import Observed, full
-from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
+from fedtorch.models.gaussian_process.algebra import (
+    GaussianSite,
+    evidence,
+    log_determinant,
+    posterior,
+    solve,
+    stable_cholesky,
+)
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_kernels, check_parts
 from fedtorch.models.gaussian_process.kernels import OutputKernel, output_kernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
@@ -38,17 +45,15 @@ class ConvolvedGP(Geometry):
         latents: latent processes of the default kernel.
         batch_shape: of the units.
         learn_inducing: whether the inducing inputs are parameters.
-        features: applied to all inputs and inducing inputs and shared by all units: a deep kernel, or
-            `EmbedCategories`. Kernels see its outputs. Rows are shown to its `check` first, if it has one.
+        features: applied to all inputs and shared by all units, a deep kernel or `EmbedCategories`; kernels see its
+            outputs. Its `check`, if it has one, sees the rows first.
         mean: whether each unit has a constant mean of its own; for a trend take a latent process with a LinearKernel.
         scale: of the outputs of all units, for example the root of their pooled mean square, two sums over units;
             default: each unit's own, as its outputs suggest. A unit that has seen only a small part of its signal
             misjudges its own.
-        own_kernel: any GPyTorch kernel k_m of embedded inputs: each unit has an independent process of its own beside
-            what it makes of the latent ones, f_m = Σ_i f_mi + δ_m with δ_m ~ GP(0, scale_m² k_m), for smooth deviations
-            that units do not share. Units are then exact ones, in O(N_m³); for Gaussian noise.
-        share_own_kernel: whether the hyperparameters of that kernel, which then has no batch shape, are shared, so
-            that all units tell how large deviations are; default: each unit has its own, with the units' batch shape.
+        own_kernel: any GPyTorch kernel k_m of embedded inputs: each unit has a process of its own beside the latent
+            ones, f_m = Σ_i f_mi + δ_m with δ_m ~ GP(0, scale_m² k_m). Units are then exact, in O(N_m³); Gaussian noise.
+        share_own_kernel: whether that kernel's hyperparameters, then without batch shape, are those of all units.
         jitter: relative to the variances; it grows tenfold, for a unit that needs it, up to 10⁶ times.
 
     Raises:
@@ -88,9 +93,7 @@ class ConvolvedGP(Geometry):
     ) -> None:
         super().__init__()
         if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(
-                f"Expected a positive scale of the outputs, but got {scale}; leave it away for each unit's"
-            )
+            raise ValueError(f"Expected a positive scale of the outputs, or None for each unit's, but got {scale}")
         if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
             raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
         self.features = None if features is None else features.to(inducing)
@@ -152,7 +155,9 @@ class ConvolvedGP(Geometry):
         variance = seen.residual + (seen.basis @ root).square().sum(-1)
         return row_fit(self.likelihood, y, linear + self.level(y), variance, mask, extra).sum(-1)
 
-    def site(self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False) -> Site:
+    def site(
+        self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
+    ) -> GaussianSite:
         r"""Return the likelihood of t, by unit, from its outputs.
 
         For Gaussian noise the exact factor, whatever q is. Otherwise the natural gradient of E_q[log p(y_m | f_m)]:
@@ -176,11 +181,11 @@ class ConvolvedGP(Geometry):
         precision, shift, value = row_sites(self.likelihood, y, self.level(y), linear, variance, mask, extra)
         constant = value - shift * linear + 0.5 * precision * (spread + linear.square())
         weighted = moved * precision[..., None]
-        return Site(moved.mT @ weighted, (moved.mT @ shift[..., None])[..., 0], constant.sum(-1))
+        return GaussianSite(moved.mT @ weighted, (moved.mT @ shift[..., None])[..., 0], constant.sum(-1))
 
     def gaussian_site(
         self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
-    ) -> Site:
+    ) -> GaussianSite:
         """Return units' likelihood of u when f = basis · u and the residual, for Gaussian noise; differentiable.
 
         Args:
@@ -199,14 +204,14 @@ class ConvolvedGP(Geometry):
             factor = self._unit_factor(x, seen, mask)
             white, gap = solve(factor, basis), solve(factor, y[..., None])
             square = mask.sum(-1) * math.log(2 * math.pi) + log_determinant(factor) + gap.square().sum((-1, -2))
-            return Site(white.mT @ white, (white.mT @ gap)[..., 0], -0.5 * square)
+            return GaussianSite(white.mT @ white, (white.mT @ gap)[..., 0], -0.5 * square)
         check_gaussian(self.likelihood, "a bound in closed form", "train with fedtorch.fedmgp")
         noise = self.likelihood.noise
         weighted = basis / noise[..., None]
         constant = mask * (math.log(2 * math.pi) + noise.log()) + (y.square() + seen.residual) / noise
-        return Site(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
+        return GaussianSite(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
 
-    def _summed(self, x: Tensor, y: Tensor, mask: Tensor, exact_units: bool) -> tuple[Site, Tensor] | None:
+    def _summed(self, x: Tensor, y: Tensor, mask: Tensor, exact_units: bool) -> tuple[GaussianSite, Tensor] | None:
         """Return (`gaussian_site` of the basis V_m L, L⁻¹ basis of t) for Gaussian noise by a program's sums."""
         gaussian = isinstance(self.likelihood, GaussianLikelihood)
         if not (possible(x.device) and gaussian) or self.keeps_whole(exact_units):
@@ -217,7 +222,7 @@ class ConvolvedGP(Geometry):
         if sums is None:
             return None
         constant = (mask * (math.log(2 * math.pi) + noise.log()) + weight * y.square()).sum(-1) + sums.residual
-        return Site(sums.gram, sums.cross, -0.5 * constant), sums.change
+        return GaussianSite(sums.gram, sums.cross, -0.5 * constant), sums.change
 
     def _unit_factor(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
         """Return the Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""

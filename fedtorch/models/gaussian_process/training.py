@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from fedtorch.models.gaussian_process.algebra import Site, evidence, posterior
+from fedtorch.models.gaussian_process.algebra import GaussianSite, evidence, posterior
 from fedtorch.models.gaussian_process.checks import check_rows
 from fedtorch.models.gaussian_process.model import ConvolvedGP
 from fedtorch.progress import Progress
@@ -95,7 +95,7 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
     optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
     mask = torch.ones_like(y)
 
-    def told() -> Site:
+    def told() -> GaussianSite:
         """Return the unit's site about z, t = posterior mean + posterior root · z."""
         seen = new.see(x, mask)
         mean, root = new.whitened_posterior(seen.change)

@@ -45,7 +45,7 @@ from fedtorch.models.gibbs._directed_walk import RowPrior, Walk, spectral_radius
 from fedtorch.models.gibbs._gaussian_conditional import elimination
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
-from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
+from fedtorch.models.gibbs.sparse import MOST_PRECISE, GlobalVariables
 from fedtorch.models.rows import client_by_client
 
 
@@ -130,7 +130,9 @@ def regression(
         ones = torch.ones_like(start)
         return DirectedSite(start, ones, ones, ones[:, : matrix.shape[-1]], torch.zeros_like(ones[:, 0]))
 
-    def sweep(heard: Heard, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int) -> DirectedSite:
+    def sweep(
+        heard: GlobalVariables, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int
+    ) -> DirectedSite:
         chains, q = site.theta.shape[1:]
         p = data.y.shape[-1]
         check_start(q, p * (p - 1))

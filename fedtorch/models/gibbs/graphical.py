@@ -98,7 +98,7 @@ def neighbourhoods(
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
     def sweep(
-        heard: sparse.Heard, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
+        heard: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         p = data.gram.shape[-1]
         if heard.theta.ndim != 4:

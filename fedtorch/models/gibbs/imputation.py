@@ -128,7 +128,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
     precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
 
     def sweep(
-        heard: sparse.Heard, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
+        heard: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)

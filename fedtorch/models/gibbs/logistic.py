@@ -76,7 +76,9 @@ def logistic_regression(
         likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
         return LogisticSite(start, start, ones, ones, ones[:, 0], likelihood, torch.zeros_like(start[:, 0]))
 
-    def sweep(heard: sparse.Heard, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int) -> LogisticSite:
+    def sweep(
+        heard: sparse.GlobalVariables, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int
+    ) -> LogisticSite:
         check_start(site.theta.shape[-1], data.x.shape[-1] - 1)
         if len(keys) == 0:
             return site
@@ -94,7 +96,7 @@ def logistic_regression(
 def _sweep_one(
     deviation: Deviation,
     flat: float,
-    heard: sparse.Heard,
+    heard: sparse.GlobalVariables,
     site: LogisticSite,
     x: Tensor,
     y: Tensor,

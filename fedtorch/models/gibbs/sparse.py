@@ -54,7 +54,7 @@ MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a 
 INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
 
 
-class Heard(NamedTuple):
+class GlobalVariables(NamedTuple):
     """The global variables as clients receive them; `(K, C, ...)`, at the server `(C, ...)`.
 
     >>> import torch
@@ -149,7 +149,7 @@ def regression(
         likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
         return RegressionSite(start, start, ones, ones, ones[:, 0], likelihood)
 
-    def sweep(heard: Heard, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
+    def sweep(heard: GlobalVariables, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
         clients, chains, p = site.theta.shape
         check_start(p, data.estimate.shape[-1])
         if known and data.x is None and gibbs_sweeps.knows(keys, p):
@@ -172,7 +172,9 @@ def regression(
         rows = partial(from_columns, clients=clients, chains=chains)
         return ended(heard, data, *map(rows, (delta, w, u, noise)))
 
-    def ended(heard: Heard, data: Design, delta: Tensor, w: Tensor, u: Tensor, noise: Tensor) -> RegressionSite:
+    def ended(
+        heard: GlobalVariables, data: Design, delta: Tensor, w: Tensor, u: Tensor, noise: Tensor
+    ) -> RegressionSite:
         theta, place = heard.theta + delta, heard.centre + delta
         likelihood = interweaving.linear(data, place, noise) if delta.shape[-1] <= interweave else {}
         return RegressionSite(theta, place, w.clamp_max(MOST_PRECISE), u, noise, likelihood)
@@ -184,11 +186,11 @@ def regression(
 
 
 def _by_program(
-    heard: Heard, site: RegressionSite, data: Design, noise_shape: float, keys: Tensor, sweeps: int
+    heard: GlobalVariables, site: RegressionSite, data: Design, noise_shape: float, keys: Tensor, sweeps: int
 ) -> gibbs_sweeps.Chains:
     """Return the sweeps of regressions under `horseshoe`."""
     rows = gibbs_sweeps.Rows(data.statistics.gram, data.estimate, data.rss, noise_shape + data.degrees / 2)
-    given = gibbs_sweeps.Heard(heard.theta, heard.precision, heard.noise)
+    given = gibbs_sweeps.SweepPrior(heard.theta, heard.precision, heard.noise)
     chains = gibbs_sweeps.Chains(site.theta, site.precision, site.auxiliary, site.noise)
     return gibbs_sweeps.gibbs_sweeps(rows, given, chains, keys, sweeps)
 
@@ -269,8 +271,8 @@ def hierarchy(
             noise = gamma / (rate + exact.value(known["noise"]))
         return Global(theta, centre, precision, auxiliary, noise, variables)
 
-    def send(state: Global) -> Heard:
-        return Heard(state.theta, state.centre, state.precision, state.noise)
+    def send(state: Global) -> GlobalVariables:
+        return GlobalVariables(state.theta, state.centre, state.precision, state.noise)
 
     return GlobalKernel(init, send, update)
 

@@ -47,7 +47,7 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
-from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
+from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, tilt
 
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 
@@ -98,7 +98,11 @@ class Model(NamedTuple):
 
 
 def of(
-    hierarchy: Hierarchy, likelihood: DeviceLikelihood, *, noise: Hyperprior | None = None, rule: Rule | None = None
+    hierarchy: Hierarchy,
+    likelihood: DeviceLikelihood,
+    *,
+    noise: Hyperprior | None = None,
+    rule: QuadratureRule | None = None,
 ) -> Model:
     """Return the model of a hierarchy and a likelihood.
 
@@ -131,7 +135,7 @@ class _Parts(NamedTuple):
     hierarchy: Hierarchy
     likelihood: DeviceLikelihood
     noise: bool  # whether the last coordinate of ζ is log σ²
-    rule: Rule
+    rule: QuadratureRule
 
     def split(self, zeta: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the hierarchy's part of ζ, and log σ²."""

@@ -37,7 +37,7 @@ from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, M
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
-from fedtorch.models.quadrature import Rule
+from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import refuse
 
 
@@ -45,7 +45,7 @@ def linear(
     hierarchy: Hierarchy,
     *,
     noise: Hyperprior | float | Callable[[SufficientStatistics], Tensor] | None = None,
-    rule: Rule | None = None,
+    rule: QuadratureRule | None = None,
     statistics: Callable[[Any, int], SufficientStatistics] = block_statistics,
 ) -> Model:
     """Return linear regression: y_k ~ N(X_k θ_k, σ² I).

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedtorch import linalg, random
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.quadrature import Rule, default_rule, tilt
+from fedtorch.models.quadrature import QuadratureRule, default_rule, tilt
 from fedtorch.tree import Tree
 
 _NEWTON_STEPS = 50
@@ -78,7 +78,7 @@ class Projection(Protocol):
 LogFactor = Callable[[Tensor, Any], Tensor]
 
 
-def quadrature(log_factor: LogFactor, rule: Rule | None = None) -> Projection:
+def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None) -> Projection:
     """Return moments by nodes that go where the product is; see `fedtorch.models.quadrature`.
 
     Args:

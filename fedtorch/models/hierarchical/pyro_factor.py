@@ -27,10 +27,10 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.models.hierarchical.projections import LogFactor, minimised
-from fedtorch.models.quadrature import Rule, default_rule
+from fedtorch.models.quadrature import QuadratureRule, default_rule
 
 
-def pyro_factor(model: Callable[..., Any], *, rule: Rule | None = None) -> LogFactor:
+def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> LogFactor:
     """Return log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.
 
     Clients are taken one after the other, each with exactly its rows; nodes of φ are taken at once by `torch.vmap`.
@@ -69,7 +69,7 @@ def _float64(leaf: Tensor) -> Tensor:
     return leaf.to(torch.float64) if leaf.dtype.is_floating_point else leaf
 
 
-def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], rule: Rule | None) -> Tensor:
+def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], rule: QuadratureRule | None) -> Tensor:
     """Return log f at the nodes φ `(R, p)`, `(R,)`."""
     import pyro
 

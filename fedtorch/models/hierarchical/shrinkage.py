@@ -38,7 +38,7 @@ from fedtorch.models.hierarchical.penalties import (
     ridge as ridge,
 )
 from fedtorch.models.linear import SufficientStatistics, block_statistics
-from fedtorch.models.quadrature import Rule
+from fedtorch.models.quadrature import QuadratureRule
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
@@ -51,7 +51,7 @@ def penalised(
     *,
     penalties: Hyperprior | None = None,
     noise: Hyperprior | None = None,
-    rule: Rule | None = None,
+    rule: QuadratureRule | None = None,
 ) -> Model:
     """Return linear regression with a penalty that all devices share.
 
