@@ -10,8 +10,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import rows_weight
-from fedtorch.federation.exchanges.exchange import Sum
-from fedtorch.federation.populations.finite import has_negative_weights, is_finite, not_finite, weights
+from fedtorch.federation.exchanges.exchange import Sum, has_negative_weights, is_finite, not_finite, weights
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.plan import Plan
@@ -41,7 +40,7 @@ class Reader:
 
     def __init__(self, plan: Plan, algorithm: Algorithm, initial: Tree) -> None:
         self._plan, self._algorithm, self._initial = plan, algorithm, initial
-        self._hidden = algorithm.exchange.masks is not None or algorithm.exchange.sealed is not None
+        self._hidden = plan.carry.masks is not None or plan.carry.network is not None
         self.message: Tree = None
         self._sums: Tree = None  # what becomes of it in a partial aggregate
 

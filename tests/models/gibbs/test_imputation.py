@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
+from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.models.gibbs import global_priors, imputation, logistic, sparse
 
 
@@ -134,14 +134,14 @@ def test_bad_rows_are_refused() -> None:
     pair = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
     gibbs = ft.gibbs(imputation.imputing(sparse.regression(), pair), sparse.hierarchy())
     for use in (
-        lambda: ft.Run(pooled_covariance(), ft.InProcess(complete), pair).step(),
+        lambda: ft.Run(normal_em(), ft.InProcess(complete), pair).step(),
         lambda: ft.Run(gibbs, ft.InProcess(complete), torch.zeros(1)).step(),
         lambda: imputation.impute(complete, pair),
     ):
         with pytest.raises(ValueError, match=r"Expected rows of imputation\.incomplete\(\.\.\.\), but got a tuple"):
             use()
     for use in (
-        lambda: ft.Run(pooled_covariance(), ft.InProcess(gaps), START).step(),
+        lambda: ft.Run(normal_em(), ft.InProcess(gaps), START).step(),
         lambda: imputation.impute(gaps, START),
         lambda: imputation.imputing(sparse.regression(), START).prepare(gaps.stack([0])),
     ):

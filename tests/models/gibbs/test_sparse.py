@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
+from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.models.device_posterior import discoveries
 from fedtorch.models.gibbs import deviations, directed, global_priors, graphical, imputation, logistic, sparse, splines
 
@@ -102,7 +102,7 @@ def test_imputed_covariates_keep_an_effect() -> None:
     rows[1][0][:, 0] = torch.nan
     gaps = imputation.incomplete(rows)
     start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
-    final = ft.run(pooled_covariance(), ft.InProcess(gaps), start, rounds=60).last
+    final = ft.run(normal_em(), ft.InProcess(gaps), start, rounds=60).last
     found = sample(imputation.impute(gaps, final.server, random.key(1)))
     assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.oracles.closed_forms import linear_clients, sgd
-from support.sites import joined, offers
+from support.sites import Carried, carry_of, joined, offers
 
 import fedtorch as ft
 from fedtorch import chained_log as log
@@ -44,8 +44,7 @@ def fedavg() -> ft.Algorithm:
     return ft.fedavg(sgd(0.1))
 
 
-def masked() -> ft.Algorithm:
-    return replace(fedavg(), exchange=secure.secure_star(secure.Grid(30), minimum=2, dropouts=0))
+masked = Carried(fedavg, secure.masked(secure.Grid(30), minimum=2, dropouts=0))
 
 
 class Place:
@@ -68,9 +67,10 @@ class Place:
         """A run on record, which ends."""
         terms, wait = more.pop("terms", {}), more.pop("wait", 10.0)
         brought = offers(DATA, make)
-        brought = {name: replace(each, terms=terms.get(name, Terms())) for name, each in brought.items()}
+        own = {name: terms.get(name, Terms())._replace(carry=carry_of(make)) for name in brought}
+        brought = {name: replace(each, terms=own[name]) for name, each in brought.items()}
         recorded = {"records": {name: self.record(name) for name in NAMES}, "record": self.record("server")}
-        with joined(brought, identities=self.sites, **recorded, **more) as (sites, threads):
+        with joined(brought, identities=self.sites, carry=carry_of(make), **recorded, **more) as (sites, threads):
             sites.finish(ft.run(make(), sites, rounds=rounds))
             for thread in threads.values():
                 thread.join(wait)
@@ -114,7 +114,7 @@ def test_records_say_who_asked_what_of_whom(ran: Place) -> None:
         if name != "server":
             assert audit.compare(ran.path("server"), ran.path(name)).holds
     site, server = ran.events("a"), ran.events("server")
-    assert site[1]["policy"] == Terms()._asdict()
+    assert site[1]["policy"] == Terms().described()
     (begin,) = [entry for entry in site if entry["event"] == "begin"]
     assert begin["server"] == identity.fingerprint(ran.server.certificate)
     assert begin["fingerprint"]["algorithm"] == "fedavg"
