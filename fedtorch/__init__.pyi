@@ -63,7 +63,6 @@ from .federation.runs.cohorts import (
     uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,
 )
-from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
@@ -88,6 +87,7 @@ from .models.linear import LinearHead as LinearHead
 from .module_randomness import KeyedRandomness as KeyedRandomness
 from .networks import Network as Network
 from .report.callback import Report as Report
+from .scores import Score as Score
 from .sites import Remote as Remote
 
 __version__: str

@@ -140,7 +140,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     known["privacy"] = {"epsilon": 1.0, "delta": 0.1, "budget": None, "claim": {HOSTILE[0]: HOSTILE[1]}}
     (tmp_path / "about.json").write_text(json.dumps(known))
     (tmp_path / f"{HOSTILE[2]}.safetensors.json").write_text(json.dumps(HOSTILE))
-    assert "✗ not so:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ failed:" in harmless(ft.report.render(tmp_path).read_text()).texts
 
 
 def test_names_are_shown_as_they_read() -> None:
@@ -234,7 +234,7 @@ def test_the_record_is_verified(tmp_path: Path) -> None:
     written = ledger.save(run, tmp_path / "run.safetensors")
     assert "the record is as it was written" in harmless(ft.report.write(run, tmp_path).read_text()).texts
     written.write_text(written.read_text().replace('"up": ', '"up": 1'))
-    assert "✗ not so:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ failed:" in harmless(ft.report.render(tmp_path).read_text()).texts
 
 
 def test_a_trainer_writes_it(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_it_is_written_where_training_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         trainer(max_epochs=2, callbacks=[callback, Fails()], default_root_dir=tmp_path).fit(federation)
     assert "ended by RuntimeError: no more paper" in harmless((tmp_path / "report.html").read_text()).texts
-    with pytest.raises(TypeError, match="Expected a Federation to report of"):
+    with pytest.raises(TypeError, match="Expected a Federation or a SplitNetwork to report of"):
         trainer(max_epochs=1, callbacks=ft.Report()).fit(BoringModel())
 
 

@@ -1,12 +1,12 @@
-"""What two ranks compute beside what one process computes; started by torchrun, writes findings as JSON.
+"""What two ranks compute beside what one process computes; written as JSON by each of two ranks.
 
-Usage: distributed_script.py FOLDER. Every finding is a distance, relative to the size of the numbers, or a message.
+`main(folder)` runs on a rank, with the environment of `torchrun`. Every finding is a distance, relative to the size of
+the numbers, or a message.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -280,7 +280,3 @@ def main(folder: Path) -> None:
     (folder / f"findings-{dist.get_rank()}.json").write_text(json.dumps(findings))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -89,7 +89,7 @@ def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: 
             released = None
         elif isinstance(step.message, Gradient):
             if released is None:
-                size = server.now.total.to(step.message.gradient).reshape(-1, 1, 1, 1) if server.per_row else 1.0
+                size = server.data.total.to(step.message.gradient).reshape(-1, 1, 1, 1) if server.per_row else 1.0
                 released = Gradient(release(step.message.gradient * size, clip, noise, entropy) / size)
             step = step._replace(message=released)
         return (yield step)
