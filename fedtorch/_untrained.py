@@ -55,7 +55,7 @@ def refuse_untrained(loss: Tensor, trained: Iterable[Tensor], *modules: nn.Modul
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """What requires a gradient and enters a loss."""
+    """Return the leaves that require a gradient and enter a loss."""
     waiting: list[Node | None] = [get_gradient_edge(loss).node] if loss.requires_grad else []
     seen: set[Node] = set()
     while waiting:

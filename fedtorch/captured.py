@@ -64,7 +64,7 @@ class CapturedStep:
         self.one_by_one: str | None = "nothing has been captured"
 
     def __call__(self, step: Step, *tensors: Tensor) -> Any:
-        """What `step` gives for any index, without gradients.
+        """Return the result of `step` for any index, without gradients.
 
         Args:
             step: the same function in every call, but for what it finds in tensors of other shapes.

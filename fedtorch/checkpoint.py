@@ -48,7 +48,7 @@ def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
 
 
 def read(path: Path | str) -> dict[str, Tensor]:
-    """What `write` wrote.
+    """Read the tensors that `write` wrote.
 
     Raises:
         ValueError: the file is empty, torn, or something else.
@@ -130,5 +130,5 @@ def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> 
 
 
 def below(prefix: str, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `flat` has under a prefix."""
+    """Return the entries of `flat` whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}

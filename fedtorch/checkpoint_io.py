@@ -1,4 +1,4 @@
-"""How the Trainer of a federation keeps checkpoints: files of this machine that appear whole and hold plain tensors."""
+"""Checkpoints of Trainers: files of this machine that appear whole and hold plain tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
         files.replace(here, buffer.getbuffer())
 
     def load_checkpoint(self, path: Path | str, map_location: Any = None, weights_only: bool | None = True) -> Any:
-        """What `save_checkpoint` wrote, on the CPU unless told.
+        """Read what `save_checkpoint` wrote, onto the CPU by default.
 
         Raises:
             FileNotFoundError: there is no such file.

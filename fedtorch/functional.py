@@ -97,7 +97,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How `module` is called on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are.
+    """Call `module` on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are.
 
     Example:
         >>> net = nn.Bilinear(2, 3, 1)

@@ -128,7 +128,7 @@ def equilibrated(matrix: Tensor) -> Equilibrated:
 
 
 def _noise(matrix: Tensor) -> float:
-    """What is rounding, relative to the largest eigenvalue of a matrix that is a sum over rows."""
+    """Return the size of rounding errors, relative to the largest eigenvalue of a matrix that is a sum over rows."""
     return 64 * matrix.shape[-2] * torch.finfo(matrix.dtype).eps
 
 

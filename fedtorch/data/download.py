@@ -81,7 +81,7 @@ def digest(file: Path) -> str:
 
 
 def _ours(part: Path) -> bool:
-    """Whether it is a file of its own, and not another one's second name, which would be written through it."""
+    """Return whether a path is a regular file with one name, so that writing to it changes no other file."""
     found = part.lstat()
     return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
 

@@ -24,7 +24,7 @@ _TOGETHER = 64  # clients whose tensors are asked for at once
 
 
 def has_validation_step(module: nn.Module | None) -> bool:
-    """Whether a module says how it is validated."""
+    """Return whether a module has a `validation_step` of its own."""
     return (
         isinstance(module, L.LightningModule) and type(module).validation_step is not L.LightningModule.validation_step
     )
@@ -62,7 +62,7 @@ class OwnValidation:
         return {name: _score([each.get(name, torch.nan) for each in found], counts) for name in names}
 
     def _client(self, tensors: dict[str, Tensor], rows: Any) -> dict[str, float]:
-        """What is logged for one client's rows; nothing without rows."""
+        """Return the values logged for one client's rows; none without rows."""
         if not len(tree.leaves(rows)[0]):
             return {}
         self._logs = {}

@@ -294,7 +294,7 @@ class Federation(L.LightningModule):
 
 
 def _hyperparameters(run: Run) -> dict[str, Any]:
-    """What a run was built with, flat: numbers and text as they are, and whatever else in words."""
+    """Return the settings of a run, flat: numbers and text as they are, other values described as text."""
     of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
     plain = (bool, int, float, str, type(None))
     return {

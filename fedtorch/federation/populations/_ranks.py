@@ -84,7 +84,7 @@ class Ranks:
         return tree.refill(rows, [_from_bytes(part, leaf) for part, leaf in zip(columns, leaves)])
 
     def texts(self, mine: Any) -> list[Any]:
-        """What all ranks have to say, as JSON."""
+        """Return the values of all ranks, which travel as JSON."""
         line = torch.tensor(list(json.dumps(mine).encode() + b"\n"), dtype=torch.uint8)
         return [json.loads(text) for text in bytes(self.gather(line).tolist()).splitlines()]
 
@@ -152,7 +152,7 @@ class Ranks:
 
 
 def backend(device: torch.device) -> str:
-    """What carries collectives between tensors of a device."""
+    """Return the name of the library for collectives between tensors of a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 

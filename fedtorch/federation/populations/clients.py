@@ -37,7 +37,7 @@ Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
 
 
 class Answers(NamedTuple):
-    """What the clients of a block have answered."""
+    """The answers of the clients of a block."""
 
     ids: Rows
     message: Tree  # (K, ...) all that they send
@@ -106,7 +106,7 @@ class LocalClients:
             raise ValueError(f"Client {name!r}: {error}") from error
 
     def _block_size(self, data: Tree, chunk: int | None) -> int:
-        """How many clients of a block run at once."""
+        """Return how many clients of a block run at once."""
         if chunk is not None:
             return chunk
         each = tree.nbytes(data) / max(1, len(tree.leaves(data)[0])) + 2 * tree.nbytes(self.table.initial)
@@ -203,7 +203,7 @@ class LocalClients:
         return Pending(aggregate, found.ids, found.info, found.up, found.down, commit, refused=found.refused)
 
     def total(self) -> Tree:
-        """What all clients tell for good; see `Clients.total`."""
+        """Return the total of what clients tell for good; see `Clients.total`."""
         return self.algorithm.exchange.finish(self.told_here()).value
 
     def told_here(self) -> Tree:
@@ -304,7 +304,7 @@ def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[
 
 
 def block_bytes(device: torch.device) -> int:
-    """What a block of clients may take: 512 MiB, or a quarter of what is free on a CUDA device."""
+    """Return the bytes that a block of clients may take: 512 MiB, or a quarter of a CUDA device's free memory."""
     if device.type != "cuda":
         return _BYTES
     free, _ = torch.cuda.mem_get_info(device)

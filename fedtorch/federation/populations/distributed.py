@@ -74,7 +74,7 @@ class Distributed:
 
     @functools.cached_property
     def about(self) -> dict[str, str]:
-        """What ranks can tell their data from others by."""
+        """Return digests of the data, which ranks compare."""
         spread = slice(None, None, 1 + tree.nbytes(self.data.rows) // _SAMPLE)
         return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
 
@@ -109,7 +109,7 @@ class _DistributedClients:
         self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """What the ranks compare when they next meet; see `Clients.introduce`."""
+        """Note what the ranks compare before their next collective; see `Clients.introduce`."""
         if self.population.world_size > 1:
             module = self.local.algorithm.module
             layers = [] if module is None else [f"{n} {type(m).__qualname__}" for n, m in module.named_modules()]
@@ -141,7 +141,7 @@ class _DistributedClients:
         return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(found.states), refused=refused)
 
     def total(self) -> Tree:
-        """What all ranks' clients tell for good; see `Clients.total`."""
+        """Return the total of what all ranks' clients tell for good; see `Clients.total`."""
         exchange, partial = self.local.algorithm.exchange, self.local.told_here()
         return exchange.finish(self.ranks.add(partial) if exchange.additive else self.ranks.gather(partial)).value
 

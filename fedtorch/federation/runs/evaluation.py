@@ -1,4 +1,4 @@
-"""How well a federation predicts: global, per client, mean over clients, worst client, from summed statistics."""
+"""Evaluate a federation: scores of all rows, of each client, their mean and the worst, from summed statistics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Score(NamedTuple):
         return self.failed is not None and bool(self.failed.any())
 
     def _from_worst(self, largest_is_best: bool | None) -> Tensor:
-        """What there is of the clients, the worst first."""
+        """Return the scores of the clients that have one, the worst first."""
         known = self.clients[~self.clients.isnan()]
         if not len(known):
             return known
@@ -63,7 +63,7 @@ class Score(NamedTuple):
 
 
 def is_largest_best(given: bool | None, own: bool | None) -> bool:
-    """What is given, or else what the metric says of itself.
+    """Return the end that is given, or else the one that the metric states.
 
     Raises:
         ValueError: neither says it.

@@ -201,7 +201,7 @@ class Run:
 
     @property
     def outbox(self) -> Tree:
-        """What the server sends out now."""
+        """Return what the server sends out now."""
         return self.algorithm.outbox(self.server)
 
     def tensors(self, clients: Tensor | Sequence[int] | None = None) -> Tree:
@@ -295,7 +295,7 @@ class Run:
         self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
 
     def fingerprint(self) -> dict[str, str]:
-        """What a checkpoint belongs to, by name."""
+        """Return the settings that a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
         if hidden := self.algorithm.exchange.hidden:
             about["messages"] = hidden

@@ -264,5 +264,5 @@ def load_arviz() -> Any:
 
 
 def _is_new(az: Any) -> bool:
-    """Whether it is ArviZ 1.0 or later, which has other arguments and results."""
+    """Return whether it is ArviZ 1.0 or later, which has other arguments and results."""
     return int(az.__version__.partition(".")[0]) >= 1

@@ -250,7 +250,7 @@ def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algo
 
 
 def _score(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:
-    """How well a setting predicts; None if it has diverged."""
+    """Return the score of a setting; None if it has diverged."""
     finite = lambda tensors, block: _are_finite(tensors, len(block.count))
     if not (_is_finite(run.server) and bool(run.clients.evaluate(run.outbox, validation, finite).all())):
         return None
@@ -263,6 +263,6 @@ def _is_finite(state: Tree) -> bool:
 
 
 def _are_finite(tensors: Tree, clients: int) -> Tensor:
-    """Which of `clients` stacked clients have finite numbers only, `(K,)`."""
+    """Return which of `clients` stacked clients have finite numbers only, `(K,)`."""
     each = [leaf.isfinite().reshape(clients, -1).all(1) for leaf in tree.leaves(tensors)]
     return torch.stack(each).all(0)

@@ -1,4 +1,4 @@
-"""What has to be known about a module before its clients can be stacked: tried out on a few rows of a block."""
+"""Probe a module on a few rows of a block: random numbers, separable losses, and what forbids stacking clients."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _failure(
     rows: Tree,
     original: Callable[[], nn.Module | None] | None = None,
 ) -> Exception | None:
-    """What goes wrong in one client's loss and gradient, as far as it can be the rows'."""
+    """Return the error of one client's loss and gradient, if its rows may be the cause."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
     no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED)
@@ -211,7 +211,7 @@ def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, 
 
 
 def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor) -> bool:
-    """Whether loss and logs are the means of the examples' on batches of several sizes."""
+    """Return whether loss and logs are the means of the examples' on batches of several sizes."""
     size = len(tree.leaves(rows)[0])
     for part in sorted({size, (size + 1) // 2, 2}):
         some = tree.map(lambda leaf, part=part: leaf[:part], rows)

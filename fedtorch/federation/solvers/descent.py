@@ -1,4 +1,4 @@
-"""What `gradient_descent` does with a block of clients: who can share steps, and the steps themselves."""
+"""Train a block of clients by `gradient_descent`: group those that can share steps, and take the steps."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def _clip(tensors: Sequence[Tensor], most: float) -> None:
 
 
 def _trained(parts: Mapping[str, Tensor]) -> Tensor:
-    """Which clients' optimisers have had a gradient of a parameter, `(K,)` of 0 and 1."""
+    """Return 1 for clients whose optimisers have had a gradient of a parameter and 0 for others, `(K,)`."""
     return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
 
 

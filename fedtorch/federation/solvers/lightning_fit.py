@@ -265,7 +265,7 @@ class _Fit:
 
 
 def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
-    """What a module configures, while it is watched for questions how long training is."""
+    """Return what `configure_optimizers` makes, and record whether it asks how long training is."""
     trainer.configuring = True
     try:
         return configure()
@@ -274,7 +274,7 @@ def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
 
 
 class _Fitted(NamedTuple):
-    """What one client's fit has brought."""
+    """Return the result of one client's fit."""
 
     tensors: dict[str, Tensor]
     steps: float
