@@ -23,7 +23,7 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Adds the commands to a parser's."""
+    """Add the commands to a parser's."""
     authority = _command(commands, "authority", _make_authority, "server: make an authority and the server's identity")
     authority.add_argument("folder", metavar="DIR", type=Path, help="a new folder for its key; a run does not need it")
     authority.add_argument("--renew", action="store_true", help="give the server a new certificate of this authority")
@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
     own = join.add_mutually_exclusive_group(required=True)
     own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
-    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see sites.vertical.journal")
+    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(
@@ -118,7 +118,7 @@ def _make_authority(options: argparse.Namespace) -> None:
 
 
 def _check_empty(folder: Path) -> None:
-    """Raises FileExistsError for the folder of another server."""
+    """Raise FileExistsError for the folder of another server."""
     if (folder / "certificate.pem").exists():
         raise FileExistsError(f"Expected a folder without an identity, but {folder} has one; choose another --server")
 

@@ -1,8 +1,8 @@
-r"""What the neighbours of all nodes say, :math:`\sum_j A_{ij} w_j`, and a gradient step on it.
+r"""The sum over the neighbours of all nodes, :math:`\sum_j A_{ij} w_j`.
 
 A row's edges are cut into segments of at most 64, so that a hub's do not wait for one program; segments of similar
 length are summed side by side, and those of one node are added in their order, so that the bits are the same each time.
-The `Plan` of it depends on the network alone, and a matrix keeps it.
+The `SegmentPlan` of it depends on the network alone, and a matrix keeps it.
 
 Source: the neighbour sum of GTV minimisation, Jung, "Clustered federated learning via generalized total variation
 minimization", IEEE TSP 71, 2023; segments as in Merrill and Garland, "Merge-based parallel sparse matrix–vector
@@ -28,7 +28,7 @@ _SEGMENT = 64  # edges
 _TILE = 256  # numbers of the sums of a program
 
 
-class Plan(NamedTuple):
+class SegmentPlan(NamedTuple):
     """The segments of a network's edges.
 
     >>> import fedtorch as ft
@@ -45,15 +45,15 @@ class Plan(NamedTuple):
     pieces: Tensor  # (R,) int32, how many they have
 
 
-def plan(matrix: Tensor) -> Plan:
-    """The plan of a sparse CSR matrix, made once for as long as it is there."""
-    kept: dict[str, Plan] = matrix.__dict__
+def plan(matrix: Tensor) -> SegmentPlan:
+    """Return the plan of a sparse CSR matrix, made once for as long as it is there."""
+    kept: dict[str, SegmentPlan] = matrix.__dict__
     if "segments" not in kept:
         kept["segments"] = _planned(matrix)
     return kept["segments"]
 
 
-def _planned(matrix: Tensor) -> Plan:
+def _planned(matrix: Tensor) -> SegmentPlan:
     first = matrix.crow_indices().to(torch.int64)
     counts, nodes = first[1:] - first[:-1], len(first) - 1
     pieces = (-(-counts // _SEGMENT)).clamp(min=1)
@@ -67,11 +67,11 @@ def _planned(matrix: Tensor) -> Plan:
     split = several.nonzero()[:, 0]
     starts = first[:-1][row] + within * _SEGMENT
     begin = targets[(pieces.cumsum(0) - pieces)[split]] if len(split) else split
-    return Plan(starts[order], lengths[order].int(), targets[order], split, begin, pieces[split].int())
+    return SegmentPlan(starts[order], lengths[order].int(), targets[order], split, begin, pieces[split].int())
 
 
 def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Σ_j A_ij w_j, `(n, d)` in the dtype of A.
+    """Return Σ_j A_ij w_j, `(n, d)` in the dtype of A.
 
     Args:
         matrix: A, symmetric, sparse CSR `(n, n)`.
@@ -87,42 +87,10 @@ def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
     return _Sum.apply(matrix, rows)
 
 
-def descended(
-    matrix: Tensor,
-    rows: Tensor,
-    gradients: Tensor,
-    degrees: Tensor,
-    *,
-    alpha: float,
-    lr: float,
-) -> Tensor:
-    """A gradient step of every node, w_i − η (g_i + 2α (d_i w_i − Σ_j A_ij w_j)), `(n, d)` in the dtype of A.
-
-    Args:
-        matrix: A, symmetric, sparse CSR `(n, n)`.
-        rows: w, `(n, d)`.
-        gradients: g of the nodes' own losses, `(n, d)`.
-        degrees: d, `(n,)`.
-        alpha: α.
-        lr: η.
-
-    >>> import torch, fedtorch as ft
-    >>> pair = ft.Network([[0, 1]])
-    >>> w, g = torch.tensor([[0.0], [4.0]]).double(), torch.zeros(2, 1).double()
-    >>> descended(pair.adjacency(), w, g, pair.degrees, alpha=0.5, lr=0.25).flatten()  # each a quarter of the way
-    tensor([1., 3.], dtype=torch.float64)
-    """
-    asked = torch.is_grad_enabled() and (rows.requires_grad or gradients.requires_grad)
-    if _programs(matrix, rows, gradients, degrees) is None or asked:
-        coupling = degrees[:, None].to(matrix.dtype) * rows - neighbours(matrix, rows)
-        return rows - lr * (gradients + 2 * alpha * coupling)
-    return _launched(matrix, rows, (gradients.contiguous(), degrees.contiguous(), lr, 2 * alpha))
-
-
-def _programs(matrix: Tensor, rows: Tensor, *others: Tensor) -> Any:
+def _programs(matrix: Tensor, rows: Tensor) -> Any:
     fits = 0 < rows.shape[1] <= MOST and rows.dtype in FLOATS
     return program(
-        "fedtorch.kernels.programs.neighbours", (matrix.values(), rows, *others), FLOATS, fits=fits, differentiable=True
+        "fedtorch.kernels.programs.neighbours", (matrix.values(), rows), FLOATS, fits=fits, differentiable=True
     )
 
 
@@ -132,7 +100,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, rows: Tensor) -> Tensor:
         ctx.matrix, ctx.dtype = matrix, rows.dtype
-        return _launched(matrix, rows.detach(), None)
+        return _launched(matrix, rows.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -140,35 +108,15 @@ class _Sum(torch.autograd.Function):
         return None, found.to(ctx.dtype)
 
 
-def _launched(matrix: Tensor, rows: Tensor, step: tuple[Tensor, Tensor, float, float] | None) -> Tensor:
+def _launched(matrix: Tensor, rows: Tensor) -> Tensor:
     programs, (nodes, width), segments = _programs(matrix, rows), rows.shape, plan(matrix)
     values, rows = matrix.values(), rows.contiguous()
     partial = int(segments.targets.numel()) - nodes + int(segments.split.numel())
     out = torch.empty(nodes + partial, width, dtype=values.dtype, device=values.device)
-    gradients, degrees, lr, strength = (rows, rows, 0.0, 0.0) if step is None else step
     across = power_of_two(width)
     side = max(_TILE // across, 1)
     count = len(segments.starts)
-    launch(
-        programs.gather,
-        -(-count // side),
-        out,
-        rows,
-        matrix.col_indices(),
-        values,
-        *segments[:3],
-        gradients,
-        degrees,
-        count,
-        nodes,
-        width,
-        lr,
-        strength,
-        STEP=step is not None,
-        SEGMENTS=side,
-        WIDTH=across,
-    )
-    tensors = (out, rows, *segments[3:], gradients, degrees)
-    tile = {"STEP": step is not None, "PIECES": side, "WIDTH": across}
-    launch(programs.join, len(segments.split), *tensors, width, lr, strength, **tile)
+    tensors = (out, rows, matrix.col_indices(), values, *segments[:3])
+    launch(programs.gather, -(-count // side), *tensors, count, width, SEGMENTS=side, WIDTH=across)
+    launch(programs.join, len(segments.split), out, *segments[3:], width, PIECES=side, WIDTH=across)
     return out[:nodes]

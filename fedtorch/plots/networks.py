@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtorch.networks.network import Network
 from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, new_figure, square
+from fedtorch.plots.layouts import node_places
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 def network(
     network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None
 ) -> Figure:
-    """A network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
+    """Draw a network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
 
     Nodes are drawn at their positions, the first coordinate to the right and the second upwards; for a map, give the
-    network positions (longitude, latitude). Without positions networkx lays the nodes out by springs.
+    network positions (longitude, latitude). Without positions springs lay out the nodes, or, of many, averages over
+    neighbours.
 
     Args:
         network: of n nodes.
@@ -37,7 +39,7 @@ def network(
     """
     if values is not None and clusters is not None:
         raise ValueError("Expected values or clusters to colour the nodes by, but got both")
-    places = _positions(network)
+    places = node_places(network)
     figure = new_figure(5.6, 5.0)
     axes = figure.subplots()
     _draw_edges(axes, network, places)
@@ -60,7 +62,7 @@ def network(
 
 
 def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | None = None) -> Figure:
-    """Arrows from causes to effects on a circle of variables, wider the more probable; feedback is a pair of arcs.
+    """Draw arrows from causes to effects on a circle of variables, wider the more probable; feedback is two arcs.
 
     Args:
         inclusion: `(p, p)`, the probability of an arrow from each column to each row; what is zero is not drawn, so
@@ -117,15 +119,6 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
     return figure
 
 
-def _positions(network: Network) -> np.ndarray:
-    if network.positions is not None:
-        return network.positions[:, :2].numpy()
-    import networkx
-
-    laid_out = networkx.spring_layout(network.to_networkx(), seed=0)
-    return np.array([laid_out[node] for node in range(network.nodes)]).reshape(-1, 2)
-
-
 def _draw_edges(axes: Axes, network: Network, places: np.ndarray) -> None:
     from matplotlib.collections import LineCollection
 
@@ -136,7 +129,7 @@ def _draw_edges(axes: Axes, network: Network, places: np.ndarray) -> None:
 
 
 def _draw_clusters(figure: Figure, axes: Axes, places: np.ndarray, clusters: np.ndarray, style: dict[str, Any]) -> None:
-    """The largest clusters in a colour each, and what is left in grey."""
+    """Draw the largest clusters in a colour each, and what is left in grey."""
     known, counts = np.unique(clusters, return_counts=True)
     shown = np.sort(known[np.argsort(-counts, kind="stable")[:MOST_COLOURS]])
     for i, cluster in enumerate(shown):

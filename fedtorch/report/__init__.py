@@ -1,4 +1,4 @@
-"""What happened in a run, as one self-contained page for a browser; see `fedtorch.report.folder`.
+"""A run's report, one self-contained page for a browser; see `fedtorch.report.folder`.
 
 >>> import tempfile, torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
@@ -8,4 +8,5 @@
 'report.html'
 """
 
+from fedtorch.report.comparison import baseline as baseline, compare as compare
 from fedtorch.report.folder import read as read, render as render, write as write

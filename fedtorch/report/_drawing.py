@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from fedtorch.networks import Network
+from fedtorch.plots.layouts import node_places
 
 _NODES, _EDGES = 1200, 3000  # that are drawn
-_SPRINGS = 300  # nodes up to which springs lay a network out
-_SMOOTHED = 400  # steps of averaging over neighbours that lay out a larger one
 _SIZE = 440.0
 _SHADES = 5
 
 
-class Node(NamedTuple):
+class DrawnNode(NamedTuple):
     """A node as it is drawn."""
 
     x: float
@@ -30,7 +28,7 @@ class Node(NamedTuple):
 class Drawing(NamedTuple):
     """A network as it is drawn."""
 
-    nodes: list[Node]
+    nodes: list[DrawnNode]
     edges: str  # a path
     radius: float
     facts: dict[str, str]
@@ -39,7 +37,7 @@ class Drawing(NamedTuple):
 
 
 def reduced(network: Network | None) -> dict[str, Any] | None:
-    """What a drawing needs of a network, as plain data: the nodes that are drawn, their places, edges, and facts."""
+    """Return what a drawing needs of a network, as plain data: drawn nodes, their places, edges, and facts."""
     if network is None:
         return None
     shown = np.unique(np.linspace(0, network.nodes - 1, min(_NODES, network.nodes)).round().astype(int))
@@ -48,7 +46,7 @@ def reduced(network: Network | None) -> dict[str, Any] | None:
     pairs = place[network.edges.numpy()]
     pairs = pairs[(pairs >= 0).all(1)]
     pairs = pairs[np.unique(np.linspace(0, max(0, len(pairs) - 1), min(_EDGES, len(pairs))).round().astype(int))]
-    places = _places(network)[shown]
+    places = node_places(network)[shown]
     span = np.ptp(places, axis=0).max(initial=1e-12)
     counts = network.neighbour_counts
     return {
@@ -67,7 +65,7 @@ def reduced(network: Network | None) -> dict[str, Any] | None:
 
 
 def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float] | None) -> Drawing:
-    """A drawing of what `reduced` has left.
+    """Return a drawing of what `reduced` has left.
 
     Args:
         found: by `reduced`.
@@ -87,7 +85,7 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
     name = lambda i: names[i] if i < len(names) else str(i)
     return Drawing(
         nodes=[
-            Node(round(x, 1), round(y, 1), name(i), shades[i] if shades else "s2")
+            DrawnNode(round(x, 1), round(y, 1), name(i), shades[i] if shades else "s2")
             for i, (x, y) in zip(found["shown"], places.tolist())
         ],
         edges="".join("M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*places[i], *places[j]) for i, j in found["edges"]),
@@ -99,7 +97,7 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
 
 
 def _shades(values: Sequence[float] | None) -> tuple[list[str], list[str]]:
-    """The class of every value's fifth, and the fifths' bounds in words."""
+    """Return the class of every value's fifth, and the fifths' bounds in words."""
     known = np.array([] if values is None else values, dtype=np.float64)
     finite = known[np.isfinite(known)]
     if not len(finite):
@@ -108,28 +106,3 @@ def _shades(values: Sequence[float] | None) -> tuple[list[str], list[str]]:
     place = np.clip(np.searchsorted(edges[1:-1], known, side="right"), 0, _SHADES - 1)
     bounds = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)] or [f"{edges[0]:.3g}"]
     return [f"s{i}" if np.isfinite(value) else "none" for i, value in zip(place.tolist(), known)], bounds
-
-
-def _places(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """`(n, 2)`: the given positions; else by springs, or, of many nodes, by averaging over neighbours."""
-    if network.positions is not None:
-        return network.positions[:, :2].numpy()
-    if network.nodes <= _SPRINGS:
-        import networkx
-
-        laid_out = networkx.spring_layout(network.to_networkx(), seed=0)
-        return np.array([laid_out[node] for node in range(network.nodes)]).reshape(-1, 2)
-    return _smoothed(network)
-
-
-def _smoothed(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Random places, each often moved halfway to its neighbours' mean: near the slowest modes, (x, y) orthonormal."""
-    adjacency, degrees = network.scipy_adjacency, network.degrees.clamp(min=1e-12).numpy()[:, None]
-    places = torch.randn(network.nodes, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
-    for step in range(_SMOOTHED):
-        places = (places + adjacency @ places / degrees) / 2
-        if step % 10 == 9:
-            places = np.linalg.qr(places - places.mean(0))[0]
-    # Modes crowd at the ends: ranks, mixed with the values, spread the nodes out.
-    ranks = places.argsort(0).argsort(0) / network.nodes
-    return ranks + (places - places.mean(0)) / (4 * places.std(0) + 1e-12)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from fedtorch.plots.charts import Chart, Series, chart, number, size
+from fedtorch.plots.history_charts import in_words
 from fedtorch.report import _history_charts as charts
-from fedtorch.report._chart import Chart, Series, Table, chart, number, size
 from fedtorch.report._drawing import Drawing, drawing
 from fedtorch.report._intervals import posterior
+from fedtorch.report._svg import Words, picture
 from fedtorch.trust.record import Check
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ _KNOWN = ("round", "asked", "answered", *charts.FAULTS, "round_bytes_up", "round
 
 
 class Story(NamedTuple):
-    """What is known of a run."""
+    """A run's history and its other facts."""
 
     table: pd.DataFrame  # a row per round, see `History.frame`
     losses: pd.DataFrame  # `round`, `client`, `train_loss`
@@ -34,7 +36,7 @@ class Story(NamedTuple):
 
 
 def page(story: Story) -> str:
-    """The HTML of a report."""
+    """Return the HTML of a report."""
     table, about = story.table, story.about
     privacy = about["privacy"]
     clients = about["clients"] or sorted(set(story.losses["client"]))
@@ -67,7 +69,7 @@ def page(story: Story) -> str:
 
 @cache
 def _templates() -> Environment:
-    """Templates in which everything is escaped that they are given."""
+    """Return templates in which everything is escaped that they are given."""
     made = Environment(
         loader=PackageLoader("fedtorch.report"),
         autoescape=True,
@@ -75,12 +77,12 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"name": visible, "text": partial(visible, longest=_LONGEST_TEXT)}
+    made.filters |= {"picture": picture, "name": visible, "text": partial(visible, longest=_LONGEST_TEXT)}
     return made
 
 
 def visible(text: Any, longest: int = _LONGEST) -> str:
-    """A name as it can be shown: not too long, and what is invisible or turns the direction of writing as its code.
+    """Return a name as it can be shown: not too long; what is invisible or turns the direction of text as its code.
 
     >>> visible("clinic\\u202e\\x00 7")
     'clinic\\\\u202e\\\\u0000 7'
@@ -91,7 +93,7 @@ def visible(text: Any, longest: int = _LONGEST) -> str:
 
 
 def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
-    """What comes first: (label, value, a word on it)."""
+    """Return the figures at the top of the page: (label, value, remark)."""
     table, about = story.table, story.about
     tiles = [("rounds", f"{len(table):,}", about["ended"]), ("clients", f"{clients:,}", "")]
     if not len(table):
@@ -102,12 +104,12 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
     for name in table:
         if name.startswith("val_") and f"{name}_mean" in table:
             span = f"clients {number(last(f'{name}_min'))} to {number(last(f'{name}_max'))}"
-            tiles.append((charts.in_words(name), number(last(name)), span))
+            tiles.append((in_words(name), number(last(name)), span))
     for name, score in about["scores"].items():
         if f"{name}_mean" not in table:  # else the history has said so
             known = [value for value in score["clients"] if value is not None]
             span = f"clients {number(min(known))} to {number(max(known))}" if known else ""
-            tiles.append((charts.in_words(name), number(score["overall"]), span))
+            tiles.append((in_words(name), number(score["overall"]), span))
     sent = [size(float(table[name].iloc[-1])) for name in ("bytes_up", "bytes_down")]
     tiles.append(("sent up", sent[0], f"{sent[1]} down"))
     if "epsilon" in table:
@@ -129,7 +131,7 @@ def _duration(seconds: float) -> str:
 
 
 def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
-    """By client: `round` and `train_loss` of its last answer, largest first, NaN last, and how often it `answered`."""
+    """Return by client `round` and `train_loss` of its last answer, largest first, and how often it `answered`."""
     groups = losses.groupby("client", sort=False)
     last = groups.last()
     last["answered"] = groups.size()
@@ -137,28 +139,28 @@ def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
 
 
 def _client_charts(last: pd.DataFrame, scores: dict[str, Any]) -> list[Chart]:
-    """Each client's last loss and scores, sorted."""
+    """Return charts of each client's last loss and scores, sorted."""
     values = {"Last training loss": last["train_loss"].to_numpy(dtype=np.float64)}
-    values |= {charts.in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
+    values |= {in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
     made = []
     for name, found in values.items():
         known = np.sort(found[np.isfinite(found)])
         if len(known) > 1:
             share = np.linspace(0, 100, len(known))
             title = f"{name[0].upper()}{name[1:]} of every client, sorted"
-            made.append(chart(title, "clients, %", share, [Series(name, known, "c1")]))
+            made.append(chart(title, "clients, %", share, [Series(name, known)]))
     return [each for each in made if each is not None]
 
 
-def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, Any]) -> list[Table]:
-    """Who is worst off."""
+def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, Any]) -> list[Words]:
+    """Return tables of the clients with the worst losses and scores."""
     tables = []
     if len(last):
         rows = [
             [str(name), number(row.train_loss), f"{int(row.round):,}", f"{int(row.answered):,}"]
             for name, row in zip(last.index[:_WORST], last[:_WORST].itertuples())
         ]
-        tables.append(Table("Largest last training loss", ["client", "loss", "in round", "times answered"], rows))
+        tables.append(Words("Largest last training loss", ["client", "loss", "in round", "times answered"], rows))
     for name, score in about["scores"].items():
         found = np.array(score["clients"], dtype=np.float64)
         order = [i for i in found.argsort(kind="stable") if np.isfinite(found[i])]
@@ -169,12 +171,12 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
             parts = {"Worst": order[:: 1 if best else -1][:_WORST]}
         for word, ends in parts.items():
             rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(found[i])] for i in ends]
-            tables.append(Table(f"{word} {charts.in_words(name)}", ["client", "score"], rows))
+            tables.append(Words(f"{word} {in_words(name)}", ["client", "score"], rows))
     return tables
 
 
 def _network(about: dict[str, Any], last: pd.DataFrame) -> Drawing | None:
-    """The network, its nodes shaded by their last losses."""
+    """Return the network, its nodes shaded by their last losses."""
     if about["network"] is None:
         return None
     names = about["clients"]
@@ -183,7 +185,7 @@ def _network(about: dict[str, Any], last: pd.DataFrame) -> Drawing | None:
 
 
 def _faults(table: pd.DataFrame) -> list[tuple[str, str]]:
-    """What went wrong, and how often."""
+    """Return the kinds of faults, and how often each occurred."""
     if not len(table):
         return []
     counts = {words: int(table[name].sum()) for name, words in charts.FAULTS.items()}

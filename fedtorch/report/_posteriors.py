@@ -1,4 +1,4 @@
-"""What a run has found as distributions, and whether to believe them: samplers' draws, and expectation propagation's q.
+"""The posteriors of a run with their diagnostics: samplers' draws, and expectation propagation's q.
 
 Diagnostics are ArviZ's: rank-normalised split-R-hat and bulk effective sizes (Vehtari et al. 2021, "Rank-normalization,
 folding, and localization").
@@ -17,22 +17,27 @@ from torch import Tensor
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import Sampler, load_arviz
+from fedtorch.vfl.fit.run import VerticalRun
+from fedtorch.vfl.fit.sfvi import VariationalFit
 
 _MOST = 200  # components that are told of one source
+_ELEMENTS = 5  # of a batch of fits that are shown
 _TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each chain
 _FEWEST = 8  # draws of a chain that diagnostics need
 
 
-def found(run: Run) -> list[dict[str, Any]]:
-    """The posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
+def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
+    """Return the posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
     sources = [_of_draws(one) for one in run.recorders if isinstance(one, Sampler) and one.moments]
-    if run.algorithm.settings.get("algorithm") == "ep" and run.number > 0:
+    if run.number and isinstance(run, VariationalFit):
+        sources += _of_variational(run)
+    elif run.number and isinstance(run, Run) and run.algorithm.settings.get("algorithm") == "ep":
         sources.append(_of_propagation(run))
     return sources
 
 
 def _of_draws(sampler: Sampler) -> dict[str, Any]:
-    """A sampler's: from its draws where it keeps them, else from their moments."""
+    """Return the posterior of a sampler, from its draws where it keeps them, else from their moments."""
     count = int(next(iter(sampler.moments.values())).count)
     chains = len(next(iter(sampler.moments.values())).mean)
     told = {
@@ -70,7 +75,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
 
 
 def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
-    """R-hat and bulk effective size of every component of `(C, T, components)`, NaN where there are too few draws."""
+    """Return R-hat and bulk effective size of each component of `(C, T, components)`, NaN with too few draws."""
     if stack.shape[1] < _FEWEST:
         nothing = [math.nan] * stack.shape[2]
         return nothing, nothing
@@ -83,7 +88,7 @@ def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]
 
 
 def _of_propagation(run: Run) -> dict[str, Any]:
-    """q(φ) of expectation propagation, with what it warns of."""
+    """Return q(φ) of expectation propagation, with what it warns of."""
     told: dict[str, Any] = {"title": "q(φ) of expectation propagation", "rows": [], "components": 0, "traces": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -96,12 +101,27 @@ def _of_propagation(run: Run) -> dict[str, Any]:
     return {**told, "rows": rows, "components": len(pairs), "warnings": [str(w.message) for w in caught]}
 
 
+def _of_variational(fit: VariationalFit) -> list[dict[str, Any]]:
+    """Return q(γ, θ_1, …, θ_J) of each element of the batch, of the first ones where there are many."""
+    means, covariances = fit.moments()
+    names = [f"γ[{i}]" for i in range(fit.model.sizes[0])]
+    names += [f"θ_{j}[{i}]" for j, size in enumerate(fit.model.sizes[1:], start=1) for i in range(size)]
+    doubts = ["" if ok else "the gradients of the last steps are not noise alone" for ok in fit.converged().tolist()]
+    told = []
+    for b, (mean, covariance, doubt) in enumerate(zip(means[:_ELEMENTS], covariances, doubts)):
+        rows = [_normal(*each) for each in zip(names[:_MOST], mean.tolist(), covariance.diagonal().sqrt().tolist())]
+        title = "q(γ, θ) of variational inference" + (f", element {b}" if len(means) > 1 else "")
+        shown = {"title": title, "rows": rows, "components": len(names), "traces": []}
+        told.append({**shown, "warnings": [doubt] if doubt else []})
+    return told
+
+
 def _normal(name: str, mean: float, sd: float) -> dict[str, Any]:
     return {"name": name, "mean": mean, "sd": sd, "low": mean - 1.96 * sd, "high": mean + 1.96 * sd}
 
 
 def _components(values: dict[str, Tensor], before: int) -> dict[str, Tensor]:
-    """The first numbers of named tensors by name and place, behind the first `before` dimensions."""
+    """Return the first numbers of named tensors by name and place, behind the first `before` dimensions."""
     flat: dict[str, Tensor] = {}
     for name, leaf in values.items():
         shape = tuple(leaf.shape[before:])

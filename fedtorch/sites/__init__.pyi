@@ -1,6 +1,6 @@
 from . import secure as secure
 from .audit.audit import AuditRecord as AuditRecord
-from .envelopes.sealed import sealed as sealed
+from .carry import masked as masked, plain as plain, sealed as sealed
 from .identity.identity import Identity as Identity
 from .identity.roster import Roster as Roster
 from .rounds.offer import Offer as Offer, read_offer as read_offer

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch.models.device_posterior import discoveries
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs._gaussian_conditional import Design, least_norm
 from fedtorch.models.gibbs.deviations import Deviation
@@ -38,7 +39,7 @@ from fedtorch.tree import Tree
 
 
 class _Fields(NamedTuple):
-    """What the regressions of all variables need of each client's rows; float64."""
+    """The statistics of each client's rows for the regressions of all variables; float64."""
 
     gram: Tensor  # (K, p, p) Y'Y
     estimate: Tensor  # (K, p, p − 1) the least squares estimates of least norm
@@ -48,7 +49,7 @@ class _Fields(NamedTuple):
 
 
 def start(variables: int) -> Tensor:
-    """A start of the global parameter, which is every coefficient zero, `(p · (p − 1),)`.
+    """Return a start of the global parameter, which is every coefficient zero, `(p · (p − 1),)`.
 
     Raises:
         ValueError: fewer than two variables.
@@ -66,7 +67,7 @@ def neighbourhoods(
     names: Sequence[str] | None = None,
     interweave: int = 16,
 ) -> LocalKernel:
-    """The clients' half: the regressions of all variables. Rows are y `(p,)`; `every_response` makes the server's half.
+    """Return the clients' half, regressions of all variables. Rows are y `(p,)`; `every_response` is the server's half.
 
     Args:
         deviation: the prior of the coefficients' deviations from the global ones; default `horseshoe()`.
@@ -97,7 +98,7 @@ def neighbourhoods(
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
     def sweep(
-        heard: sparse.Heard, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
+        heard: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         p = data.gram.shape[-1]
         if heard.theta.ndim != 4:
@@ -118,7 +119,7 @@ def neighbourhoods(
 
 
 def every_response(shared: GlobalKernel) -> GlobalKernel:
-    """The server's half: a hierarchy of its own for the regression of each variable, all in one batch.
+    """Return the server's half: a hierarchy of its own for the regression of each variable, all in one batch.
 
     Args:
         shared: of one regression, such as `fedtorch.models.gibbs.sparse.hierarchy()`.
@@ -136,7 +137,7 @@ def every_response(shared: GlobalKernel) -> GlobalKernel:
 
 
 def square(values: Tensor) -> Tensor:
-    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
+    """Return coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
 
     A batch of the second form may look like the first, as seven draws of six coefficients do, and is taken for it:
     bring batches into the first form by `by_response`.
@@ -149,7 +150,7 @@ def square(values: Tensor) -> Tensor:
 
 
 def by_response(values: Tensor) -> Tensor:
-    """Values of the coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
+    """Return coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
 
     Raises:
         ValueError: there is no such p.
@@ -162,12 +163,12 @@ def by_response(values: Tensor) -> Tensor:
 
 
 def union(inclusion: Tensor) -> Tensor:
-    """Symmetrised by the "or" rule: an edge if either regression includes it, the larger probability, `(..., p, p)`."""
+    """Symmetrise by the "or" rule: an edge if either regression includes it, the larger probability, `(..., p, p)`."""
     return torch.maximum(inclusion, inclusion.mT)
 
 
 def intersection(inclusion: Tensor) -> Tensor:
-    """Symmetrised by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`.
+    """Symmetrise by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`.
 
     >>> import torch
     >>> intersection(torch.tensor([[0.0, 0.9], [0.4, 0.0]]))
@@ -176,12 +177,12 @@ def intersection(inclusion: Tensor) -> Tensor:
     return torch.minimum(inclusion, inclusion.mT)
 
 
-def edges(inclusion: Tensor, rate: float = 0.05) -> Tensor:
-    """The edges to report so that an expected share of at most `rate` of them are none: see `sparse.discoveries`.
+def edges(inclusion: Tensor, fdr: float = 0.05) -> Tensor:
+    """Return the edges to report: of them an expected share of at most `fdr` are none (`device_posterior.discoveries`).
 
     Args:
         inclusion: probabilities of undirected edges, `(p, p)`, by `union` or `intersection`.
-        rate: the false discovery rate, between 0 and 1.
+        fdr: the false discovery rate, between 0 and 1.
 
     Returns:
         bool, `(p, p)`, symmetric.
@@ -193,16 +194,16 @@ def edges(inclusion: Tensor, rate: float = 0.05) -> Tensor:
         raise ValueError("Expected a symmetric matrix of probabilities, but got another; use union or intersection")
     above = torch.ones_like(inclusion, dtype=torch.bool).triu(1)
     found = torch.zeros_like(above)
-    found[above] = sparse.discoveries(inclusion[above], rate)
+    found[above] = discoveries(1 - inclusion[above], fdr)
     return found | found.mT
 
 
-def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
-    """The arrows of a directed graph to report, or the regressions' covariates: `edges` without symmetry.
+def arrows(inclusion: Tensor, fdr: float = 0.05) -> Tensor:
+    """Return the arrows of a directed graph to report, or the regressions' covariates: `edges` without symmetry.
 
     Args:
         inclusion: probabilities `(p, p)`; the diagonal is not read.
-        rate: the false discovery rate, between 0 and 1.
+        fdr: the false discovery rate, between 0 and 1.
 
     Returns:
         bool, `(p, p)`.
@@ -211,17 +212,17 @@ def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
         ValueError: a rate out of range.
 
     >>> import torch
-    >>> arrows(torch.tensor([[0.0, 0.2], [0.97, 0.0]]), rate=0.05)  # 0 acts on 1
+    >>> arrows(torch.tensor([[0.0, 0.2], [0.97, 0.0]]), fdr=0.05)  # 0 acts on 1
     tensor([[False, False], [ True, False]])
     """
     off = ~torch.eye(len(inclusion), dtype=torch.bool, device=inclusion.device)
     found = torch.zeros_like(off)
-    found[off] = sparse.discoveries(inclusion[off], rate)
+    found[off] = discoveries(1 - inclusion[off], fdr)
     return found
 
 
 def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> _Fields:
-    """The clients' rows as the regressions need them, each computed from the client's own rows only.
+    """Return the clients' rows as the regressions need them, each computed from the client's own rows only.
 
     Args:
         data: `ClientData` of rows y `(p,)`.
@@ -237,7 +238,7 @@ def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = No
 
 
 def designs(data: _Fields) -> Design:
-    """The regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place.
+    """Return the regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place.
 
     Args:
         data: as `neighbourhoods(...)` prepares it.
@@ -261,7 +262,7 @@ def designs(data: _Fields) -> Design:
 
 
 def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
-    """y `(K, N, p)` of a block as `variable_rows` takes it in; `BadClients` are also those with a constant variable.
+    """Return y `(K, N, p)` of a block by `variable_rows`; clients with a constant variable are `BadClients` too.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.data.from_tensors([torch.tensor([[1.0, 2.0], [3.0, 2.0]])])
@@ -279,7 +280,7 @@ def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
 
 
 def other_variables(p: int) -> Tensor:
-    """The variables but j in row j, `(p, p − 1)`.
+    """Return the variables but j in row j, `(p, p − 1)`.
 
     >>> other_variables(3)
     tensor([[1, 2], [0, 2], [0, 1]])
@@ -289,7 +290,7 @@ def other_variables(p: int) -> Tensor:
 
 
 def variables(coefficients: int) -> int:
-    """p of p · (p − 1) coefficients.
+    """Return p of p · (p − 1) coefficients.
 
     Raises:
         ValueError: there is no such p.
@@ -306,7 +307,7 @@ def variables(coefficients: int) -> int:
 
 
 def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(Y'Y, the p least squares estimates, their residual sums of squares, n), from one triangular factor."""
+    """Return (Y'Y, the p least squares estimates, their residual sums of squares, n), from one triangular factor."""
     if intercept:
         y = y - y.mean(0)
     factor = torch.linalg.qr(y, mode="r").R
@@ -317,25 +318,25 @@ def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _responses(start: Tensor) -> Tensor:
-    """`(C, p · (p − 1))` as `(C · p, p − 1)`."""
+    """Return `(C, p · (p − 1))` as `(C · p, p − 1)`."""
     return start.reshape(-1, variables(start.shape[-1]) - 1)
 
 
 def _join(values: Tree) -> Tree:
-    """`(C, p, ...)` as `(C · p, ...)`."""
+    """Return `(C, p, ...)` as `(C · p, ...)`."""
     return tree.map(lambda leaf: leaf.flatten(0, 1), values)
 
 
 def _split(values: Tree, chains: int) -> Tree:
-    """`(C · p, ...)` as `(C, p, ...)`."""
+    """Return `(C · p, ...)` as `(C, p, ...)`."""
     return tree.map(lambda leaf: leaf.unflatten(0, (chains, -1)), values)
 
 
 def _to_clients(values: Tree) -> Tree:
-    """`(K, C, p, ...)` as `(K · p, C, ...)`: what runs the regressions takes them for clients."""
+    """Return `(K, C, p, ...)` as `(K · p, C, ...)`: what runs the regressions takes them for clients."""
     return tree.map(lambda leaf: leaf.transpose(1, 2).flatten(0, 1), values)
 
 
 def _from_clients(values: Tree, p: int) -> Tree:
-    """`(K · p, C, ...)` as `(K, C, p, ...)`."""
+    """Return `(K · p, C, ...)` as `(K, C, p, ...)`."""
     return tree.map(lambda leaf: leaf.unflatten(0, (len(leaf) // p, p)).transpose(1, 2), values)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.oracles.closed_forms import linear_clients, sgd
-from support.sites import joined, offers
+from support.sites import Carried, carry_of, joined, offers
 
 import fedtorch as ft
 from fedtorch import chained_log as log
@@ -44,8 +44,7 @@ def fedavg() -> ft.Algorithm:
     return ft.fedavg(sgd(0.1))
 
 
-def masked() -> ft.Algorithm:
-    return replace(fedavg(), exchange=secure.secure_star(secure.Grid(30), minimum=2, dropouts=0))
+masked = Carried(fedavg, secure.masked(secure.Grid(30), minimum=2, dropouts=0))
 
 
 class Place:
@@ -68,9 +67,10 @@ class Place:
         """A run on record, which ends."""
         terms, wait = more.pop("terms", {}), more.pop("wait", 10.0)
         brought = offers(DATA, make)
-        brought = {name: replace(each, terms=terms.get(name, Terms())) for name, each in brought.items()}
+        own = {name: terms.get(name, Terms())._replace(carry=carry_of(make)) for name in brought}
+        brought = {name: replace(each, terms=own[name]) for name, each in brought.items()}
         recorded = {"records": {name: self.record(name) for name in NAMES}, "record": self.record("server")}
-        with joined(brought, identities=self.sites, **recorded, **more) as (sites, threads):
+        with joined(brought, identities=self.sites, carry=carry_of(make), **recorded, **more) as (sites, threads):
             sites.finish(ft.run(make(), sites, rounds=rounds))
             for thread in threads.values():
                 thread.join(wait)
@@ -114,7 +114,7 @@ def test_records_say_who_asked_what_of_whom(ran: Place) -> None:
         if name != "server":
             assert audit.compare(ran.path("server"), ran.path(name)).holds
     site, server = ran.events("a"), ran.events("server")
-    assert site[1]["policy"] == Terms()._asdict()
+    assert site[1]["policy"] == Terms().described()
     (begin,) = [entry for entry in site if entry["event"] == "begin"]
     assert begin["server"] == identity.fingerprint(ran.server.certificate)
     assert begin["fingerprint"]["algorithm"] == "fedavg"
@@ -156,7 +156,7 @@ def test_epsilon_is_on_record(place: Place) -> None:
     def make() -> ft.Algorithm:
         more = {"entropy": privacy.from_seed(1), "loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
         private = privacy.example_level(
-            Column(), clip=1.0, noise=2.0, rate=0.5, steps=1, delta=1e-3, ghost=False, **more
+            Column(), clip=1.0, noise=2.0, sampling_rate=0.5, steps=1, delta=1e-3, ghost=False, **more
         )
         return ft.fedavg(private)
 
@@ -295,10 +295,10 @@ def test_a_record_that_is_cut_or_lost_while_it_is_used_is_refused(place: Place) 
     record = place.record("a")
     record.note("one")
     os.truncate(place.path("a"), 50)
-    with pytest.raises(ValueError, match="only grow"):
+    with pytest.raises(ValueError, match="only to grow"):
         record.note("two")
     place.path("a").unlink()
-    with pytest.raises(ValueError, match="only grow"):
+    with pytest.raises(ValueError, match="only to grow"):
         record.note("two")
 
 

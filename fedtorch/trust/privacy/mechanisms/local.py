@@ -30,8 +30,10 @@ import torch
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.budget import Need
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.federation.exchanges.messages import like, rows
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy._checks import check_clip, check_noise
@@ -43,11 +45,9 @@ from fedtorch.trust.privacy.noise import gaussian
 
 ADJACENCY = "zero-out: one client sends zeros with its noise instead of its messages, in all rounds"
 ADVERSARY = "everybody who sees what clients send, the server included"
-_STEPS = 4  # of the grid under masks, in a share of noise
 
 
 def local_level(
-    algorithm: Algorithm,
     clip: float,
     noise: float,
     *,
@@ -56,38 +56,62 @@ def local_level(
     budget: float | None = None,
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
-) -> Algorithm:
-    """`algorithm` whose clients clip and noise their own messages, so that no server has to be trusted with them.
+) -> Wrapper:
+    """Clip and noise messages at the clients, so that no server has to be trusted with them.
+
+    For algorithms whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`.
 
     Args:
-        algorithm: whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`; with a quorum, on
-            an exchange with masks, such as `secure.secure_star(minimum=...)`.
         clip: the bound C on the Euclidean norm of a client's message.
         noise: z, in units of C.
         delta: δ of all ε, below one over the number of clients.
-        quorum: q, clients of every sum that are taken to add their noise; 1 counts each client's own only.
+        quorum: q, clients of every sum that are taken to add their noise; 1 counts each client's own only. With more a
+            run begins only on a population with `carry=secure.masked(minimum=q)` or more.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; None keeps it in memory. On `ft.Remote` every site has its own.
         entropy: of the noise; default: the operating system's.
 
     Returns:
-        An algorithm for runs with any `cohort=`, whose rounds all count for all clients.
+        A wrapper for runs with any `cohort=`, whose rounds all count for all clients.
 
     Raises:
-        ValueError: clip, noise, δ, quorum or budget out of range; an algorithm with a budget, or whose clients tell
-            something for good; a quorum without masks, or above their minimum; shares of noise below the masks' grid.
+        ValueError: clip, noise, δ, quorum or budget out of range. When it is joined: an algorithm with a budget, or
+            whose clients tell something for good. When a run begins: a population whose sums under masks may be of
+            fewer than the quorum, or that has none; shares of noise below the masks' grid.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
         >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
-        >>> run = ft.run(privacy.local_level(plain, clip=1.0, noise=4.0, delta=1e-3), ft.InProcess(data), rounds=5)
+        >>> private = plain | privacy.local_level(clip=1.0, noise=4.0, delta=1e-3)
+        >>> run = ft.run(private, ft.InProcess(data), rounds=5)
         >>> round(float(run.history["epsilon"].iloc[-1]), 2)
         1.55
     """
     check_clip(clip)
     check_noise(noise)
+    if quorum < 1:
+        raise ValueError(f"Expected a quorum of at least 1, but got {quorum}")
+    share = noise * clip / math.sqrt(quorum)
+    need = Need(quorum, share, f"privacy.local_level(quorum={quorum})")
+    entropy = from_system() if entropy is None else entropy
+    seen = ADVERSARY if quorum == 1 else f"everybody who sees sums of at least {quorum} clients that add noise, no less"
+    claim = Claim("client", ADJACENCY, seen, SYSTEM if entropy.guarantees else NO_GUARANTEE)
+    release, own = Release(float(noise), 1.0, gaussian), Ledger(ledger, claim, delta, budget)
+
+    def wrap(algorithm: Algorithm) -> Algorithm:
+        _check(algorithm)
+        check = partial(check_delta_of, delta, "clients")
+        spending = Spending(own, release, 1, entropy, check, quorum=quorum, need=need)
+        client = partial(_client, algorithm, float(clip), share, spending)
+        return dataclasses.replace(algorithm, client=client, budget=spending)
+
+    told = {"clip": clip, "noise": noise, "quorum": quorum, "delta": delta}
+    return Wrapper(Stage.PRIVACY, "privacy.local_level", wrap, told)
+
+
+def _check(algorithm: Algorithm) -> None:
     if algorithm.told is not None:
         raise ValueError(
             "Expected clients that send fresh messages, but got an algorithm that tells something for good: on a graph "
@@ -95,33 +119,12 @@ def local_level(
         )
     if algorithm.budget is not None:
         raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
-    masks = algorithm.exchange.masks
-    if quorum < 1 or (quorum > 1 and (masks is None or masks.minimum < quorum)):
-        raise ValueError(
-            f"Expected a quorum of 1, or one that sums under masks have at least, but got {quorum}: where single "
-            "messages or smaller sums can be seen, others' noise protects nobody; take secure.secure_star(minimum=...)"
-        )
-    share = noise * clip / math.sqrt(quorum)
-    if masks is not None and not share >= _STEPS * masks.step:
-        raise ValueError(f"Expected shares of noise of at least {_STEPS * masks.step}, but got {share}; take more bits")
-    entropy = from_system() if entropy is None else entropy
-    seen = ADVERSARY if quorum == 1 else f"everybody who sees sums of at least {quorum} clients that add noise, no less"
-    claim = Claim("client", ADJACENCY, seen, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    release, own = Release(float(noise), 1.0, gaussian), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "clients"), quorum=quorum)
-    told = {"clip": clip, "noise": noise, "quorum": quorum, "delta": delta}
-    return dataclasses.replace(
-        algorithm,
-        client=partial(_client, algorithm, float(clip), share, spending),
-        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in told.items()}},
-        budget=spending,
-    )
 
 
 def _client(
     algorithm: Algorithm, clip: float, share: float, spending: Spending, inbox: Tree, state: Tree, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply, its message clipped and noised, its weights one."""
+    """Return the algorithm's reply, its message clipped and noised, its weights one."""
     spending.begin(turn.key)
     reply = algorithm.client(inbox, state, data, turn)
     nodes: list[Mean | Sum] = []
