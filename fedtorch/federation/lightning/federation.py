@@ -30,7 +30,7 @@ from fedtorch.federation.runs.evaluation import Split, check_same_clients, input
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Recorder, means
-from fedtorch.scores import Score, stacked_metrics
+from fedtorch.metrics.scores import Score, stacked_metrics
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -28,8 +28,8 @@ from fedtorch.federation.runs.deliveries import Network
 from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
 from fedtorch.federation.runs.faults import Fates, Faults, fates
 from fedtorch.history import History, Recorder, Round, headline
+from fedtorch.metrics.scores import Score
 from fedtorch.progress import Progress
-from fedtorch.scores import Score
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

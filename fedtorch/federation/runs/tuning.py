@@ -39,8 +39,8 @@ from fedtorch.federation.runs.evaluation import Split, check_same_clients, input
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics import as_stacked
+from fedtorch.metrics.scores import Score, is_largest_best
 from fedtorch.progress import Progress
-from fedtorch.scores import Score, is_largest_best
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import expected, metrics as fm, tree
+from fedtorch import expected, tree
+from fedtorch.metrics import stacked as fm
 from fedtorch.tree import Tree
 
 
