@@ -124,10 +124,10 @@ def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
 
 def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:
     """The `__metadata__` of the format: texts by name."""
-    found = header.get("__metadata__", {})
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise refuse("__metadata__ to map names to texts", _short(found))
-    return found
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise refuse("__metadata__ to map names to texts", _short(metadata))
+    return metadata
 
 
 def check_header(header: dict[str, JSON], fields: Sequence[Field], available: int, refuse: Refuse) -> dict[str, slice]:

@@ -70,8 +70,8 @@ class TreeOptimizer:
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
         """The optimiser that `make` gives for parameters of these names and shapes."""
         check_maker(make)
-        own = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
-        return cls(make(own.values()), own)
+        stacked = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
+        return cls(make(stacked.values()), stacked)
 
     def init(self, parameters: Mapping[str, Tensor]) -> State:
         """The state before the first step, zeros in the structure of the state after it.

@@ -45,10 +45,10 @@ def _mode() -> str:
     Raises:
         ValueError: something else than `MODES`.
     """
-    found = os.environ.get(VARIABLE, "on")
-    if found not in MODES:
-        raise ValueError(f"Expected {VARIABLE} to be one of {', '.join(MODES)}, but got {found!r}")
-    return found
+    mode = os.environ.get(VARIABLE, "on")
+    if mode not in MODES:
+        raise ValueError(f"Expected {VARIABLE} to be one of {', '.join(MODES)}, but got {mode!r}")
+    return mode
 
 
 def possible(device: torch.device) -> bool:

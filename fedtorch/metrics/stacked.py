@@ -102,16 +102,16 @@ def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
         if prediction.shape == (*target.shape, 1):
             prediction = prediction.squeeze(-1)
         rows = target.flatten(0, 1)
-        found = each(prediction.flatten(0, 1), rows)
-        if found.shape not in (rows.shape, rows.shape[:1]):
+        losses = each(prediction.flatten(0, 1), rows)
+        if losses.shape not in (rows.shape, rows.shape[:1]):
             raise ValueError(
-                f"Expected a loss of every example, but got shape {tuple(found.shape)} of predictions "
+                f"Expected a loss of every example, but got shape {tuple(losses.shape)} of predictions "
                 f"{tuple(prediction.shape)} and targets {tuple(target.shape)}; bring them to one shape"
             )
-        counted = tree.along(mask.flatten(), found).expand_as(found)
+        counted = tree.along(mask.flatten(), losses).expand_as(losses)
         if ignored is not None and not rows.is_floating_point():
             counted = counted & (rows != ignored)
-        total = torch.where(counted, found.detach().double(), 0.0).reshape(len(mask), -1).sum(1)
+        total = torch.where(counted, losses.detach().double(), 0.0).reshape(len(mask), -1).sum(1)
         return {"sum": total, "rows": _rows(counted.reshape(len(mask), -1))}
 
     return StackedMetric(update, lambda sums: sums["sum"] / sums["rows"], False)

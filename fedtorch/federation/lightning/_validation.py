@@ -52,14 +52,16 @@ class OwnValidation:
             run: whose clients' tensors are taken.
             data: rows of the run's clients.
         """
-        device, found = run.population.device, []
+        device, scores = run.population.device, []
         self.module.to(device)
         rows = data.to(device)
         for ids in torch.arange(len(data)).split(_TOGETHER):
             tensors = run.tensors(ids)
-            found += [self._client(tree.map(lambda x, i=i: x[i], tensors), rows[k]) for i, k in enumerate(ids.tolist())]
-        counts, names = data.counts.to("cpu", torch.float64), dict.fromkeys(name for each in found for name in each)
-        return {name: _score([each.get(name, torch.nan) for each in found], counts) for name in names}
+            scores += [
+                self._client(tree.map(lambda x, i=i: x[i], tensors), rows[k]) for i, k in enumerate(ids.tolist())
+            ]
+        counts, names = data.counts.to("cpu", torch.float64), dict.fromkeys(name for each in scores for name in each)
+        return {name: _score([each.get(name, torch.nan) for each in scores], counts) for name in names}
 
     def _client(self, tensors: dict[str, Tensor], rows: Any) -> dict[str, float]:
         """Return the values logged for one client's rows; none without rows."""

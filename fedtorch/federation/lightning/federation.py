@@ -104,15 +104,15 @@ class Federation(L.LightningModule):
         self.automatic_optimization = False
         check_algorithm(algorithm)
         check_population(population)
-        own = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
-        if (validation is None) != (not metrics) and (validation is None or own is None):
+        validating = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
+        if (validation is None) != (not metrics) and (validation is None or validating is None):
             raise ValueError(
                 "Expected validation= and metrics= together, but got only one of them, and a module that has no "
                 "validation_step"
             )
         if validation is not None:
             check_same_clients(validation, population.names)
-        self._own = OwnValidation(own) if isinstance(own, L.LightningModule) else None
+        self._own = OwnValidation(validating) if isinstance(validating, L.LightningModule) else None
         self.run = Run(
             algorithm,
             population,

@@ -83,14 +83,14 @@ class Distributed:
 
     def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
         """This rank's clients for one run of `algorithm`."""
-        own = torch.arange(len(self.data))[self.rank :: self.world_size]
-        if len(own):
-            blocks = [(own[ids], block) for ids, block in self.data.select(own).buckets(small=SMALL_BLOCK)]
+        shard = torch.arange(len(self.data))[self.rank :: self.world_size]
+        if len(shard):
+            blocks = [(shard[ids], block) for ids, block in self.data.select(shard).buckets(small=SMALL_BLOCK)]
         else:
             first = self.data.stack(torch.tensor([0]))
-            blocks = [(own, tree.take(first, slice(0, 0)))]
+            blocks = [(shard, tree.take(first, slice(0, 0)))]
         local = LocalClients(algorithm, state, self.data.names, blocks, len(self.data), self.chunk)
-        return _DistributedClients(local, own, self)
+        return _DistributedClients(local, shard, self)
 
     def __repr__(self) -> str:
         return f"Distributed({self.data!r}, rank {self.rank} of {self.world_size})"
@@ -129,19 +129,19 @@ class _DistributedClients:
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
         ranks, exchange = self.ranks, self.local.algorithm.exchange
-        found = self.local.gather(outbox, cohort, turn, lost)
-        partial, message = found.partial, found.message
+        gathered = self.local.gather(outbox, cohort, turn, lost)
+        partial, message = gathered.partial, gathered.message
         if partial is None:
             block = self.local.empty_block()
             message = self.local.reply(block, outbox, turn).message
             partial = exchange.gather(message, block[0])
-        ids, info = self._join_infos(found.ids, found.info)
-        counts = torch.tensor([found.up, found.down, len(found.refused)], dtype=torch.int64)
+        ids, info = self._join_infos(gathered.ids, gathered.info)
+        counts = torch.tensor([gathered.up, gathered.down, len(gathered.refused)], dtype=torch.int64)
         up, down, refusals = ranks.sum(counts).tolist()
         partial = ranks.add(partial) if exchange.additive else ranks.gather(partial)
         aggregate = self.local.finish(partial, message) if len(ids) else None
-        refused = self._join_refused(found.refused) if refusals else {}
-        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(found.states), refused=refused)
+        refused = self._join_refused(gathered.refused) if refusals else {}
+        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(gathered.states), refused=refused)
 
     def total(self) -> Tree:
         """Return the total of what all ranks' clients tell for good; see `Clients.total`."""
@@ -167,8 +167,8 @@ class _DistributedClients:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The states of all ranks' clients that have committed."""
-        own = self.local.state_dict()
-        every = dict(zip(own, self.ranks.gather(tuple(own.values()))))
+        states = self.local.state_dict()
+        every = dict(zip(states, self.ranks.gather(tuple(states.values()))))
         order = every["ids"].argsort()
         return {name: leaf[order] for name, leaf in every.items()}
 

@@ -141,12 +141,12 @@ class Sampler:
 
     def sd(self) -> Draws:
         """The posterior standard deviations over all chains, without the chains' dimension."""
-        found = {}
+        deviations = {}
         for name, moments in self._watched().items():
             between = (moments.mean - moments.mean.mean(0)).square() * moments.count
             total = (moments.squares + between).sum(0)
-            found[name] = (total / (moments.count * len(moments.mean) - 1).clamp(min=1)).sqrt()
-        return found
+            deviations[name] = (total / (moments.count * len(moments.mean) - 1).clamp(min=1)).sqrt()
+        return deviations
 
     def draws(self) -> Draws:
         """The draws that were kept, `(C, T, ...)` by name."""

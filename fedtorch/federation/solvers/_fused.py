@@ -79,8 +79,8 @@ class FusedSteps:
             state["momentum_buffer"] = torch.zeros_like(tensor)
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
         buffer = state["momentum_buffer"] if momentum else None
-        own = clients._replace(taken=int(begun))
-        stacked_step.sgd(tensor, gradient, buffer, own, **{name: group[name] for name in names})
+        beginning = clients._replace(taken=int(begun))
+        stacked_step.sgd(tensor, gradient, buffer, beginning, **{name: group[name] for name in names})
 
     def _adam(self, tensor: Tensor, gradient: Tensor, clients: ClientValues, group: Mapping[str, Any]) -> None:
         state = self.optimizer.state[tensor]

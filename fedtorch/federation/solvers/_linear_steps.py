@@ -56,12 +56,12 @@ class LinearSteps(NamedTuple):
             strength = own.new_zeros(len(own)) if quadratic is None else quadratic.precision_of("")
             precision = strength + self.weight_decay
             shift = torch.zeros_like(own) if quadratic is None else join(quadratic.shift)
-        found, loss = glm_steps.glm_steps(
+        theta, loss = glm_steps.glm_steps(
             self.family, x, y.reshape(x.shape[:2]), data.count, own, steps=int(batches.total.max()), lr=self.lr,
             total=total, batches=batches.chosen(), precision=precision, shift=shift,
         )  # fmt: skip
         kept = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
-        return Local(self.form.split(found.reshape(*own.shape[:2], -1)), kept, self.lr * total.double(), {"loss": loss})
+        return Local(self.form.split(theta.reshape(*own.shape[:2], -1)), kept, self.lr * total.double(), {"loss": loss})
 
 
 def linear_steps(
