@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fedtorch.federation.runs.run import Run
+from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network
 from fedtorch.report import _posteriors as posteriors
 from fedtorch.report._drawing import reduced
-from fedtorch.scores import Score
 from fedtorch.trust import record
 from fedtorch.vfl.fit.run import VerticalRun
 
