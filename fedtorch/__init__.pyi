@@ -63,7 +63,6 @@ from .federation.runs.cohorts import (
     uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,
 )
-from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
@@ -82,11 +81,13 @@ from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.solvers.unlabelled import unlabelled as unlabelled
 from .federation.told import Averages as Averages, Told as Told
+from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import History as History, Round as Round
 from .models.linear import LinearHead as LinearHead
 from .module_randomness import KeyedRandomness as KeyedRandomness
 from .networks import Network as Network
 from .report.callback import Report as Report
+from .scores import Score as Score
 from .sites import Remote as Remote
 
 __version__: str

@@ -46,7 +46,6 @@ SHARED = (
     "fedtorch.vfl.fit.adam",
     "fedtorch.vfl.fit.bound",
     "fedtorch.vfl.fit.captured",
-    "fedtorch.vfl.fit.draws",
     "fedtorch.vfl.model.checks",
 )
 MADE = ("_build", "_tools", "reference", "results")  # folders whose pages others make
