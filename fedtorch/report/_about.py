@@ -51,11 +51,16 @@ def about(
         "settings": settings,
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
-        "scores": {name: {**s._asdict(), "clients": s.clients.tolist()} for name, s in (scores or {}).items()},
+        "scores": {name: _plain(score) for name, score in (scores or {}).items()},
         "network": reduced(network if network is not None else _network(run)),
         "posteriors": posteriors.found(run),
         "privacy": _privacy(run),
     }
+
+
+def _plain(score: Score) -> dict[str, Any]:
+    """Return a score as JSON may hold it."""
+    return {"overall": score.overall, "clients": score.clients.tolist(), "largest_is_best": score.largest_is_best}
 
 
 def _network(run: Run | VerticalRun) -> Network | None:
