@@ -16,12 +16,9 @@ from fedtorch.captured import CapturedStep
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.guide import Guide, Parameters
 from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.model.split_nn import Stacked
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
-
-
-class _Asked(Exception):
-    """A network asks for the key of its draws."""
 
 
 class _Known(torch.autograd.Function):
@@ -44,9 +41,6 @@ class CapturedBound:
         model: the model.
         guide: the family.
         parameters: of q, whose leaves are trained in place.
-
-    Attributes:
-        eager: why iterations are not captured; None if they are.
     """
 
     def __init__(self, model: VerticalModel, guide: Guide, parameters: Parameters) -> None:
@@ -57,8 +51,16 @@ class CapturedBound:
         self._swap = functional.Swap(networks, names)
         self._q = len(tree.leaves(parameters))
         self.leaves = [*tree.leaves(parameters), *(dict(networks.named_parameters())[name] for name in names)]
-        self.eager: str | None = "the networks have not run"  # and nobody knows whether they draw
-        self._captured, self._begun = CapturedStep(), False
+        self._stacks = [module for module in networks.modules() if isinstance(module, Stacked)]
+        self._captured = CapturedStep()
+
+    @property
+    def eager(self) -> str | None:
+        """Why an iteration cannot be captured; None if it can."""
+        draws = [stack.draws for stack in self._stacks if stack.training]
+        if any(draws):
+            return "the networks draw random numbers"
+        return "the networks have not run" if None in draws else None
 
     @property
     def one_by_one(self) -> str | None:
@@ -88,16 +90,10 @@ class CapturedBound:
         """(the bound, the gradients of minus its sum, weighted by `share`)."""
         given = [share, *tree.leaves(data), *noise.theta, *noise.z]
         if self.eager is None:
-            asked = noise._replace(keys=tuple(_refused for _ in noise.keys))
-            try:
-                found = self._captured(partial(self._step, data, asked), *self.leaves, *given)
-            except _Asked:
-                self.eager = "the networks draw random numbers"
-        if self.eager is not None:
-            found = self._step(data, noise, 0, *self.leaves, *given)
-        if not self._begun:
-            self._begun, self.eager = True, None
-        value, gradients = found
+            keyless = partial(self._step, data, noise._replace(keys=()))
+            value, gradients = self._captured(keyless, *self.leaves, *given)
+        else:
+            value, gradients = self._step(data, noise, 0, *self.leaves, *given)
         # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
         return value, tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
 
@@ -121,7 +117,3 @@ class CapturedBound:
                 value = bound(self.model, self.guide, parameters, rows, drawn)
             gradients = torch.autograd.grad(-(value * share).sum(), own, allow_unused=True)
         return value.detach(), gradients
-
-
-def _refused() -> Tensor:
-    raise _Asked

@@ -85,6 +85,7 @@ class Stacked(nn.Module):
         names: of the module's parameters.
         own: names of those that the stack holds: all but the released ones.
         weights: the parameters in the order of `own`, `(B, ...)` each.
+        draws: whether the module draws random numbers in training mode; None before it has run in it.
 
     Raises:
         ValueError: keys of another shape, or running statistics (BatchNorm), which are shared state.
@@ -104,7 +105,7 @@ class Stacked(nn.Module):
         # In a list, so that the template's own parameters are not registered.
         self._template = [copy.deepcopy(module).requires_grad_(False)]
         self._swap = functional.Swap(self._template[0], self.names)
-        self._draws: bool | None = None  # whether the module draws random numbers, once that is known
+        self.draws: bool | None = None
 
     def forward(
         self,
@@ -142,15 +143,15 @@ class Stacked(nn.Module):
             self._one, in_dims=(0 if x.ndim == self.row_dims + 2 else None, *(0 for _ in weights)),
             randomness="different",
         )  # fmt: skip
-        if not self.training or self._draws is False:
+        if not self.training or self.draws is False:
             return call(x, *weights)
         drawn = KeyedRandomness(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
         with drawn:
             result = call(x, *weights)
-        if self._draws is None:
+        if self.draws is None:
             refuse_untrained(result, weights, template)
-        self._draws = drawn.calls > 0
-        if self._draws and keys is None:
+        self.draws = drawn.calls > 0
+        if self.draws and keys is None:
             raise ValueError("Expected keys for a module that draws random numbers, but got None")
         return result
 
