@@ -51,7 +51,7 @@ def resuming_over_hub(
     seconds: float = SECONDS,
     patience: float = SECONDS,
 ) -> tuple[Any, Traffic]:
-    """Runs the server's half to its end; returns its result, and the bytes of payloads.
+    """Run the server's half to its end; return its result, and the bytes of payloads.
 
     Args:
         begin: makes the half, of this run's journal.
@@ -97,7 +97,7 @@ def resuming_over_link(
     seconds: float = SECONDS,
     patience: float = SECONDS,
 ) -> tuple[Any, Traffic]:
-    """Runs a party's half to its end; returns its result, and the bytes of payloads since this process began.
+    """Run a party's half to its end; return its result, and the bytes of payloads since this process began.
 
     Args:
         begin: makes the half, of a journal.
@@ -189,7 +189,7 @@ class _Server:
         self.traffic = Traffic(0, 0)
 
     def until_done(self, parties: Sequence[str], patience: float) -> Any:
-        """Goes through the protocol with all parties, again and again, until all are done."""
+        """Go through the protocol with all parties, again and again, until all are done."""
         tries, newest = 0, FIRST
         while not self.journal.versions.over:
             try:
@@ -214,7 +214,7 @@ class _Server:
         return self.attempt([], patience)
 
     def attempt(self, parties: Sequence[str], patience: float) -> Any:
-        """Goes through the protocol with these parties once; raises `Lost` where that ends too early."""
+        """Go through the protocol with these parties once; raise `Lost` where that ends too early."""
         self.peers = meet(self.hub, parties, self.seconds, patience)
         result = drive_with(self.half(parties), self.peers)
         for name, peer in self.peers.items():
@@ -233,7 +233,7 @@ class _Server:
         return result
 
     def say_farewell(self, parties: Sequence[str], seconds: float) -> None:
-        """Says that all are done to parties that come back because they may not know it."""
+        """Say that all are done to parties that come back because they may not know it."""
         ends = time.monotonic() + seconds
         while (unsure := [name for name in parties if name not in self.sure]) and time.monotonic() < ends:
             for name in unsure:
@@ -243,20 +243,20 @@ class _Server:
                     self._hang_up()
 
     def _count(self) -> None:
-        """Adds up the bytes of this attempt, which is over; its streams are left to whoever uses them next."""
+        """Add up the bytes of this attempt, which is over; its streams are left to whoever uses them next."""
         for peer in self.peers.values():
             self.traffic = Traffic(self.traffic.up + peer.received, self.traffic.down + peer.sent)
         self.peers = {}
 
     def _hang_up(self) -> None:
-        """Ends the streams of an attempt that came to nothing, so that the parties connect again."""
+        """End the streams of an attempt that came to nothing, so that the parties connect again."""
         for peer in self.peers.values():
             peer.link.close()
         self._count()
 
 
 def _run_in(folder: Path | str | None) -> str:
-    """The run that a folder is of, or a new one."""
+    """Return the run that a folder is of, or a new one."""
     kept = [] if folder is None else runs(folder)
     if len(kept) > 1:
         raise ValueError(f"Expected the folder of one run, but {folder} has {[each.run for each in kept]}")

@@ -56,7 +56,7 @@ class CapturedBound:
 
     @property
     def eager(self) -> str | None:
-        """Why an iteration cannot be captured; None if it can."""
+        """The reason why an iteration cannot be captured; None if it can."""
         draws = [stack.draws for stack in self._stacks if stack.training]
         if any(draws):
             return "the networks draw random numbers"
@@ -64,30 +64,30 @@ class CapturedBound:
 
     @property
     def one_by_one(self) -> str | None:
-        """Why the captured operations are no CUDA graph; None if they are."""
+        """The reason why the captured operations are no CUDA graph; None if they are."""
         return self.eager or self._captured.one_by_one
 
     def backward(self, data: VerticalData, noise: Noise, share: Tensor) -> Tensor:
-        """The bound of each draw, `(B, M)`; leaves get the gradients of minus its sum, weighted by `share`.
+        """Return the bound of each draw, `(B, M)`; leaves get the gradients of minus its sum, weighted by `share`.
 
         Args:
             data: aligned rows.
             noise: of the iteration.
             share: () or `(B, 1)`.
         """
-        value, gradients = self._found(data, noise, share)
+        value, gradients = self._evaluated(data, noise, share)
         for leaf, gradient in zip(self.leaves, gradients):
             leaf.grad = gradient
         return value
 
     def losses(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, Tensor]:
-        """(minus the bound times `share`, `(B, M)`, its sum, which can be differentiated); see `backward`."""
-        value, gradients = self._found(data, noise, share)
+        """Return (minus the bound times `share`, `(B, M)`, its sum, which can be differentiated); see `backward`."""
+        value, gradients = self._evaluated(data, noise, share)
         losses = -value * share
         return losses, _Known.apply(losses.sum(), gradients, *self.leaves)
 
-    def _found(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """(the bound, the gradients of minus its sum, weighted by `share`)."""
+    def _evaluated(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return (the bound, the gradients of minus its sum, weighted by `share`)."""
         given = [share, *tree.leaves(data), *noise.theta, *noise.z]
         if self.eager is None:
             keyless = partial(self._step, data, noise._replace(keys=()))
@@ -98,7 +98,7 @@ class CapturedBound:
         return value, tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
 
     def _step(self, data: VerticalData, noise: Noise, index: int, *flat: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """(bound, gradients) of leaves, share, rows and numbers in one flat list; `data` and `noise` say what is what.
+        """Return (bound, gradients) of one flat list of leaves, share, rows and numbers, structured as `data` and `noise`.
 
         Args:
             data: of these rows' structure.

@@ -39,7 +39,7 @@ _LANGEVIN = 0  # purpose of the key
 
 
 class Soul(NamedTuple):
-    """What `soul` found.
+    """The maximum, and draws at it, as `soul` returns them.
 
     >>> import fedtorch as ft
     >>> data = VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
@@ -59,7 +59,7 @@ class Soul(NamedTuple):
 def party_density(
     model: VerticalModel, batch: VerticalData, index: int, theta: Tensor, z: Sequence[Tensor], gamma: Tensor
 ) -> Tensor:
-    """The terms of log p(y, z, θ | γ) that party `index` evaluates, `(B, M)`: all that depends on θ_j."""
+    """Return the terms of log p(y, z, θ | γ) that party `index` evaluates, `(B, M)`: all that depends on θ_j."""
     predictor = model.predictors[index]
     eta = predictor.forward(theta, batch.features[index])
     rho = model.noise_sd.to(eta)
@@ -81,7 +81,7 @@ def langevin(
     step: float,
     noise: Tensor,
 ) -> Tensor:
-    """One unadjusted Langevin step of party `index` on θ_j `(B, M, d)`, M chains at once.
+    """Take one unadjusted Langevin step of party `index` on θ_j `(B, M, d)`, M chains at once.
 
     Args:
         model: the model.
@@ -123,7 +123,7 @@ def soul(
     size: int = 1,
     progress: bool = True,
 ) -> Soul:
-    """Maximises z and γ along averages over Langevin chains, and then keeps draws at the maximum.
+    """Maximise z and γ along averages over Langevin chains, and then keep draws at the maximum.
 
     Args:
         model: `augmented` or `power`, with equal weights.
@@ -174,7 +174,7 @@ def soul(
 def _ascend(
     model: VerticalModel, batch: VerticalData, thetas: Sequence[Tensor], z: Sequence[Tensor], gamma: Tensor, rate: float
 ) -> tuple[list[Tensor], Tensor]:
-    """One step of z and γ up the log-density, averaged over the chains."""
+    """Take one step of z and γ up the log-density, averaged over the chains."""
     leaves = [value.detach().requires_grad_() for value in (*z, gamma)]
     *moved, shared = leaves
     parts = [party_density(model, batch, j, theta, moved, shared).mean(1) for j, theta in enumerate(thetas)]

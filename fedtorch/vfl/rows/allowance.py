@@ -46,7 +46,7 @@ class Allowance:
         self.path, self.a_day, self._now = Path(path), a_day, now
 
     def take(self, count: int, name: str) -> None:
-        """Counts identifiers that are tested, before anything is answered.
+        """Count identifiers that are tested, before anything is answered.
 
         Args:
             count: of identifiers.
