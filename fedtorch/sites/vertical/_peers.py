@@ -15,7 +15,7 @@ from fedtorch.tree import Tree
 _END = b""  # no payload is empty
 
 
-class Lost(ConnectionError):
+class PeerLost(ConnectionError):
     """A node's stream has ended, or nothing came on it in time; it may connect again."""
 
 
@@ -27,14 +27,14 @@ class Peer:
         self.sent = self.received = 0
 
     def send(self, step: Send) -> None:
-        """Send a message; raise `Lost` where it is not taken."""
+        """Send a message; raise `PeerLost` where it is not taken."""
         payload = encode(step)
         with naming(self.name):
             self.link.send(payload)
         self.sent += len(payload)
 
     def receive(self, step: Receive) -> Tree:
-        """Return the next message; raise `Lost` where none comes, and `PayloadError` where it is another."""
+        """Return the next message; raise `PeerLost` where none comes, and `PayloadError` where it is another."""
         with naming(self.name):
             payload = self.link.receive(self._seconds)
         self.received += len(payload)
@@ -62,7 +62,7 @@ def check_names(parties: Sequence[str]) -> None:
 
 
 def meet(hub: Hub, parties: Sequence[str], seconds: float, patience: float) -> dict[str, Peer]:
-    """Return all parties by name, once they are connected; raise `Lost` where one does not come."""
+    """Return all parties by name, once they are connected; raise `PeerLost` where one does not come."""
     ends, peers = time.monotonic() + patience, {}
     for name in parties:
         with naming(name):
@@ -86,10 +86,10 @@ def give_up(hub: Hub, parties: Sequence[str], error: BaseException) -> None:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Name the node whose stream ended, or on which nothing came; `Lost` where it may come back."""
+    """Name the node whose stream ended, or on which nothing came; `PeerLost` where it may come back."""
     try:
         yield
     except PermissionError as error:
         raise ConnectionError(f"{name} is lost: {error}") from error
     except OSError as error:
-        raise Lost(f"{name} is lost: {error}") from error
+        raise PeerLost(f"{name} is lost: {error}") from error

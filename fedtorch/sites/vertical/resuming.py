@@ -32,12 +32,12 @@ from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.versions import FIRST, alone_in, runs
 from fedtorch.sites.streams.hub import Hub, Link
 from fedtorch.sites.streams.patience import Patience
-from fedtorch.sites.vertical._peers import Lost, Peer, check_names, drive_with, give_up, meet
+from fedtorch.sites.vertical._peers import Peer, PeerLost, check_names, drive_with, give_up, meet
 from fedtorch.sites.vertical.remote import SECONDS, over_link
 from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
-FAREWELL = 10.0  # seconds in which a party that may have missed the last word can come back
+CLOSING = 10.0  # seconds in which a party that may have missed the last word can come back
 _TRIES = 100  # from one point, before it is said that it goes nowhere
 _LOG = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def resuming_over_hub(
         server = _Server(begin, hub, Journal(None if folder is None else Path(folder)), seconds)
         server.journal.enter(_run_in(folder))
         result = server.until_done(parties, patience)
-        server.say_farewell(parties, min(patience, FAREWELL))
+        server.close_late_parties(parties, min(patience, CLOSING))
     return result, server.traffic
 
 
@@ -127,7 +127,7 @@ def resuming_over_link(
             try:
                 more = over_link(party.half(), link, seconds=seconds)[1]
                 moved = [moved[0] + more.up, moved[1] + more.down]
-            except Lost as error:
+            except PeerLost as error:
                 if party.entered:
                     waits.heard()
                 if not party.done:
@@ -194,7 +194,7 @@ class _Server:
         while not self.journal.versions.over:
             try:
                 return self.attempt(parties, patience)
-            except Lost as error:
+            except PeerLost as error:
                 now = max(self.journal.versions.numbers)
                 tries, newest = 1 if now > newest else tries + 1, now
                 if tries >= _TRIES or not self.peers:
@@ -214,11 +214,11 @@ class _Server:
         return self.attempt([], patience)
 
     def attempt(self, parties: Sequence[str], patience: float) -> Any:
-        """Go through the protocol with these parties once; raise `Lost` where that ends too early."""
+        """Go through the protocol with these parties once; raise `PeerLost` where that ends too early."""
         self.peers = meet(self.hub, parties, self.seconds, patience)
         result = drive_with(self.half(parties), self.peers)
         for name, peer in self.peers.items():
-            with suppress(Lost):
+            with suppress(PeerLost):
                 peer.hear_end()
                 self.sure.add(name)
                 peer.say_end()
@@ -232,7 +232,7 @@ class _Server:
         yield from rollback.end_with_parties(self.journal, parties)
         return result
 
-    def say_farewell(self, parties: Sequence[str], seconds: float) -> None:
+    def close_late_parties(self, parties: Sequence[str], seconds: float) -> None:
         """Say that all are done to parties that come back because they may not know it."""
         ends = time.monotonic() + seconds
         while (unsure := [name for name in parties if name not in self.sure]) and time.monotonic() < ends:

@@ -1,4 +1,4 @@
-"""What a vertical iteration draws: standard normal numbers, and keys of modules that draw, as functions of keys."""
+"""Draws of a vertical iteration: standard normal numbers, and keys of modules that draw, as functions of keys."""
 
 from __future__ import annotations
 

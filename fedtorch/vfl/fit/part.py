@@ -1,4 +1,4 @@
-"""What one node holds of a model: its parameters of q, and its networks, which it saves and loads by itself."""
+"""A node's part of a model: its parameters of q, and its networks, which it saves and loads by itself."""
 
 from __future__ import annotations
 

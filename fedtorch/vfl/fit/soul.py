@@ -38,7 +38,7 @@ from fedtorch.vfl.rows.data import VerticalData
 _LANGEVIN = 0  # purpose of the key
 
 
-class Soul(NamedTuple):
+class SoulFit(NamedTuple):
     """The maximum, and draws at it, as `soul` returns them.
 
     >>> import fedtorch as ft
@@ -122,7 +122,7 @@ def soul(
     keep: int = 1000,
     size: int = 1,
     progress: bool = True,
-) -> Soul:
+) -> SoulFit:
     """Maximise z and γ along averages over Langevin chains, and then keep draws at the maximum.
 
     Args:
@@ -168,7 +168,7 @@ def soul(
     draws = tuple(torch.cat(chain, 1) for chain in zip(*kept))
     if not all(bool(part.isfinite().all()) for part in (*draws, *z)):
         raise FloatingPointError(f"Expected finite draws, but the Langevin chains diverge; take step below {step}")
-    return Soul(gamma, tuple(z), draws)
+    return SoulFit(gamma, tuple(z), draws)
 
 
 def _ascend(

@@ -1,4 +1,4 @@
-"""Whether data fit a vertical model."""
+"""Checks that data fit a vertical model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""What a party contributes: its parameters θ_j, its own prior, and :math:`g_j(x_j, \theta_j)`.
+r"""Predictors: a party's parameters θ_j, its own prior, and :math:`g_j(x_j, \theta_j)`.
 
 Every party chooses for itself and tells nobody. A prior of one's own is a function of θ `(B, M, d)` to `(B, M)`.
 

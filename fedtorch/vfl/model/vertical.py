@@ -1,4 +1,4 @@
-"""What a vertical model is: a likelihood of the sum of the parties' predictors, and noise ρ on each of them.
+"""A vertical model: a likelihood of the sum of the parties' predictors, and noise ρ on each of them.
 
 `augmented` and `power` make one; `VerticalData` is what it is fitted to. Batch first (folds × models × seeds), then
 Monte Carlo draws, then outputs, and rows last: predictors are `(B, M, C, n)`. What does not differ over the batch has

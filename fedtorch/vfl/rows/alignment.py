@@ -17,7 +17,7 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
 - *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
-  whoever asks and however often (`allowance`): every point that it multiplies is a guess that the other can test. What
+  whoever asks and however often (`limit`): every point that it multiplies is a guess that the other can test. What
   is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
   learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
   new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, together
-from fedtorch.vfl.rows.allowance import Allowance
+from fedtorch.vfl.rows.daily_limit import DailyLimit
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
 _CURVE = ec.SECP256R1()
@@ -89,7 +89,7 @@ class Holder:
         identifiers: one per row.
         name: for error messages.
         most: so many points of others are multiplied by the secret at most, in all requests together.
-        allowance: of points in all alignments; None for any number.
+        limit: of points in all alignments; None for any number.
 
     Raises:
         ValueError: an identifier that comes twice, or is no Unicode text.
@@ -108,10 +108,10 @@ class Holder:
     """
 
     def __init__(
-        self, identifiers: Sequence[str], name: str, most: int = 10_000_000, allowance: Allowance | None = None
+        self, identifiers: Sequence[str], name: str, most: int = 10_000_000, limit: DailyLimit | None = None
     ) -> None:
         self.name, self.identifiers, self.most = name, _normalised(identifiers, name), most
-        self.allowance = allowance
+        self.limit = limit
         self._secret = ec.generate_private_key(_CURVE)
         self.order = list(range(len(self.identifiers)))
         secrets.SystemRandom().shuffle(self.order)
@@ -132,8 +132,8 @@ class Holder:
                 f"Expected at most {self.most} more points at {self.name!r}, but got {len(points.x)}; raise most= if "
                 "the lists are that long"
             )
-        if self.allowance is not None:
-            self.allowance.take(len(points.x), self.name)
+        if self.limit is not None:
+            self.limit.take(len(points.x), self.name)
         self.most -= len(points.x)
         rows = tracked(_each(points), _BLINDING, len(points.x), unit="row")
         return Points(_stack(self._times(_decode(x, self.name)) for x in rows))
