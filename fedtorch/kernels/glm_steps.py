@@ -54,7 +54,7 @@ CATEGORICAL = Family(3, F.cross_entropy, lambda eta, y: eta.softmax(-1) - F.one_
 
 
 def fits(family: Family, features: int, classes: int, dtype: torch.dtype) -> bool:
-    """Whether the program knows models of so many features, the constant included, and classes.
+    """Return whether the program takes so many features, the constant included, and classes.
 
     >>> import torch
     >>> fits(POISSON, 128, 1, torch.float64), fits(POISSON, 129, 1, torch.float64)
@@ -79,7 +79,7 @@ def glm_steps(
     precision: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(parameters after all steps in the shape of `start`, mean loss over a client's steps `(K,)`, without λ and h).
+    """Return the parameters after all steps, in the shape of `start`, and the mean loss `(K,)` without λ and h.
 
     Args:
         family: `GAUSSIAN`, `BERNOULLI`, `POISSON` or `CATEGORICAL`.

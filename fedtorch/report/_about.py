@@ -1,4 +1,4 @@
-"""What is known of a live run besides its history: who took part, over which network, what was found, with what.
+"""The facts of a live run besides its history: clients, network, posteriors, settings, versions.
 
 All of it is plain data, which JSON holds.
 """
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fedtorch.federation.runs.run import Run
+from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network
 from fedtorch.report import _posteriors as posteriors
 from fedtorch.report._drawing import reduced
-from fedtorch.scores import Score
 from fedtorch.trust import record
 from fedtorch.vfl.fit.run import VerticalRun
 
@@ -31,7 +31,7 @@ def about(
     scores: Mapping[str, Score] | None = None,
     network: Any = None,
 ) -> dict[str, Any]:
-    """What a report says of a run besides its history.
+    """Return what a report says of a run besides its history.
 
     Args:
         run: begun, or done.
@@ -51,16 +51,17 @@ def about(
         "settings": settings,
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
-        "scores": {name: _plain(score) for name, score in (scores or {}).items()},
+        "scores": {name: _score(score) for name, score in (scores or {}).items()},
         "network": reduced(network if network is not None else _network(run)),
         "posteriors": posteriors.found(run),
         "privacy": _privacy(run),
     }
 
 
-def _plain(score: Score) -> dict[str, Any]:
-    """Return a score as JSON may hold it."""
-    return {"overall": score.overall, "clients": score.clients.tolist(), "largest_is_best": score.largest_is_best}
+def _score(score: Score) -> dict[str, Any]:
+    failed = 0 if score.failed is None else int(score.failed.sum())
+    numbers = {"overall": score.overall, "clients": score.clients.tolist(), "failed": failed}
+    return {**numbers, "largest_is_best": score.largest_is_best}
 
 
 def _network(run: Run | VerticalRun) -> Network | None:
@@ -71,7 +72,7 @@ def _network(run: Run | VerticalRun) -> Network | None:
 
 
 def _privacy(run: Run | VerticalRun) -> dict[str, Any] | None:
-    """The claim of an algorithm that accounts for what it tells, and its budget."""
+    """Return the claim of an algorithm that accounts for what it tells, and its budget."""
     ledger = getattr(run.algorithm.budget, "ledger", None)
     if ledger is None:
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedtorch.kernels import stacked_step
-from fedtorch.kernels.stacked_step import Clients
+from fedtorch.kernels.stacked_step import ClientValues
 
 _REFUSED = ("amsgrad", "maximize", "differentiable", "capturable")
 Pull = tuple[Tensor, Tensor]  # λ and h
@@ -33,7 +33,7 @@ class FusedSteps:
 
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
-        """Whether all that the optimiser does is known, and programs run on its tensors."""
+        """Return whether a program knows all that the optimiser does, and runs on its tensors."""
         if type(optimizer) not in (SGD, Adam, AdamW) or _hooked(optimizer):
             return False
         for group in optimizer.param_groups:
@@ -60,7 +60,7 @@ class FusedSteps:
                 if gradient is None and tensor not in pulls:
                     continue
                 precision, shift = pulls.get(tensor, (None, None))
-                clients = Clients(
+                clients = ClientValues(
                     0, active, None if precision is None else precision.reshape(-1).expand(len(tensor)), shift
                 )
                 todo.append((tensor, torch.zeros_like(tensor) if gradient is None else gradient, clients, group))
@@ -72,17 +72,17 @@ class FusedSteps:
             update = self._sgd if type(self.optimizer) is SGD else self._adam
             update(tensor, gradient, clients._replace(share=share), group)
 
-    def _sgd(self, tensor: Tensor, gradient: Tensor, clients: Clients, group: Mapping[str, Any]) -> None:
+    def _sgd(self, tensor: Tensor, gradient: Tensor, clients: ClientValues, group: Mapping[str, Any]) -> None:
         state, momentum = self.optimizer.state[tensor], group["momentum"]
         begun = state.get("momentum_buffer") is not None
         if momentum and not begun:
             state["momentum_buffer"] = torch.zeros_like(tensor)
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
         buffer = state["momentum_buffer"] if momentum else None
-        own = clients._replace(taken=int(begun))
-        stacked_step.sgd(tensor, gradient, buffer, own, **{name: group[name] for name in names})
+        beginning = clients._replace(taken=int(begun))
+        stacked_step.sgd(tensor, gradient, buffer, beginning, **{name: group[name] for name in names})
 
-    def _adam(self, tensor: Tensor, gradient: Tensor, clients: Clients, group: Mapping[str, Any]) -> None:
+    def _adam(self, tensor: Tensor, gradient: Tensor, clients: ClientValues, group: Mapping[str, Any]) -> None:
         state = self.optimizer.state[tensor]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -102,10 +102,10 @@ class FusedSteps:
 
 
 def by_parameter(tensors: Mapping[str, Tensor], each: Sequence[Any]) -> dict[Tensor, Any]:
-    """What comes in the order of the parameters, by parameter."""
+    """Return values that are in the order of the parameters, by parameter."""
     return dict(zip(tensors.values(), each))
 
 
 def _hooked(optimizer: Optimizer) -> bool:
-    """Whether somebody watches its steps."""
+    """Return whether hooks are registered on its steps."""
     return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))

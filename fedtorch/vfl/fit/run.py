@@ -18,7 +18,7 @@ from torch import Tensor
 from fedtorch import checkpoint
 from fedtorch.checkpoint import below, describe
 from fedtorch.history import History, Recorder, Round
-from fedtorch.scores import Score, score_of, stacked_metrics
+from fedtorch.metrics.scores import Score, score_of, stacked_metrics
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
 from fedtorch.vfl.rows.data import VerticalData
 

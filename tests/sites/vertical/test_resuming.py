@@ -501,6 +501,6 @@ def newest(folder: Path) -> int:
 def party_process(folder: Path, port: int) -> subprocess.Popen[bytes]:
     tests = Path(__file__).parents[2]
     command = [sys.executable, "-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--identity", str(folder)]
-    command += ["--half", str(tests / "support" / "scripts" / "my_half.py"), "--patience", "60"]
+    command += ["--half", str(tests / "support" / "scripts" / "my_half.py"), "--timeout", "60"]
     more = {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]), "OMP_NUM_THREADS": "1", "SITE": folder.name}
     return subprocess.Popen(command, env={**os.environ, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
