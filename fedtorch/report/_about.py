@@ -51,11 +51,17 @@ def about(
         "settings": settings,
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
-        "scores": {name: {**s._asdict(), "clients": s.clients.tolist()} for name, s in (scores or {}).items()},
+        "scores": {name: _score(score) for name, score in (scores or {}).items()},
         "network": reduced(network if network is not None else _network(run)),
         "posteriors": posteriors.found(run),
         "privacy": _privacy(run),
     }
+
+
+def _score(score: Score) -> dict[str, Any]:
+    failed = 0 if score.failed is None else int(score.failed.sum())
+    numbers = {"overall": score.overall, "clients": score.clients.tolist(), "failed": failed}
+    return {**numbers, "largest_is_best": score.largest_is_best}
 
 
 def _network(run: Run | VerticalRun) -> Network | None:
