@@ -1,6 +1,5 @@
 from . import (
     data as data,
-    functional as functional,
     metrics as metrics,
     models as models,
     networks as networks,
@@ -8,10 +7,10 @@ from . import (
     progress as progress,
     random as random,
     report as report,
+    sites as sites,
     tree as tree,
     trust as trust,
     vfl as vfl,
-    wire as wire,
 )
 from .data import BadClients as BadClients
 from .federation.algorithm import (
@@ -41,7 +40,6 @@ from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
 from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
 from .federation.algorithms.personal import personal_layers as personal_layers
 from .federation.algorithms.pooled import pooled as pooled
-from .federation.algorithms.pooled_covariance import pooled_covariance as pooled_covariance
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from .federation.algorithms.scaffold import scaffold as scaffold
 from .federation.algorithms.separate import separate as separate
@@ -68,27 +66,23 @@ from .federation.runs.cohorts import (
     uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,
 )
-from .federation.runs.comparison import compare as compare, constant as constant
+from .federation.runs.comparison import compare as compare
 from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
-    exponential_noise as exponential_noise,
-    lognormal_noise as lognormal_noise,
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
-from .federation.runs.history import History as History, Round as Round
+from .federation.runs.history import Round as Round
 from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
-from .federation.runs.tuning import Grid as Grid, grid as grid
+from .federation.runs.tuning import grid as grid
 from .federation.solvers.gradient_descent import gradient_descent as gradient_descent
 from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.solvers.reading import reading as reading
-from .federation.solvers.unlabelled import unlabelled as unlabelled
 from .models.linear import LinearHead as LinearHead
-from .module_randomness import Drawn as Drawn
 from .networks import Network as Network
 from .report.callback import Report as Report
 from .sites import Remote as Remote

@@ -21,6 +21,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+__all__ = ["Rows", "Tree", "add", "concatenate", "leaves", "map", "scale", "stack", "subtract", "take"]
+
 Tree = Any
 Rows = Tensor | slice
 

@@ -41,6 +41,8 @@ from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.federation.runs.run import Run
 from fedtorch.tree import Tree
 
+__all__ = ["agnostic", "group_scores", "q_ffl", "swapped"]
+
 _MOST = 60.0  # of the logarithm of a weight; e⁶⁰ leaves room in float32 for steps that are multiplied by it
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)
 

@@ -39,6 +39,8 @@ from fedtorch.data import FederatedData
 from fedtorch.federation.runs.history import Round
 from fedtorch.federation.runs.run import Run
 
+__all__ = ["Ledger"]
+
 _KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")
 _PACKAGES = ("torch", "numpy", "scipy", "lightning", "safetensors")
 

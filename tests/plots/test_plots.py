@@ -15,6 +15,8 @@ from support.oracles.closed_forms import linear_clients, sgd
 from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
+from fedtorch.federation.runs.history import History
+from fedtorch.federation.runs.tuning import Grid
 from fedtorch.models import low_rank
 from fedtorch.trust import fairness
 
@@ -79,7 +81,7 @@ def test_curves(runs: dict[str, Any], name: str) -> None:
 
 
 def test_curves_of_a_history_without_validation() -> None:
-    history = ft.History()
+    history = History()
     for round in ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6]))).rounds(4):
         history.record(round)
     figure = ft.plots.curves(history, ["train_loss"])
@@ -174,7 +176,7 @@ def test_refusals(runs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="one label per row"):
         ft.plots.client_distribution(DATA, 0)
     with pytest.raises(ValueError, match="train first"):
-        ft.plots.curves(ft.History())
+        ft.plots.curves(History())
     with pytest.raises(TypeError, match="but got dict"):
         ft.plots.curves(runs)
 
@@ -211,7 +213,7 @@ def test_clusters_of_a_network_are_counted_in_the_legend() -> None:
         ft.plots.network(network, torch.zeros(13))
 
 
-def tuned(**settings: list[Any]) -> ft.Grid:
+def tuned(**settings: list[Any]) -> Grid:
     data = linear_clients([5, 6, 7])
     build = lambda lr=0.05, mu=0.0, size=None: ft.fedprox(sgd(lr, batch_size=size), mu)
     metric = ft.metrics.mean_squared_error()

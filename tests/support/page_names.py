@@ -23,7 +23,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from fedtorch import cli
+from fedtorch.cli._main import COMMANDS
 from support.repository import classes, file_names, files, members, modules, options_of_programs, words
 
 ROOT = Path(__file__).parents[2]
@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
     """That of `fedtorch`."""
     found = argparse.ArgumentParser(prog="fedtorch")
     commands = found.add_subparsers()
-    for each in cli.COMMANDS:
+    for each in COMMANDS:
         each.add(commands)
     return found
 

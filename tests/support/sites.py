@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import fedtorch as ft
-from fedtorch.sites import AuditRecord, Hub, Identity, Offer, Remote, Visit, join
+from fedtorch.sites import AuditRecord, Hub, Offer, Remote, join
+from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.rounds.visit import Visit
 from fedtorch.sites.streams import memory
 from fedtorch.tree import Tree
 

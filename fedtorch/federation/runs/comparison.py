@@ -35,7 +35,7 @@ class Comparison(NamedTuple):
     Example:
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
-        >>> found = ft.compare({"mean": ft.constant(data)}, {"training": data}, {"mse": torch.nn.functional.mse_loss})
+        >>> found = ft.compare({"mean": constant(data)}, {"training": data}, {"mse": torch.nn.functional.mse_loss})
         >>> line: Line = found.lines[0]
         >>> line.model, line.rows, line.metric, line.score.overall
         ('mean', 'training', 'mse', 1.0)
@@ -76,7 +76,7 @@ def compare(
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
         >>> training, validation = data.split(0.8, seed=0)
         >>> federation = ft.Federation(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(training))
-        >>> print(ft.compare({"FedAvg": federation, "baseline": ft.constant(training)},
+        >>> print(ft.compare({"FedAvg": federation, "baseline": constant(training)},
         ...                  {"training": training, "validation": validation},
         ...                  {"mse": lambda prediction, target: (prediction.squeeze(-1) - target) ** 2}))
         model     rows        metric  ...
@@ -104,7 +104,7 @@ def constant(training: FederatedData, split: Split = inputs_and_targets) -> Pred
         >>> import torch, fedtorch as ft
         >>> targets = torch.tensor([1.0, 3.0]), torch.tensor([5.0])
         >>> data = ft.data.from_tensors([(torch.ones(len(y), 1), y) for y in targets])
-        >>> ft.constant(data)(torch.zeros(2, 1, 1)).flatten()
+        >>> constant(data)(torch.zeros(2, 1, 1)).flatten()
         tensor([3., 3.])
     """
     target = split(training.rows)[1]

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import expected, functional, linalg, tree
-from fedtorch.data import described_rows
+from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.solvers._linear_form import LinearForm, linear_form
 from fedtorch.federation.solvers._state import LocalState

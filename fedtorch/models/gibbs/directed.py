@@ -47,6 +47,8 @@ from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
 from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
 from fedtorch.models.rows import client_by_client
 
+__all__ = ["regression"]
+
 _ROWS = 32  # rows that are added side by side
 
 

@@ -36,6 +36,8 @@ from fedtorch.models.linear import SufficientStatistics
 from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
+__all__ = ["arrows", "edges", "every_response", "intersection", "neighbourhoods", "square", "start", "union"]
+
 
 class _Fields(NamedTuple):
     """What the regressions of all variables need of each client's rows; float64."""

@@ -25,6 +25,8 @@ from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import Rule, gauss_hermite, two_shells
 from fedtorch.models.rows import regression_rows
 
+__all__ = ["logistic", "poisson"]
+
 _NEWTON_STEPS = 30
 _HALVINGS = 8
 _PRODUCT = 2  # dimensions of θ up to which the default inner rule is a product

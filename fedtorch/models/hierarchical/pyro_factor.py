@@ -29,6 +29,8 @@ from fedtorch import tree
 from fedtorch.models.hierarchical.projections import LogFactor, minimised
 from fedtorch.models.quadrature import Rule, default_rule
 
+__all__ = ["pyro_factor"]
+
 
 def pyro_factor(model: Callable[..., Any], *, rule: Rule | None = None) -> LogFactor:
     """log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.

@@ -29,6 +29,7 @@ from fedtorch.models.hierarchical._sites import LOG_SCALES
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
+from fedtorch.models.hierarchical.linear_devices import expected_residual
 from fedtorch.models.hierarchical.penalties import (
     ShrinkagePrior as ShrinkagePrior,
     elastic_net as elastic_net,
@@ -39,6 +40,8 @@ from fedtorch.models.hierarchical.penalties import (
 )
 from fedtorch.models.linear import SufficientStatistics, block_statistics
 from fedtorch.models.quadrature import Rule
+
+__all__ = ["elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
@@ -92,7 +95,7 @@ def penalised(
     likelihood = DeviceLikelihood(
         lambda data: block_statistics(data, features),
         local,
-        hierarchical.expected_residual,
+        expected_residual,
         lambda data: data.count,
         lambda data: len(penalty.contrasts) * len(LOG_SCALES),
     )

@@ -124,7 +124,7 @@ class SiteSums(Server):
         >>> from fedtorch.federation.exchanges.exchange import RowsOf
         >>> from fedtorch.federation.exchanges.masks import Parties
         >>> from fedtorch.trust import secure
-        >>> masks = secure.SiteMasks(secure.Grid(), minimum=3, apart=1, dropouts=0)  # of `secure_star(dropouts=0)`
+        >>> masks = SiteMasks(secure.Grid(), minimum=3, apart=1, dropouts=0)  # of `secure_star(dropouts=0)`
         >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
         >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
         >>> agreed = Parties(b"run", 0, {site: key.public_key().public_bytes_raw() for site, key in signing.items()})

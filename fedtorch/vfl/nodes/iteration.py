@@ -38,9 +38,10 @@ What a server makes of the messages of a power model and of a joint q(γ, θ), f
 
 >>> import fedtorch as ft
 >>> from fedtorch.vfl.nodes.node import Pooled, Share, Value
+>>> from fedtorch.vfl.fit.part import parts
 >>> def begun(make, guide):
 ...     key, model = random.key(0), make(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-...     part = ft.vfl.parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key))[0]
+...     part = parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key))[0]
 ...     server = ServerNode(part, ft.vfl.VerticalData((), torch.tensor([0.0, 1.0, 1.0])))
 ...     server.begin(Iteration(noise=ft.vfl.fit.noise.draw_noise(model, guide, key.reshape(1), rows=3, draws=1)))
 ...     return server
@@ -54,7 +55,8 @@ What a server makes of the messages of a power model and of a joint q(γ, θ), f
 >>> nobody_before = server.back_substitute(Backward(server.noise.theta[0] - 1))
 >>> server.pull.round()  # (ε − what it was told) / L, with L = 0.5
 tensor([[[2.]]])
->>> server = begun(ft.vfl.augmented, ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.low_rank(1), joint=True))
+>>> from fedtorch.vfl.fit.gaussians import low_rank
+>>> server = begun(ft.vfl.augmented, ft.vfl.Guide(ft.vfl.noiseless(), low_rank(1), joint=True))
 >>> own = server.pool()
 >>> server.hear(Pooled(own.gram + 3, own.moment))  # the sums over all nodes
 >>> server.rest.gram.round()  # of the parties

@@ -21,9 +21,10 @@ from support.sites import joined, offers
 import fedtorch as ft
 from fedtorch import chained_log as log
 from fedtorch.cli import main
-from fedtorch.sites import AuditRecord, Identity, Remote, Roster, Terms
+from fedtorch.sites import AuditRecord, Remote, Roster, Terms
 from fedtorch.sites.audit import audit
 from fedtorch.sites.identity import book, identity
+from fedtorch.sites.identity.identity import Identity
 from fedtorch.trust import privacy, secure
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])

@@ -26,6 +26,8 @@ from fedtorch.sites.identity import book, identity
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.sites.secure import ExactSums, Grid
 from fedtorch.sites.secure.messages import ADVERT, MASKED, PHASES, SHARES
+from fedtorch.sites.secure.neighbours import neighbourhoods
+from fedtorch.sites.secure.sites import SiteMasks
 from fedtorch.trust import secure
 
 GRID = Grid(30, 2.0**20)
@@ -226,7 +228,7 @@ def test_a_site_that_was_killed_has_other_secrets(tmp_path: Path) -> None:
 def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what a site or a client adds up, as numbers or as words, nor what it trains on; without masks it does."""
     told: list[bytes] = []
-    honest = secure.SiteMasks.party
+    honest = SiteMasks.party
 
     def party(self: Any, parties: Any, number: int, signing: bytes, found: Any) -> Any:
         made = honest(self, parties, number, signing, found)
@@ -235,7 +237,7 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
             told.extend(part.numpy().tobytes() for part in (leaf, leaf.sum(0), *leaf) if part.numel() > 1)
         return made
 
-    monkeypatch.setattr(secure.SiteMasks, "party", party)
+    monkeypatch.setattr(SiteMasks, "party", party)
     made = Federation(masked(scaffold), linear_clients([8] * 6))
     run = made.run()
     run.step(), run.step()
@@ -299,7 +301,7 @@ def test_few_sites_mask_with_all_others(sites: int, minimum: int, graph: Any) ->
     ).session.graph  # fmt: skip
     assert near(sites) == graph
     if sites == 65:
-        assert near(90) == secure.neighbourhoods(90, dropouts=0.2, secrecy=80)
+        assert near(90) == neighbourhoods(90, dropouts=0.2, secrecy=80)
 
 
 def test_the_server_that_is_meant_is_agreed_on_and_on_record() -> None:

@@ -23,6 +23,8 @@ from fedtorch.sites.rounds import frames as frames, past_sums, sites as meeting
 from fedtorch.sites.rounds.past_sums import PastSums, Step
 from fedtorch.sites.rounds.terms import Refusal
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, KEYS, MASKED, REVEAL
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.sites import SiteMasks
 from fedtorch.trust import secure
 
 GRID = secure.Grid(30, 2.0**20)
@@ -167,13 +169,13 @@ def test_a_round_that_a_member_ends_is_of_the_same_sites_or_of_none(
     phase: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The member is named, asked again over the same start, and left out over others until it has done its part."""
-    session = secure.SiteMasks._session
+    session = SiteMasks._session
 
     def strict(self: Any, parties: Any, words: Any) -> Any:
         made = session(self, parties, words)
         return made._replace(graph=made.graph._replace(threshold=made.graph.neighbours))  # nobody may drop out
 
-    monkeypatch.setattr(secure.SiteMasks, "_session", strict)
+    monkeypatch.setattr(SiteMasks, "_session", strict)
     host = sites_in(tmp_path, sites="abcd")
     run = run_on(host, "abcd")
     withheld(host, "d", phase)
@@ -222,13 +224,13 @@ def test_a_site_with_wrong_keys_is_left_out_of_this_sum_and_of_later_ones(
 ) -> None:
     """It ends no round: with keys of low order masks could be known to all."""
     run = run_on(sites_in(tmp_path, sites="abcd"), "abcd")
-    honest = secure.Client.advertise
+    honest = Client.advertise
 
-    def advertise(self: secure.Client) -> bytes:
+    def advertise(self: Client) -> bytes:
         message = honest(self)
         return self._sign(ADVERT, KEYS.pack(bytes(32), bytes(32), bytes(32))) if self.number == 4 else message
 
-    monkeypatch.setattr(secure.Client, "advertise", advertise)
+    monkeypatch.setattr(Client, "advertise", advertise)
     for _ in range(2):
         assert run.step().ids.tolist() == [0, 1, 2]
     assert "in one of which it sent keys of low order" in run.population.troubles["d"]

@@ -9,7 +9,8 @@ from support.oracles.closed_forms import distance
 from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
 
 from fedtorch.protocol.halves import Receive, Send, together
-from fedtorch.sites.secure import Aborted, Grid
+from fedtorch.sites.secure import Grid
+from fedtorch.sites.secure.messages import Aborted
 from fedtorch.trust import privacy, secure
 from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
 

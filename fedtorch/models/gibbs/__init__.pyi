@@ -1,0 +1,9 @@
+from . import (
+    directed as directed,
+    global_priors as global_priors,
+    graphical as graphical,
+    imputation as imputation,
+    logistic as logistic,
+    sparse as sparse,
+)
+from .kernels import LocalKernel as LocalKernel

@@ -1,0 +1,1 @@
+from .folder import render as render, write as write
