@@ -25,7 +25,7 @@ demo-statistics: $(STAMP)
 	$(BIN)/python -m experiments.demo_statistics --out experiments/out
 
 demo-gp: $(STAMP)
-	$(BIN)/python -m experiments.fedmgp_extrapolation --out experiments/out
+	$(BIN)/python -m experiments.fedmgp.extrapolation --out experiments/out
 
 # A server and three sites as processes on this machine, enrolled on the spot.
 demo-sites: $(STAMP)
@@ -64,7 +64,7 @@ test-install: $(STAMP)
 # `make test-matrix PYTHONS=/opt/python3.14/bin/python3 PYTEST_ARGS=tests/test_tree.py` a part of it on one.
 PYTHONS ?= python3.11 python3.12 python3.13 python3.14
 test-matrix:
-	@$(PYTHON) tests/support/matrix.py --pythons "$(PYTHONS)" $(if $(filter file,$(origin PYTHONS)),,--asked-for) \
+	@$(PYTHON) tests/support/scripts/matrix.py --pythons "$(PYTHONS)" $(if $(filter file,$(origin PYTHONS)),,--asked-for) \
 		--with "$(WITH)" --pytest-args "$(PYTEST_ARGS)"
 
 lint: $(STAMP)

@@ -12,30 +12,26 @@ import torch
 from torch import Tensor
 
 import fedtorch as ft
-from experiments import (
-    demo_statistics,
-    fedlin_cmapss,
-    fedlin_selection,
-    fedlin_simulation,
-    fedlin_student,
-    fedmgp_battery,
-    fedmgp_extrapolation,
-    fedmgp_faults,
-    fedmgp_models as fm,
-    fedmgp_scale,
-    gtv_fmi,
-    gtv_trust,
-    resilience,
-    robustness,
-    sparse_common,
-    sparse_directed,
-    sparse_network,
+from experiments import demo_statistics, resilience, robustness
+from experiments.fedlin import (
+    cmapss as fedlin_cmapss,
+    selection as fedlin_selection,
+    simulation as fedlin_simulation,
+    student as fedlin_student,
 )
+from experiments.fedmgp import (
+    battery as fedmgp_battery,
+    extrapolation as fedmgp_extrapolation,
+    faults as fedmgp_faults,
+    models as fm,
+    scale as fedmgp_scale,
+)
+from experiments.gtv import fmi as gtv_fmi, trust as gtv_trust
+from experiments.sparse import common as sparse_common, directed as sparse_directed, network as sparse_network
 from fedtorch.data import FederatedData
 from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.models.gibbs import directed
-from fedtorch.models.gibbs.kernels import LocalKernel
+from fedtorch.models.gibbs import LocalKernel, directed
 from fedtorch.models.hierarchical import Model, shrinkage
 
 Part = Literal["training", "validation"]

@@ -1,9 +1,9 @@
 """Pages of results: what runs of an experiment found, kept as JSON, and the Markdown that is made of that alone.
 
-`python -m experiments.NAME … --results experiments/results` adds its run to `NAME.json` there, in place of one with the
-same options but `--seeds`, and writes `NAME.md`. A script says in its `READING` of which metrics less or more is
-better, and why a published figure does not come out. Notes below a page are kept. `python -m experiments.result_pages`
-writes all pages again from what is kept.
+`python -m experiments.NAME … --results experiments/results` adds its run to a JSON file there (`fedlin_school.json` of
+`fedlin.school`), in place of one with the same options but `--seeds`, and writes a page beside it. A script says in its
+`READING` of which metrics less or more is better, and why a published figure does not come out. Notes below a page are
+kept. `python -m experiments.result_pages` writes all pages again from what is kept.
 
 How a figure compares with the published one: it *agrees* within two standard deviations, the published one where there
 is one, else ours over repetitions; without either, if it is the same to the digits that are printed. Else it is
@@ -211,8 +211,8 @@ def options(run: Mapping[str, Any]) -> str:
 
 
 def add(folder: Path, name: str, title: str, run: Mapping[str, Any]) -> None:
-    """Keeps a run, in place of one with the same options, and writes the page."""
-    file = folder / f"{name}.json"
+    """Keep a run, in place of one with the same options, and write the page."""
+    file = folder / f"{name.replace('.', '_')}.json"
     runs = json.loads(file.read_text())["runs"] if file.exists() else []
     folder.mkdir(parents=True, exist_ok=True)
     runs = [each for each in runs if options(each) != options(run)] + [run]

@@ -13,6 +13,7 @@ that trims nothing: what equal weights cost by themselves.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -26,8 +27,6 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common, result_pages
 from experiments.side_by_side import Joined, server, side_by_side
-from fedtorch import functional
-from fedtorch.federation.exchanges.exchange import Exchange
 from fedtorch.trust import attacks, robust
 
 FIXED = "mixed trimmed mean"
@@ -80,7 +79,7 @@ def all_attacks(wrong: Sequence[int]) -> dict[str, Attacked]:
     }
 
 
-def all_rules(clients: int, faulty: int, trusted: int) -> dict[str, Callable[[], Exchange]]:
+def all_rules(clients: int, faulty: int, trusted: int) -> dict[str, Callable[[], ft.Exchange]]:
     """The exchanges by name, for so many clients, of whom so many are faulty; FLTrust trusts client `trusted`."""
     share = faulty / clients
     rules = {
@@ -96,7 +95,7 @@ def all_rules(clients: int, faulty: int, trusted: int) -> dict[str, Callable[[],
         "FLTrust": robust.fltrust(trusted),
         FIXED: robust.nearest_neighbour_mixing(faulty, robust.trimmed_mean(share)),
     }
-    made: dict[str, Callable[[], Exchange]] = {"FedAvg": ft.star}
+    made: dict[str, Callable[[], ft.Exchange]] = {"FedAvg": ft.star}
     return {**made, **{name: lambda rule=rule: robust.star(rule) for name, rule in rules.items()}}
 
 
@@ -124,7 +123,7 @@ def local(seed: int) -> ft.LocalSolver:
 
 
 def trials(
-    sets: Sequence[Digits], rule: str, exchange: Exchange, attack: Attacked, rounds: int
+    sets: Sequence[Digits], rule: str, exchange: ft.Exchange, attack: Attacked, rounds: int
 ) -> list[dict[str, float]]:
     """In every repetition: the server's model's accuracy, and how often the trigger works on other digits."""
     rows = [each.trusted if rule == "FLTrust" else each.training for each in sets]
@@ -137,8 +136,14 @@ def trials(
     for _ in run.rounds(rounds):
         pass
     assert algorithm.module is not None
-    models = [functional.load(algorithm.module, server(run, r)).eval() for r in range(len(sets))]
-    return [score(model, data) for model, data in zip(models, sets)]
+    return [score(_module(algorithm.module, server(run, r)), data) for r, data in enumerate(sets)]
+
+
+def _module(module: nn.Module, parameters: dict[str, torch.Tensor]) -> nn.Module:
+    """A copy of `module` with these parameters, for evaluation."""
+    copied = copy.deepcopy(module)
+    copied.load_state_dict(parameters, strict=False)
+    return copied.eval()
 
 
 def score(model: nn.Module, data: Digits) -> dict[str, float]:

@@ -82,6 +82,7 @@ from .federation.solvers.gradient_descent import gradient_descent as gradient_de
 from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.solvers.reading import reading as reading
+from .federation.told import Averages as Averages, Told as Told
 from .models.linear import LinearHead as LinearHead
 from .networks import Network as Network
 from .report.callback import Report as Report

@@ -449,10 +449,11 @@ def test_the_total_is_that_of_everybody_whoever_answers(name: str, monkeypatch: 
         assert distance(run.server.total, run.clients.total()) < ROUNDING
         for round in run.rounds(4):
             states = round.clients.state_dict()
-            told = algorithm.told(tree.unflatten(states, initial_state(run), "state")) if len(states["ids"]) else None
+            asked = len(states["ids"]) > 0
+            told = algorithm.told.of(tree.unflatten(states, initial_state(run), "state")) if asked else None
             others = [k for k in range(everybody.stop) if k not in states["ids"].tolist()]
             initial = tree.expand(initial_state(run), len(others))
-            whole = algorithm.told(initial) if told is None else tree.concatenate([told, algorithm.told(initial)])
+            whole = algorithm.told.of(initial) if told is None else tree.concatenate([told, algorithm.told.of(initial)])
             order = torch.cat([states["ids"], torch.tensor(others, dtype=torch.int64)]).argsort()
             expected = sum_over(algorithm.exchange, tree.take(whole, order), everybody)
             assert distance(round.server.total, expected) < ROUNDING

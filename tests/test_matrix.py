@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import matrix
+from support.scripts import matrix
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments import common
-from experiments.benchmarks.measure import circumstances, table
+from experiments.benchmarks.parts.measure import circumstances, table
 
 NAMES = (
     "audit",

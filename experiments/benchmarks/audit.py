@@ -20,7 +20,7 @@ from torch import nn
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
+from experiments.benchmarks.parts import measure
 from fedtorch.sites import AuditRecord, Hub, Offer, join
 from fedtorch.sites.audit import audit
 from fedtorch.sites.identity import identity

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
+from experiments.benchmarks.parts import measure
 
 Client = tuple[Tensor, Tensor]
 

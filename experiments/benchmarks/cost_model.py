@@ -18,9 +18,10 @@ import torch
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import cost_formulas as formulas, measure, remote, scaling_ranks
-from experiments.benchmarks.cost_formulas import Cluster, Here, Wide
-from experiments.benchmarks.remote_problem import averaged
+from experiments.benchmarks import remote
+from experiments.benchmarks.parts import cost_formulas as formulas, measure, scaling_ranks
+from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
+from experiments.benchmarks.parts.remote_problem import averaged
 from fedtorch.sites import Offer, Remote
 from fedtorch.sites.rounds.site import Site
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
+from experiments.benchmarks.parts import measure
 from fedtorch.federation.algorithms.ep import settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.linear import LinearHead

@@ -16,7 +16,8 @@ import torch
 from matplotlib.figure import Figure
 
 import fedtorch as ft
-from experiments import common, fedmgp_models as fm
+from experiments import common
+from experiments.fedmgp import models as fm
 
 RATES = (0.01, 0.03, 0.1)
 

@@ -20,8 +20,8 @@ import torch
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
-from experiments.sparse_regression import COVARIATES, simulated
+from experiments.benchmarks.parts import measure
+from experiments.sparse.regression import COVARIATES, simulated
 from fedtorch.models.gibbs import sparse
 
 REPETITIONS = 3

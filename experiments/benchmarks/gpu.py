@@ -23,8 +23,8 @@ import torch
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.benchmarks import gpu_beside, gpu_jobs, gpu_kernels
-from experiments.benchmarks.gpu_timing import Rates, device_of, rates
+from experiments.benchmarks.parts import gpu_beside, gpu_jobs, gpu_kernels
+from experiments.benchmarks.parts.gpu_timing import Rates, device_of, rates
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = "the device"

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
+from experiments.benchmarks.parts import measure
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import solvers
-from fedtorch.networks.solvers.fedgd import gradient_step
 from fedtorch.networks.solvers.admm import admm
+from fedtorch.networks.solvers.fedgd import gradient_step
 from fedtorch.networks.solvers.primal_dual import primal_dual
 
 FEATURES = 8

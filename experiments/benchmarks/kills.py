@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks.forked import fork, warm
+from experiments.benchmarks.parts.forked import fork, warm
 from fedtorch.models.gibbs import sparse
 
 POINTS = ("random", "write", "fsync", "replace", "after")

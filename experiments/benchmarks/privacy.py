@@ -30,7 +30,7 @@ from torch import nn
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
+from experiments.benchmarks.parts import measure
 from experiments.benchmarks.peers import __main__ as peers
 from fedtorch.sites.secure.messages import MASKED
 from fedtorch.sites.secure.neighbours import neighbourhoods

@@ -32,10 +32,10 @@ import torch
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
-from experiments.benchmarks.forked import fork
-from experiments.benchmarks.proxy import Proxy
-from experiments.benchmarks.remote_problem import ALGORITHMS, averaged, clients
+from experiments.benchmarks.parts import measure
+from experiments.benchmarks.parts.forked import fork
+from experiments.benchmarks.parts.proxy import Proxy
+from experiments.benchmarks.parts.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.protocol.halves import Half, Receive, Send, together
 from fedtorch.sites import Hub, Limits, Offer, Remote, Roster, connect, join, serve
 from fedtorch.sites.identity import identity

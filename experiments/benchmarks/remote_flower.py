@@ -27,14 +27,15 @@ import torch
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure, remote
-from experiments.benchmarks.remote_problem import ALGORITHMS, clients
+from experiments.benchmarks import remote
+from experiments.benchmarks.parts import measure
+from experiments.benchmarks.parts.remote_problem import ALGORITHMS, clients
 
 APP = Path(__file__).parent / "flower_app"
 ROOT = Path(__file__).parents[2]
 SITES = ("1", "2")
 SITE = """
-from experiments.benchmarks.remote_problem import ALGORITHMS, clients
+from experiments.benchmarks.parts.remote_problem import ALGORITHMS, clients
 
 data, algorithms = clients(["{name}"]), ALGORITHMS
 """

@@ -13,7 +13,7 @@ import torch
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure
+from experiments.benchmarks.parts import measure
 from experiments.robustness import all_rules
 from fedtorch.federation.exchanges.exchange import Exchange, Mean
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks import measure, scaling_ranks
+from experiments.benchmarks.parts import measure, scaling_ranks
 
 WAYS = {"stacked": False, "compile=True": True}
 

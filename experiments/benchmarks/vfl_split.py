@@ -1,7 +1,7 @@
 """Split networks: all folds × models as one batch beside one after another, with the same code.
 
 40 pairs of small networks (10 folds × a plain and three hierarchical Bayes models) on the heart-disease rows: a slice
-of the 50 000 iterations of `experiments.vfl_heart`, in one graph with the optimiser and without Lightning's loop around
+of the 50 000 iterations of `experiments.vfl.heart`, in one graph with the optimiser and without Lightning's loop around
 it. Each repetition times the stack and then one network of it, a hierarchical Bayes one, whose time counts 40 times;
 the ratios are medians over repetitions. Beside the clock stands the CPU time of all threads, which other programs
 disturb less.
@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from experiments import common, vfl_heart_models
+from experiments import common
+from experiments.vfl import heart_models as vfl_heart_models
 from fedtorch import data as ft_data, random, vfl
 from fedtorch.vfl.fit.captured import CapturedBound
 from fedtorch.vfl.fit.part import draw_noises

@@ -3,7 +3,8 @@
 fedtorch experiments list
 fedtorch experiments run NAME [--smoke] [--seeds N] [--json FILE] [--out DIR] …
 
-The main setting of most of them is a file besides, for `fedtorch fit --config experiments/configs/NAME.yaml`.
+The main setting of most of them is a file besides, for `fedtorch fit --config`: that of `fedlin.school` is
+`experiments/configs/fedlin_school.yaml`.
 """
 
 from __future__ import annotations
@@ -54,15 +55,20 @@ def checkout() -> Path:
 
 
 def experiments(folder: Path) -> list[Experiment]:
-    """All that have a `main`, by name; their files are read and not run."""
-    found = []
-    for file in sorted((folder / "experiments").glob("*.py")):
+    """List all that have a `main`, by name (`fedlin.school`); their files are read and not run."""
+    root, experiments = folder / "experiments", []
+    for file in [*root.glob("*.py"), *root.glob("*/*.py")]:
+        parts = file.relative_to(root).with_suffix("").parts
         source = ast.parse(file.read_text())
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in source.body):
+        if "benchmarks" not in parts and any(_is_main(node) for node in source.body):
             what = (ast.get_docstring(source) or "").split("\n")[0]
-            config = file.parent / "configs" / f"{file.stem}.yaml"
-            found.append(Experiment(file.stem, what, config if config.is_file() else None))
-    return found
+            config = root / "configs" / f"{'_'.join(parts)}.yaml"
+            experiments.append(Experiment(".".join(parts), what, config if config.is_file() else None))
+    return sorted(experiments)
+
+
+def _is_main(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name == "main"
 
 
 def _list(_: argparse.Namespace) -> None:

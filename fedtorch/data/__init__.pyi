@@ -1,6 +1,6 @@
 from .bad_clients import BadClients as BadClients
 from .cache import locate as locate, present as present
-from .catalogue import data_sets as data_sets, describe as describe
+from .catalogue import data_sets as data_sets
 from .datasets.education import school as school, student_performance as student_performance
 from .datasets.embedded import breast_cancer as breast_cancer, diabetes as diabetes, digits as digits
 from .datasets.engineering import battery as battery, cmapss as cmapss, cmapss_remaining_life as cmapss_remaining_life

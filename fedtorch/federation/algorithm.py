@@ -35,13 +35,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from fedtorch import expected, tree
 from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchanges.exchange import Exchange, star, sum_over
+from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
 
@@ -202,15 +203,7 @@ class Algorithm:
         model: (inbox, state), `(K, ...)` -> the tensors each client predicts with, `(K, ...)`.
         exchange: who hears whom, and how messages add up.
         prepare: data -> data, once per block.
-        told: state `(K, ...)` -> what a client tells for good, `(K, ...)`: a control variate, a site, its model on a
-            graph. The server's state then has a field `total`, which `init` leaves None: what the exchange makes of
-            `told` over *all* clients, in float64, whoever answers; who has not been asked yet counts with the initial
-            state. Only changes travel, and the total is up to date when `server` is called.
-        averages: what a robust average of what clients tell may stand for in place of their sum: `"numbers"`, each on
-            its own; `"messages"`, whole ones only, as where a matrix has to stay positive definite; None for neither,
-            as for parts of exact sums.
-        counts: names of those leaves of `told` that are no more than how many have been heard, or how heavy they are.
-        anew: whether a run may make the total anew from what clients tell, without the rounding since.
+        told: what clients tell for good, such as a control variate, a site or a model on a graph; None for nothing.
         report: server state -> what the history tells of it after every round, numbers by name.
         settings: what the algorithm was built with, by name, for fingerprints and loggers.
         start: parameters to start from, where a run is given none.
@@ -235,10 +228,7 @@ class Algorithm:
     model: Callable[[Tree, Tree], Tree]
     exchange: Exchange = field(default_factory=star)
     prepare: Callable[[Any], Any] = identity
-    told: Callable[[Tree], Tree] | None = None
-    averages: Literal["numbers", "messages"] | None = None
-    counts: tuple[str, ...] = ()
-    anew: bool = True
+    told: Told | None = None
     report: Callable[[Tree], Mapping[str, float | Tensor]] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     start: Tree = None
@@ -293,6 +283,6 @@ def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
         tensor([1., 2., 1.], dtype=torch.float64)
     """
     assert algorithm.told is not None
-    initial = algorithm.told(tree.expand(state, 1))
+    initial = algorithm.told.of(tree.expand(state, 1))
     everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
     return sum_over(algorithm.exchange, everybody, slice(0, clients))

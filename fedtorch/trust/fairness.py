@@ -39,6 +39,7 @@ from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_w
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.federation.runs.run import Run
+from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
 __all__ = ["agnostic", "group_scores", "q_ffl", "swapped"]
@@ -178,7 +179,7 @@ def agnostic(
         server=server,
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
         prepare=lambda data: _Rows(checked_weight(local.prepare(data), weight), data),
-        told=lambda state: state.told,
+        told=Told(lambda state: state.told),
         report=lambda state: {"mixture_loss": state.loss},
         **solved_by(local, algorithm="agnostic", gamma=gamma, lr=lr, weight=weight),
     )

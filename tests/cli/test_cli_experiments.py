@@ -44,6 +44,9 @@ def needs_files(config: Path) -> None:
 def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with one experiment, which is the current folder."""
     (tmp_path / "experiments" / "configs").mkdir(parents=True)
+    (tmp_path / "experiments" / "family").mkdir()
+    (tmp_path / "experiments" / "family" / "child.py").write_text('"""A child."""\ndef main(): pass\n')
+    (tmp_path / "experiments" / "configs" / "family_child.yaml").touch()
     (tmp_path / "experiments" / "configs" / "tiny.yaml").touch()
     (tmp_path / "fedtorch").mkdir()
     for name in ("__init__.py", "common.py"):
@@ -58,14 +61,24 @@ def small_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_list_reads_what_there_is(small_checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["experiments", "list"]) == 0
-    assert capsys.readouterr().out.split() == ["tiny", "config", "A", "tiny", "one."]
+    assert capsys.readouterr().out.split() == [
+        "family.child",
+        "config",
+        "A",
+        "child.",
+        "tiny",
+        "config",
+        "A",
+        "tiny",
+        "one.",
+    ]
 
 
 def test_run_hands_on_arguments_and_the_exit_code(small_checkout: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["experiments", "run", "tiny", "--smoke", "--seeds", "2"]) == 3
     assert capfd.readouterr().out == "['--smoke', '--seeds', '2']\n"
     assert main(["experiments", "run", "huge"]) == 2
-    assert "Expected an experiment in ['tiny'], but got 'huge'" in capfd.readouterr().err
+    assert "Expected an experiment in ['family.child', 'tiny'], but got 'huge'" in capfd.readouterr().err
 
 
 def test_without_a_checkout_it_says_where_to_get_one(tmp_path, monkeypatch, capsys) -> None:
@@ -79,7 +92,9 @@ def test_without_a_checkout_it_says_where_to_get_one(tmp_path, monkeypatch, caps
 
 def test_every_experiment_has_a_main_setting_or_a_reason_for_none() -> None:
     there = {each.name: each.config for each in experiments.experiments(ROOT)}
-    excused = re.findall(r"^\| `(\w+)` \|", (ROOT / "experiments" / "configs" / "README.md").read_text(), re.MULTILINE)
+    excused = re.findall(
+        r"^\| `([\w.]+)` \|", (ROOT / "experiments" / "configs" / "README.md").read_text(), re.MULTILINE
+    )
     assert sorted(excused) == sorted(name for name, config in there.items() if config is None)
     assert {config for config in there.values() if config} == set(CONFIGS)
 
@@ -89,7 +104,8 @@ def test_what_a_main_setting_names_is_there(file: Path) -> None:
     configuration.check_file(file)
     content = yaml.safe_load(file.read_text())
     assert {"algorithm", "data", "trainer"} <= content.keys()
-    assert f"experiments.{file.stem}" in file.read_text().split("\n")[0]
+    (name,) = (each.name for each in experiments.experiments(ROOT) if each.config == file)
+    assert f"experiments.{name}" in file.read_text().split("\n")[0]
 
 
 def test_a_main_setting_is_the_experiment_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks import cost_formulas as formulas, cost_model, scaling
-from experiments.benchmarks.cost_formulas import Cluster, Here, Wide
+from experiments.benchmarks import cost_model, scaling
+from experiments.benchmarks.parts import cost_formulas as formulas
+from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 
 HERE = Here(
     round=3e-3, client=1e-5, meet=1e-3, hop=1e-4, pace=1e9, line=5e-4, server=4e-4, asked=8e-4, site=2e-3, byte=1e-9

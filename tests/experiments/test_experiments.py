@@ -18,50 +18,54 @@ from experiments import (
     demo_sites,
     demo_statistics,
     fedavg_family,
-    fedlin_cmapss,
-    fedlin_school,
-    fedlin_selection,
-    fedlin_simulation,
-    fedlin_student,
-    fedmgp_battery,
-    fedmgp_extrapolation,
-    fedmgp_faults,
-    fedmgp_scale,
-    gtv_assignments,
-    gtv_clusters,
-    gtv_fmi,
-    gtv_privacy,
-    gtv_trust,
-    privacy_accuracy,
-    privacy_attacks,
     quickstart,
     resilience,
     robustness,
     side_by_side,
-    sparse_directed,
-    sparse_network,
-    sparse_regression,
-    vfl_heart,
-    vfl_heart_models,
-    vfl_logistic,
-    vfl_poisson,
 )
 from experiments.benchmarks import (
     __main__ as benchmarks,
-    against,
     core,
     fedlin,
     fedmgp as fedmgp_benchmark,
     gibbs,
     gpu,
-    gpu_kernels,
     gtv,
     privacy,
     robust,
     robust_peers,
     vfl,
     vfl_split,
-    workloads,
+)
+from experiments.benchmarks.against import __main__ as against, workloads
+from experiments.benchmarks.parts import gpu_kernels
+from experiments.fedlin import (
+    cmapss as fedlin_cmapss,
+    school as fedlin_school,
+    selection as fedlin_selection,
+    simulation as fedlin_simulation,
+    student as fedlin_student,
+)
+from experiments.fedmgp import (
+    battery as fedmgp_battery,
+    extrapolation as fedmgp_extrapolation,
+    faults as fedmgp_faults,
+    scale as fedmgp_scale,
+)
+from experiments.gtv import (
+    assignments as gtv_assignments,
+    clusters as gtv_clusters,
+    fmi as gtv_fmi,
+    privacy as gtv_privacy,
+    trust as gtv_trust,
+)
+from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
+from experiments.sparse import directed as sparse_directed, network as sparse_network, regression as sparse_regression
+from experiments.vfl import (
+    heart as vfl_heart,
+    heart_models as vfl_heart_models,
+    logistic as vfl_logistic,
+    poisson as vfl_poisson,
 )
 from fedtorch import tree
 from fedtorch.dispatch import choice

@@ -24,7 +24,7 @@ def sources() -> list[str]:
     """The experiments that redo a source, as the page about experiments lists them."""
     lines = (ROOT / "docs" / "experiments.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("| ") and "of our own" not in line]
-    return sorted(set(re.findall(r"`(\w+)`", "\n".join(table))))
+    return sorted(set(re.findall(r"`([\w.]+)`", "\n".join(table))))
 
 
 def figures(record: dict) -> list[float]:
@@ -35,7 +35,7 @@ def figures(record: dict) -> list[float]:
 
 def test_every_experiment_of_a_source_has_a_page() -> None:
     assert len(sources()) > 15
-    assert [name for name in sources() if not (result_pages.RESULTS / f"{name}.json").exists()] == []
+    assert [name for name in sources() if not (result_pages.RESULTS / f"{name.replace('.', '_')}.json").exists()] == []
 
 
 def test_every_page_is_made_of_what_is_kept() -> None:
@@ -46,10 +46,11 @@ def test_every_page_is_made_of_what_is_kept() -> None:
 def test_a_page_says_what_is_kept(kept: Path) -> None:
     record = json.loads(kept.read_text())
     text, _, notes = kept.with_suffix(".md").read_text().partition(result_pages.NOTES)
-    assert text == result_pages.page(record, result_pages.reading(kept.stem))
+    assert text == result_pages.page(record, result_pages.reading(record["experiment"]))
     assert kept.read_text() == result_pages.dumps(record)
-    assert record["experiment"] == kept.stem
-    assert all(run["command"].split()[:3] == ["python", "-m", f"experiments.{kept.stem}"] for run in record["runs"])
+    assert record["experiment"].replace(".", "_") == kept.stem
+    script = ["python", "-m", f"experiments.{record['experiment']}"]
+    assert all(run["command"].split()[:3] == script for run in record["runs"])
     assert not any("--smoke" in run["command"] for run in record["runs"])
     for number in re.findall(r"(?<![\d.(])−?\d+\.\d+", notes):
         digits = len(number.partition(".")[2])

@@ -14,8 +14,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch.networks import solvers
 from fedtorch.networks.solvers import LinearProblem, Solution
-from fedtorch.networks.solvers.penalties import equal, norm2
 from fedtorch.networks.solvers.admm import admm
+from fedtorch.networks.solvers.penalties import equal, norm2
 from fedtorch.networks.solvers.primal_dual import primal_dual
 from fedtorch.networks.solvers.proximal_averaging import proximal_averaging
 

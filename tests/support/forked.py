@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from experiments.benchmarks.forked import fork
+from experiments.benchmarks.parts.forked import fork
 
 
 def over_ranks(

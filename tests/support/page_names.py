@@ -259,7 +259,7 @@ def of_python(line: list[str], page: Page) -> list[str]:
     if line[0] != "-m":
         return [] if line[0].startswith("-") or page.has_file(line[0]) else [f"no file {line[0]}"]
     name = line[1]
-    shared = ["experiments.common", "experiments.benchmarks.measure"]
+    shared = ["experiments.common", "experiments.benchmarks.parts.measure"]
     if not PLACEHOLDER.search(name):
         if importlib.util.find_spec(name) is None:
             return [f"no module {name}"]

@@ -8,7 +8,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 import fedtorch as ft
-from experiments.benchmarks.remote_problem import ALGORITHMS
+from experiments.benchmarks.parts.remote_problem import ALGORITHMS
 from fedtorch import tree
 from fedtorch.sites import Remote
 from fedtorch.sites.flower import transport as flower

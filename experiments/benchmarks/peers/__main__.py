@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments import common
-from experiments.benchmarks import measure as measuring
+from experiments.benchmarks.parts import measure as measuring
 from experiments.benchmarks.peers import ours, work
 
 ROOT = Path(__file__).parents[3]

@@ -34,6 +34,7 @@ from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weigh
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.algorithms.scaffold import Server
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.told import Averages, Told
 from fedtorch.tree import Tree
 
 
@@ -92,7 +93,5 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         model=lambda inbox, state: local.tensors(inbox, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="feddyn", alpha=alpha, weight=weight),
-        told=lambda state: state.controls,
-        averages="numbers",
-        counts=("weight", "clients"),
+        told=Told(lambda state: state.controls, Averages.COORDINATEWISE, counts=("weight", "clients")),
     )

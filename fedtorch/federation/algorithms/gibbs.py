@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedtorch import exact, expected, random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.told import Told
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
 
@@ -115,7 +116,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         server=server,
         model=lambda inbox, state: state.variables,
         prepare=local.prepare,
-        told=lambda state: state.told,
+        told=Told(lambda state: state.told),
         settings={"algorithm": "gibbs", "local": local, "shared": shared, "sweeps": sweeps, "chains": chains},
     )
 

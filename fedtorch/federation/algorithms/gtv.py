@@ -32,6 +32,7 @@ from fedtorch import expected, functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.exchanges.exchange import Neighbourhood, graph
+from fedtorch.federation.told import Averages, Told
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -109,8 +110,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         exchange=graph(network),
         prepare=local.prepare,
         **solved_by(local, algorithm="gtv", alpha=strengths, edges=network.edges, weights=network.weights),
-        told=lambda state: {name: state.parameters[name] for name in strengths},
-        averages="numbers",
+        told=Told(lambda state: {name: state.parameters[name] for name in strengths}, Averages.COORDINATEWISE),
     )
 
 

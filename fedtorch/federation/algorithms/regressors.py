@@ -29,6 +29,7 @@ from fedtorch import expected, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchanges.exchange import Neighbourhood, graph
+from fedtorch.federation.told import Told
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -158,8 +159,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         model=lambda inbox, state: {"predictions": state.told.predictions},
         exchange=graph(network),
         prepare=lambda data: _checked(data, inputs.shape[-1]),
-        told=lambda state: state.told,
-        counts=("weight",),
+        told=Told(lambda state: state.told, counts=("weight",)),
         settings={
             "algorithm": "gtv_regressors",
             "make": make,

@@ -34,6 +34,7 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Rep
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.told import Averages, Told
 from fedtorch.tree import Tree
 
 
@@ -121,9 +122,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="scaffold", lr=lr, weight=weight),
-        told=lambda state: state.controls,
-        averages="numbers",
-        counts=("weight", "clients"),
+        told=Told(lambda state: state.controls, Averages.COORDINATEWISE, counts=("weight", "clients")),
     )
 
 

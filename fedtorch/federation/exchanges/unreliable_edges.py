@@ -83,9 +83,9 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         raise ValueError(f"Expected a probability of loss of at least 0 and below 1, but got {loss}")
     if delay < 0:
         raise ValueError(f"Expected a delay of at least 0 rounds, but got {delay}")
-    told = algorithm.told
-    if told is None:
+    if algorithm.told is None:
         raise ValueError("Expected an algorithm with `told`, such as ft.gtv, but got one whose messages are all fresh")
+    told = algorithm.told.of
     window, over = delay + 1, graph(network)
 
     def init(parameters: Tree, clients: int) -> tuple[Edges, Tree]:

@@ -170,7 +170,7 @@ class LocalClients:
         reply, told = self.algorithm.client(inbox, state, data, own), self.algorithm.told
         if told is None:
             return reply
-        return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told(reply.state), told(state)))))
+        return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told.of(reply.state), told.of(state)))))
 
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
         """A round of the clients here, as far as a partial aggregate; messages that are `not_finite` are left out."""
@@ -237,8 +237,8 @@ class LocalClients:
         exchange, here = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
         asked = torch.isin(here, self.table.touched())
         parts = here[asked].split(max(1, int(block_bytes(self.device) / max(2 * tree.nbytes(self.table.initial), 1))))
-        partials = [exchange.gather(Sum(self.algorithm.told(self.table.read(ids))), ids) for ids in parts]
-        initial, others = self.algorithm.told(tree.expand(self.table.initial, 1)), here[~asked]
+        partials = [exchange.gather(Sum(self.algorithm.told.of(self.table.read(ids))), ids) for ids in parts]
+        initial, others = self.algorithm.told.of(tree.expand(self.table.initial, 1)), here[~asked]
         everywhere = tree.map(lambda leaf: leaf.expand(len(others), *leaf.shape[1:]), initial)
         return exchange.merge([*partials, exchange.gather(Sum(everywhere), others)])
 

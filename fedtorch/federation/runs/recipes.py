@@ -37,8 +37,8 @@ from fedtorch.networks.clustering import k_means
 from fedtorch.networks.network import Network
 from fedtorch.networks.solvers import LinearProblem, Solution, linear_problem
 from fedtorch.networks.solvers.admm import admm
-from fedtorch.networks.solvers.primal_dual import primal_dual
 from fedtorch.networks.solvers.penalties import equal, norm2
+from fedtorch.networks.solvers.primal_dual import primal_dual
 from fedtorch.tree import Tree
 
 __all__ = ["clustered", "clustered_by_gtv", "clusters_of_parameters", "horizontal", "single_model"]
@@ -234,7 +234,7 @@ def personalised(local: LocalSolver, network: Network, alpha: float, shared: str
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation.runs import recipes
     >>> algorithm = recipes.personalised(ft.least_squares(torch.nn.Linear(2, 1)), ft.Network.ring(4), 1.0, "weight")
-    >>> list(algorithm.told(algorithm.init(algorithm.start, 4)[1]))
+    >>> list(algorithm.told.of(algorithm.init(algorithm.start, 4)[1]))
     ['weight']
     """
     patterns = [shared] if isinstance(shared, str) else shared

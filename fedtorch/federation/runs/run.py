@@ -130,7 +130,7 @@ class Run:
             self._take(pending.aggregate, keys.server)
             pending.commit()
         self.number += 1
-        anew = algorithm.told is not None and algorithm.anew and self.number % TOTAL_ANEW == 0
+        anew = algorithm.told is not None and algorithm.told.anew and self.number % TOTAL_ANEW == 0
         if anew and (total := self.clients.total()) is not None:
             self.server = self.server._replace(total=total)
         self.bytes_up, self.bytes_down = self.bytes_up + pending.bytes_up, self.bytes_down + pending.bytes_down

@@ -106,7 +106,7 @@ class Reader:
     def told_messages(self, clients: int) -> Sum:
         """What so many clients tell in their initial state."""
         assert self._algorithm.told is not None
-        told = self._algorithm.told(tree.expand(self._initial, 1))
+        told = self._algorithm.told.of(tree.expand(self._initial, 1))
         return Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), told))
 
     def sums(self, site: str, frame: Frame, like: Tree) -> Tree:

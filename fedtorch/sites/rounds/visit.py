@@ -123,7 +123,7 @@ class Visit:
         """Letters, where neighbours hear each other through the server."""
         if self.algorithm.exchange.sealed is None or self._keys is None or self.algorithm.told is None:
             return None
-        initial = self.algorithm.told(tree.expand(state, 1))
+        initial = self.algorithm.told.of(tree.expand(state, 1))
         return SiteLetters(self._keys, self.algorithm, server, initial, self._own)
 
     @property
@@ -237,7 +237,7 @@ class Visit:
     def _told(self) -> Tree:
         """What all the site's clients tell for good, `(K, ...)`."""
         assert self.algorithm.told is not None
-        return self.algorithm.told(self.clients.table.read(slice(self._own.start, self._own.stop)))
+        return self.algorithm.told.of(self.clients.table.read(slice(self._own.start, self._own.stop)))
 
     def evaluate(self, frame: Frame) -> bytes:
         """The sums of the metrics that are asked for, of each client's model on its validation rows."""

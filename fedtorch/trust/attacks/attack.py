@@ -75,7 +75,7 @@ class Attack:
             client=partial(_client, algorithm, self),
             model=lambda inbox, state: algorithm.model(inbox.inbox, state.own),
             exchange=_marking(_colluding(algorithm.exchange, self), self.clients),
-            told=None if told is None else partial(_told, told, self),
+            told=None if told is None else told._replace(of=partial(_told, told.of, self)),
             settings={**algorithm.settings, f"attack.{self.name}": self.clients},
         )
 

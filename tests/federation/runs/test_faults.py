@@ -70,7 +70,7 @@ def telling() -> ft.Algorithm:
         client=client,
         server=lambda server, aggregate, key: server._replace(mean=aggregate.value),
         model=lambda inbox, state: state.told,
-        told=lambda state: state.told,
+        told=ft.Told(lambda state: state.told),
     )
 
 

@@ -46,7 +46,7 @@ def running_sum() -> ft.Algorithm:
         client=client,
         server=lambda server, aggregate, key: server,
         model=lambda inbox, state: state.parameters,
-        told=lambda state: state.parameters,
+        told=ft.Told(lambda state: state.parameters),
     )
 
 

@@ -15,7 +15,7 @@ from support.sites import offers
 
 import fedtorch as ft
 from experiments.benchmarks import remote_flower
-from experiments.benchmarks.remote_problem import ALGORITHMS, clients
+from experiments.benchmarks.parts.remote_problem import ALGORITHMS, clients
 from fedtorch import checkpoint, tree
 from fedtorch.sites import Offer, Remote, deliver
 from fedtorch.sites.flower import _post, site as site, transport as transport

@@ -14,7 +14,7 @@ from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
 from support.sites import offers
 
 import fedtorch as ft
-from experiments.benchmarks.proxy import Proxy
+from experiments.benchmarks.parts.proxy import Proxy
 from fedtorch.sites import Limits, Remote, Roster, connect, join, serve
 from fedtorch.sites.identity import identity
 

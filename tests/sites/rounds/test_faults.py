@@ -260,7 +260,7 @@ def test_a_site_that_leaves_has_what_it_told_withdrawn(tmp_path: Path, resumed: 
     run = made.run().load(file) if resumed else run
     run.population.withdraw(run, "b")
     held, initial = in_process(alone(2)), run.clients._local.table.initial
-    told = [scaffold().told(tree.unflatten(held[name], initial, "state")) for name in "ac"]
+    told = [scaffold().told.of(tree.unflatten(held[name], initial, "state")) for name in "ac"]
     wanted = tree.add(*(tree.map(lambda leaf: leaf.sum(0), each) for each in told))
     assert distance(run.server.total, wanted) < ROUNDING
     assert run.step().ids.tolist() == [0, 1, 4, 5]

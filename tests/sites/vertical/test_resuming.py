@@ -21,7 +21,7 @@ import torch
 from support.scripts import my_half
 from support.verticals import GUIDES, nodes, noises, some_model, some_parameters
 
-from experiments.benchmarks.proxy import Proxy
+from experiments.benchmarks.parts.proxy import Proxy
 from fedtorch import checkpoint, wire
 from fedtorch.protocol import versions
 from fedtorch.protocol.halves import Half, Receive, Send, together

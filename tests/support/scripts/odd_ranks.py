@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fedtorch as ft
-from experiments.benchmarks.forked import warm
+from experiments.benchmarks.parts.forked import warm
 from fedtorch import tree
 from support.forked import over_ranks
 from support.oracles.closed_forms import linear, linear_clients, mean_squared_error

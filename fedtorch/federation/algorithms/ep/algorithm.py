@@ -14,6 +14,7 @@ from fedtorch.federation.algorithms.ep import _damping as pacing
 from fedtorch.federation.algorithms.ep._damping import Moved, Pace
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.told import Told
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical import Model
@@ -123,7 +124,7 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
         server=partial(_server, model=whole, damping=damping),
         model=lambda inbox, state: tree.subtract(inbox.posterior, _site(inbox, state))._asdict(),
         prepare=model.prepare,
-        told=lambda state: state.told,
+        told=Told(lambda state: state.told),
         report=lambda server: server.moved._asdict(),
         settings={"algorithm": "ep", "model": model, "damping": damping},
         start=whole.prior.normal._asdict(),

@@ -19,8 +19,9 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
     no_moments,
     some_rows,
 )
-from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
+from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.told import Averages, Told
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
@@ -59,7 +60,7 @@ class State(NamedTuple):
 
     own: dict[str, Tensor]  # its hyperparameters and scale
     moments: AdamMoments
-    told: Told
+    told: Contribution
     started: Tensor  # bool: whether `own` comes from its own data
 
 
@@ -85,7 +86,7 @@ class Server(NamedTuple):
     root: Tensor  # (P (P + 1) / 2,) lower root of its covariance
     moments: AdamMoments
     bound: Tensor  # () of the marginal likelihood, exact for Gaussian noise when all have answered
-    total: Tree = None  # `Told`, the sum over all units, float64
+    total: Tree = None  # `Contribution`, the sum over all units, float64
 
 
 class _Outbox(NamedTuple):
@@ -157,8 +158,7 @@ def fedmgp(
         server=partial(_server, gp=gp, lr=server_lr),
         model=partial(_model, gp=gp),
         prepare=partial(_prepare, gp=gp, accept_disclosure=accept_disclosure),
-        told=lambda state: state.told,
-        averages="messages",
+        told=Told(lambda state: state.told, Averages.CONVEX),
         settings={"algorithm": "fedmgp", "fixed": gp.fixed, "server_lr": server_lr, "exact_units": exact_units}
         | work._asdict(),
         start=gp.start(),
@@ -173,7 +173,8 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, Sta
     shared = {name: parameters[name] for name in gp.shared}
     own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
     like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
-    told = Told(pack(like.new_zeros(len(like), len(like))), torch.zeros_like(like), zero.to(like), zero.to(like))
+    precision = pack(like.new_zeros(len(like), len(like)))
+    told = Contribution(precision, torch.zeros_like(like), zero.to(like), zero.to(like))
     server = Server(
         shared=shared,
         told_at=shared,

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 POSTERIOR = ("posterior_mean", "posterior_root")
 
 
-class Told(NamedTuple):
-    """What a unit has told of g, or the sum over units."""
+class Contribution(NamedTuple):
+    """Hold what a unit knows of g, or the sum over units."""
 
     precision: Tensor  # (P (P + 1) / 2,) lower triangle of B
     shift: Tensor  # (P,) a
@@ -41,7 +41,7 @@ class StackedGP:
         >>> gp.shared
         ['kernel.raw_variance', 'kernel.raw_lengthscale']
         >>> told = [torch.tensor(value, dtype=torch.float64) for value in ([3.0], [4.0], 0.0, 2.0)]
-        >>> mean, root, _ = gp.combine(Told(*told))  # Σ B = 3 and Σ a = 4 of two units, beside the prior N(0, 1)
+        >>> mean, root, _ = gp.combine(Contribution(*told))  # Σ B = 3, Σ a = 4 of two units, and the prior N(0, 1)
         >>> mean, root  # 4 / (1 + 3), and the sd
         (tensor([1.], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
     """
@@ -124,11 +124,11 @@ class StackedGP:
         gradient = {n: torch.zeros_like(free[n]) if g is None else g for n, g in zip(names, found)}
         return value.detach(), gradient
 
-    def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Told:
+    def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Contribution:
         """What units tell, `(K, ...)`."""
         x, y, extra = rows
         found: Site = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
-        told = Told(pack(found.precision), found.shift, found.constant, torch.ones_like(found.constant))
+        told = Contribution(pack(found.precision), found.shift, found.constant, torch.ones_like(found.constant))
         return tree.scale(told, factor)._replace(units=told.units)
 
     def posterior(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ class StackedGP:
             basis = basis.expand(*mean.shape[:-1], *self.values["basis"].shape)
         return {"basis": basis, "posterior_mean": mean, "posterior_root": root}
 
-    def combine(self, heard: Told) -> tuple[Tensor, Tensor, Tensor]:
+    def combine(self, heard: Contribution) -> tuple[Tensor, Tensor, Tensor]:
         """(mean, root, bound) of q(t) from the prior and the sum of the sites."""
         from fedtorch.models.gaussian_process.algebra import posterior
 

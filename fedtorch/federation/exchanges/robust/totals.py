@@ -11,7 +11,7 @@ cannot be had together with sums of which the server must not see the parts. A c
 counts with its initial state, as in a plain total.
 
 Rules that treat every number for itself do not keep a matrix positive definite. An algorithm says with
-`Algorithm.averages` what its totals allow.
+`Told.averages` what its totals allow.
 
 Source: for neighbourhoods, Yang and Bajwa (2019), "ByRDiE: Byzantine-resilient distributed coordinate descent for
 decentralized learning", and the model poisoning of Jung, "Federated learning: from theory to practice", section 10.4.
@@ -33,6 +33,7 @@ from fedtorch.federation.exchanges.exchange import Exchange, RowsOf, Sum, in_dty
 from fedtorch.federation.exchanges.messages import kept, like, rows
 from fedtorch.federation.exchanges.robust.exchange import credible, star
 from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.told import Averages
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -120,7 +121,6 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None = None, *, 
         server=partial(_server, algorithm, inner, rule, rings),
         exchange=kept(inner, lambda found: found),
         told=None,
-        averages=None,
         report=None if algorithm.report is None else partial(_report, algorithm),
         settings={**algorithm.settings, "robust": rule.name, "spread": spread},
     )
@@ -131,12 +131,12 @@ def _check(algorithm: Algorithm, rule: Rule) -> None:
         raise ValueError("Expected an algorithm with totals (`told`), but got one without; use robust.star(rule)")
     if rule.reference is not None:
         raise ValueError(f"Expected a rule without a reference, but got {rule.name}; use it with robust.star")
-    if algorithm.averages is None:
+    if algorithm.told.averages is Averages.NONE:
         raise ValueError(
             f"Expected totals that an average may stand for, but those of {algorithm.settings.get('algorithm')} are "
-            "sums and nothing else (Algorithm.averages); no robust rule can replace them"
+            "sums and nothing else (Told.averages); no robust rule can replace them"
         )
-    if algorithm.averages == "messages" and not rule.convex:
+    if algorithm.told.averages is Averages.CONVEX and not rule.convex:
         raise ValueError(
             f"Expected a rule on whole messages, but got {rule.name}, under which matrices need not stay positive "
             "definite; use robust.geometric_median() or robust.krum(f)"
@@ -167,7 +167,8 @@ def _init(
 ) -> tuple[Table, Tree]:
     assert algorithm.told is not None
     server, state = algorithm.init(parameters, clients)
-    told = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]).clone(), algorithm.told(tree.expand(state, 1)))
+    initial = algorithm.told.of(tree.expand(state, 1))
+    told = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]).clone(), initial)
     total, plain = _total(rule, rings, told), first_total(algorithm, state, clients)
     shapes = [[leaf.shape for leaf in tree.leaves(each)] for each in (total, plain)]
     if shapes[0] != shapes[1]:
@@ -181,7 +182,7 @@ def _init(
 def _client(algorithm: Algorithm, inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
     assert algorithm.told is not None
     reply = algorithm.client(inbox, state, data, turn)
-    return reply._replace(message=_Said(reply.message, Sum(algorithm.told(reply.state))))
+    return reply._replace(message=_Said(reply.message, Sum(algorithm.told.of(reply.state))))
 
 
 def _server(

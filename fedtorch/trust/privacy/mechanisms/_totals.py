@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, first_total
+from fedtorch.federation.told import Averages, Told
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import clip_rows
@@ -41,9 +42,9 @@ class State(NamedTuple):
     total: Tree = None  # without noise, which nothing is made of but the next release
 
 
-def check_total(algorithm: Algorithm) -> None:
-    """Raises ValueError for an algorithm whose total noise would break."""
-    if algorithm.averages != "numbers":
+def check_total(told: Told) -> None:
+    """Raise ValueError unless noise keeps the meaning of the total."""
+    if told.averages is not Averages.COORDINATEWISE:
         raise ValueError(
             "Expected a total of numbers each on its own, but got one of matrices that have to stay positive definite, "
             "or of parts of exact sums: they have no bound, or would not bear noise. For least squares, HM1, FedMGP, "
@@ -63,32 +64,34 @@ def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spe
     Raises:
         ValueError: where clients answer, counts that are not 0 or 1.
     """
-    clipped = dataclasses.replace(
-        algorithm, told=partial(_told, algorithm, clip, spending.release.mechanism), averages=None, anew=False
+    assert algorithm.told is not None
+    told = algorithm.told._replace(
+        of=partial(_clipped, algorithm.told, clip, spending.release.mechanism), averages=Averages.NONE, anew=False
     )
+    clipped = dataclasses.replace(algorithm, told=told)
     report = algorithm.report
     return dataclasses.replace(
         clipped,
         init=partial(_init, clipped),
         outbox=lambda state: algorithm.outbox(state.inner),
-        server=partial(_server, algorithm, clip * noise, spending),
+        server=partial(_server, algorithm, told.counts, clip * noise, spending),
         report=None if report is None else lambda state: report(state.inner),
     )
 
 
-def numbers_of(algorithm: Algorithm, whole: Tree) -> dict[str, Tensor]:
+def numbers_of(counts: tuple[str, ...], whole: Tree) -> dict[str, Tensor]:
     """What clients tell for good `(K, ...)` by name, in float64, without the counts.
 
     Raises:
         ValueError: counts that are not 0 or 1.
     """
     for name, leaf in tree.items(whole):
-        if name in algorithm.counts and not bool(((leaf == 0) | (leaf == 1)).all()):
+        if name in counts and not bool(((leaf == 0) | (leaf == 1)).all()):
             raise ValueError(
                 f"Expected weights of one under privacy of clients, but got others in {name!r}: they depend on the "
                 "data; pass weight=lambda data: torch.ones_like(data.count, dtype=torch.float64)"
             )
-    return {name: leaf.to(torch.float64) for name, leaf in tree.items(whole) if name not in algorithm.counts}
+    return {name: leaf.to(torch.float64) for name, leaf in tree.items(whole) if name not in counts}
 
 
 def with_numbers(whole: Tree, numbers: dict[str, Tensor]) -> Tree:
@@ -96,11 +99,10 @@ def with_numbers(whole: Tree, numbers: dict[str, Tensor]) -> Tree:
     return tree.refill(whole, [numbers.get(name, leaf) for name, leaf in tree.items(whole)])
 
 
-def _told(algorithm: Algorithm, clip: float, mechanism: Mechanism, state: Tree) -> Tree:
-    """What clients tell for good, in float64 and clipped."""
-    assert algorithm.told is not None
-    whole = algorithm.told(state)
-    return with_numbers(whole, clip_rows(numbers_of(algorithm, whole), clip, mechanism)[0])
+def _clipped(told: Told, clip: float, mechanism: Mechanism, state: Tree) -> Tree:
+    """Return what clients tell for good, in float64 and clipped."""
+    whole = told.of(state)
+    return with_numbers(whole, clip_rows(numbers_of(told.counts, whole), clip, mechanism)[0])
 
 
 def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spending) -> Tree:
@@ -120,8 +122,14 @@ def _init(clipped: Algorithm, parameters: Tree, clients: int) -> tuple[State, Tr
 
 
 def _server(
-    algorithm: Algorithm, scale: float, spending: Spending, state: State, aggregate: Tree, key: Tensor
+    algorithm: Algorithm,
+    counts: tuple[str, ...],
+    scale: float,
+    spending: Spending,
+    state: State,
+    aggregate: Tree,
+    key: Tensor,
 ) -> State:
     """The algorithm's step, with the total as it is released in this round."""
-    inner = state.inner._replace(total=_released(state.total, algorithm.counts, scale, spending))
+    inner = state.inner._replace(total=_released(state.total, counts, scale, spending))
     return state._replace(inner=algorithm.server(inner, aggregate, key))

@@ -185,7 +185,7 @@ def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -
     if isinstance(settings.clip, AdaptiveClip) and settings.mechanism is not gaussian:
         raise ValueError("Expected gaussian noise for an adaptive clip, whose share is one of Gaussian releases")
     if algorithm.told is not None:
-        check_total(algorithm)
+        check_total(algorithm.told)
     if (algorithm.told is None) != (clip_told is None):
         raise ValueError(
             f"Expected clip_told= where clients tell something for good, and only there, but got {clip_told}: their "

@@ -124,7 +124,7 @@ def node_level(
         init=partial(_init, algorithm),
         client=partial(_client, algorithm, float(clip), spending),
         model=lambda inbox, state: algorithm.model(inbox, state.inner),
-        told=lambda state: state.told,
+        told=algorithm.told._replace(of=lambda state: state.told),
         settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in settings.items()}},
         budget=spending,
     )
@@ -133,7 +133,7 @@ def node_level(
 def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, State]:
     assert algorithm.told is not None
     server, state = algorithm.init(parameters, clients)
-    start = tree.map(lambda leaf: leaf[0], algorithm.told(tree.expand(state, 1)))
+    start = tree.map(lambda leaf: leaf[0], algorithm.told.of(tree.expand(state, 1)))
     return server, State(state, start, start)
 
 
@@ -149,9 +149,9 @@ def _client(
             "Expected nodes that tell something for good and nothing else, but they send fresh messages, which would "
             "go to their neighbours without noise"
         )
-    whole = algorithm.told(reply.state)
-    start = numbers_of(algorithm, state.start)
-    change = tree.subtract(numbers_of(algorithm, whole), start)
+    whole, counts = algorithm.told.of(reply.state), algorithm.told.counts
+    start = numbers_of(counts, state.start)
+    change = tree.subtract(numbers_of(counts, whole), start)
     cut = tree.to(clip_rows(change, clip, spending.release.mechanism)[0], "cpu")
     flat = spending.noised("what nodes tell", turn.key, rows(cut), spending.release.noise * clip)
     noised = tree.map(_beside, start, like(flat, cut))

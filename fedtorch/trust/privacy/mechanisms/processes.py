@@ -24,7 +24,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.multi_output_gp.exact import Message, State, fedmgp
-from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP, Told
+from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.models.gaussian import pack
 from fedtorch.random.entropy import Entropy
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class _Released(NamedTuple):
     """A block's data: what its units tell, and no more; leaves `(K, ...)`."""
 
-    told: Told
+    told: Contribution
     count: Tensor  # type: ignore[assignment]  # rows, which are public
 
 
@@ -112,7 +112,7 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
         variance = module.likelihood.noise.to(torch.float64)
     rest = found.count * _variance(gp) - found.gram.diagonal(dim1=1, dim2=2).sum(1)
     constant = found.count * (2 * math.pi * variance).log() + (found.power + rest.clamp(min=0)) / variance
-    told = Told(pack(found.gram / variance), found.cross / variance, -0.5 * constant, torch.ones_like(constant))
+    told = Contribution(pack(found.gram / variance), found.cross / variance, -0.5 * constant, torch.ones_like(constant))
     return _Released(tree.to(told, y.dtype), data.count)
 
 

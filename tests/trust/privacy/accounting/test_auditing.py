@@ -133,7 +133,7 @@ def told_by_nodes(noise: float, seed: int, pairs: int = 45_000) -> tuple[Tensor,
     both = []
     for _ in range(2):
         run.step()
-        told = algorithm.told(run.clients.table.read(slice(0, 2 * pairs)))["weight"]
+        told = algorithm.told.of(run.clients.table.read(slice(0, 2 * pairs)))["weight"]
         both.append(told.reshape(pairs, 2).clone())
     inside, outside = torch.stack(both, 2).unbind(1)
     return inside, outside

@@ -32,7 +32,7 @@ def private(noise: float = 1e-9, seed: int | None = 0, algorithm: ft.Algorithm |
 
 
 def told(run: ft.Run) -> dict[str, Tensor]:
-    return run.algorithm.told(run.clients.table.read(slice(0, N)))
+    return run.algorithm.told.of(run.clients.table.read(slice(0, N)))
 
 
 @pytest.mark.parametrize("cohort", [None, 2])
@@ -62,7 +62,7 @@ def test_noise_has_the_size_that_is_accounted_in_every_round() -> None:
         for round in run.rounds(16):
             if round.number in (1, 16):
                 state = run.clients.table.read(slice(0, N))
-                change = tree.subtract(run.algorithm.told(state), state.start)
+                change = tree.subtract(run.algorithm.told.of(state), state.start)
                 own = {name: state.inner.parameters[name] - state.start[name] for name in change}
                 size = torch.cat([leaf.flatten(1) for leaf in own.values()], 1).norm(dim=1)
                 share = (clip * (1 - 2**-20) / size).clamp(max=1)

@@ -1,0 +1,1 @@
+"""Speed of this checkout beside another one's, in one run."""

@@ -1,0 +1,1 @@
+"""Parts that several benchmarks share: clocks, problems, jobs for a device."""

@@ -1,0 +1,200 @@
+"""Every kernel beside `torch.compile` of its reference and beside the vendor's library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fedtorch as ft
+from experiments.benchmarks.parts.gpu_timing import Rates, Timed, kernels, timed
+from experiments.common import Row
+from fedtorch.kernels import gibbs_sweeps, glm_steps, gp_statistics, moments, neighbours, order_statistics, stacked_step
+from fedtorch.kernels.stacked_step import Clients
+
+
+class Case(NamedTuple):
+    """One operation at one size."""
+
+    setting: str
+    moved: float  # bytes that it must read and write
+    operations: float  # floating-point operations that it must do
+    double: bool  # in float64
+    ours: Callable[[], object]
+    vendor: dict[str, Callable[[], object]]  # by name
+
+
+def normal(seed: int, *shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers to work on."""
+    return ft.random.normal(ft.random.key(seed).to(device), shape, dtype)
+
+
+def philox(small: bool, device: str) -> Case:
+    """Normal numbers of many keys."""
+    keys, count = (3, 8) if small else (10_000, 10_000)
+    key = ft.random.fold_in(ft.random.key(0).to(device), torch.arange(keys, device=device))
+    ours = partial(ft.random.normal, key, (count,))
+    vendor = {"torch.randn": lambda: torch.randn(keys, count, device=device)}
+    return Case(f"philox: {keys} × {count} normal numbers", 4.0 * keys * count, 30.0 * keys * count, True, ours, vendor)
+
+
+def adam(small: bool, device: str) -> Case:
+    """A step of Adam on a stack."""
+    clients, size = (3, 40) if small else (10_000, 9_610)
+    x, g, first, second = (normal(i, clients, size, device=device) for i in range(4))
+    second = second.square_()
+    parameter = torch.nn.Parameter(x.clone())
+    parameter.grad = g
+    fused = torch.optim.Adam([parameter], lr=1e-3, fused=True)
+    ours = partial(stacked_step.adam, x, g, first, second, Clients(3), lr=1e-3)
+    setting = f"stacked_step: Adam, {clients} × {size}"
+    return Case(setting, 28.0 * x.numel(), 12.0 * x.numel(), False, ours, {"torch.optim.Adam(fused)": fused.step})
+
+
+def glm(small: bool, device: str) -> Case:
+    """Twenty full-batch steps of linear clients."""
+    clients, rows, features, steps = (3, 8, 4, 2) if small else (100_000, 64, 32, 20)
+    x, y = normal(1, clients, rows, features, device=device), normal(2, clients, rows, device=device)
+    count = torch.full((clients,), rows, device=device)
+    start = torch.zeros(clients, features, device=device)
+    ours = partial(glm_steps.glm_steps, glm_steps.GAUSSIAN, x, y, count, start, steps=steps, lr=0.01)
+
+    def gram() -> Tensor:
+        curvature, target, theta = x.mT @ x, x.mT @ y[..., None], start[..., None]
+        for _ in range(steps):
+            theta = theta - 0.02 / rows * (curvature @ theta - target)
+        return theta
+
+    setting = f"glm_steps: {clients} clients, {rows} × {features}, {steps} steps"
+    return Case(setting, 4.0 * x.numel(), 4.0 * x.numel() * steps, False, ours, {"Gram matrices (cuBLAS)": gram})
+
+
+def graph(small: bool, device: str) -> Case:
+    """A neighbours' sum."""
+    nodes, width = (50, 4) if small else (1_000_000, 16)
+    ends = ft.random.randint(ft.random.key(0), nodes, (nodes * 5, 2))
+    network = ft.Network(ends[ends[:, 0] != ends[:, 1]], nodes=nodes)
+    matrix, rows = network.adjacency(device=device), normal(1, nodes, width, device=device, dtype=torch.float64)
+    edges = 2 * len(network.edges)
+    moved = edges * 12.0 + 16.0 * nodes * width
+    setting = f"neighbours: {nodes} nodes, {edges} edges, d = {width}"
+    ours = partial(neighbours.neighbours, matrix, rows)
+    return Case(setting, moved, 2.0 * edges * width, True, ours, {"cuSPARSE": lambda: matrix @ rows})
+
+
+def median(small: bool, device: str) -> Case:
+    """A weighted median of messages."""
+    messages, size = (5, 8) if small else (100, 1_000_000)
+    value = normal(1, messages, size, device=device)
+    share = torch.full((messages,), 1 / messages, device=device, dtype=torch.float64)
+    ours = partial(order_statistics.median, value, share)
+    setting = f"order_statistics: median of {messages} × {size}"
+    return Case(setting, 4.0 * value.numel(), 64.0 * value.numel(), True, ours, {"torch.sort": lambda: value.sort(0)})
+
+
+def processes(small: bool, device: str) -> Case:
+    """Statistics of convolved Gaussian processes."""
+    units, rows, points, latents = (2, 6, 3, 1) if small else (10_000, 50, 20, 2)
+    double = partial(normal, device=device, dtype=torch.float64)
+    x, y, inducing = double(1, units, rows, 1), double(2, units, rows), double(3, points, 1)
+    tensors = (
+        x,
+        y,
+        torch.ones_like(y),
+        inducing,
+        double(4, units, latents, 1).square() + 0.1,
+        double(5, units, latents),
+        double(6, latents, points, points),
+    )
+    size = points * latents
+    moved = 8.0 * units * (3 * rows + size**2)
+    work = units * rows * size * (2.0 * size + 2.0 * points + 30.0)
+    ours = partial(gp_statistics.gp_statistics, *tensors)
+    setting = f"gp_statistics: {units} units × {rows} points, P = {size}"
+    return Case(setting, moved, work, True, ours, {"stored rows (cuBLAS)": partial(off, ours)})
+
+
+def sweeps(small: bool, device: str) -> Case:
+    """Gibbs sweeps of small regressions."""
+    clients, size, count = (2, 2, 2) if small else (4_000, 10, 20)
+    double = partial(normal, device=device, dtype=torch.float64)
+    x = double(1, clients, size + 20, size)
+    ones = torch.ones(clients, 1, size, device=device, dtype=torch.float64)
+    rows = gibbs_sweeps.Rows(x.mT @ x, double(2, clients, size), double(3, clients).square() + 1, 2 + ones[:, 0, 0])
+    heard = gibbs_sweeps.Heard(double(4, clients, 1, size), ones, ones[..., 0])
+    chains = gibbs_sweeps.Chains(0 * ones, ones, ones, ones[..., 0])
+    keys = ft.random.fold_in(ft.random.key(5).to(device), torch.arange(clients, device=device))[:, None]
+    ours = partial(gibbs_sweeps.gibbs_sweeps, rows, heard, chains, keys, count)
+    work = clients * count * (size**3 / 3 + 4.0 * size**2 + 150.0 * size)
+    moved = 8.0 * clients * (size**2 + 8 * size)
+    setting = f"gibbs_sweeps: {clients} problems of {size}, {count} sweeps"
+    return Case(setting, moved, work, True, ours, {"batched Cholesky": partial(off, ours)})
+
+
+def densities(small: bool, device: str) -> Case:
+    """Moments of normal densities."""
+    clients, size = (4, 3) if small else (200_000, 8)
+    root = normal(1, clients, size, size + 4, device=device, dtype=torch.float64)
+    matrix, vector = root @ root.mT, root[..., 0].contiguous()
+    ours = partial(moments.solved, matrix, vector)
+    moved = 8.0 * clients * 2 * (size**2 + size)
+    setting = f"moments: {clients} of {size} dimensions"
+    return Case(setting, moved, 1.0 * clients * size**3, True, ours, {"cholesky_ex": partial(off, ours)})
+
+
+def off(work: Callable[[], object]) -> object:
+    """The reference."""
+    with kernels("off"):
+        return work()
+
+
+CASES = {
+    "philox": philox,
+    "stacked_step": adam,
+    "glm_steps": glm,
+    "neighbours": graph,
+    "order_statistics": median,
+    "gp_statistics": processes,
+    "gibbs_sweeps": sweeps,
+    "moments": densities,
+}
+
+
+def rows(name: str, small: bool, device: str, rates: Rates) -> list[Row]:
+    """A kernel's figures."""
+    case = CASES[name](small, device)
+    compiled = torch.compile(case.ours, backend="eager" if device == "cpu" else "inductor", dynamic=False)
+    ways: dict[str, tuple[str, Any]] = {
+        "Triton": ("on" if device == "cuda" else "interpret", case.ours),
+        "reference": ("off", case.ours),
+        "torch.compile of the reference": ("off", compiled),
+        **{other: ("off", work) for other, work in case.vendor.items()},
+    }
+    times: dict[str, Timed] = {}
+    for way, (mode, work) in ways.items():
+        try:
+            with kernels(mode):
+                times[way] = timed(work, device)
+        except Exception as error:  # whatever a compiler or a library refuses; the others are still worth their time
+            sys.stderr.write(f"{case.setting}: {way} refused: {type(error).__name__}: {str(error).splitlines()[0]}\n")
+    found = [Row(case.setting, f"ms, {way}", 1e3 * time.median, 1e3 * time.spread) for way, time in times.items()]
+    if "Triton" not in times:
+        return found
+    bound = max(case.moved / rates.copy, case.operations / (rates.double if case.double else rates.single))
+    spent = times["Triton"].median
+    return [
+        *found,
+        Row(case.setting, "GB/s", case.moved / spent / 1e9),
+        Row(case.setting, "GFLOP/s", case.operations / spent / 1e9),
+        Row(case.setting, "operations a byte", case.operations / case.moved),
+        Row(case.setting, "share of the measured bound", bound / spent),
+        *(
+            Row(case.setting, f"times faster than {way}", t.median / spent)
+            for way, t in times.items()
+            if way != "Triton"
+        ),
+    ]

@@ -1,0 +1,95 @@
+"""What ranks do, started by torchrun: rounds of work of several sizes, and collectives alone.
+
+`python -m experiments.benchmarks.parts.scaling_ranks FILE CLIENTS,CLIENTS,...` on every rank; rank 0 writes seconds as
+JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import fedtorch as ft
+from experiments import common
+from experiments.benchmarks import core
+from experiments.benchmarks.parts import measure
+
+ROWS, STEPS = 40, 5
+SUMS = (1, 1_000_000)  # numbers in a sum
+ROOT = Path(__file__).parents[3]
+
+
+def linear_data(clients: int) -> ft.data.FederatedData:
+    """Clients of a linear model of 8 features, 40 rows each."""
+    key = ft.random.key(0)
+    x = ft.random.normal(key, (clients * ROWS, 8))
+    y = x.sum(-1) + ft.random.normal(ft.random.fold_in(key, 1), (clients * ROWS,))
+    return ft.data.FederatedData((x, y), torch.full((clients,), ROWS))
+
+
+def linear_run(population: ft.InProcess | ft.Distributed, compile: bool = False) -> ft.Run:
+    """FedAvg of it, five full-batch steps a round."""
+    torch.manual_seed(0)
+    return ft.Run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=STEPS, compile=compile)), population)
+
+
+def least_round(run: ft.Run, count: int) -> float:
+    """Seconds of the quickest of so many rounds, after two of warm-up; other programs are in the others."""
+    return min(measure.round_seconds(run, count + 2)[2:])
+
+
+def work(clients: Sequence[int]) -> dict[str, float]:
+    """Seconds of a round for so many clients, and of sums of so many numbers."""
+    found = {}
+    for count in clients:
+        run = linear_run(ft.Distributed(linear_data(count)))
+        found[f"{count} clients"] = least_round(run, 150 if count <= 1000 else 15)
+    ranks = ft.Distributed(linear_data(2)).ranks
+    for numbers in SUMS:
+        value = torch.ones(numbers, dtype=torch.float64)
+        found[f"sum of {numbers}"] = min(common.seconds(lambda value=value: ranks.sum(value)) for _ in range(100))
+    return found
+
+
+def launched(processes: int, clients: Sequence[int], threads: int = 1) -> dict[str, float]:
+    """What so many ranks on this machine take."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "seconds.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command += ["-m", "experiments.benchmarks.parts.scaling_ranks", str(file), ",".join(map(str, clients))]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+        quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        done = subprocess.run(command, env=environment, cwd=ROOT, check=False, timeout=1200, **quiet)
+        if done.returncode:
+            raise RuntimeError(f"Expected {processes} ranks to end well, but got:\n{done.stdout[-3000:]}")
+        return json.loads(file.read_text())
+
+
+def least(repeat: int, clients: Sequence[int], processes: Sequence[int] = (1, 2)) -> dict[int, dict[str, float]]:
+    """By number of processes, which take turns; the quickest of all repetitions."""
+    found = [{count: launched(count, clients) for count in processes} for _ in range(repeat)]
+    return {count: {name: min(each[count][name] for each in found) for name in found[0][count]} for count in processes}
+
+
+def main(argv: Sequence[str]) -> None:
+    """What a rank does."""
+    file, clients = argv
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with common.quiet():
+        found = work([int(count) for count in clients.split(",")])
+    if int(os.environ["RANK"]) == 0:
+        Path(file).write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

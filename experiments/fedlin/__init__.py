@@ -1,0 +1,1 @@
+"""Hierarchical linear models (FedLin)."""

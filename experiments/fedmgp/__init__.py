@@ -1,0 +1,1 @@
+"""Multi-output Gaussian processes (FedMGP)."""

@@ -1,0 +1,1 @@
+"""Privacy: what it costs, and what attacks learn without it."""

@@ -1,0 +1,1 @@
+"""Sparse Bayesian models by Gibbs sampling (FedSparse)."""

@@ -1,0 +1,1 @@
+"""Vertical federated learning by data augmentation and amortised inference (VFL)."""
