@@ -58,7 +58,6 @@ from .federation.lightning.round_progress_bar import RoundProgressBar as RoundPr
 from .federation.populations.distributed import Distributed as Distributed
 from .federation.populations.growing import Growing as Growing
 from .federation.populations.in_process import InProcess as InProcess
-from .federation.populations.redelivery import Redelivered as Redelivered
 from .federation.runs import recipes as recipes
 from .federation.runs.cohorts import (
     fixed_cohort as fixed_cohort,
@@ -71,10 +70,10 @@ from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
+    duplicated as duplicated,
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
-from .federation.runs.history import Round as Round
 from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
 from .federation.runs.tuning import grid as grid
@@ -83,6 +82,7 @@ from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.solvers.reading import reading as reading
 from .federation.told import Averages as Averages, Told as Told
+from .history import Round as Round
 from .models.linear import LinearHead as LinearHead
 from .networks import Network as Network
 from .report.callback import Report as Report

@@ -1,4 +1,4 @@
-"""Imports that wait until a name is asked for: names that the stub of a package declares, and slow libraries."""
+"""Packages that hand out the names of their stub, and import each when it is first asked for."""
 
 from __future__ import annotations
 
@@ -45,8 +45,3 @@ def declared(package: str, stub: Path) -> dict[str, tuple[str, str]]:
             module = ".".join([*above, *([node.module] if node.module else [])])
             homes |= {alias.asname or alias.name: (module, alias.name) for alias in node.names}
     return homes
-
-
-def loaded(module: str, name: str) -> Any:
-    """Return the class `name` of `module` for `isinstance` if somebody has imported the module, else ()."""
-    return getattr(sys.modules.get(module), name, ())

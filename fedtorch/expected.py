@@ -12,6 +12,7 @@ TypeError: Expected a name, but got int; use str()
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -86,6 +87,16 @@ def like(values: Tree, example: Tree, what: str, advice: str) -> None:
         if wanted.get(name) != got.get(name):
             of = lambda shapes, name=name: f"of shape {shapes[name]}" if name in shapes else "absent"
             raise ValueError(f"Expected {what} {name!r} to be {of(wanted)}, but got it {of(got)}; {advice}")
+
+
+def loaded(module: str, name: str) -> Any:
+    """Return the class `name` of a module that takes seconds to import, for `isinstance`; () where it is not imported.
+
+    Example:
+        >>> isinstance(3, loaded("a_module_that_is_not_imported", "Number"))
+        False
+    """
+    return getattr(sys.modules.get(module), name, ())
 
 
 def _finite(name: str, value: Any) -> bool:

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch._lazy import loaded
 from fedtorch._torchmetrics import computed, summed_states, wide
+from fedtorch.expected import loaded
 from fedtorch.tree import Tree
 
 __all__ = ["accuracy", "calibration_error", "cross_entropy", "mean_of", "mean_squared_error"]

@@ -441,11 +441,11 @@ def test_the_total_is_that_of_everybody_whoever_answers(name: str, monkeypatch: 
     if algorithm.told is None:
         pytest.skip(f"{name} tells nothing for good")
     everybody = slice(0, len(population(name).data))
-    for wrap in (lambda population: population, ft.Redelivered):
-        clients = wrap(population(name, 3))
+    for others in (ft.Faults(), ft.duplicated()):
+        clients = population(name, 3)
         hears = ft.Faults(before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2) | (ids == 1))
         arrives = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2))
-        run = ft.Run(algorithm, clients, moved(start(name, algorithm), algorithm), faults=hears | arrives)
+        run = ft.Run(algorithm, clients, moved(start(name, algorithm), algorithm), faults=hears | arrives | others)
         assert distance(run.server.total, run.clients.total()) < ROUNDING
         for round in run.rounds(4):
             states = round.clients.state_dict()

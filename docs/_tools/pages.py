@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from public import contents, examples, modules, public
+from public import contents, declared, examples, modules, public
 from sphinx.util import logging
 
 import fedtorch
@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "federation": (
         "Around a run",
         "History, evaluation, tuning, checkpoints, progress.",
-        ("fedtorch.federation", "fedtorch.progress"),
+        ("fedtorch.federation", "fedtorch.history", "fedtorch.progress"),
     ),
     "algorithms": (
         "Algorithms",
@@ -64,7 +64,11 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "models": ("Models", "Modules and samplers that know nothing of federation.", ("fedtorch.models",)),
     "networks": ("Networks", "Graphs of clients, their learning and their solvers.", ("fedtorch.networks",)),
     "vertical": ("Vertical federation", "Different features of the same rows.", ("fedtorch.vfl",)),
-    "trust": ("Trust", "Privacy, secure sums, robustness, attacks, fairness, records.", ("fedtorch.trust",)),
+    "trust": (
+        "Trust",
+        "Privacy, secure sums, robustness, attacks, fairness, records.",
+        ("fedtorch.trust", "fedtorch.federation.exchanges.robust"),
+    ),
     "data": ("Data", "Federated data, partitioners, real data sets.", ("fedtorch.data",)),
     "plots": (
         "Metrics, plots, reports and the command line",
@@ -93,7 +97,7 @@ def assigned() -> dict[str, list[str]]:
 
 
 def write(_: Any = None) -> None:
-    """Writes the pages, those that have not changed left as they are."""
+    """Write the pages, and leave those that have not changed as they are."""
     folder = HERE / "reference"
     folder.mkdir(exist_ok=True)
     index = ["# Reference", "", "Every public name, from its docstring.", "", "```{toctree}", ":maxdepth: 1", ""]
@@ -102,7 +106,8 @@ def write(_: Any = None) -> None:
         index.append(page)
         lines = [f"# {title}", "", about, ""]
         for name in names:
-            members = "   :members:\n   :show-inheritance:\n" if any(public(importlib.import_module(name))) else ""
+            shown = ", ".join(each for each, value in public(importlib.import_module(name)) if not is_alias(value))
+            members = f"   :members: {shown}\n   :show-inheritance:\n" if shown else "   :no-members:\n"
             lines += [f"## {name.removeprefix('fedtorch.')}", "", "```{eval-rst}", f".. automodule:: {name}", members]
             lines += ["```", ""]
         _write(folder / f"{page}.md", lines)
@@ -143,8 +148,13 @@ def _is_package(name: str) -> bool:
 
 def missing(documented: set[str]) -> list[str]:
     """Public modules and names of the package that are not among the documented ones."""
-    names = [f"{module}.{name}" for module in modules() for name, _ in public(importlib.import_module(module))]
+    names = [name for name, value in declared().items() if not is_alias(value)]
     return [name for name in [*modules(), *names] if name not in documented]
+
+
+def is_alias(value: Any) -> bool:
+    """Return whether a name stands for a type that is made of others, such as `Tensor | slice`, which has no text."""
+    return not (inspect.isclass(value) or inspect.isroutine(value)) or not value.__module__.startswith("fedtorch")
 
 
 def check(app: Any, _: Any) -> None:

@@ -29,12 +29,16 @@ NOT_PYTHON = re.compile(r"[:%!]")  # how options of a cell and commands to the n
 CHAIN = re.compile(r"\b(?:ft|fedtorch)(?:\.\w+)+")
 
 
+def stubs() -> dict[str, Path]:
+    """Return the packages that have a stub, each with its file."""
+    root = Path(fedtorch.__file__).parent
+    return {".".join(stub.parent.relative_to(root.parent).parts): stub for stub in sorted(root.rglob("__init__.pyi"))}
+
+
 @functools.cache
 def packages() -> dict[str, list[str]]:
     """Return the packages that have a stub, each with the names that it hands out."""
-    root = Path(fedtorch.__file__).parent
-    stubs = {".".join(stub.parent.relative_to(root.parent).parts): stub for stub in root.rglob("__init__.pyi")}
-    return {package: sorted(_lazy.declared(package, stub)) for package, stub in sorted(stubs.items())}
+    return {package: sorted(_lazy.declared(package, stub)) for package, stub in stubs().items()}
 
 
 @functools.cache
@@ -50,7 +54,7 @@ def handed_out() -> dict[str, list[str]]:
 
 @functools.cache
 def declared() -> dict[str, Any]:
-    """Return what is public, modules aside, by the name that its definition has: of a class, its module's and its own."""
+    """Return what is public, modules aside, by the full name of its definition."""
     found: dict[str, tuple[str, Any]] = {}
     for module, names in handed_out().items():
         for name in names:
@@ -121,7 +125,7 @@ def _is_chain(node: ast.AST) -> bool:
 
 
 def used_by_page(text: str) -> set[str]:
-    """Return the chains that a page has: in cells and blocks of Python and YAML, and in the text with their full name."""
+    """Return the chains that a page has: in its cells and blocks of Python, and wherever one begins with `fedtorch`."""
     blocks = [body for kind, body in BLOCK.findall(text) if "python" in kind or "code-cell" in kind]
     program = "\n".join(line for body in blocks for line in body.splitlines() if not NOT_PYTHON.match(line))
     return {*chains(program), *(re.sub(r"^ft\b", "fedtorch", chain) for chain in CHAIN.findall(text))}

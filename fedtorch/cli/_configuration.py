@@ -34,7 +34,7 @@ from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.runs.cohorts import Cohort
 from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
-from fedtorch.federation.runs.history import Recorder
+from fedtorch.history import Recorder
 from fedtorch.metrics import StackedMetric
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.penalties import ShrinkagePrior

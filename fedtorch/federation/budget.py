@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -59,23 +59,6 @@ class Budget(Protocol):
         ...
 
 
-def joined(budget: Budget | None, cohort: Any, clients: int, record: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(whom a run asks, who follows it), the budget among them if there is one."""
-    recorders = tuple(record) if isinstance(record, Sequence) else (record,)
-    return (cohort, recorders) if budget is None else (budget.cohort(cohort, clients), (*recorders, budget))
-
-
-def spend(budget: Budget | None, round: int, asked: Tensor | None, key: Tensor) -> None:
-    """Counts a round where somebody counts; see `Budget.spend`."""
-    if budget is not None:
-        budget.spend(round, asked, key)
-
-
 def exhausted(budget: Budget | None) -> bool:
-    """Whether a budget allows no further round."""
+    """Return whether a budget allows no further round."""
     return budget is not None and not budget.allows()
-
-
-def report(budget: Budget | None) -> Mapping[str, float]:
-    """What a budget tells the history."""
-    return {} if budget is None else budget.report()

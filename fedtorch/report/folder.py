@@ -1,6 +1,6 @@
 """What a run leaves in its folder, and the page that is made of it.
 
-- `history.safetensors`: the history of the run, see `fedtorch.federation.runs.history`. Where it is missing, the
+- `history.safetensors`: the history of the run, see `fedtorch.history`. Where it is missing, the
   history of the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
 - `about.json`: what a history does not say: clients' names, settings, network, posteriors, scores, privacy's claim.
   Where it is missing, clients are numbers, and the rest is left out.
@@ -32,8 +32,8 @@ from torch import Tensor
 from fedtorch import _files as files, checkpoint
 from fedtorch.checkpoint import below
 from fedtorch.federation.runs.evaluation import Score
-from fedtorch.federation.runs.history import History
 from fedtorch.federation.runs.run import Run
+from fedtorch.history import History
 from fedtorch.report._about import FORMAT, about
 from fedtorch.report._page import Story, page
 from fedtorch.trust import record

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fedtorch.federation.runs.history import Round, means
+from fedtorch.history import Round, means
 
 __all__ = ["DriftAlarm"]
 

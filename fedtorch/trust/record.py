@@ -36,8 +36,8 @@ from torch import Tensor
 
 from fedtorch import _files as files, checkpoint, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.runs.history import Round
 from fedtorch.federation.runs.run import Run
+from fedtorch.history import Round
 
 __all__ = ["Ledger"]
 

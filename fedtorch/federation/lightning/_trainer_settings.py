@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from fedtorch.federation.lightning.client_sharding import ClientSharding
 from fedtorch.federation.populations.distributed import Distributed
-from fedtorch.federation.populations.in_process import Population
+from fedtorch.federation.populations.population import Population
 
 _SOLVER = "tell the local solver: ft.gradient_descent({}) or ft.lightning_fit({})"
 _AVERAGING = "keep averages of the server's parameters in a recorder, record=, or take ft.fedopt"

@@ -24,12 +24,12 @@ from fedtorch.federation.budget import exhausted
 from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
 from fedtorch.federation.lightning._validation import OwnValidation, has_validation_step
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
-from fedtorch.federation.populations.in_process import Population, check_population
+from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Cohort
 from fedtorch.federation.runs.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
 from fedtorch.federation.runs.faults import Faults
-from fedtorch.federation.runs.history import Recorder, means
 from fedtorch.federation.runs.run import Run
+from fedtorch.history import Recorder, means
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

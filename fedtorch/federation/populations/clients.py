@@ -1,14 +1,9 @@
-"""The clients of a run: prepared data and a table of states, what a round asks of them, and what they answer.
-
-`Clients.step` runs a cohort and returns what the server may take in; the clients' new states are kept aside until
-`commit` says whose message has arrived.
-"""
+"""The clients of one process: their prepared data and states, what a round asks of them, and what they answer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +12,8 @@ from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchanges.exchange import Sent, Sum, check_shapes, client_count, in_dtypes_of, indices
-from fedtorch.federation.populations.answers import Answers, Gathered, joined
 from fedtorch.federation.populations.finite import check_sum, is_finite, not_finite
-from fedtorch.federation.populations.memory import block_bytes
+from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.populations.state_table import StateTable
 from fedtorch.tree import Rows, Tree
 
@@ -27,68 +21,40 @@ BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
 _MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
 _MERGE_EVERY = 32  # partial aggregates that are held before they are merged
+_BYTES = 512 * 2**20  # of clients that run at once on the CPU, where more than caches hold gains nothing
+_SHARE = 4  # of a CUDA device's free memory, a quarter: activations and what an optimiser keeps want the rest
 
-_NOBODY = torch.zeros(0, dtype=torch.int64)
 Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
 
 
-class Pending(NamedTuple):
-    """A round as far as the clients have brought it."""
+class Answers(NamedTuple):
+    """What the clients of a block have answered."""
 
-    aggregate: Tree  # None if nobody answered
-    ids: Tensor  # (M,) the clients that answered, ascending
-    info: dict[str, Tensor]  # (M,) each, in the order of ids
-    bytes_up: int  # of all messages sent, also those that were lost
-    bytes_down: int
-    commit: Callable[[], None]  # keeps the new states of the clients that answered
-    repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
-    refused: Mapping[int, str] = MappingProxyType({})  # clients whose message was bad, and in which field
-    away: Tensor = _NOBODY  # clients that could not be asked, or did not want to answer; beside simulated faults
-    late: Tensor = _NOBODY  # clients that have not answered in time; beside simulated faults
+    ids: Rows
+    message: Tree  # (K, ...) all that they send
+    state: Tree  # (K, ...)
+    info: dict[str, Tensor]  # (K,) each
 
-    @property
-    def refused_ids(self) -> Tensor:
-        """The clients whose message was left out, ascending."""
-        return torch.tensor(sorted(self.refused), dtype=torch.int64) if self.refused else _NOBODY
+    def without(self, clients: Tensor, device: torch.device) -> Answers:
+        """The answers of all but some clients; all that is answered is on `device`."""
+        arrived = ~torch.isin(indices(self.ids), clients)
+        if bool(arrived.all()):
+            return self
+        rows = arrived.nonzero()[:, 0]
+        return Answers(indices(self.ids)[rows], *tree.take(self[1:], rows.to(device)))
 
 
-class Clients(Protocol):
-    """The clients of a population, bound to one algorithm."""
+class Gathered(NamedTuple):
+    """A round of the clients of one process."""
 
-    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
-        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
-
-        The turn's key is that of the round.
-        """
-        ...
-
-    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """`function(tensors each client predicts with, its data)` for the clients of `data`, `(K, ...)` in order."""
-        ...
-
-    def total(self) -> Tree:
-        """What the exchange makes of `Algorithm.told` over all clients; None where some cannot be asked now."""
-        ...
-
-    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """The tensors that the clients `ids` (distinct) predict with, `(M, ...)`."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Ids and states of all clients that have committed, flat."""
-        ...
-
-    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Replaces the states by those in `flat` that belong here."""
-        ...
-
-    def meet(self) -> None:
-        """Waits for the other processes, if there are any."""
-        ...
-
-    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """Says what a run is about to do; other processes, if there are any, compare it when they next meet."""
-        ...
+    partial: Tree  # aggregate, None if nobody answered
+    states: list[tuple[Rows, Tree]]  # to commit
+    ids: Tensor  # (M,) those that answered, ascending
+    info: dict[str, Tensor]  # (M,) each
+    up: int  # bytes
+    down: int
+    refused: dict[int, str]  # clients whose message had NaN or Inf, and in which field
+    message: Tree  # of the last block, None if there was none
 
 
 class LocalClients:
@@ -308,3 +274,29 @@ def _as_slice(ids: Tensor) -> Rows:
     if last - first == len(ids) and (len(ids) < 3 or bool((ids[1:] - ids[:-1] == 1).all())):
         return slice(first, last)
     return ids
+
+
+def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """(ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
+    if not infos:
+        return torch.zeros(0, dtype=torch.int64), {}
+    names = list(dict.fromkeys(name for _, info in infos for name in info))
+    info = {
+        name: torch.cat(
+            [
+                part[name].to("cpu", torch.float64) if name in part else torch.full((len(ids),), torch.nan)
+                for ids, part in infos
+            ]
+        )
+        for name in names
+    }
+    ids, order = torch.cat([ids for ids, _ in infos]).sort()
+    return ids, tree.take(info, order)
+
+
+def block_bytes(device: torch.device) -> int:
+    """What a block of clients may take: 512 MiB, or a quarter of what is free on a CUDA device."""
+    if device.type != "cuda":
+        return _BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return free // _SHARE

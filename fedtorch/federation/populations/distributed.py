@@ -21,8 +21,9 @@ from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.populations._ranks import Ranks
-from fedtorch.federation.populations.clients import LocalClients, Pending
+from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK, placed
+from fedtorch.federation.populations.population import Pending
 from fedtorch.tree import Tree
 
 TIMEOUT = timedelta(minutes=10)

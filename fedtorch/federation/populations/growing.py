@@ -24,8 +24,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
-from fedtorch.federation.populations.answers import Gathered
-from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients
+from fedtorch.federation.populations.clients import SMALL_BLOCK, Gathered, LocalClients
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.tree import Tree
 

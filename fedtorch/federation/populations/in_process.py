@@ -1,13 +1,6 @@
-"""Where the clients run: all at once in this process, or sharded over ranks.
-
-A population describes clients, their data and their place. `bind` gives an algorithm its own `Clients`: prepared data
-and a table of states.
-"""
+"""A population whose clients all run in this process, stacked."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,32 +8,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.populations.clients import SMALL_BLOCK, Clients, LocalClients
+from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients
 from fedtorch.tree import Tree
-
-
-class Population(Protocol):
-    """Clients and where they run.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> class Announced(ft.InProcess):  # says what it is asked for
-        ...     def bind(self, algorithm, state):
-        ...         print(len(self.names), "clients take part in", algorithm.settings["algorithm"])
-        ...         return super().bind(algorithm, state)
-        >>> population: Population = Announced(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3))
-        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False))), population)
-        3 clients take part in fedavg
-    """
-
-    data: FederatedData
-    names: tuple[str, ...]
-    device: torch.device  # where the server's state lives
-    leads: bool  # whether this process writes what all processes know
-
-    def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
-        """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""
-        ...
 
 
 class InProcess:
@@ -78,22 +47,6 @@ class InProcess:
         return f"InProcess({self.data!r})"
 
 
-def check_population(population: Population) -> None:
-    """Raises TypeError unless it is a population, with advice for data that are none yet.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> check_population(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))]))
-        Traceback (most recent call last):
-        TypeError: Expected a population, but got FederatedData; say where clients run: ft.InProcess(data)
-    """
-    if not hasattr(population, "bind"):
-        made = "data" if isinstance(population, FederatedData) else "ft.data.from_tensors([(x, y), …])"
-        raise TypeError(
-            f"Expected a population, but got {type(population).__name__}; say where clients run: ft.InProcess({made})"
-        )
-
-
 def placed(
     data: FederatedData, chunk: int | None, device: torch.device | str | None
 ) -> tuple[FederatedData, tuple[str, ...], torch.device]:
@@ -116,19 +69,3 @@ def placed(
         raise ValueError(f"Expected a CUDA device for device={str(device)!r}, but got none; leave device= away")
     data = data if device is None else data.to(device)
     return data, data.names, tree.leaves(data.rows)[0].device
-
-
-def refuse_bad_messages(refused: Mapping[int, str], names: Sequence[str], round: int) -> None:
-    """Raises ValueError for messages with NaN, Inf or a negative weight; names the first client, field and round.
-
-    Example:
-        >>> refuse_bad_messages({1: "value.weight"}, names=["a", "b"], round=7)
-        Traceback (most recent call last):
-        ValueError: Expected finite messages, but client 'b' sent NaN, Inf or a negative weight in 'value.weight' in ...
-    """
-    client, field = next(iter(refused.items()))
-    raise ValueError(
-        f"Expected finite messages, but client {names[client]!r} sent NaN, Inf or a negative weight in {field!r} in "
-        f"round {round}, and {len(refused) - 1} others did so too; nothing of the round was kept. Take smaller steps, "
-        "or pass on_bad_message='drop' to leave such clients out of their rounds"
-    )

@@ -145,19 +145,30 @@ def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
     return uniform_cohort(cohort, clients)
 
 
-def check_cohort(cohort: int | Cohort | None, clients: int) -> None:
-    """Raises ValueError if `cohort` asks for clients that are not there, as far as one draw tells.
+def checked_draws(cohort: int | Cohort | None, clients: int) -> Cohort | None:
+    """Return `cohort` as a function whose every draw is checked, None for everybody.
+
+    Raises:
+        ValueError: it asks for clients that are not there, as far as one draw tells.
 
     Example:
         >>> import fedtorch as ft
-        >>> check_cohort(ft.fixed_cohort([0, 5]), clients=5)
+        >>> checked_draws(ft.fixed_cohort([0, 5]), clients=5)
         Traceback (most recent call last):
         ValueError: Expected distinct ascending ids of the population's 5 clients, but got [0, 5]
     """
     draw = cohort_function(cohort, clients)
-    ids = None if draw is None else draw(random.key(0))
-    if ids is not None:
-        check_ids(ids, clients)
+    if draw is None:
+        return None
+
+    def checked(key: Tensor) -> Tensor | None:
+        ids = draw(key)
+        if ids is not None:
+            check_ids(ids, clients)
+        return ids
+
+    checked(random.key(0))
+    return checked
 
 
 def check_ids(ids: Tensor, clients: int) -> None:

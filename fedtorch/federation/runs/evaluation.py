@@ -13,7 +13,8 @@ from fedtorch import expected, metrics as fm, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK, Clients
+from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
+from fedtorch.federation.populations.population import Clients
 from fedtorch.tree import Tree
 
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)

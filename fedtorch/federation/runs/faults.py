@@ -1,4 +1,4 @@
-"""What goes wrong between server and clients, as values: drop-outs, stragglers, lost messages.
+"""What goes wrong between server and clients, as values: drop-outs, stragglers, lost and duplicated messages.
 
 A fault says, from a key and the clients' ids, whom it hits; the clients' draws are independent of the cohort, the
 population and the order of blocks. A silent client is rolled back: its state is what it was before the round. Faults
@@ -12,8 +12,6 @@ after.
 >>> round = ft.Run(ft.fedavg(local), ft.InProcess(data), faults=ft.dropouts(0.2) | slow).step()
 >>> len(round.asked) == len(round.ids) + len(round.lost_before) + len(round.late) + len(round.lost_after)
 True
-
-What comes twice or out of order is `ft.Redelivered`, a population.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ class Faults:
         before: the client does not hear the server, and does nothing.
         after: the client's message is lost after its work, which is rolled back.
         late: the client's message comes after the deadline, and its work is rolled back.
+        twice: the client's message is delivered a second time; messages then arrive in any order.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -52,12 +51,11 @@ class Faults:
     before: Hit | None = None
     after: Hit | None = None
     late: Hit | None = None
+    twice: Hit | None = None
 
     def __or__(self, other: Faults) -> Faults:
         """Both, independently of each other."""
-        return Faults(
-            _either(self.before, other.before), _either(self.after, other.after), _either(self.late, other.late)
-        )
+        return Faults(*(_either(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__))
 
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)
@@ -82,8 +80,6 @@ class Fates(NamedTuple):
 
     def besides(self, away: Tensor, late: Tensor) -> Fates:
         """With other clients that were away or late."""
-        if not len(away) and not len(late):
-            return self
         before, later = torch.cat([self.before, away]).sort().values, torch.cat([self.late, late]).sort().values
         return self._replace(before=before, late=later)
 
@@ -113,6 +109,28 @@ def lost_messages(before: float = 0.0, after: float = 0.0) -> Faults:
         (True, True)
     """
     return Faults(_coin(before), _coin(after))
+
+
+def duplicated(probability: float = 0.5) -> Faults:
+    """Messages that arrive out of order, and each with this probability a second time, in its round or a later one.
+
+    `Round.repeated` names the clients whose message came twice. Bytes are those that clients send, without repetitions.
+
+    Raises:
+        ValueError: a probability outside [0, 1].
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
+        >>> run = ft.Run(algorithm, ft.InProcess(data), faults=ft.duplicated(1.0))
+        >>> run.step().repeated
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+        >>> run.step().number, run.network.receiver.refused  # of 16 that came again; the others are still on their way
+        (2, 12)
+    """
+    _check_probability(probability)
+    return Faults(twice=lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability))
 
 
 def exponential_noise(keys: Tensor) -> Tensor:
@@ -188,9 +206,13 @@ def fates(faults: Faults, key: Tensor, asked: Tensor | None, clients: int) -> Fa
     return Fates(hear, silent if len(silent) else None, before, late, after)
 
 
-def _coin(probability: float) -> Hit | None:
+def _check_probability(probability: float) -> None:
     if not 0 <= probability <= 1:
         raise ValueError(f"Expected a probability between 0 and 1, but got {probability}")
+
+
+def _coin(probability: float) -> Hit | None:
+    _check_probability(probability)
     if probability == 0:
         return None
     return lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability)

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from fedtorch import checkpoint, expected, functional, tree
 from fedtorch.checkpoint import below, describe
 from fedtorch.data import FederatedData
-from fedtorch.federation import budget as budget
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
-from fedtorch.federation.populations.clients import Clients
-from fedtorch.federation.populations.in_process import Population, check_population, refuse_bad_messages
-from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, check_cohort, check_ids, cohort_function
+from fedtorch.federation.budget import exhausted
+from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
+from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, checked_draws
+from fedtorch.federation.runs.deliveries import Network
 from fedtorch.federation.runs.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
 from fedtorch.federation.runs.faults import Fates, Faults, fates
-from fedtorch.federation.runs.history import History, Recorder, Round, headline
+from fedtorch.history import History, Recorder, Round, headline
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
@@ -48,7 +48,7 @@ class Run:
         parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round, drawn uniformly without replacement; or a function of the
             round's key, such as `ft.poisson_cohort`; None asks everybody.
-        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
+        faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`, `ft.duplicated`.
         seed: of all randomness.
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
@@ -96,18 +96,22 @@ class Run:
         clients = len(population.names)
         self.algorithm, self.population, self.seed = algorithm, population, seed
         self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
-        cohort, self.recorders = budget.joined(algorithm.budget, cohort, clients, record)
-        check_cohort(cohort, clients)
+        self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
+        if algorithm.budget is not None:
+            cohort, self.recorders = algorithm.budget.cohort(cohort, clients), (*self.recorders, algorithm.budget)
+        self._draw = checked_draws(cohort, clients)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
         self.log = History(keep_losses)
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
-        self.clients: Clients = population.bind(algorithm, state)
+        self.network = None if faults is None or faults.twice is None else Network(algorithm, faults.twice)
+        delivered = algorithm if self.network is None else self.network.algorithm
+        self.clients: Clients = population.bind(delivered, state)
+        self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
         if algorithm.told is not None:
             server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
-        self._draw = cohort_function(cohort, clients)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
         self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
@@ -117,15 +121,12 @@ class Run:
         began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
         keys = self._keys(self.number)
         asked = None if self._draw is None else self._draw(keys.cohort)
-        if asked is not None:
-            check_ids(asked, len(everybody))
-        budget.spend(algorithm.budget, self.number, asked, keys.client)
+        if algorithm.budget is not None:
+            algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self.clients.step(
-            algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent
-        )
+        pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent)
         if pending.refused and self.on_bad_message == "raise":
-            refuse_bad_messages(pending.refused, self.population.names, self.number + 1)
+            pending.raise_refused(self.population.names, self.number + 1)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
             pending.commit()
@@ -134,6 +135,11 @@ class Run:
         if anew and (total := self.clients.total()) is not None:
             self.server = self.server._replace(total=total)
         self.bytes_up, self.bytes_down = self.bytes_up + pending.bytes_up, self.bytes_down + pending.bytes_down
+        if len(pending.away) or len(pending.late):
+            fate = fate.besides(pending.away, pending.late)
+        report = {} if algorithm.report is None else dict(algorithm.report(self.server))
+        if algorithm.budget is not None:
+            report.update(algorithm.budget.report())
         self.last = Round(
             self.number,
             self.server,
@@ -143,10 +149,10 @@ class Run:
             pending.bytes_up,
             pending.bytes_down,
             everybody if asked is None else asked,
-            *fate.besides(pending.away, pending.late)[2:],
+            *fate[2:],
             pending.repeated,
-            pending.refused_ids,
-            {**(algorithm.report(self.server) if algorithm.report else {}), **budget.report(algorithm.budget)},
+            torch.tensor(sorted(pending.refused), dtype=torch.int64),
+            report,
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:
@@ -168,7 +174,7 @@ class Run:
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
         ended = lambda: bool(self.number and until is not None and until(self.log))
-        while (rounds is None or self.number < rounds) and not ended() and not budget.exhausted(self.algorithm.budget):
+        while (rounds is None or self.number < rounds) and not ended() and not exhausted(self.algorithm.budget):
             yield self.step()
 
     def __iter__(self) -> Iterator[Round]:
@@ -205,7 +211,7 @@ class Run:
 
     def client_module(self, client: int | str) -> nn.Module:
         """A copy of the module with the tensors that `client` (number or name) predicts with."""
-        number, module = self._client(client), self._module()
+        number, module = client_number(client, self.population.names), self._module()
         module = functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
         if self.algorithm.finish is not None:
             self.algorithm.finish(module, self.population.data[number])
@@ -247,16 +253,6 @@ class Run:
         if self.algorithm.module is None:
             raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
         return self.algorithm.module
-
-    def _client(self, client: int | str) -> int:
-        names = self.population.names
-        if isinstance(client, str):
-            if client not in names:
-                raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
-            return names.index(client)
-        if not 0 <= client < len(names):
-            raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
-        return client
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -303,7 +299,10 @@ class Run:
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
         if hidden := self.algorithm.exchange.hidden:
             about["messages"] = hidden
-        return {**{name: describe(value) for name, value in about.items()}, "clients": describe(self.population.names)}
+        return {
+            **{name: describe(value) for name, value in about.items()},
+            "clients": describe(self.population.names),
+        }
 
     def save(self, path: Path | str) -> None:
         """Writes a safetensors file that appears whole under its name; over ranks, called on all of them."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedtorch import checkpoint, tree
 from fedtorch.checkpoint import below
-from fedtorch.federation.runs.history import Round
+from fedtorch.history import Round
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -32,8 +32,9 @@ from fedtorch import tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.distributed import Distributed
-from fedtorch.federation.populations.in_process import InProcess, Population
-from fedtorch.federation.runs.cohorts import Cohort, check_cohort
+from fedtorch.federation.populations.in_process import InProcess
+from fedtorch.federation.populations.population import Population
+from fedtorch.federation.runs.cohorts import Cohort, checked_draws
 from fedtorch.federation.runs.evaluation import Score, Split, check_same_clients, inputs_and_targets, is_largest_best
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
@@ -167,7 +168,7 @@ def grid(
     if rounds < 1:
         raise ValueError(f"Expected at least one round, but got {rounds}")
     population, validation = _held_out(population, validation, seed)
-    check_cohort(cohort, len(population.data))
+    checked_draws(cohort, len(population.data))
     largest_is_best = is_largest_best(largest_is_best, as_stacked(metric).largest_is_best)
     tried = [dict(zip(settings, values)) for values in itertools.product(*settings.values())]
     algorithms = [_built(build, setting, seed) for setting in tried]

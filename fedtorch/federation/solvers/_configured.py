@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fedtorch._lazy import loaded
+from fedtorch.expected import loaded
 from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, check_maker, options, rebind
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedtorch import expected, functional, tree
-from fedtorch._lazy import loaded
+from fedtorch.expected import loaded
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import Rule, gauss_hermite, two_shells
 from fedtorch.models.rows import regression_rows
@@ -55,6 +54,7 @@ def logistic(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | st
     """y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
     >>> model = logistic(hierarchical.normal(1, names=["slope"]))
     >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])
     >>> phi = torch.tensor([[[1.0, -30.0]]]).double()  # mean, log variance
@@ -73,6 +73,7 @@ def poisson(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str
     """Counts y with log mean x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
     >>> model = poisson(hierarchical.normal(1))
     >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([2.0]))])
     >>> phi = torch.tensor([[[0.0, -30.0]]]).double()  # mean, log variance
@@ -108,6 +109,7 @@ def generalised(
     Waiting times y > 0, exponential with log rate x'θ_k:
 
     >>> import torch, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
     >>> def terms(y, eta):
     ...     hazard = y * eta.exp()
     ...     return Terms(log=eta - hazard, score=1 - hazard, information=hazard)
@@ -150,7 +152,7 @@ def generalised(
     def size(data: _Rows) -> int:
         return data.x.shape[1] * (features + (1 if inner is None else len(inner.weights)))
 
-    return hierarchical.of(hierarchy, DeviceLikelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
+    return of(hierarchy, DeviceLikelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
 
 
 def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:

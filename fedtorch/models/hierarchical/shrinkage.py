@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical._sites import LOG_SCALES
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.hierarchical.linear_devices import expected_residual
@@ -100,7 +99,7 @@ def penalised(
         lambda data: len(penalty.contrasts) * len(LOG_SCALES),
     )
     last = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
-    return hierarchical.of(hierarchy, likelihood, noise=last, rule=rule)
+    return of(hierarchy, likelihood, noise=last, rule=rule)
 
 
 def _sparse(penalty: ShrinkagePrior, data: SufficientStatistics, zeta: Tensor, log_noise: Tensor) -> Conditional:

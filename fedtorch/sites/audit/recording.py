@@ -13,7 +13,7 @@ from torch import Tensor
 from fedtorch import wire
 from fedtorch.chained_log import digest
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.budget import Budget, report
+from fedtorch.federation.budget import Budget
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.fingerprint import fingerprint
@@ -215,7 +215,8 @@ def _short(reasons: Mapping[str, str]) -> dict[str, str]:
 
 
 def _spent(budget: Budget | None) -> dict[str, Any]:
-    return {"epsilon": float(said["epsilon"])} if "epsilon" in (said := report(budget)) else {}
+    said = {} if budget is None else budget.report()
+    return {"epsilon": float(said["epsilon"])} if "epsilon" in said else {}
 
 
 def _groups(by_site: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
-from fedtorch.federation.populations.answers import joined
-from fedtorch.federation.populations.clients import LocalClients, Pending
+from fedtorch.federation.populations.clients import LocalClients, joined
+from fedtorch.federation.populations.population import Pending
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.envelopes.keyring import Keyring
 from fedtorch.sites.rounds import _inbox as inbox, frames as frames

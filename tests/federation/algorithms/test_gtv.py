@@ -250,8 +250,8 @@ def test_edges_that_lose_nothing_change_nothing() -> None:
 def test_lossy_edges_in_blocks_and_with_messages_twice() -> None:
     algorithm = unreliable_edges(relax(), NETWORK, loss=0.3, delay=1)
     runs = [
-        ft.run(algorithm, population, cohort=5, rounds=8).last
-        for population in (ft.InProcess(BARE), ft.InProcess(BARE, 1), ft.Redelivered(ft.InProcess(BARE), 0.7))
+        ft.run(algorithm, ft.InProcess(BARE, chunk), cohort=5, faults=faults, rounds=8).last
+        for chunk, faults in ((None, None), (1, None), (None, ft.duplicated(0.7)))
     ]
     for other in runs[1:]:
         assert distance(models(other, algorithm), models(runs[0], algorithm)) < ROUNDING

@@ -50,8 +50,8 @@ def test_linear_regressors_reach_the_dense_solution(cohort: int | None, chunk: i
 def test_trees_in_every_chunk_and_with_messages_twice() -> None:
     algorithm = gtv_regressors(trees, NETWORK, ALPHA, INPUTS)
     runs = [
-        ft.run(algorithm, population, {}, cohort=3, rounds=5).last
-        for population in (ft.InProcess(DATA), ft.InProcess(DATA, 1), ft.Redelivered(ft.InProcess(DATA)))
+        ft.run(algorithm, ft.InProcess(DATA, chunk), {}, cohort=3, faults=faults, rounds=5).last
+        for chunk, faults in ((None, None), (1, None), (None, ft.duplicated()))
     ]
     for other in runs[1:]:
         assert distance(other.server, runs[0].server) < ROUNDING

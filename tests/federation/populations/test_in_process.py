@@ -13,7 +13,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation.populations.clients import LocalClients, Pending
+from fedtorch.federation.populations.clients import LocalClients
+from fedtorch.federation.populations.population import Pending
 from fedtorch.tree import Tree
 
 SIZES = [5, 2, 9, 4, 4, 17, 6]

@@ -9,8 +9,8 @@ import torch
 
 import fedtorch as ft
 from fedtorch.federation.populations import _ranks as ranks, clients as federation_clients
+from fedtorch.federation.populations.clients import block_bytes
 from fedtorch.federation.populations.distributed import own_device
-from fedtorch.federation.populations.memory import block_bytes
 
 
 def test_a_block_takes_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree, wire
 from fedtorch.data import ClientData
-from fedtorch.federation.populations.redelivery import Receiver
 from fedtorch.federation.runs import faults
+from fedtorch.federation.runs.deliveries import Receiver
 from fedtorch.federation.runs.faults import lognormal_noise
 from fedtorch.tree import Tree
 
@@ -144,9 +144,8 @@ def test_totals_keep_their_invariant_and_the_silent_their_state(
 ) -> None:
     population = ft.InProcess(DATA, chunk)
     before = torch.zeros(K, 3, dtype=torch.float64)
-    for round in rounds(ft.Redelivered(population) if repeated else population, faults=fault, count=12):
-        clients = round.clients.clients if repeated else round.clients
-        sent = copy_of(clients.table.read(slice(0, K)).told)
+    for round in rounds(population, faults=fault | ft.duplicated() if repeated else fault, count=12):
+        sent = copy_of(round.clients.table.read(slice(0, K)).told)
         assert distance(round.server.total, sent.sum(0)) < ROUNDING
         moved = (sent != before).any(1).nonzero()[:, 0]
         assert torch.equal(moved, round.ids)
@@ -190,7 +189,8 @@ def test_what_comes_twice_or_in_another_order_is_taken_once(
 ) -> None:
     population = ft.InProcess(DATA, chunk)
     plain = list(rounds(population, cohort=cohort, faults=fault))
-    twice = list(rounds(ft.Redelivered(population, 0.7), cohort=cohort, faults=fault))
+    run = ft.Run(telling(), population, {}, cohort=cohort, faults=(fault or ft.Faults()) | ft.duplicated(0.7))
+    twice = list(run.rounds(8))
     for one, two in zip(plain, twice, strict=True):
         assert distance(one.server, two.server) < ROUNDING
         assert torch.equal(one.ids, two.ids)
@@ -198,8 +198,8 @@ def test_what_comes_twice_or_in_another_order_is_taken_once(
         assert len(one.repeated) == 0
         assert set(two.repeated.tolist()) <= set(two.ids.tolist())
     copies = sum(len(round.repeated) for round in twice)
-    still_waiting = len(twice[-1].clients.network._waiting)
-    assert twice[-1].clients.refused == copies - still_waiting > 5
+    still_waiting = len(run.network._waiting)
+    assert run.network.receiver.refused == copies - still_waiting > 5
 
 
 @pytest.mark.parametrize("chunk", [None, 2])
@@ -208,15 +208,16 @@ def test_without_the_receiver_repetitions_do_change_the_sums(
 ) -> None:
     plain = last(rounds())
     monkeypatch.setattr(Receiver, "accepts", lambda self, payload: wire.metadata(payload)["client"])
-    assert distance(plain.server, last(rounds(ft.Redelivered(ft.InProcess(DATA, chunk), 0.7))).server) > 0.01
+    assert distance(plain.server, last(rounds(ft.InProcess(DATA, chunk), faults=ft.duplicated(0.7))).server) > 0.01
 
 
 def test_messages_do_come_out_of_order() -> None:
-    population, orders = ft.Redelivered(ft.InProcess(DATA), 0.0), []
+    orders: list[Any] = []
     algorithm = telling()
     gather = algorithm.exchange.gather
     watched = algorithm.exchange._replace(gather=lambda messages, ids: orders.append(ids) or gather(messages, ids))
-    list(ft.Run(dataclasses.replace(algorithm, exchange=watched), population, {}).rounds(60))
+    algorithm = dataclasses.replace(algorithm, exchange=watched)
+    list(ft.Run(algorithm, ft.InProcess(DATA), {}, faults=ft.duplicated(0.0)).rounds(60))
     orders = [tuple(ids.tolist()) for ids in orders[1:]]  # the first is the total before the first round
     assert all(sorted(order) == list(range(K)) for order in orders)
     assert len(set(orders)) > 45  # of 720 orders, 60 draws show 57.6 on average
@@ -226,10 +227,10 @@ def test_messages_do_come_out_of_order() -> None:
 
 def test_rows_and_averages_through_the_network() -> None:
     algorithm = ft.personal_layers(sgd(0.05, steps=2, batch_size=3), "bias")
-    one, two = (ft.run(algorithm, p, rounds=4).last for p in (ft.InProcess(DATA), ft.Redelivered(ft.InProcess(DATA))))
+    one, two = (ft.run(algorithm, ft.InProcess(DATA), faults=f, rounds=4).last for f in (None, ft.duplicated()))
     assert distance(one.server, two.server) < ROUNDING
     assert distance(one.clients.state_dict(), two.clients.state_dict()) < ROUNDING
-    other = ft.run(algorithm, ft.Redelivered(ft.Distributed(DATA)), rounds=4).last
+    other = ft.run(algorithm, ft.Distributed(DATA), faults=ft.duplicated(), rounds=4).last
     assert distance(one.server, other.server) < ROUNDING
 
 
@@ -245,7 +246,8 @@ def test_the_receiver_refuses_the_stale_and_the_repeated() -> None:
 
 
 def test_resumption_with_all_faults_gives_the_same_bits() -> None:
-    population, settings = ft.Redelivered(ft.InProcess(DATA, 2)), {"faults": FAULTS["all"], "cohort": 5, "seed": 4}
+    population = ft.InProcess(DATA, 2)
+    settings: dict[str, Any] = {"faults": FAULTS["all"] | ft.duplicated(), "cohort": 5, "seed": 4}
     whole = list(rounds(population, count=8, **settings))
     half = ft.run(telling(), population, {}, rounds=4, **settings)
     resumed = ft.Run(telling(), population, {}, **settings)
@@ -271,7 +273,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="probability between 0 and 1"):
             ft.lost_messages(after=probability)
         with pytest.raises(ValueError, match="probability between 0 and 1"):
-            ft.Redelivered(ft.InProcess(DATA), probability)
+            ft.duplicated(probability)
 
 
 def test_fates_are_disjoint_when_everything_hits() -> None:

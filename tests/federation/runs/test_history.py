@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from fedtorch.federation.runs.history import History
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pandas.testing import assert_frame_equal
 from support.oracles.closed_forms import linear_clients, same_bits, sgd
@@ -19,21 +20,19 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.federation.runs.evaluation import evaluate
-from fedtorch.federation.runs.history import History
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
 DATA = classes()
 TRAINING, VALIDATION = DATA.split(0.7, seed=1)
 METRICS = {"accuracy": ft.metrics.accuracy(), "cross_entropy": ft.metrics.cross_entropy()}
-FAULTS = ft.dropouts(0.2) | ft.stragglers(1.0, 0.05 * TRAINING.counts) | ft.lost_messages(after=0.1)
+FAULTS = ft.dropouts(0.2) | ft.stragglers(1.0, 0.05 * TRAINING.counts) | ft.lost_messages(after=0.1) | ft.duplicated()
 LOCAL = solver()
 
 
 def federation(**arguments: Any) -> ft.Federation:
     settings = {"cohort": 4, "seed": 5, "faults": FAULTS, "validation": VALIDATION, "metrics": METRICS}
-    population = ft.Redelivered(ft.InProcess(TRAINING), 0.5)
-    return ft.Federation(ft.personal_layers(LOCAL, "head.*"), population, **{**settings, **arguments})
+    return ft.Federation(ft.personal_layers(LOCAL, "head.*"), ft.InProcess(TRAINING), **{**settings, **arguments})
 
 
 def quadratic(**arguments: Any) -> ft.Federation:

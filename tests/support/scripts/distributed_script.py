@@ -161,7 +161,8 @@ def rounds() -> dict[str, float]:
         expected = some_rounds(algorithm, ft.InProcess(data), **arguments)
         got = some_rounds(algorithm, ft.Distributed(data, chunk=2), **arguments)
         found[f"{name}, in chunks"] = worst(expected, got)
-        got = some_rounds(algorithm, ft.Redelivered(ft.Distributed(data), 0.6), **arguments)
+        arguments["faults"] = arguments.get("faults", ft.Faults()) | ft.duplicated(0.6)
+        got = some_rounds(algorithm, ft.Distributed(data), **arguments)
         found[f"{name}, messages twice"] = worst(expected, got)
     return found
 
@@ -232,7 +233,7 @@ def lightning(folder: Path) -> dict[str, Any]:
 def twice(folder: Path) -> ft.Federation:
     """The same federation behind a network that delivers messages again."""
     plain = sharded()
-    model = ft.Federation(plain.run.algorithm, ft.Redelivered(plain.run.population, 0.6), cohort=3, seed=7)
+    model = ft.Federation(plain.run.algorithm, plain.run.population, cohort=3, seed=7, faults=ft.duplicated(0.6))
     trainer(max_epochs=4, strategy=ft.ClientSharding(), devices=2, default_root_dir=folder).fit(model)
     return model
 

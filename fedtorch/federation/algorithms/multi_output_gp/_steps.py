@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, random, tree
-from fedtorch.federation.populations.memory import block_bytes
+from fedtorch.federation.populations.clients import block_bytes
 from fedtorch.tree import Tree
 
 _MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together, on a processor

@@ -189,11 +189,11 @@ def test_the_noises_of_an_adaptive_clip_compose_to_the_one_that_is_accounted() -
 @pytest.mark.parametrize("settings", [{}, {"rate": 0.5}, {"clip": AdaptiveClip()}], ids=["all", "some", "adaptive"])
 def test_it_wraps_what_is_averaged_the_same_in_any_blocks(algorithm, settings: dict, monkeypatch) -> None:
     runs = []
-    for small, wrap in ((16_384, None), (0, 1), (0, "redelivered")):
+    for small, wrap in ((16_384, None), (0, 1), (0, "duplicated")):
         monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", small)
+        faults = ft.dropouts(0.2) | (ft.duplicated() if wrap == "duplicated" else ft.Faults())
         where = ft.InProcess(DATA, chunk=1 if wrap else None)
-        run = ft.run(private(algorithm(), **settings), ft.Redelivered(where) if wrap == "redelivered" else where,
-                     rounds=4, faults=ft.dropouts(0.2))  # fmt: skip
+        run = ft.run(private(algorithm(), **settings), where, rounds=4, faults=faults)
         runs.append(
             (run.server, run.tensors(), run.evaluate(DATA, {"mse": ft.metrics.mean_squared_error()})["mse"].clients)
         )

@@ -17,13 +17,13 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.populations.clients import Clients
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ _COUNTS = (
 )
 _RESERVED = {*_COUNTS, "bytes_up", "bytes_down", "seconds"}
 _MOST_HELD, _MOST_WAITING = 100_000, 1000  # clients' numbers, and rounds, that wait to be written
+_NOBODY = torch.zeros(0, dtype=torch.int64)
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _SPREAD = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 
 
@@ -58,19 +60,19 @@ class Round(NamedTuple):
     """
 
     number: int  # from 1
-    server: Tree  # the server's state after it
-    clients: Clients
-    ids: Tensor  # (M,) the clients that answered
-    info: dict[str, Tensor]  # (M,) each
-    bytes_up: int
-    bytes_down: int
-    asked: Tensor  # ids of the clients that were asked: those that answered, and the three below
-    lost_before: Tensor  # ids of those that did not hear the server
-    late: Tensor  # ids of those that answered after the deadline
-    lost_after: Tensor  # ids of those whose message was lost
-    repeated: Tensor  # ids of those whose message came more than once, and was taken once
-    refused: Tensor  # ids of those whose message had NaN or Inf and was left out
-    report: Mapping[str, float | Tensor]  # what the algorithm says of the server's state
+    server: Tree = None  # the server's state after it
+    clients: Any = None  # of the run's population, bound to its algorithm
+    ids: Tensor = _NOBODY  # (M,) the clients that answered
+    info: Mapping[str, Tensor] = _NOTHING  # (M,) each
+    bytes_up: int = 0
+    bytes_down: int = 0
+    asked: Tensor = _NOBODY  # ids of the clients that were asked: those that answered, and the three below
+    lost_before: Tensor = _NOBODY  # ids of those that did not hear the server
+    late: Tensor = _NOBODY  # ids of those that answered after the deadline
+    lost_after: Tensor = _NOBODY  # ids of those whose message was lost
+    repeated: Tensor = _NOBODY  # ids of those whose message came more than once, and was taken once
+    refused: Tensor = _NOBODY  # ids of those whose message had NaN or Inf and was left out
+    report: Mapping[str, float | Tensor] = _NOTHING  # what the algorithm says of the server's state
 
 
 class Recorder(Protocol):

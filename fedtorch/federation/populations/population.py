@@ -1,0 +1,151 @@
+"""What a population is: clients and where they run.
+
+A population describes clients, their data and their place. `bind` gives an algorithm its own `Clients`: prepared data
+and a table of states. `Clients.step` runs a cohort and returns what the server may take in; the clients' new states are
+kept aside until `Pending.commit` is called, which keeps those whose message has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.tree import Tree
+
+_NOBODY = torch.zeros(0, dtype=torch.int64)
+
+
+class Pending(NamedTuple):
+    """A round as far as the clients have brought it."""
+
+    aggregate: Tree  # None if nobody answered
+    ids: Tensor  # (M,) the clients that answered, ascending
+    info: dict[str, Tensor]  # (M,) each, in the order of ids
+    bytes_up: int  # of all messages sent, also those that were lost
+    bytes_down: int
+    commit: Callable[[], None]  # keeps the new states of the clients that answered
+    repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once
+    refused: Mapping[int, str] = MappingProxyType({})  # clients whose message was bad, and in which field
+    away: Tensor = _NOBODY  # clients that could not be asked, or did not want to answer; beside simulated faults
+    late: Tensor = _NOBODY  # clients that have not answered in time; beside simulated faults
+
+    def raise_refused(self, names: Sequence[str], round: int) -> None:
+        """Raise ValueError for messages with NaN, Inf or a negative weight; name the first client, field and round.
+
+        Example:
+            >>> import torch
+            >>> pending = Pending(None, torch.tensor([0]), {}, 0, 0, lambda: None, refused={1: "value.weight"})
+            >>> pending.raise_refused(names=["a", "b"], round=7)
+            Traceback (most recent call last):
+            ValueError: Expected finite messages, but client 'b' sent NaN, Inf or a negative weight in 'value.weight'...
+        """
+        client, field = next(iter(self.refused.items()))
+        raise ValueError(
+            f"Expected finite messages, but client {names[client]!r} sent NaN, Inf or a negative weight in {field!r} "
+            f"in round {round}, and {len(self.refused) - 1} others did so too; nothing of the round was kept. Take "
+            "smaller steps, or pass on_bad_message='drop' to leave such clients out of their rounds"
+        )
+
+
+class Clients(Protocol):
+    """The clients of a population, bound to one algorithm."""
+
+    def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
+        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
+
+        The turn's key is that of the round.
+        """
+        ...
+
+    def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        """`function(tensors each client predicts with, its data)` for the clients of `data`, `(K, ...)` in order."""
+        ...
+
+    def total(self) -> Tree:
+        """What the exchange makes of `Algorithm.told` over all clients; None where some cannot be asked now."""
+        ...
+
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """The tensors that the clients `ids` (distinct) predict with, `(M, ...)`."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Ids and states of all clients that have committed, flat."""
+        ...
+
+    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Replaces the states by those in `flat` that belong here."""
+        ...
+
+    def meet(self) -> None:
+        """Waits for the other processes, if there are any."""
+        ...
+
+    def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
+        """Says what a run is about to do; other processes, if there are any, compare it when they next meet."""
+        ...
+
+
+class Population(Protocol):
+    """Clients and where they run.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> class Announced(ft.InProcess):  # says what it is asked for
+        ...     def bind(self, algorithm, state):
+        ...         print(len(self.names), "clients take part in", algorithm.settings["algorithm"])
+        ...         return super().bind(algorithm, state)
+        >>> population: Population = Announced(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3))
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False))), population)
+        3 clients take part in fedavg
+    """
+
+    data: FederatedData
+    names: tuple[str, ...]
+    device: torch.device  # where the server's state lives
+    leads: bool  # whether this process writes what all processes know
+
+    def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
+        """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""
+        ...
+
+
+def check_population(population: Population) -> None:
+    """Raises TypeError unless it is a population, with advice for data that are none yet.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> check_population(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))]))
+        Traceback (most recent call last):
+        TypeError: Expected a population, but got FederatedData; say where clients run: ft.InProcess(data)
+    """
+    if not hasattr(population, "bind"):
+        made = "data" if isinstance(population, FederatedData) else "ft.data.from_tensors([(x, y), …])"
+        raise TypeError(
+            f"Expected a population, but got {type(population).__name__}; say where clients run: ft.InProcess({made})"
+        )
+
+
+def client_number(client: int | str, names: Sequence[str]) -> int:
+    """Return the number of a client that is given by its number or its name.
+
+    Raises:
+        ValueError: there is no such client.
+
+    Example:
+        >>> client_number("b", names=["a", "b"])
+        1
+    """
+    if isinstance(client, str):
+        if client not in names:
+            raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
+        return names.index(client)
+    if not 0 <= client < len(names):
+        raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
+    return client

@@ -1,0 +1,134 @@
+"""Deliveries of messages that are duplicated or out of order, and the receiver that takes each message once.
+
+Every client's message travels as bytes that name its client and its round. A network delivers the messages of a block
+in a random order, and some a second time: in the same round or in a later one. The receiver knows which round is open
+and which clients it has heard in it, and refuses the rest, so that sums are those without repetitions, up to the
+rounding of another order. A round is named by its key: two rounds of a run never have the same, so that nothing has to
+be counted or saved, and what was on its way when a run was killed is stale after it has been resumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree, wire
+from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.exchanges.exchange import indices
+from fedtorch.federation.populations.population import Clients, Pending
+from fedtorch.federation.runs.faults import Hit
+from fedtorch.tree import Rows, Tree
+
+_NETWORK = -1  # folded into a round's key; clients fold in their ids, which are not negative
+
+
+class Receiver:
+    """Takes every client's message of the open round once.
+
+    Attributes:
+        refused: how many payloads came again or too late.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch import wire
+        >>> receiver, payload = Receiver(), wire.encode(torch.ones(2), {"client": 3, "round": 7})
+        >>> receiver.open(round=7)
+        >>> receiver.accepts(payload), receiver.accepts(payload), receiver.refused  # the client; it came again
+        (3, None, 1)
+    """
+
+    def __init__(self) -> None:
+        self.refused = 0
+        self._round: int | None = None
+        self._heard: set[int] = set()
+
+    def open(self, round: int) -> None:
+        """Starts a round; messages of all others are stale from now on."""
+        self._round, self._heard = round, set()
+
+    def accepts(self, payload: bytes) -> int | None:
+        """The client whose message this is, or None if it is stale or has been heard."""
+        sender = wire.metadata(payload)
+        client, round = sender.get("client"), sender.get("round")
+        if client is None or round != self._round or client in self._heard:
+            self.refused += 1
+            return None
+        self._heard.add(client)
+        return client
+
+
+class _Delivery(NamedTuple):
+    """A message on its way."""
+
+    arrival: int  # when, within a block; the order of this round's messages does not depend on those of others
+    payload: bytes
+
+
+class Network:
+    """Delivers the messages of an algorithm's clients in a random order, and some of them twice.
+
+    Args:
+        algorithm: whose messages are delivered.
+        twice: whose message comes a second time.
+
+    Attributes:
+        algorithm: the same with an exchange that gathers what the receiver takes of a round's messages.
+        receiver: takes each message once.
+    """
+
+    def __init__(self, algorithm: Algorithm, twice: Hit) -> None:
+        self.receiver = Receiver()
+        self._exchange, self._twice = algorithm.exchange, twice
+        self.algorithm = dataclasses.replace(algorithm, exchange=algorithm.exchange._replace(gather=self._gather))
+        self._round: int | None = None  # None between rounds, when nothing is delivered
+        self._key = random.key(0)
+        self._waiting: list[_Delivery] = []  # second deliveries that come with the next block or round
+
+    def step(
+        self, clients: Clients, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None
+    ) -> Pending:
+        """Run the clients of a cohort and deliver their messages; see `Clients.step`."""
+        self._round, self._key = int(turn.key), random.fold_in(turn.key, _NETWORK)
+        self.receiver.open(self._round)
+        try:
+            pending = clients.step(outbox, cohort, turn, lost)
+        finally:
+            self._round = None
+        return pending._replace(repeated=pending.ids[self._repeats(pending.ids)])
+
+    def _repeats(self, ids: Tensor) -> Tensor:
+        """Whose messages are delivered twice, `(M,)` bool."""
+        return self._twice(random.fold_in(self._key, 0), ids)
+
+    def _gather(self, messages: Tree, ids: Rows) -> Tree:
+        """The partial aggregate of the messages that the receiver takes, which are all but repetitions."""
+        if self._round is None:
+            return self._exchange.gather(messages, ids)
+        arrived, later = self._send(messages, indices(ids), self._round)
+        arrived, self._waiting = sorted(self._waiting + arrived), later
+        heard = [(self.receiver.accepts(delivery.payload), delivery.payload) for delivery in arrived]
+        taken = [(client, payload) for client, payload in heard if client is not None]
+        if not taken:
+            return self._exchange.gather(messages, ids)
+        like = tree.map(lambda leaf: leaf[0], messages)
+        rows = tree.stack([wire.decode(payload, like, client=client, finite=False) for client, payload in taken])
+        rows = tree.map(lambda new, old: new.to(old.device), rows, messages)
+        return self._exchange.gather(rows, torch.tensor([client for client, _ in taken]))
+
+    def _send(self, messages: Tree, ids: Tensor, round: int) -> tuple[list[_Delivery], list[_Delivery]]:
+        """(messages that arrive with this block, second deliveries that arrive with the next)."""
+        now: list[_Delivery] = []
+        later: list[_Delivery] = []
+        arrivals = random.bits(random.fold_in(random.fold_in(self._key, 1), ids), 2).tolist()
+        twice = self._repeats(ids).tolist()
+        at_once = random.bernoulli(random.fold_in(random.fold_in(self._key, 2), ids), 0.5).tolist()
+        for row, client in enumerate(ids.tolist()):
+            message = tree.map(lambda leaf, row=row: leaf[row], messages)
+            payload = wire.encode(message, {"client": client, "round": round})
+            now.append(_Delivery(arrivals[row][0], payload))
+            if twice[row]:
+                (now if at_once[row] else later).append(_Delivery(arrivals[row][1], payload))
+        return now, later
