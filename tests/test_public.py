@@ -15,9 +15,7 @@ from fedtorch import _lazy
 
 MOST = 350  # names; a new one takes the place of one that nobody needs
 MISSPELT = {"fedtorch.fedavgg"}  # on purpose, where a page shows what a wrong name is answered with
-CALLABLE = {
-    home: value for home, value in public.declared().items() if inspect.isclass(value) or inspect.isroutine(value)
-}
+CALLABLE = public.classes_and_functions()
 
 
 def test_no_more_names_are_declared_than_a_reader_can_look_through() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from public import contents, declared, examples, modules, public
+from public import classes_and_functions, contents, examples, modules, public
 from sphinx.util import logging
 
 import fedtorch
@@ -100,13 +100,16 @@ def write(_: Any = None) -> None:
     """Write the pages, and leave those that have not changed as they are."""
     folder = HERE / "reference"
     folder.mkdir(exist_ok=True)
+    documented = classes_and_functions()
     index = ["# Reference", "", "Every public name, from its docstring.", "", "```{toctree}", ":maxdepth: 1", ""]
     for page, names in assigned().items():
         title, about, _ = AREAS[page]
         index.append(page)
         lines = [f"# {title}", "", about, ""]
         for name in names:
-            shown = ", ".join(each for each, value in public(importlib.import_module(name)) if not is_alias(value))
+            shown = ", ".join(
+                each for each, _ in public(importlib.import_module(name)) if f"{name}.{each}" in documented
+            )
             members = f"   :members: {shown}\n   :show-inheritance:\n" if shown else "   :no-members:\n"
             lines += [f"## {name.removeprefix('fedtorch.')}", "", "```{eval-rst}", f".. automodule:: {name}", members]
             lines += ["```", ""]
@@ -148,13 +151,7 @@ def _is_package(name: str) -> bool:
 
 def missing(documented: set[str]) -> list[str]:
     """Public modules and names of the package that are not among the documented ones."""
-    names = [name for name, value in declared().items() if not is_alias(value)]
-    return [name for name in [*modules(), *names] if name not in documented]
-
-
-def is_alias(value: Any) -> bool:
-    """Return whether a name stands for a type that is made of others, such as `Tensor | slice`, which has no text."""
-    return not (inspect.isclass(value) or inspect.isroutine(value)) or not value.__module__.startswith("fedtorch")
+    return [name for name in [*modules(), *classes_and_functions()] if name not in documented]
 
 
 def check(app: Any, _: Any) -> None:

@@ -66,6 +66,12 @@ def declared() -> dict[str, Any]:
     return found
 
 
+def classes_and_functions() -> dict[str, Any]:
+    """Return what is public and has a text of its own: no alias of a type such as `Tensor | slice`."""
+    is_ours = lambda value: (inspect.isclass(value) or inspect.isroutine(value)) and value.__module__[:8] == "fedtorch"
+    return {home: value for home, value in declared().items() if is_ours(value)}
+
+
 def modules() -> list[str]:
     """Return the modules by name that the reference has: those that hand out, and those that define, what is public."""
     homes = (name.rpartition(".")[0] for name in declared())
@@ -149,7 +155,7 @@ def examples() -> dict[str, list[str]]:
     A name's own docstring counts when it has an example, whatever the example calls: that of a class that a function
     returns calls the function.
     """
-    homes = {home: value for home, value in declared().items() if inspect.isclass(value) or inspect.isroutine(value)}
+    homes = classes_and_functions()
     names = {id(value): name for name, value in homes.items()}
     found: dict[str, list[str]] = {name: [] for name in homes}
     for place, text, module in _docstrings(homes):

@@ -60,16 +60,7 @@ class Encoder(nn.Module):
 
 
 class LearntFunnel(NamedTuple):
-    """An encoder, and what new heads found on rows that they were not trained on.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> x = ft.random.normal(ft.random.key(0), (100, 2))
-        >>> s, y = (x > 0).long().T
-        >>> found = variational_funnel(x, s, y, information=0.3, width=1, hidden=(), steps=5, inner=1, lr=0.5)
-        >>> found.encoder(x).shape, found.leak < 0.1 < found.information  # it has found the second feature
-        (torch.Size([100, 1]), True)
-    """
+    """An encoder, and what new heads found on rows that they were not trained on."""
 
     encoder: Encoder
     leak: float  # Î(s; z) in nats
@@ -127,6 +118,14 @@ def variational_funnel(
 
     Raises:
         ValueError: rows that do not belong together, a constant s or y, or a negative R.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> x = ft.random.normal(ft.random.key(0), (100, 2))
+        >>> s, y = (x > 0).long().T
+        >>> found = variational_funnel(x, s, y, information=0.3, width=1, hidden=(), steps=5, inner=1, lr=0.5)
+        >>> found.encoder(x).shape, found.leak < 0.1 < found.information  # it has found the second feature
+        (torch.Size([100, 1]), True)
     """
     if features.ndim != 2 or not (private.shape == label.shape == features.shape[:1]) or len(features) < 4:
         raise ValueError(
