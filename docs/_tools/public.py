@@ -22,6 +22,7 @@ import fedtorch
 from fedtorch import _lazy
 
 HERE = Path(__file__).parents[1]
+INSIDE = {"benchmarks", "baselines.py", "oracles.py"}  # experiments that time, or rebuild, parts of the package
 MADE = ("_build", "_tools", "reference", "results")  # folders whose pages others make
 CELL = re.compile(r"```\{code-cell\}[^\n]*\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -138,9 +139,9 @@ def used_by_page(text: str) -> set[str]:
 
 
 def uses() -> dict[str, set[str]]:
-    """Return the chains that pages, experiments and their configurations use; benchmarks may use what is inside."""
+    """Return the chains that pages, experiments and their configurations use, without what is built of parts inside."""
     root = HERE.parent
-    experiments = [path for path in (root / "experiments").rglob("*.py") if "benchmarks" not in path.parts]
+    experiments = [path for path in (root / "experiments").rglob("*.py") if not INSIDE & {*path.parts}]
     pages = [path for path in HERE.rglob("*.md") if path.relative_to(HERE).parts[0] not in MADE]
     configurations = (root / "experiments").rglob("*.yaml")
     found = {path: chains(path.read_text()) for path in experiments}

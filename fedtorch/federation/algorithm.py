@@ -41,7 +41,8 @@ from torch import Tensor, nn
 
 from fedtorch import expected, tree
 from fedtorch.federation.budget import Budget
-from fedtorch.federation.exchanges.exchange import Exchange, star, sum_over
+from fedtorch.federation.exchanges.exchange import Exchange, sum_over
+from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 

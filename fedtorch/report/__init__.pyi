@@ -1,1 +1,2 @@
-from .folder import render as render, write as write
+from .comparison import baseline as baseline, compare as compare
+from .folder import write as write

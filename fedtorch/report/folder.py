@@ -4,7 +4,7 @@
   history of the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
 - `about.json`: what a history does not say: clients' names, settings, network, posteriors, scores, privacy's claim.
   Where it is missing, clients are numbers, and the rest is left out.
-- `….safetensors.json`: a record of the run, which `fedtorch.trust.record.Ledger` writes beside a checkpoint.
+- `….safetensors.json`: a record of the run, which `fedtorch.trust.record.RunRecord` writes beside a checkpoint.
 - `report.html`: the page, one file without scripts that fetches nothing.
 
 Nothing here is executed when it is read: JSON, safetensors, and a Trainer's checkpoints with `weights_only=True`.
@@ -104,7 +104,7 @@ def render(folder: Path | str, out: Path | str | None = None) -> Path:
         >>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=2)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     run.save(f"{folder}/run.safetensors")
-        ...     ft.report.render(folder).name, read(folder).table["round"].tolist()
+        ...     render(folder).name, read(folder).table["round"].tolist()
         ('report.html', [1, 2])
     """
     path, story = Path(folder) / PAGE if out is None else Path(out), read(folder)

@@ -22,11 +22,13 @@ from fedtorch.cli import main
 from fedtorch.federation.algorithms import ep
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import sparse
+from fedtorch.plots.charts import Series, chart
+from fedtorch.report import _svg as svg
 from fedtorch.report._about import about
-from fedtorch.report._chart import HEIGHT, WIDTH, Series, chart
 from fedtorch.report._drawing import drawing, reduced
 from fedtorch.report._page import visible
 from fedtorch.report._posteriors import found
+from fedtorch.report.folder import render
 from fedtorch.trust import privacy, record
 
 HOSTILE = (
@@ -139,7 +141,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     known["privacy"] = {"epsilon": 1.0, "delta": 0.1, "budget": None, "claim": {HOSTILE[0]: HOSTILE[1]}}
     (tmp_path / "about.json").write_text(json.dumps(known))
     (tmp_path / f"{HOSTILE[2]}.safetensors.json").write_text(json.dumps(HOSTILE))
-    assert "✗ not so:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ not so:" in harmless(render(tmp_path).read_text()).texts
 
 
 def test_names_are_shown_as_they_read() -> None:
@@ -179,7 +181,7 @@ def test_ten_thousand_rounds_and_clients_fit_in_a_megabyte(tmp_path: Path) -> No
     found = {"title": "many", "warnings": [], "rows": rows, "components": 10**6, "traces": traces}
     known["posteriors"] = [found, found]
     (tmp_path / "about.json").write_text(json.dumps(known))
-    path = ft.report.render(tmp_path)
+    path = render(tmp_path)
     assert 100_000 < path.stat().st_size < 1_000_000
     harmless(path.read_text())
 
@@ -201,7 +203,7 @@ def test_a_trainers_checkpoint_is_enough(tmp_path: Path) -> None:
     outer = trainer(max_epochs=2)
     outer.fit(federation)
     outer.save_checkpoint(tmp_path / "deep.ckpt")
-    assert "Training loss" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "Training loss" in harmless(render(tmp_path).read_text()).texts
 
 
 def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,13 +211,13 @@ def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"Expected a run in {tmp_path}" in capsys.readouterr().err
     (tmp_path / "x.safetensors").write_bytes(b"no such thing")
     with pytest.raises(ValueError, match="Expected a safetensors file"):
-        ft.report.render(tmp_path)
+        render(tmp_path)
     ft.report.write(fitted(), tmp_path)
     for odd in ({"scores": 3}, {"format": 2}, {"clients": 5}, {"network": {"places": "x"}}):
         text = (tmp_path / "about.json").read_text()
         (tmp_path / "about.json").write_text(json.dumps(json.loads(text) | odd))
         with pytest.raises(ValueError, match="Expected what ft"):
-            ft.report.render(tmp_path)
+            render(tmp_path)
         (tmp_path / "about.json").write_text(text)
 
 
@@ -228,12 +230,12 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
 
 
 def test_the_record_is_verified(tmp_path: Path) -> None:
-    ledger = record.Ledger()
+    ledger = record.RunRecord()
     run = fitted(record=ledger)
     written = ledger.save(run, tmp_path / "run.safetensors")
     assert "the record is as it was written" in harmless(ft.report.write(run, tmp_path).read_text()).texts
     written.write_text(written.read_text().replace('"up": ', '"up": 1'))
-    assert "✗ not so:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ not so:" in harmless(render(tmp_path).read_text()).texts
 
 
 def test_a_trainer_writes_it(tmp_path: Path) -> None:
@@ -321,29 +323,31 @@ def test_a_chart_keeps_its_extremes_and_few_points() -> None:
     y = np.sin(np.arange(100_000) / 5000)
     y[77_123], y[12_345] = 9.0, -8.0
     y[5000:6000] = np.nan
-    made = chart("a wave", "t", np.arange(100_000.0), [Series("wave", y, "c1")])
-    assert made is not None
+    described = chart("a wave", "t", np.arange(100_000.0), [Series("wave", y)])
+    assert described is not None
+    made = svg.picture(described)
     points = np.array([point.split() for point in made.marks[0].path[1:].split("L")], dtype=float)
     assert len(points) <= 4 * 180
-    assert points[0, 0] < points[-1, 0] <= WIDTH
+    assert points[0, 0] < points[-1, 0] <= svg.WIDTH
     spread = points[:, 1].max() - points[:, 1].min()
     ticks = {float(tick.text): tick.place for tick in made.y_ticks}
     assert spread == pytest.approx(17 / 5 * abs(ticks[-5.0] - ticks[0.0]), abs=0.3)  # places are rounded to 0.1
-    assert 0 < points[:, 1].min() < points[:, 1].max() < HEIGHT
+    assert 0 < points[:, 1].min() < points[:, 1].max() < svg.HEIGHT
     assert "highest 9 at 77,123" in made.text
-    assert chart("nothing", "t", np.arange(2.0), [Series("none", np.full(2, np.nan), "c1")]) is None
+    assert chart("nothing", "t", np.arange(2.0), [Series("none", np.full(2, np.nan))]) is None
 
 
 def test_positive_numbers_over_decades_are_logarithmic() -> None:
     x = np.arange(1.0, 7.0)
-    made = chart("falls", "t", x, [Series("change", 10.0**-x, "c1")])
-    assert made is not None
+    described = chart("falls", "t", x, [Series("change", 10.0**-x)])
+    assert described is not None
+    made = svg.picture(described)
     assert made.logarithmic
     places = [float(point.split()[1]) for point in made.marks[0].path[1:].split("L")]
     assert np.diff(places) == pytest.approx(np.full(5, np.diff(places).mean()), abs=0.21)
-    one = chart("a point", "t", np.ones(1), [Series("change", np.ones(1), "c1")])
+    one = chart("a point", "t", np.ones(1), [Series("change", np.ones(1))])
     assert one is not None
-    assert one.marks[0].dots
+    assert svg.picture(one).marks[0].dots
 
 
 @pytest.mark.parametrize("nodes", [1, 50, 3000])

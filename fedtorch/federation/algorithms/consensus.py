@@ -32,7 +32,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, graph
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum
+from fedtorch.federation.exchanges.graph import graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from fedtorch import expected, functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
-from fedtorch.federation.exchanges.exchange import Neighbourhood, graph
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Averages, Told
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree

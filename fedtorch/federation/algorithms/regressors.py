@@ -28,7 +28,7 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Neighbourhood, graph
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Told
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree

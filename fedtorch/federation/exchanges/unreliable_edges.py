@@ -22,7 +22,9 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Mean, RowsOf, graph, private_rows, sum_over
+from fedtorch.federation.exchanges.exchange import Mean, RowsOf, sum_over
+from fedtorch.federation.exchanges.graph import graph
+from fedtorch.federation.exchanges.rows import private_rows
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

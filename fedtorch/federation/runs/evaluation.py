@@ -31,21 +31,29 @@ class Score(NamedTuple):
     """
 
     overall: float  # of all rows together
-    clients: Tensor  # (K,) of each client's rows; NaN where a client has none
+    clients: Tensor  # (K,) of each client's rows; NaN where a client has none, or failed
     largest_is_best: bool | None = None  # what the metric says of itself
+    failed: Tensor | None = None  # (K,) bool, clients that have rows and whose predictions give NaN
 
     def mean(self) -> float:
-        """The mean over clients."""
-        return float(self.clients.nanmean())
+        """Return the mean over the clients that have rows; NaN where one of them failed, or where there is none."""
+        return math.nan if self._any_failed() else float(self.clients.nanmean())
 
     def worst(self, largest_is_best: bool | None = None) -> float:
-        """The worst client's value, at the end that is given or that the metric says; NaN where there is none."""
-        return float(self._from_worst(largest_is_best)[:1].mean())
+        """Return the worst client's value, at the end that is given or that the metric says.
+
+        NaN where a client failed, which no number is worse than, or where no client has rows.
+        """
+        ordered = self._from_worst(largest_is_best)
+        return math.nan if self._any_failed() else float(ordered[:1].mean())
 
     def worst_decile(self, largest_is_best: bool | None = None) -> float:
-        """The mean of the worst tenth of the clients, of one at least; NaN where there is none."""
+        """Return the mean of the worst tenth of the clients, of one at least; NaN as in `worst`."""
         ordered = self._from_worst(largest_is_best)
-        return float(ordered[: math.ceil(len(ordered) / 10)].mean())
+        return math.nan if self._any_failed() else float(ordered[: math.ceil(len(ordered) / 10)].mean())
+
+    def _any_failed(self) -> bool:
+        return self.failed is not None and bool(self.failed.any())
 
     def _from_worst(self, largest_is_best: bool | None) -> Tensor:
         """What there is of the clients, the worst first."""
@@ -211,7 +219,12 @@ def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
         (tensor([5., 0.], dtype=torch.float64), 3.333)
     """
     overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
-    return Score(float(overall), metric.compute(sums).to("cpu", torch.float64), metric.largest_is_best)
+    clients = metric.compute(sums).to("cpu", torch.float64)
+    failed = clients.isnan()
+    if bool(failed.any()):  # without rows the sums are zero, of predictions with NaN they are not finite
+        broken = [~leaf.reshape(len(leaf), -1).isfinite().all(1).cpu() for leaf in tree.leaves(sums)]
+        failed &= torch.stack(broken).any(0)
+    return Score(float(overall), clients, metric.largest_is_best, failed)
 
 
 def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, graph
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum
+from fedtorch.federation.exchanges.graph import graph
 from fedtorch.federation.exchanges.messages import as_sums, in_order, kept, like, rows
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.sites.secure.grid import Grid

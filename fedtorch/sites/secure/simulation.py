@@ -17,8 +17,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, star
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.messages import as_aggregate, as_sums, in_order, kept, like, rows
+from fedtorch.federation.exchanges.star import star
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure.grid import ExactSums, Grid
 from fedtorch.sites.secure.messages import MASKED, PHASES, Aborted, Session, split_words

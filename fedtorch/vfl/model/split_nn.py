@@ -22,7 +22,7 @@ from torch.func import vmap
 
 from fedtorch import functional, random
 from fedtorch._untrained import refuse_untrained
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 
 
 def mlp(
@@ -141,7 +141,7 @@ class Stacked(nn.Module):
         )  # fmt: skip
         if not self.training or self._draws is False:
             return call(x, *weights)
-        drawn = Drawn(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
+        drawn = KeyedRandomness(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
         with drawn:
             result = call(x, *weights)
         if self._draws is None:

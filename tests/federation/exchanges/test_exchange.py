@@ -12,16 +12,9 @@ from support.oracles.closed_forms import ROUNDING, copy_of, distance, same_bits
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.exchanges.exchange import (
-    Exchange,
-    Mean,
-    RowsOf,
-    Sum,
-    client_count,
-    indices,
-    private_rows,
-    star,
-)
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, client_count, indices
+from fedtorch.federation.exchanges.rows import private_rows
+from fedtorch.federation.exchanges.star import star
 from fedtorch.tree import Tree
 from fedtorch.trust import robust
 

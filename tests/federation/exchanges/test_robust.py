@@ -14,9 +14,10 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Mean, Sum, star
+from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.federation.exchanges.robust.exchange import bounded
+from fedtorch.federation.exchanges.star import star
 from fedtorch.trust import robust
 
 M, F = 11, 2

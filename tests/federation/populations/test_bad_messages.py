@@ -14,8 +14,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.algorithm import Turn
-from fedtorch.federation.exchanges.exchange import Mean, Sum
-from fedtorch.federation.populations.finite import not_finite
+from fedtorch.federation.exchanges.exchange import Mean, Sum, not_finite
 from fedtorch.trust import robust
 
 SIZES = [5, 4, 7, 6]

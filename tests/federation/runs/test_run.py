@@ -15,7 +15,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation.exchanges.exchange import graph, star
+from fedtorch.federation.exchanges.graph import graph
+from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.runs.cohorts import RoundKeys
 from fedtorch.tree import Tree
 from fedtorch.trust import robust

@@ -296,10 +296,10 @@ def test_a_record_that_is_cut_or_lost_while_it_is_used_is_refused(place: Place) 
     record = place.record("a")
     record.note("one")
     os.truncate(place.path("a"), 50)
-    with pytest.raises(ValueError, match="only grow"):
+    with pytest.raises(ValueError, match="only to grow"):
         record.note("two")
     place.path("a").unlink()
-    with pytest.raises(ValueError, match="only grow"):
+    with pytest.raises(ValueError, match="only to grow"):
         record.note("two")
 
 

@@ -31,7 +31,8 @@ from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep._start import as_prior
-from fedtorch.federation.exchanges.exchange import Sum, star
+from fedtorch.federation.exchanges.exchange import Sum
+from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical.hyperpriors import Prior

@@ -22,7 +22,8 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
-from fedtorch.federation.exchanges.exchange import Exchange, star
+from fedtorch.federation.exchanges.exchange import Exchange
+from fedtorch.federation.exchanges.star import star
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices, star as plain_star
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices
 from fedtorch.federation.exchanges.messages import in_order, kept, like, rows
 from fedtorch.federation.exchanges.robust._order import ascending, middle
 from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.exchanges.star import star as plain_star
 from fedtorch.tree import Rows, Tree
 
 _LARGEST = 1e100  # squares of numbers beyond would not be finite when they are added up

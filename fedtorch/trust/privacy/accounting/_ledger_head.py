@@ -60,25 +60,11 @@ def check_entries(digests: Sequence[str], entries: int, last: str, where: str) -
 def check_not_lost(ledger: Path) -> None:
     """Raises ValueError where a ledger is not there that had entries."""
     head = _head(ledger)
-    if head.exists() and (known := json.loads(head.read_bytes()))["entries"]:
+    if not ledger.exists() and head.exists() and (known := json.loads(head.read_bytes()))["entries"]:
         raise ValueError(
             f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; "
             f"bring it back, or remove {head.name} to begin a ledger that knows nothing of them"
         )
-
-
-def set_aside(ledger: Path, begun: bytes) -> None:
-    """Keeps the part of a line that was written of a round that never began, beside the ledger, and says so."""
-    aside = ledger.with_name(f"{ledger.name}.partial")
-    with aside.open("ab") as file:
-        file.write(begun + b"\n")
-    _LOG.warning(
-        "the last line of the ledger %s was not whole (%d bytes), of a round that never began, as after a kill or on a "
-        "full disk; it was moved to %s",
-        ledger,
-        len(begun),
-        aside,
-    )
 
 
 def _head(ledger: Path) -> Path:

@@ -34,7 +34,7 @@ from fedtorch import random, tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.federation.solvers.objective import Objective
 from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
@@ -118,7 +118,7 @@ class PrivateLoss(StackedLoss):
     ) -> tuple[Sequence[Tensor], Tensor]:
         """Return every example's gradients `(K, B, ...)` of each tensor, and its loss, `(K, B)`."""
         one = lambda own, row: self._of_example(own, row, index)
-        with nullcontext() if key is None else Drawn(key):
+        with nullcontext() if key is None else KeyedRandomness(key):
             return self._each(grad_and_value(one), (None, 0), key)(tuple(values), rows)
 
     def _by_layer(
@@ -149,7 +149,7 @@ class PrivateLoss(StackedLoss):
             with Recorder(layers, self._named(own), self._named(detached), zeros) as recorder:
                 return self._of_example(own, row, index), recorder.inputs
 
-        with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
+        with torch.enable_grad(), nullcontext() if key is None else KeyedRandomness(key):
             each = self._each(one, (None, None, 0, 0), key)
             losses, inputs = each(tuple(own), tuple(detached), zeros, rows)
             found = torch.autograd.grad(losses.sum(), [*zeros.values(), *own], allow_unused=True)
@@ -200,7 +200,7 @@ class PrivateLoss(StackedLoss):
             return loss
 
         first = tree.map(lambda leaf: leaf[:, :1], rows)
-        with torch.no_grad(), nullcontext() if key is None else Drawn(key):
+        with torch.no_grad(), nullcontext() if key is None else KeyedRandomness(key):
             self._each(one, (None, 0), key)(tuple(values), first)
 
     def _of_example(self, own: Sequence[Tensor], row: Tree, index: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random, tree
 from fedtorch.federation.solvers.objective import Loss, Objective
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss
@@ -155,7 +155,7 @@ def _mixing(what: str) -> ValueError:
 
 def _batch_gradient(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | None) -> Sequence[Tensor]:
     own = [value.clone().requires_grad_() for value in values]
-    with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
+    with torch.enable_grad(), nullcontext() if key is None else KeyedRandomness(key):
         randomness = "error" if key is None else "different"
         losses, *_ = loss.stacked([*own, *tree.leaves(rows)], rows, 0, randomness)
         found = torch.autograd.grad(losses.sum(), own, allow_unused=True)

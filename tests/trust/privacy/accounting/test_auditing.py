@@ -110,17 +110,17 @@ def released(noise: float, with_canary: bool, runs: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("broken", ["", "noise", "clip"])
 def test_whole_rounds_of_client_level_privacy_are_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ε = 2, and wrong by so much that 200 rounds of either neighbour tell."""
+    """ε = 2, and wrong by so much that 70 rounds of either neighbour tell."""
     noise = privacy.gaussian_noise(2.0, DELTA)
     if broken == "clip":
         monkeypatch.setattr(clients, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
     used = noise / 8 if broken == "noise" else noise
-    inside, outside = released(used, True, 300, 1), released(used, False, 300, 2)
-    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=100)
+    inside, outside = released(used, True, 100, 1), released(used, False, 100, 2)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=30)
     assert (found.epsilon > 2.0) == (broken != "")
 
 
-def told_by_nodes(noise: float, seed: int, pairs: int = 45_000) -> tuple[Tensor, Tensor]:
+def told_by_nodes(noise: float, seed: int, pairs: int = 25_000) -> tuple[Tensor, Tensor]:
     """What nodes tell their only neighbour in the second round: a half with a canary, a half with nothing to tell."""
     one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     data = ft.data.from_tensors([(one, zero + 1e6), (one, zero)] * pairs)
@@ -146,7 +146,7 @@ def test_what_nodes_tell_in_two_rounds_is_audited(broken: str, monkeypatch: pyte
     if broken == "clip":
         monkeypatch.setattr(nodes, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
     inside, outside = told_by_nodes(noise / 2 if broken == "noise" else noise, seed=6)
-    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=10_000)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=5_000)
     assert (found.epsilon > 1.0) == (broken != "")
     assert found.epsilon > 0.3
 
@@ -176,8 +176,8 @@ def test_totals_are_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if broken == "clip":
         monkeypatch.setattr(totals, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
     used = noise / 8 if broken == "noise" else noise
-    inside, outside = released_totals(used, True, 300, 7), released_totals(used, False, 300, 8)
-    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=100)
+    inside, outside = released_totals(used, True, 100, 7), released_totals(used, False, 100, 8)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=30)
     assert (found.epsilon > 2.0) == (broken != "")
 
 

@@ -212,6 +212,27 @@ def test_damaged_ledgers_are_refused(tmp_path: Path) -> None:
     assert expected <= Ledger(path, CLAIM, DELTA).epsilon < 1.001 * expected
 
 
+EARLIER = (
+    '{"ledger": "4505a10deef79c6f9a7e3fb6aabb471e", "delta": 0.001, "unit": "client", "adjacency": "zero-out", '
+    '"adversary": "everybody", "entropy": "of the operating system", "previous": ""}\n'
+    '{"entry": 1, "round": 0, "mechanism": "gaussian", "noise": 3.0, "rate": 1.0, "releases": 1, '
+    '"epsilon": 0.8335281018046351, "previous": "a943b63818a3bbd0769c13eb356336d9"}\n'
+    '{"entry": 2, "round": 1, "mechanism": "gaussian", "noise": 3.0, "rate": 0.5, "releases": 1, '
+    '"epsilon": 0.9759533342343636, "previous": "c6f79a4b0e260f40e2b4d82020dd90d1"}\n'
+)
+
+
+def test_a_ledger_of_an_earlier_version_is_refused_with_what_it_has_spent(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    for rest in ("", '{"entry": 3, "rou'):
+        path.write_text(EARLIER + rest)
+        with pytest.raises(
+            ValueError, match=r"earlier version, which has spent epsilon 0.9759\d+ .* in 2 entries. Keep it"
+        ):
+            Ledger(path, CLAIM, DELTA)
+        assert path.read_text() == EARLIER + rest
+
+
 def test_one_ledger_has_one_claim(tmp_path: Path) -> None:
     Ledger(tmp_path / "ledger", CLAIM, DELTA)
     for claim, delta, said in ((CLAIM, 1e-4, "delta"), (CLAIM._replace(unit="example"), DELTA, "unit")):
@@ -271,7 +292,7 @@ def test_a_last_line_that_is_not_whole_is_set_aside(
     if not keep:
         path.with_name("ledger.head").unlink()  # a kill at the very first line
     again = Ledger(path, CLAIM, DELTA)
-    assert "was not whole (17 bytes), of a round that never began" in caplog.text
+    assert "was not whole (17 bytes), as after a kill" in caplog.text
     assert path.with_name("ledger.partial").read_bytes() == b'{"entry": 4, "rou\n'
     again.spend(keep, Release(2.0))
     assert path.read_bytes().startswith(whole)

@@ -208,19 +208,20 @@ def test_one_row_changes_a_step_by_no_more_than_its_clip() -> None:
 
 def test_batches_are_poisson() -> None:
     """Rows independently with probability q, also none at all, and in front of what fills the batch up."""
-    local = private(rate=0.3, steps=500)
+    steps = 250
+    local = private(rate=0.3, steps=steps)
     with pytest.MonkeyPatch.context() as patch:
         drawn = watch(local, patch)
         trained(local)
     counts = torch.stack(drawn).sum(2).double()  # (steps, K)
     sizes = torch.tensor(SIZES).double()
     assert bool((counts == 0).any())
-    error = (sizes * 0.3 * 0.7 / 500).sqrt()
+    error = (sizes * 0.3 * 0.7 / steps).sqrt()
     assert bool(((counts.mean(0) - 0.3 * sizes).abs() < 4 * error).all())
     variance = sizes * 0.3 * 0.7
-    assert bool(((counts.var(0) / variance - 1).abs() < 4 * math.sqrt(2 / 500) * 1.5).all())
+    assert bool(((counts.var(0) / variance - 1).abs() < 4 * math.sqrt(2 / steps) * 1.5).all())
     together = torch.stack(drawn)[:, 2].double().T.corrcoef()
-    assert float((together - torch.eye(12)).abs().max()) < 5 / math.sqrt(500)
+    assert float((together - torch.eye(12)).abs().max()) < 5 / math.sqrt(steps)
     mask = torch.tensor([[False, True, True], [False, False, False], [True, True, False]])
     rows, taken = poisson_batch({"x": torch.arange(9).reshape(3, 3)}, mask)
     assert taken.tolist() == [[True, True], [False, False], [True, True]]
@@ -229,14 +230,14 @@ def test_batches_are_poisson() -> None:
 
 def test_batches_that_are_cut_keep_some_of_their_rows_and_cost_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row that was drawn stays as likely as any other: of the 12 rows of the third client here 2 at most."""
-    local = private(rate=0.5, steps=400, noise=3.0, cut=Cut(batch=2, rows=12))
+    local = private(rate=0.5, steps=200, noise=3.0, cut=Cut(batch=2, rows=12))
     drawn = watch(local, monkeypatch)
     trained(local)
     counts = torch.stack(drawn).sum(2)
     assert int(counts.max()) == 2
     each = torch.stack(drawn)[:, 2].double().mean(0)
     chance = float(counts[:, 2].double().mean()) / 12
-    assert float((each - chance).abs().max()) < 5 * math.sqrt(chance * (1 - chance) / 400)
+    assert float((each - chance).abs().max()) < 5 * math.sqrt(chance * (1 - chance) / 200)
     assert local.budget.release.excess == pytest.approx(1 - sum(math.comb(12, i) for i in range(3)) / 2**12)
     for batch, same in ((12, True), (11, False)):
         cuts = (None, Cut(batch, 12))
@@ -254,11 +255,11 @@ def test_cuts_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_history_has_the_epsilon_of_all_steps(tmp_path: Path) -> None:
-    local = private(noise=1.3, rate=0.2, steps=3, ledger=tmp_path / "ledger", budget=4.0)
+    local = private(noise=1.3, rate=0.2, steps=3, ledger=tmp_path / "ledger", budget=2.0)
     run = ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=50, cohort=2)
     expected = [privacy.epsilon(noise=1.3, rate=0.2, rounds=3 * t, delta=DELTA) for t in (1, 2)]
     assert run.history["epsilon"].tolist()[:2] == pytest.approx(expected, rel=1e-3)
-    assert run.number == privacy.rounds_for(epsilon=4.0, noise=1.3, rate=0.2, delta=DELTA) // 3
+    assert run.number == privacy.rounds_for(epsilon=2.0, noise=1.3, rate=0.2, delta=DELTA) // 3
     assert run.algorithm.budget.claim.unit == "example"
     assert "server included" in run.algorithm.budget.claim.adversary
 
