@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class Need(NamedTuple):
+    """Says how messages have to be carried for a guarantee to hold.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import privacy
+        >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+        >>> algorithm = privacy.local_level(plain, clip=1.0, noise=4.0, delta=1e-3, quorum=3)
+        >>> need: Need = algorithm.budget.need
+        >>> need.clients, need.what
+        (3, 'privacy.local_level(quorum=3)')
+    """
+
+    clients: int  # of every sum that anybody can see, at least
+    noise: float  # the size of a share of noise, which rounding under masks must not coarsen
+    what: str  # needs it
 
 
 class Budget(Protocol):
@@ -17,6 +35,11 @@ class Budget(Protocol):
     @property
     def quorum(self) -> int | None:
         """Of how many clients of a sum the noise is counted together: 1 for each one's own, None for a server's."""
+        ...
+
+    @property
+    def need(self) -> Need | None:
+        """Return how messages have to be carried for what it counts to hold; None where that does not matter."""
         ...
 
     @property

@@ -8,11 +8,11 @@ from . import (
     vertical as vertical,
 )
 from .audit.audit import AuditRecord as AuditRecord
-from .envelopes.sealed import sealed as sealed
+from .carry import masked as masked, plain as plain, sealed as sealed
 from .identity.roster import Roster as Roster
-from .rounds.offer import Offer as Offer, read_offer as read_offer
+from .rounds.offer import Offer as Offer
 from .rounds.population import Remote as Remote
-from .rounds.site import deliver as deliver, join as join
+from .rounds.site import join as join
 from .rounds.terms import Terms as Terms
 from .streams.grpc_streams import connect as connect, serve as serve
 from .streams.hub import Hub as Hub, Limits as Limits

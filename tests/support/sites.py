@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import fedtorch as ft
-from fedtorch.sites import AuditRecord, Hub, Offer, Remote, join
+from fedtorch.federation.exchanges.carry import Carry, plain
+from fedtorch.sites import AuditRecord, Hub, Offer, Remote, Terms, join
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds.visit import Visit
 from fedtorch.sites.streams import memory
@@ -25,6 +26,21 @@ def parts(data: ft.data.FederatedData, sites: int) -> list[ft.data.FederatedData
     return [data.select(list(range(first, last))) for first, last in pairwise(ends)]
 
 
+class Carried:
+    """An algorithm's maker, and how its messages are carried."""
+
+    def __init__(self, make: Callable[..., ft.Algorithm], carry: Carry) -> None:
+        self.make, self.carry = make, carry
+
+    def __call__(self, *arguments: Any, **settings: Any) -> ft.Algorithm:
+        return self.make(*arguments, **settings)
+
+
+def carry_of(make: Callable[..., ft.Algorithm]) -> Carry:
+    """How the messages of what `make` returns are carried; readable, if it does not say."""
+    return getattr(make, "carry", plain())
+
+
 def offers(
     data: ft.data.FederatedData, make: Callable[..., ft.Algorithm], start: Tree = None, sites: int = 3, **more: Any
 ) -> dict[str, Offer]:
@@ -34,6 +50,7 @@ def offers(
         algorithm = make(**settings)
         return algorithm if algorithm.start is not None else replace(algorithm, start=start)
 
+    more["terms"] = more.pop("terms", Terms())._replace(carry=carry_of(make))
     return {chr(ord("a") + i): Offer(part, {"it": made}, **more) for i, part in enumerate(parts(data, sites))}
 
 

@@ -26,17 +26,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchanges.masks import Masks
 from fedtorch.tree import Rows, Tree
-
-if TYPE_CHECKING:
-    from fedtorch.networks.network import Network
 
 
 class Mean(NamedTuple):
@@ -90,8 +86,8 @@ class Exchange(NamedTuple):
     """How a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones (views).
 
     A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
-    adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. With `masks`, or `sealed`,
-    processes of several organisations let nobody in between read them.
+    adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. Who in between can read
+    messages is not the exchange's business, but that of a population's `carry`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -107,13 +103,6 @@ class Exchange(NamedTuple):
     finish: Callable[[Tree], Tree]  # partial -> aggregate: Mean and Sum where the message has them, or RowsOf
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
-    masks: Masks | None = None
-    sealed: Network | None = None  # whose nodes hear each other in letters that no server in between can read
-
-    @property
-    def hidden(self) -> str:
-        """How messages are hidden from who carries them, for fingerprints; empty where they are not."""
-        return "sealed letters" if self.sealed is not None else str(self.masks or "")
 
 
 def client_count(ids: Rows) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedtorch import tree, wire
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, map_messages
-from fedtorch.tree import Tree
+from fedtorch.tree import Rows, Tree
 
 _LARGEST = 2.0**1023  # power of two in float64
 
@@ -27,9 +27,9 @@ def star() -> Exchange:
     """
     return Exchange(
         scatter=lambda outbox, ids: tree.expand(outbox, client_count(ids)),
-        gather=lambda messages, ids: map_messages(_sum, messages),
+        gather=_add_up,
         merge=_add_all,
-        finish=lambda partial: map_messages(_divide, partial),
+        finish=_average,
         traffic=lambda outbox, messages, ids: (
             client_count(ids) * wire.size_of(tree.row_layout(messages)),
             client_count(ids) * wire.size_of(tree.layout(outbox)),
@@ -55,6 +55,14 @@ def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
     rows = value.flatten(1) if value.ndim > 1 else value[:, None]
     total = (wide / power).to(dtype) @ rows.to(dtype)
     return (total.to(torch.float64) * power).reshape(value.shape[1:])
+
+
+def _add_up(messages: Tree, ids: Rows) -> Tree:
+    return map_messages(_sum, messages)
+
+
+def _average(partial: Tree) -> Tree:
+    return map_messages(_divide, partial)
 
 
 def _sum(message: Mean | Sum) -> Mean | Sum:

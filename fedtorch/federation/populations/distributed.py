@@ -20,6 +20,7 @@ from fedtorch import tree
 from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations._ranks import Ranks
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK, placed
@@ -40,6 +41,7 @@ class Distributed:
         device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
             on its machine, as `torchrun` tells it. Collectives use nccl on a GPU, gloo else.
         timeout: the longest wait for another rank, its clients' work included; over nccl that of the process group.
+        carry: as for `ft.InProcess`, the same on every rank.
 
     Under a Lightning `Trainer` use `strategy=ft.ClientSharding()`; outside one, the process group is started at the
     first round if it is not there. Whatever needs other ranks' clients (`evaluate`, `client_module`) is called on every
@@ -64,12 +66,13 @@ class Distributed:
         device: torch.device | str | None = None,
         *,
         timeout: timedelta = TIMEOUT,
+        carry: Carry = plain(),  # noqa: B008
     ) -> None:
         if not timeout > timedelta(0):
             raise ValueError(f"Expected a positive timeout, but got {timeout}")
         self.data, self.names, self.device = placed(data, chunk, own_device(device))
         self.rank, self.world_size = _place()
-        self.chunk, self.leads = chunk, self.rank == 0
+        self.chunk, self.leads, self.carry = chunk, self.rank == 0, carry
         self.ranks = Ranks(self.rank, self.world_size, self.device, timeout)
 
     @functools.cached_property

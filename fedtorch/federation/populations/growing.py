@@ -24,6 +24,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations.clients import SMALL_BLOCK, Gathered, LocalClients
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.tree import Tree
@@ -39,6 +40,7 @@ class Growing(InProcess):
         window: only so many of a client's latest rows are trained with; default: all.
         chunk: as for `InProcess`.
         device: as for `InProcess`.
+        carry: as for `InProcess`.
 
     Raises:
         ValueError: a window below one; or in a round with counts that are not as described.
@@ -62,10 +64,11 @@ class Growing(InProcess):
         window: int | None = None,
         chunk: int | None = None,
         device: torch.device | str | None = None,
+        carry: Carry = plain(),  # noqa: B008
     ) -> None:
         if window is not None and window < 1:
             raise ValueError(f"Expected a window of at least one row, but got {window}; leave it out for all rows")
-        super().__init__(data, chunk, device)
+        super().__init__(data, chunk, device, carry=carry)
         self.seen, self.window = seen, window
 
     def at(self, rounds: int) -> FederatedData:

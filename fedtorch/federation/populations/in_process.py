@@ -8,6 +8,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients
 from fedtorch.tree import Tree
 
@@ -20,6 +21,8 @@ class InProcess:
         chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
             of what is free on a CUDA device.
         device: where blocks and states live; default: where the data are.
+        carry: how messages are carried; sums under masks are simulated, with every key, share and signature, and
+            protect nobody here.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -28,9 +31,16 @@ class InProcess:
         ('0', '1', '2')
     """
 
-    def __init__(self, data: FederatedData, chunk: int | None = None, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        data: FederatedData,
+        chunk: int | None = None,
+        device: torch.device | str | None = None,
+        *,
+        carry: Carry = plain(),  # noqa: B008
+    ) -> None:
         self.data, self.names, self.device = placed(data, chunk, device)
-        self.chunk, self.leads = chunk, True
+        self.chunk, self.leads, self.carry = chunk, True, carry
         self._blocks: list[tuple[Tensor, ClientData]] | None = None
 
     def blocks(self) -> list[tuple[Tensor, ClientData]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.tree import Tree
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)
@@ -110,6 +111,7 @@ class Population(Protocol):
     names: tuple[str, ...]
     device: torch.device  # where the server's state lives
     leads: bool  # whether this process writes what all processes know
+    carry: Carry  # how messages travel; a run hands `bind` what it makes of the algorithm
 
     def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
         """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""

@@ -21,6 +21,7 @@ from fedtorch.checkpoint import below, describe
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.budget import exhausted
+from fedtorch.federation.exchanges.carry import agreed, carried
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Network
@@ -104,8 +105,9 @@ class Run:
         self.last: Round | None = None
         self.log = History(keep_losses)
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
-        self.network = None if faults is None or faults.twice is None else Network(algorithm, faults.twice)
-        delivered = algorithm if self.network is None else self.network.algorithm
+        hidden = carried(algorithm, population.carry, type(population).__name__)
+        self.network = None if faults is None or faults.twice is None else Network(hidden, faults.twice)
+        delivered = hidden if self.network is None else self.network.algorithm
         self.clients: Clients = population.bind(delivered, state)
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
@@ -297,8 +299,7 @@ class Run:
     def fingerprint(self) -> dict[str, str]:
         """What a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
-        if hidden := self.algorithm.exchange.hidden:
-            about["messages"] = hidden
+        about.update(agreed(self.population.carry))
         return {
             **{name: describe(value) for name, value in about.items()},
             "clients": describe(self.population.names),

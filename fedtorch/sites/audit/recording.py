@@ -43,7 +43,7 @@ class SiteRecording:
         if record is not None:
             rows = int(offer.data.counts.sum())
             about: dict[str, Any] = {"algorithms": sorted(offer.algorithms), "clients": len(offer.data), "rows": rows}
-            record.note("joined", policy=offer.terms._asdict(), metrics=sorted(offer.metrics), **about)
+            record.note("joined", policy=offer.terms.described(), metrics=sorted(offer.metrics), **about)
 
     def connected(self) -> None:
         """Write that the site has reached a server with a certificate of its authority."""
@@ -190,7 +190,7 @@ class ServerRecording:
 
     def _begun(self, record: AuditRecord, run: str) -> None:
         plan, self._run = self._plan, run
-        about = fingerprint(self._algorithm)
+        about = fingerprint(self._algorithm, plan.carry)
         asked: dict[str, Any] = {"algorithm": plan.algorithm, "settings": dict(plan.settings), "quorum": plan.quorum}
         known: dict[str, Any] = {"fingerprint": about, "messages": about.get("messages", READABLE)}
         claim = getattr(getattr(self._algorithm.budget, "ledger", None), "claim", None)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import sum_over
+from fedtorch.networks.network import Network
 from fedtorch.sites.envelopes.keyring import BOOK, Ask, SiteKeys
 from fedtorch.sites.identity.book import Speaker
 from fedtorch.sites.identity.letters import Sealer
@@ -71,6 +72,7 @@ class SiteLetters:
     Args:
         keys: of the site.
         algorithm: as the site has built it.
+        network: whose nodes are the clients.
         server: the server's state in the beginning, of which `total` alone is ever made anew.
         initial: what a node tells before it has been asked, `(1, ...)`.
         own: the numbers of the site's nodes.
@@ -79,13 +81,13 @@ class SiteLetters:
         Refusal: the algorithm's server keeps more than what nodes tell.
     """
 
-    def __init__(self, keys: SiteKeys, algorithm: Algorithm, server: Any, initial: Tree, own: range) -> None:
+    def __init__(
+        self, keys: SiteKeys, algorithm: Algorithm, network: Network, server: Any, initial: Tree, own: range
+    ) -> None:
         if tree.leaves(server._replace(total=None)):
             raise Refusal("the algorithm's server has a state of its own, which letters between nodes do not make")
-        assert algorithm.exchange.sealed is not None
         self._keys, self._algorithm, self._server, self._initial, self._own = keys, algorithm, server, initial, own
-        edges = algorithm.exchange.sealed.edges
-        self._edges = torch.cat([edges, edges.flip(1)])  # (2E, 2)
+        self._edges, self._nodes = torch.cat([network.edges, network.edges.flip(1)]), network.nodes  # (2E, 2)
         self._sealer: Sealer | None = None
         self._epoch: int | None = None
 
@@ -115,7 +117,7 @@ class SiteLetters:
             if len(nodes):
                 parts.append(self._opened(sealer, speaker, blobs.get(_FROM + speaker.name, b""), len(nodes)))
                 numbers.append(nodes)
-        known, everybody = torch.cat(numbers), range(self._algorithm.exchange.sealed.nodes)  # type: ignore[union-attr]
+        known, everybody = torch.cat(numbers), range(self._nodes)
         needed = self._between(everybody, self._own)
         if not bool(torch.isin(needed, known).all()):
             raise Refusal(f"no site in the book has the nodes {needed[~torch.isin(needed, known)].tolist()[:10]}")

@@ -11,38 +11,65 @@ plays which node is what it says and each site signs. Its `run.server.total` sta
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
+from dataclasses import dataclass
 
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.carry import hears_neighbours
 from fedtorch.networks.network import Network
 
 
-def sealed(algorithm: Algorithm, network: Network) -> Algorithm:
-    """`algorithm` whose nodes' messages no server in between can read, on `ft.Remote`; the same numbers elsewhere.
+@dataclass(frozen=True)
+class Sealed:
+    """Carries neighbours' messages in sealed envelopes; see `sealed`."""
+
+    network: Network
+    minimum: int = 1  # neighbours read each other's messages
+    step: float = 0.0
+    masks: None = None
+
+    def __str__(self) -> str:
+        return "sealed letters"
+
+    def __repr__(self) -> str:
+        return f"sealed({self.network!r})"
+
+    def carried(self, algorithm: Algorithm) -> Algorithm:
+        """Return the algorithm as it is, if neighbours' sums are all that anybody needs.
+
+        Raises:
+            ValueError: somebody in it has to know more than a sum over neighbours, as in `ft.without_server` or any
+                over a star; its messages are fresh; or it is over another network.
+        """
+        if algorithm.told is None or not hears_neighbours(algorithm.exchange, self.network):
+            raise ValueError(
+                "Expected an algorithm whose nodes tell their neighbours in the network of sealed(…) something for "
+                "good and nobody else anything, such as ft.gtv, but got one in which somebody needs everybody's sum; "
+                "over a star take secure.masked"
+            )
+        return algorithm
+
+    def check(self, clients: int, sites: int | None = None) -> None:
+        """Raise ValueError unless the network's nodes are the clients."""
+        if clients != self.network.nodes:
+            raise ValueError(f"Expected a client for each of {self.network.nodes} nodes, but got {clients} clients")
+
+
+def sealed(network: Network) -> Sealed:
+    """Return the carrying of neighbours' messages that no server in between can read, on `ft.Remote`.
+
+    In one process, where nothing is in between, the numbers are the same and nothing is sealed.
 
     Args:
-        algorithm: over `graph(network)`, whose nodes tell all that they say for good, such as `ft.gtv`.
-        network: of the algorithm.
-
-    Raises:
-        ValueError: an algorithm in which somebody has to know more than a sum over neighbours, such as
-            `ft.without_server` or any over a star, or whose messages are fresh.
+        network: of the algorithm, over `graph(network)`, whose nodes tell all that they say for good, as in `ft.gtv`.
 
     Example:
         >>> import torch, fedtorch as ft
+        >>> from fedtorch.sites import sealed
         >>> network = ft.Network.from_edges([(0, 1)])
-        >>> plain = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
-        >>> algorithm = sealed(plain, network)  # for ft.Remote, in place of `plain`
-        >>> algorithm.exchange.sealed is network, plain.exchange.sealed
-        (True, None)
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y])) for y in (1.0, 3.0)])
+        >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
+        >>> run = ft.run(algorithm, ft.InProcess(data, carry=sealed(network)), rounds=1)  # as for ft.Remote
+        >>> run.fingerprint()["messages"]
+        'sealed letters'
     """
-    exchange = algorithm.exchange
-    graph = hasattr(exchange.scatter(torch.zeros(network.nodes, 1), slice(0, 1)), "degree") and exchange.masks is None
-    if algorithm.told is None or not graph:
-        raise ValueError(
-            "Expected an algorithm whose nodes tell their neighbours something for good and nobody else anything, such "
-            "as ft.gtv, but got one in which somebody needs everybody's sum; over a star take secure.secure_star"
-        )
-    return replace(algorithm, exchange=exchange._replace(sealed=network))
+    return Sealed(network)

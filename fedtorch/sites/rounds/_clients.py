@@ -77,7 +77,7 @@ class RemoteClients:
         self._up = self._down = 0
         self.over = False
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
-        start = start_for_all(self.algorithm, outbox)
+        start = start_for_all(self.algorithm, self.plan.carry, outbox)
         missing = self._prepare(asked, start)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         requests: dict[str, bytes] = {}
@@ -114,7 +114,7 @@ class RemoteClients:
     def total(self) -> Tree | None:
         """What all clients tell for good, if all sites answer; see `Clients.total`."""
         exchange, members = self.algorithm.exchange, self._members()
-        if exchange.sealed is not None:
+        if self.plan.carry.network is not None:
             return None  # nodes have it, a row each
         if self._prepare(members):
             return None
@@ -146,7 +146,7 @@ class RemoteClients:
             )
         here = self._local.evaluate_parts(outbox, data, function, torch.zeros(len(data), dtype=torch.bool))
         like = tree.take(here[1][0], slice(0, 0))
-        if self.algorithm.exchange.sealed is not None:
+        if self.plan.carry.network is not None:
             self._prepare([])
         number, names = self.plan.sites.next_sequence(), list(like)
         requests = {
@@ -179,7 +179,7 @@ class RemoteClients:
 
     def _tell_over(self, outbox: Tree, here: Mapping[int, str]) -> list[int]:
         """Tells sites, and returns the numbers of those that have it on their stream."""
-        if self.algorithm.exchange.sealed is not None:
+        if self.plan.carry.network is not None:
             self._prepare([])
         number, sites = self.plan.sites.next_sequence(), self.plan.sites
         requests = {
@@ -255,29 +255,27 @@ class RemoteClients:
         if ids is None:
             return frames.encode_blobs(kind, blobs, **about)
         exchange, (tensors, sizes) = self.algorithm.exchange, frames.coded(blobs)
-        hears = exchange.scatter(outbox, consecutive(ids)) if exchange.sealed is None else None
+        hears = exchange.scatter(outbox, consecutive(ids)) if self.plan.carry.network is None else None
         return inbox.encode(kind, Inboxes(ids, hears), {"more": more, "blobs": tensors}, sizes=sizes, **about)
 
     def _hide(self) -> Hidden | None:
         """The way of what the server may not read, if the algorithm has such messages."""
-        plan, exchange = self.plan, self.algorithm.exchange
-        if exchange.masks is None and exchange.sealed is None:
+        plan, carry = self.plan, self.plan.carry
+        carry.check(len(plan.names))
+        if carry.masks is None and carry.network is None:
             return None
-        if exchange.masks is not None:
-            exchange.masks.check(len(plan.names))
-        least = 2 if exchange.masks is None else exchange.masks.minimum
+        least = 2 if carry.masks is None else carry.masks.sites
         if plan.roster is None or len(plan.sites.names) < least:
             raise ValueError(
                 f"Expected roster=book.sign_roster(authority, roster) and at least {least} sites, which believe each "
                 f"other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
-        if exchange.masks is not None:
-            exchange.masks.check(len(plan.names), len(plan.sites.names))
+        carry.check(len(plan.names), len(plan.sites.names))
         own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         ask, number = self._ask, plan.sites.next_sequence
         keyring = Keyring(plan.roster, ask, number)
-        return Hidden(exchange, keyring, own, plan.rotate, ask, number, self._letters, plan.lost)
+        return Hidden(carry, keyring, own, plan.rotate, ask, number, self._letters, plan.lost)
 
     def _letters(self, site: str, number: int) -> bytes:
         return self._request("letters", self.plan.sites.names.index(site), None, None, number)
@@ -286,7 +284,7 @@ class RemoteClients:
         """Sees to keys and letters, neighbours' letters of all; returns why sites are not to be asked."""
         if self._hidden is None:
             return {}
-        members = asked if self.algorithm.exchange.sealed is None else self._members()
+        members = asked if self.plan.carry.network is None else self._members()
         missing = self._hidden.begin([site for _, site in members], self.run, start)
         self.plan.sites.troubles.update(missing)
         return missing
@@ -299,7 +297,7 @@ class RemoteClients:
             return None, answers
         if self._hidden is None:
             made = exchange.merge(list(found.values()))
-        elif exchange.sealed is not None:
+        elif self.plan.carry.network is not None:
             made = exchange.finish(exchange.gather(self._read.message, _NOBODY))  # of what neighbours hear, nothing
         else:
             first = {site: said.get("said", b"") for site, said in found.items()}
@@ -313,7 +311,7 @@ class RemoteClients:
             "run": self.run,
             "algorithm": self.plan.algorithm,
             "settings": self.plan.settings,
-            "fingerprint": fingerprint(self.algorithm),
+            "fingerprint": fingerprint(self.algorithm, self.plan.carry),
             "clients": len(self.plan.names),
             "first": self.plan.firsts[self.plan.sites.names.index(site)],
         }

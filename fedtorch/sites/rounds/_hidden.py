@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from fedtorch.federation.exchanges.exchange import Exchange
+from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.sites.envelopes.keyring import BOOK, Ask, Keyring
 from fedtorch.sites.envelopes.letters import Letters
 from fedtorch.sites.rounds._masked import Asked, SumLost, SumOfSites, parties_of
@@ -19,7 +19,7 @@ class Hidden:
     """What sites send each other in a run.
 
     Args:
-        exchange: with masks, or sealed.
+        carry: with masks, or sealed.
         keyring: of the run.
         clients: the numbers of each site's clients, by name, in their order.
         rotate: so many rounds keys are used.
@@ -31,7 +31,7 @@ class Hidden:
 
     def __init__(
         self,
-        exchange: Exchange,
+        carry: Carry,
         keyring: Keyring,
         clients: Mapping[str, range],
         rotate: int,
@@ -40,9 +40,9 @@ class Hidden:
         letters: Callable[[str, int], bytes],
         lost: Lost,
     ) -> None:
-        self._exchange, self._keyring, self._clients, self._rotate = exchange, keyring, clients, rotate
+        self._masks, self._keyring, self._clients, self._rotate = carry.masks, keyring, clients, rotate
         self._ask, self._next, self._rounds, self._lost = ask, next_sequence, 0, lost
-        self._letters = None if exchange.sealed is None else Letters(letters, ask, next_sequence)
+        self._letters = None if carry.network is None else Letters(letters, ask, next_sequence)
         self._parties: list[str] = []  # the sites of the book, in its order
         self._book = b""
 
@@ -103,11 +103,10 @@ class Hidden:
         Raises:
             SumLost: there is no sum; who has ended it is left out of those over other starts.
         """
-        assert self._exchange.masks is not None
         firsts = {name: self._clients[name].start for name in self._parties}
         signing = dict(zip(firsts.values(), self._keyring.signing(self._parties)))
         parties = parties_of(run, wanted.number, wanted.about, signing)
-        made = SumOfSites(self._exchange.masks, parties, firsts, message, self._ask, self._next, wanted)
+        made = SumOfSites(self._masks, parties, firsts, message, self._ask, self._next, wanted)
         try:
             total, there = made.finish(first, run)
         except SumLost as lost:

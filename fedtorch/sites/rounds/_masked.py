@@ -1,6 +1,6 @@
 """Sums under masks between sites: what the server carries, and what a site answers, phase by phase.
 
-Every site masks the sum of its clients' messages, see `Exchange.masks`. In the name of the sum is a digest of what
+Every site masks the sum of its clients' messages, see `sites.masked`. In the name of the sum is a digest of what
 clients were sent, so that a server which sends sites different models gets no sum of them. Which sums a site takes part
 in is decided by `past_sums`, when it hears who is asked and again before it confirms who has stayed.
 """
@@ -16,14 +16,17 @@ import torch
 
 from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.exchanges.exchange import RowsOf
-from fedtorch.federation.exchanges.masks import MaskedPart, MaskedSum, Masks, Parties
 from fedtorch.sites.envelopes.keyring import Ask, SiteKeys
 from fedtorch.sites.rounds import frames as frames
-from fedtorch.sites.rounds.fingerprint import MESSAGES, fingerprint
+from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.past_sums import digest_of_start
 from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.sites.secure.masked import Masked, Parties, SiteSums
+from fedtorch.sites.secure.messages import PHASES
+from fedtorch.sites.secure.parties import Client
 from fedtorch.tree import Tree
 
 
@@ -35,16 +38,14 @@ class Guard(Protocol):
 
 def start_of_sum(algorithm: Algorithm, inbox: Tree) -> bytes:
     """Return a digest of what one client is sent, and of the algorithm but for its masks."""
-    settings = {name: value for name, value in fingerprint(algorithm).items() if name != MESSAGES}
-    return digest_of_start(inbox, settings)
+    return digest_of_start(inbox, fingerprint(algorithm))
 
 
-def start_for_all(algorithm: Algorithm, outbox: Tree) -> bytes:
+def start_for_all(algorithm: Algorithm, carry: Carry, outbox: Tree) -> bytes:
     """Return `start_of_sum` of what all clients are sent; nothing where messages are not under masks."""
-    exchange = algorithm.exchange
-    if exchange.masks is None:
+    if carry.masks is None:
         return b""
-    return start_of_sum(algorithm, tree.map(lambda leaf: leaf[0], exchange.scatter(outbox, slice(0, 1))))
+    return start_of_sum(algorithm, tree.map(lambda leaf: leaf[0], algorithm.exchange.scatter(outbox, slice(0, 1))))
 
 
 def name_of_sum(start: bytes, turn: Turn) -> bytes:
@@ -79,7 +80,7 @@ class SumOfSites:
     """The server's half of one sum.
 
     Args:
-        masks: of the exchange.
+        masks: of the population.
         parties: who adds up.
         firsts: the number of each site's first client, by name.
         message: what clients send, `(0, ...)`.
@@ -90,7 +91,7 @@ class SumOfSites:
 
     def __init__(
         self,
-        masks: Masks,
+        masks: Masked,
         parties: Parties,
         firsts: Mapping[str, int],
         message: Tree,
@@ -100,7 +101,7 @@ class SumOfSites:
     ) -> None:
         self._masks, self._firsts, self._ask, self._next = masks, firsts, ask, next_sequence
         self._number, self._least = parties.attempt, wanted.least
-        self._sum: MaskedSum = masks.server(parties, message)
+        self._sum: SiteSums = masks.server(parties, message)
         self._reasons = dict(wanted.missing)  # why sites have not answered
         self._confirmed: list[frozenset[str]] = []  # who has answered, by phase, once it is clear whose sum it is
 
@@ -110,10 +111,10 @@ class SumOfSites:
         Raises:
             SumLost: there is no sum.
         """
-        phases, said = self._masks.phases, first
+        said = first
         try:
-            for phase in phases:
-                if phase != phases[0]:
+            for phase in PHASES:
+                if phase != PHASES[0]:
                     said = self._answers(phase, said, run)
                 taken = {site: message for site, message in said.items() if self._sum.take(phase, message)}
                 self._reasons.update(dict.fromkeys(said.keys() - taken.keys(), "it sent what the protocol refuses"))
@@ -138,7 +139,7 @@ class SumOfSites:
     def _answers(self, phase: int, sites: Iterable[str], run: str) -> Mapping[str, bytes]:
         """Ask sites for their messages of a phase; raise RuntimeError rather than for the sum of too few."""
         survivors, number = self._survivors, self._next()
-        if self._masks.minimum <= len(survivors) < self._least and not self._confirmed:
+        if self._masks.sites <= len(survivors) < self._least and not self._confirmed:
             raise RuntimeError(f"Expected a sum of at least {self._least} sites, but only {survivors} are left")
         requests = {
             site: frames.encode_blobs(
@@ -178,7 +179,7 @@ class PartOfSite:
     """A site's half of one sum.
 
     Args:
-        masks: of the exchange.
+        masks: of the population.
         keys: of the site.
         data: the book of keys.
         number: of the request that it answers.
@@ -197,7 +198,7 @@ class PartOfSite:
 
     def __init__(
         self,
-        masks: Masks,
+        masks: Masked,
         keys: SiteKeys,
         data: bytes,
         number: int,
@@ -206,8 +207,8 @@ class PartOfSite:
         guard: Guard,
     ) -> None:
         speakers, place = keys.read(data)
-        if len(speakers) < masks.minimum:
-            raise Refusal(f"the site adds up under masks with {masks.minimum} sites at least, not {len(speakers)}")
+        if len(speakers) < masks.sites:
+            raise Refusal(f"the site adds up under masks with {masks.sites} sites at least, not {len(speakers)}")
         try:
             masks.check(sum(each.clients for each in speakers), len(speakers))
         except ValueError as error:
@@ -215,14 +216,14 @@ class PartOfSite:
         self._names = {each.first + 1: each.name for each in speakers}
         guard(frozenset(self._names.values()), confirmed=False)
         parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})
-        self.number, self._phases, self._said = number, masks.phases, dict[int, bytes]()
+        self.number, self._said = number, dict[int, bytes]()
         self._guard, self._confirmed, self._ended = guard, False, ""
         me = speakers[place].first + 1
-        self._part: MaskedPart = masks.party(parties, me, keys.signing, found)
+        self._part: Client = masks.party(parties, me, keys.signing, found)
 
     def first(self) -> bytes:
         """What it says in the first phase."""
-        return self._answer(self._phases[0], b"")
+        return self._answer(PHASES[0], b"")
 
     def answer(self, frame: Frame) -> bytes:
         """The answer to a request of a later phase; one that is repeated is answered with the same bytes.
@@ -232,7 +233,7 @@ class PartOfSite:
         """
         if frame.integer("sum") != self.number:
             raise Refusal("the site is not in this sum under masks; it may have begun anew since")
-        phase = frame.integer("phase", self._phases[0] + 1, self._phases[-1])
+        phase = frame.integer("phase", PHASES[0] + 1, PHASES[-1])
         said = self._answer(phase, frame.blob("payload"))
         return frames.encode_blobs("answer", {"said": said}, sequence=frame.integer("sequence", 1))
 

@@ -40,7 +40,7 @@ class Reader:
 
     def __init__(self, plan: Plan, algorithm: Algorithm, initial: Tree) -> None:
         self._plan, self._algorithm, self._initial = plan, algorithm, initial
-        self._hidden = algorithm.exchange.masks is not None or algorithm.exchange.sealed is not None
+        self._hidden = plan.carry.masks is not None or plan.carry.network is not None
         self.message: Tree = None
         self._sums: Tree = None  # what becomes of it in a partial aggregate
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from fedtorch import checkpoint
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.carry import Carry, agreed, plain
 
-MESSAGES = "messages"  # in a fingerprint, how the server is kept from reading them
 
-
-def fingerprint(algorithm: Algorithm) -> dict[str, str]:
-    """What a server and its sites compare of an algorithm."""
-    hidden = algorithm.exchange.hidden
-    about = {**algorithm.settings, **({MESSAGES: hidden} if hidden else {})}
-    return {name: checkpoint.describe(value) for name, value in about.items()}
+def fingerprint(algorithm: Algorithm, carry: Carry = plain()) -> dict[str, str]:  # noqa: B008
+    """Return what a server and its sites compare of an algorithm and of how its messages are carried."""
+    return {name: checkpoint.describe(value) for name, value in {**algorithm.settings, **agreed(carry)}.items()}

@@ -48,7 +48,8 @@ class Offer:
 
     Raises:
         TypeError: something is of another kind.
-        ValueError: no algorithms; terms out of range; validation rows of other clients.
+        ValueError: no algorithms; terms out of range, or whose carry= does not name each algorithm; validation rows of
+            other clients.
     """
 
     data: FederatedData
@@ -67,6 +68,11 @@ class Offer:
             expected.function(make, f"algorithm {name!r} as a function of its settings", "wrap it in one")
         expected.kind(self.terms, Terms, "terms as Terms", "such as terms = Terms(rounds=100)")
         self.terms.check()
+        if isinstance(self.terms.carry, Mapping) and set(self.terms.carry) != set(self.algorithms):
+            raise ValueError(
+                f"Expected terms whose carry= names all algorithms {sorted(self.algorithms)} and no others, but got "
+                f"{sorted(self.terms.carry)}"
+            )
         if self.validation is not None and self.validation.names != self.data.names:
             raise ValueError("Expected validation rows of the same clients; split them with data.split(0.8, seed=0)")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds.sites import Sites
 
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
     quorum: float
     checkpoints: int
     withdrawals: bool
+    carry: Carry  # how messages travel
     roster: bytes | None  # as the authority has signed it
     rotate: int  # rounds in which sites use the same keys
     nobody: ClientData  # a block of no clients, with rows like those of the sites

@@ -12,6 +12,7 @@ import torch
 from fedtorch import expected, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._clients import RemoteClients
@@ -42,6 +43,8 @@ class Remote:
         patience: the longest wait for all sites to connect at first.
         checkpoints: sites can go back to so many of the run's last checkpoints.
         withdrawals: whether what each site tells for good is kept here, once more for each site, for `withdraw`.
+        carry: how messages are carried, `sites.masked(…)`, `sites.sealed(network)`, or readable for this process; the
+            policies of all sites have to ask for the same.
         roster: as the authority has signed it, `transport.book.sign_roster(...)`, by which sites believe each other's
             keys; for sums under masks and sealed letters.
         rotate: after so many rounds sites make other keys.
@@ -92,6 +95,7 @@ class Remote:
         patience: float = 60.0,
         checkpoints: int = 2,
         withdrawals: bool = False,
+        carry: Carry = plain(),  # noqa: B008
         roster: bytes | None = None,
         rotate: int = 100,
         checkpoint: Path | str | None = None,
@@ -106,7 +110,7 @@ class Remote:
             json.dumps(settings, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise TypeError(f"Expected settings as JSON, for they travel to the sites, but got {error}") from None
-        self.device, self.leads = torch.device("cpu"), True
+        self.device, self.leads, self.carry = torch.device("cpu"), True, carry
         asked, bring = Sites(host, sites, agreed), brought_to(checkpoint, sites)
         if record is not None:
             asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
@@ -137,6 +141,7 @@ class Remote:
             quorum=quorum,
             checkpoints=checkpoints,
             withdrawals=withdrawals,
+            carry=carry,
             roster=roster,
             rotate=rotate,
             nobody=_nobody(like),

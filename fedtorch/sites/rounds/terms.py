@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock
@@ -15,6 +16,7 @@ from torch import Tensor
 from fedtorch import _files as files, tree
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.budget import Budget
+from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.tree import Tree
 
 _SECONDS = 30.0  # for another process of the site that counts
@@ -32,6 +34,17 @@ class Terms(NamedTuple):
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
     remember_sums: bool = True  # under masks, in its folder of states; else only as long as its process runs
+    carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
+
+    def described(self) -> dict[str, Any]:
+        """Return them as JSON, for records."""
+        carry = self.carry
+        said = {name: str(each) for name, each in carry.items()} if isinstance(carry, Mapping) else str(carry)
+        return {**self._asdict(), "carry": said}
+
+    def carry_of(self, algorithm: str) -> Carry:
+        """Return how the messages of an algorithm, by name, have to be carried."""
+        return self.carry[algorithm] if isinstance(self.carry, Mapping) else self.carry
 
     def check(self) -> None:
         """Raises ValueError unless they are in range."""
@@ -79,8 +92,8 @@ class Watch:
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuses an algorithm that would break the terms whatever is asked of it."""
-        budget, exchange = algorithm.budget, algorithm.exchange
-        if self.terms.smallest_cohort > 1 and not exchange.additive and exchange.masks is None:
+        budget = algorithm.budget
+        if self.terms.smallest_cohort > 1 and not algorithm.exchange.additive:
             raise Refusal(
                 f"the site answers with sums of at least {self.terms.smallest_cohort} clients, and the algorithm would "
                 "have each client's own message"

@@ -11,6 +11,7 @@ from torch import nn
 
 from fedtorch import checkpoint, functional, tree
 from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
+from fedtorch.federation.exchanges.carry import Carry, check_need
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.runs.evaluation import inputs_and_targets, stacked_metrics
@@ -82,7 +83,7 @@ class Visit:
         past: PastSums | None = None,
     ) -> None:
         self.offer, self.watch, self.run, self.over = offer, watch, run_of(begin), False
-        self.algorithm = _built(offer, begin)
+        self.algorithm, self._carry = _built(offer, begin)
         total = begin.integer("clients", len(offer.data), MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - len(offer.data))
         watch.begin(self.algorithm, total)
@@ -97,7 +98,8 @@ class Visit:
         self._keys = self._hide(identity, total)
         self._part: PartOfSite | None = None
         self._letters = self._correspond(server, like)
-        here = replace(self.algorithm, exchange=inbox.at_site(self.algorithm.exchange))
+        here = self._carry.carried(self.algorithm)
+        here = replace(here, exchange=inbox.at_site(here.exchange))
         names = ("",) * self.first + offer.data.names + ("",) * (total - self.first - len(offer.data))
         blocks = [(ids + self.first, block) for ids, block in offer.data.buckets(small=SMALL_BLOCK)]
         self.clients = LocalClients(here, state, names, blocks, total, offer.chunk)
@@ -109,22 +111,23 @@ class Visit:
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Keys, where the server may not read what clients send."""
-        exchange, own = self.algorithm.exchange, len(self.offer.data)
-        if exchange.masks is not None:
-            try:
-                exchange.masks.check(clients)
-            except ValueError as error:
-                raise Refusal(str(error)) from None
+        carry, own = self._carry, len(self.offer.data)
+        try:
+            carry.check(clients)
+        except ValueError as error:
+            raise Refusal(str(error)) from None
+        if carry.masks is not None:
             self._past.open()
-        hidden = exchange.masks is not None or exchange.sealed is not None
+        hidden = carry.masks is not None or carry.network is not None
         return SiteKeys(identity, self.run, self.first, own) if hidden else None
 
     def _correspond(self, server: Tree, state: Tree) -> SiteLetters | None:
         """Letters, where neighbours hear each other through the server."""
-        if self.algorithm.exchange.sealed is None or self._keys is None or self.algorithm.told is None:
+        network = self._carry.network
+        if network is None or self._keys is None or self.algorithm.told is None:
             return None
         initial = self.algorithm.told.of(tree.expand(state, 1))
-        return SiteLetters(self._keys, self.algorithm, server, initial, self._own)
+        return SiteLetters(self._keys, self.algorithm, network, server, initial, self._own)
 
     @property
     def _own(self) -> range:
@@ -161,7 +164,7 @@ class Visit:
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
         heard, more, blobs = self._hear(frame, more)
         turn = Turn(more["key"], frame.integer("round"))
-        start = start_of_sum(self.algorithm, one_of(heard.inbox)) if self.algorithm.exchange.masks is not None else b""
+        start = start_of_sum(self.algorithm, one_of(heard.inbox)) if self._carry.masks is not None else b""
         self.watch.before(self.algorithm, turn, heard.ids)
         found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
         self.watch.check_cohort(len(found.ids))
@@ -200,7 +203,7 @@ class Visit:
             raise Refusal("the algorithm's clients tell nothing for good")
         if self._letters is not None:
             raise Refusal("the site tells what its nodes tell to their neighbours only")
-        if self.algorithm.exchange.masks is None:
+        if self._carry.masks is None:
             return frames.encode("answer", {"told": self.clients.told_here()}, sequence=number)
         if self._part is None or self._part.number != number:
             version = self._version or FIRST
@@ -230,9 +233,8 @@ class Visit:
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> PartOfSite:
         """The site's part of a sum."""
-        assert self.algorithm.exchange.masks is not None
         assert self._keys is not None
-        return PartOfSite(self.algorithm.exchange.masks, self._keys, blobs.get(BOOK, b""), number, about, found, guard)
+        return PartOfSite(self._carry.masks, self._keys, blobs.get(BOOK, b""), number, about, found, guard)
 
     def _told(self) -> Tree:
         """What all the site's clients tell for good, `(K, ...)`."""
@@ -307,8 +309,8 @@ class Visit:
         return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), came["more"], blobs
 
 
-def _built(offer: Offer, begin: Frame) -> Algorithm:
-    """The algorithm that is asked for, if the site offers it and would run what the server does."""
+def _built(offer: Offer, begin: Frame) -> tuple[Algorithm, Carry]:
+    """Return the algorithm that is asked for and how it is carried, if the site would run what the server does."""
     name, settings = begin.text("algorithm"), begin.names("settings")
     if name not in offer.algorithms:
         raise Refusal(f"the site offers the algorithms {sorted(offer.algorithms)}, but not {name!r}")
@@ -316,8 +318,14 @@ def _built(offer: Offer, begin: Frame) -> Algorithm:
         algorithm = offer.algorithms[name](**settings)
     except Exception as error:
         raise Refusal(f"the site does not run {name!r} with settings {settings}: {type(error).__name__}") from error
-    mine, theirs = fingerprint(algorithm), begin.names("fingerprint")
+    carry = offer.terms.carry_of(name)
+    mine, theirs = fingerprint(algorithm, carry), begin.names("fingerprint")
     for setting in {**mine, **theirs}:
         if mine.get(setting) != theirs.get(setting):
             raise Refusal(f"under {name!r} the site runs {setting} {mine.get(setting)}, not {theirs.get(setting)}")
-    return algorithm
+    try:
+        check_need(algorithm, carry, f"the site's terms with carry={carry!r}")
+        carry.carried(algorithm)
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    return algorithm, carry

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -22,15 +23,15 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum
-from fedtorch.federation.exchanges.graph import graph
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.carry import hears_neighbours
+from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.messages import as_sums, in_order, kept, like, rows
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.sites.secure.grid import Grid
 from fedtorch.sites.secure.messages import Aborted
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.sites.secure.simulation import secure_sum
-from fedtorch.sites.secure.sites import HereOnly
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -39,18 +40,70 @@ if TYPE_CHECKING:
 _DIGITS = 9  # to which ratios of weights count as equal
 
 
-def secure_graph(
+@dataclass(frozen=True)
+class MaskedGraph:
+    """Carries messages in sums over neighbourhoods, in one process; see `masked_graph`.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> from fedtorch.trust import secure
+        >>> everybody = ft.Network([[i, j] for i in range(5) for j in range(i)])
+        >>> secure.masked_graph(everybody).check(clients=5)
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected messages that sites can carry among them, but got secure.masked_graph, which runs in ...
+    """
+
+    over: Network
+    grid: Grid
+    minimum: int
+    entropy: Entropy = field(repr=False, compare=False)
+    masks: None = field(default=None, repr=False)
+    network: None = field(default=None, repr=False)
+    _attempts: Iterator[int] = field(default_factory=count, repr=False, compare=False)
+
+    @property
+    def step(self) -> float:
+        """Return that of the grid."""
+        return 2.0**-self.grid.bits
+
+    def __str__(self) -> str:
+        return f"sums over neighbourhoods under masks on {self.grid}, of at least {self.minimum} nodes"
+
+    def carried(self, algorithm: Algorithm) -> Algorithm:
+        """Return `algorithm` whose nodes hear sums only.
+
+        Raises:
+            ValueError: they hear something else than plain sums over their neighbours in the network.
+        """
+        if not hears_neighbours(algorithm.exchange, self.over):
+            raise ValueError(
+                "Expected an algorithm whose nodes hear sums over their neighbours in the network of masked_graph, "
+                "such as ft.gtv, but got another exchange or network; over a star take secure.masked"
+            )
+        finish = partial(_finish, _parts(self.over), self.grid, self.entropy, self._attempts)
+        return replace(algorithm, exchange=kept(algorithm.exchange, finish))
+
+    def check(self, clients: int, sites: int | None = None) -> None:
+        """Raise ValueError: there is no protocol for it between organisations."""
+        raise ValueError(
+            "Expected messages that sites can carry among them, but got secure.masked_graph, which runs in one "
+            "process; between sites seal messages"
+        )
+
+
+def masked_graph(
     network: Network,
     grid: Grid = Grid(),  # noqa: B008
     *,
     minimum: int = 3,
     collusion: int = 1,
     entropy: Entropy | None = None,
-) -> Exchange:
-    """`graph(network)` whose nodes hear sums only, each number of them on the grid.
+) -> MaskedGraph:
+    """Return the carrying of messages over `network` whose nodes hear sums only, each number of them on the grid.
 
     Args:
-        network: whose nodes are the clients, in their order.
+        network: of the algorithm, whose nodes are the clients, in their order.
         grid: that all nodes agree on.
         minimum: nodes of every sum and of every combination of sums, at least 2.
         collusion: how many nodes may compare what they know, 1 or 2.
@@ -60,13 +113,13 @@ def secure_graph(
         ValueError: a minimum or collusion out of range, or a network in which so many nodes could subtract sums.
 
     Example:
-        >>> import dataclasses, torch, fedtorch as ft
+        >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import secure
         >>> network = ft.Network.from_edges([(i, (i + step) % 6) for i in range(6) for step in (1, 2)])
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=6, seed=0)
-        >>> plain = ft.gtv(ft.least_squares(torch.nn.Linear(10, 1)), network, alpha=0.1)
-        >>> masked = dataclasses.replace(plain, exchange=secure.secure_graph(network))
-        >>> one, two = (ft.run(a, ft.InProcess(data), rounds=2).tensors() for a in (plain, masked))
+        >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(10, 1)), network, alpha=0.1)
+        >>> ways = (secure.masked_graph(network), ft.sites.plain())
+        >>> one, two = (ft.run(algorithm, ft.InProcess(data, carry=carry), rounds=2).tensors() for carry in ways)
         >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
         True
     """
@@ -74,9 +127,7 @@ def secure_graph(
         raise ValueError(f"Expected a minimum of at least 2 and a collusion of 1 or 2, but got {minimum}, {collusion}")
     check_neighbourhoods(network, minimum, collusion)
     grid.check(network.nodes)
-    entropy = from_system() if entropy is None else entropy
-    exchange = kept(graph(network), partial(_finish, _parts(network), grid, entropy, count()))
-    return exchange._replace(masks=HereOnly("secure_graph, which runs in one process; between sites seal messages"))
+    return MaskedGraph(network, grid, minimum, from_system() if entropy is None else entropy)
 
 
 def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None:

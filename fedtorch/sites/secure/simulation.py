@@ -1,33 +1,25 @@
 """The protocol of secure sums in one process, on stacked messages: every key, share, mask and signature of it.
 
 It shows what the server sees and what it costs; it protects nobody, because all parties are one. `secure_sum` is one
-sum, with dropouts in any phase, and `secure_star` an exchange whose rounds are such sums.
+sum, with dropouts in any phase; `masked` carries the rounds of a run by such sums.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum
-from fedtorch.federation.exchanges.messages import as_aggregate, as_sums, in_order, kept, like, rows
-from fedtorch.federation.exchanges.star import star
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure.grid import ExactSums, Grid
 from fedtorch.sites.secure.messages import MASKED, PHASES, Aborted, Session, split_words
 from fedtorch.sites.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
 from fedtorch.sites.secure.parties import Client
 from fedtorch.sites.secure.server import Server
-from fedtorch.sites.secure.sites import SiteMasks
-from fedtorch.tree import Tree
 
 Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number from 1, message) -> what arrives, or None
 
@@ -158,69 +150,3 @@ class _Wire:
                 message = self._tamper(phase, client, message)
             if message is not None:
                 self.server.take(phase, message)
-
-
-def secure_star(
-    grid: Grid | ExactSums = Grid(),  # noqa: B008
-    minimum: int = 3,
-    entropy: Entropy | None = None,
-    apart: int = 1,
-    *,
-    adversary: Adversary = "active",
-    dropouts: float = 0.3,
-    corrupt: float = 0.1,
-) -> Exchange:
-    """A star whose server sees a round's sums only, each number of them on the grid.
-
-    `Mean`s travel as weight times value, beside the weights. The cohort that answered is summed as a whole, by the
-    protocol, so that blocks and their order change no bit; with `minimum` clients or more, or not at all. That holds
-    for totals too, of which the changes of a round's cohort are summed. No message can be looked at: medians, bounds on
-    norms and checks for NaN cannot act, and what a client adds it has to clip itself.
-
-    On `ft.Remote` each site masks the sum of its own clients; see `fedtorch.sites.secure.sites`.
-
-    Args:
-        grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
-        minimum: clients of a sum; over sites, sites.
-        entropy: of all secrets; default: the operating system's.
-        apart: clients of every combination of a round's sum with those of earlier rounds, at least, unless one was of
-            the same clients. Where clients tell nearly the same in every round, one sum less another is that of the
-            clients by which they differ: `apart=minimum` rules that out, also for three sums and more, and ends a run
-            in which a single client drops out.
-        adversary: the server that single messages are hidden from: `"active"`, which may tell every client another
-            story, or `"curious"`, which keeps to the protocol and is content with fewer neighbours and a lower
-            threshold; part of what all parties agree on, and of a run's settings in reports and records.
-        dropouts: the part of a round's clients that may drop out of its sum, or from 1 on how many. From seven clients
-            on, and of four, an active server leaves room for 0.3; where it does not, the round says so. With 0 all
-            have to stay.
-        corrupt: the part of a round's clients that may work with the server, or from 1 on how many.
-
-    Example:
-        >>> import dataclasses, torch, fedtorch as ft
-        >>> from fedtorch.trust import secure
-        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
-        >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
-        >>> algorithm = dataclasses.replace(plain, exchange=secure.secure_star(dropouts=0.2))
-        >>> one, two = (ft.run(a, ft.InProcess(data), rounds=1).server for a in (plain, algorithm))
-        >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
-        True
-    """
-    entropy = from_system() if entropy is None else entropy
-    masks = SiteMasks(grid, max(minimum, 3), apart, adversary, dropouts, corrupt)
-    return kept(star(), partial(_finish, masks._replace(minimum=minimum), entropy, [], count()))._replace(masks=masks)
-
-
-def _finish(
-    masks: SiteMasks, entropy: Entropy, earlier: list[list[int]], attempts: Iterator[int], found: RowsOf
-) -> Tree:
-    """The aggregate of a round, whose survivors are added to those of earlier ones."""
-    ids, messages = in_order(found)
-    summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
-    made = secure_sum(
-        rows(summed).cpu(), masks.grid, minimum=masks.minimum, attempt=next(attempts), clients=ids.tolist(),
-        apart=masks.apart, earlier=earlier, entropy=entropy, adversary=masks.adversary, dropouts=masks.dropouts,
-        corrupt=masks.corrupt,
-    )  # fmt: skip
-    earlier.append(ids.tolist())
-    total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), tree.take(summed, slice(0, 1)))
-    return tree.map(as_aggregate, total, is_leaf=(Mean, Sum))

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.oracles.closed_forms import linear_clients, sgd
-from support.sites import joined, offers
+from support.sites import Carried, carry_of, joined, offers
 
 import fedtorch as ft
 from fedtorch import chained_log as log
@@ -25,6 +25,7 @@ from fedtorch.sites import AuditRecord, Remote, Roster, Terms
 from fedtorch.sites.audit import audit
 from fedtorch.sites.identity import book, identity
 from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.secure.masked import masked as secure_masked
 from fedtorch.trust import privacy, secure
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
@@ -45,8 +46,7 @@ def fedavg() -> ft.Algorithm:
     return ft.fedavg(sgd(0.1))
 
 
-def masked() -> ft.Algorithm:
-    return replace(fedavg(), exchange=secure.secure_star(secure.Grid(30), minimum=2, dropouts=0))
+masked = Carried(fedavg, secure_masked.masked(secure.Grid(30), minimum=2, dropouts=0))
 
 
 class Place:
@@ -69,9 +69,10 @@ class Place:
         """A run on record, which ends."""
         terms, wait = more.pop("terms", {}), more.pop("wait", 10.0)
         brought = offers(DATA, make)
-        brought = {name: replace(each, terms=terms.get(name, Terms())) for name, each in brought.items()}
+        own = {name: terms.get(name, Terms())._replace(carry=carry_of(make)) for name in brought}
+        brought = {name: replace(each, terms=own[name]) for name, each in brought.items()}
         recorded = {"records": {name: self.record(name) for name in NAMES}, "record": self.record("server")}
-        with joined(brought, identities=self.sites, **recorded, **more) as (sites, threads):
+        with joined(brought, identities=self.sites, carry=carry_of(make), **recorded, **more) as (sites, threads):
             sites.finish(ft.run(make(), sites, rounds=rounds))
             for thread in threads.values():
                 thread.join(wait)
@@ -115,7 +116,7 @@ def test_records_say_who_asked_what_of_whom(ran: Place) -> None:
         if name != "server":
             assert audit.compare(ran.path("server"), ran.path(name)).holds
     site, server = ran.events("a"), ran.events("server")
-    assert site[1]["policy"] == Terms()._asdict()
+    assert site[1]["policy"] == Terms().described()
     (begin,) = [entry for entry in site if entry["event"] == "begin"]
     assert begin["server"] == identity.fingerprint(ran.server.certificate)
     assert begin["fingerprint"]["algorithm"] == "fedavg"

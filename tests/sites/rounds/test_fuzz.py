@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -17,13 +16,14 @@ import torch
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import linear_clients, sgd
-from support.sites import offers
+from support.sites import Carried, offers
 
 import fedtorch as ft
 from fedtorch import tree, wire
 from fedtorch.sites import Remote, sealed
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.sites.rounds.site import Site
+from fedtorch.sites.secure.masked import masked as secure_masked
 from fedtorch.trust import secure
 
 NETWORK = ft.Network.ring(4)
@@ -146,19 +146,16 @@ def test_a_server_goes_on_without_a_site_that_sends_no_frames() -> None:
     server_goes_on(2000)
 
 
-def masked() -> ft.Algorithm:
-    return dataclasses.replace(scaffold(), exchange=secure.secure_star(secure.Grid(30, 2.0**20), dropouts=0))
-
-
-def letters() -> ft.Algorithm:
-    return sealed(ft.gtv(sgd(0.05), NETWORK, 0.1), NETWORK)
+masked = Carried(scaffold, secure_masked.masked(secure.Grid(30, 2.0**20), dropouts=0))
+letters = Carried(lambda: ft.gtv(sgd(0.05), NETWORK, 0.1), sealed(NETWORK))
 
 
 def hidden_goes_on(make: Any, count: int) -> None:
     """A site of four, or the server towards it, says anything: there is a round or none, and later all is well."""
     dice = random.Random(2)
     host = Loopback(offers(linear_clients([5, 2, 9, 4]), make, sites=4), None, certified().identities)
-    sites = Remote(host, list("abcd"), "it", seconds=1.0, quorum=0.25, roster=certified().roster)
+    settings = {"seconds": 1.0, "quorum": 0.25, "roster": certified().roster, "carry": make.carry}
+    sites = Remote(host, list("abcd"), "it", **settings)
     run, done = ft.Run(make(), sites, seed=1), 0
     for k in range(count):
         up = k % 2
@@ -190,13 +187,13 @@ def hidden_goes_on(make: Any, count: int) -> None:
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(run.server))
 
 
-@pytest.mark.parametrize("make", [masked, letters])
+@pytest.mark.parametrize("make", [masked, letters], ids=["masked", "letters"])
 def test_a_site_that_says_anything_under_masks_and_seals(make: Any) -> None:
     hidden_goes_on(make, 12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [masked, letters])
+@pytest.mark.parametrize("make", [masked, letters], ids=["masked", "letters"])
 def test_a_site_that_says_very_much_under_masks_and_seals(make: Any) -> None:
     hidden_goes_on(make, 600)
 

@@ -13,21 +13,20 @@ import torch
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import ROUNDING, distance, linear_clients, same_bits, sgd
-from support.sites import offers
+from support.sites import Carried, carry_of, offers
 from test_conformance import ALGORITHMS, STARTS, population, start
 
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.exchanges.exchange import Sum
-from fedtorch.federation.exchanges.masks import Parties
 from fedtorch.federation.runs import run as running
 from fedtorch.sites import Remote, Roster, Terms
 from fedtorch.sites.identity import book, identity
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.sites.secure import ExactSums, Grid
+from fedtorch.sites.secure.masked import Masked, Parties, masked as secure_masked
 from fedtorch.sites.secure.messages import ADVERT, MASKED, PHASES, SHARES
 from fedtorch.sites.secure.neighbours import neighbourhoods
-from fedtorch.sites.secure.sites import SiteMasks
 from fedtorch.trust import secure
 
 GRID = Grid(30, 2.0**20)
@@ -41,9 +40,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
 
 
-def masked(make: Callable[[], ft.Algorithm], grid: Any = GRID, **more: Any) -> Callable[[], ft.Algorithm]:
+def masked(make: Callable[[], ft.Algorithm], grid: Any = GRID, **more: Any) -> Carried:
     """Of three sites that all have to stay, if nothing else is said."""
-    return lambda: dataclasses.replace(make(), exchange=secure.secure_star(grid, **{"dropouts": 0, **more}))
+    return Carried(make, secure_masked.masked(grid, **{"dropouts": 0, **more}))
+
+
+def alone(make: Callable[[], ft.Algorithm], data: Any, chunk: int | None = None) -> ft.InProcess:
+    """The same in one process."""
+    return ft.InProcess(data, chunk, carry=carry_of(make))
 
 
 def fedavg() -> ft.Algorithm:
@@ -97,7 +101,11 @@ class Federation:
 
     def run(self, parameters: Any = None, **more: Any) -> ft.Run:
         return ft.Run(
-            self.make(), Remote(self.host, list(self.host.brought), "it", **self.more), parameters, seed=3, **more
+            self.make(),
+            Remote(self.host, list(self.host.brought), "it", **{"carry": carry_of(self.make), **self.more}),
+            parameters,
+            seed=3,
+            **more,
         )
 
 
@@ -115,7 +123,7 @@ def test_sites_add_up_what_one_process_does(name: str) -> None:
     made = Federation(make, here.data, sites=6, start=STARTS.get(name))
     first = start(name, make())
     run = made.run(first)
-    wanted = ft.Run(make(), ft.InProcess(here.data, chunk=1), first, seed=3)
+    wanted = ft.Run(make(), alone(make, here.data, chunk=1), first, seed=3)
     for _ in range(2):
         run.step(), wanted.step()
     if name in EXACT:
@@ -131,7 +139,7 @@ def test_the_same_operations_under_masks_give_the_same_bits(make: Any, monkeypat
     data, silent = linear_clients([8] * 6), ft.Faults(after=lambda key, ids: ids == 2)
     made = Federation(masked(make), data)
     run = made.run(faults=silent)
-    wanted = ft.Run(made.make(), ft.InProcess(data, chunk=2), seed=3, faults=silent)
+    wanted = ft.Run(made.make(), alone(made.make, data, chunk=2), seed=3, faults=silent)
     for _ in range(3):
         run.step(), wanted.step()
         assert run.last.ids.tolist() == wanted.last.ids.tolist() == [0, 1, 3, 4, 5]
@@ -156,7 +164,7 @@ def test_a_site_that_drops_out(phase: int, tmp_path: Path) -> None:
     run.step()
     assert run.last.ids.tolist() == list(range(6))
     fate = ft.Faults(after=lambda key, ids: (ids == 2) & (phase <= MASKED))
-    wanted = ft.Run(made.make(), ft.InProcess(DATA), seed=3)
+    wanted = ft.Run(made.make(), alone(made.make, DATA), seed=3)
     wanted.step()
     wanted.faults = fate
     wanted.step()
@@ -198,7 +206,7 @@ def test_a_line_that_breaks_between_phases_changes_nothing() -> None:
     assert run.step().ids.tolist() == list(range(6))
     assert len(said) >= 2 * len(PHASES)
     assert said[2::2] == said[1::2]
-    assert distance(run.server, ft.run(made.make(), ft.InProcess(DATA), rounds=1, seed=3).server) < 1e-7
+    assert distance(run.server, ft.run(made.make(), alone(made.make, DATA), rounds=1, seed=3).server) < 1e-7
 
 
 @pytest.mark.slow
@@ -219,7 +227,7 @@ def test_a_site_that_was_killed_has_other_secrets(tmp_path: Path) -> None:
         run.step()
     assert run.number == 1
     run.step()
-    assert distance(run.server, ft.run(made.make(), ft.InProcess(DATA), rounds=2, seed=3).server) < 1e-7
+    assert distance(run.server, ft.run(made.make(), alone(made.make, DATA), rounds=2, seed=3).server) < 1e-7
 
 
 # -- what the server sees ----------------------------------------------------------------------------------------------
@@ -228,7 +236,7 @@ def test_a_site_that_was_killed_has_other_secrets(tmp_path: Path) -> None:
 def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what a site or a client adds up, as numbers or as words, nor what it trains on; without masks it does."""
     told: list[bytes] = []
-    honest = SiteMasks.party
+    honest = Masked.party
 
     def party(self: Any, parties: Any, number: int, signing: bytes, found: Any) -> Any:
         made = honest(self, parties, number, signing, found)
@@ -237,7 +245,7 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
             told.extend(part.numpy().tobytes() for part in (leaf, leaf.sum(0), *leaf) if part.numel() > 1)
         return made
 
-    monkeypatch.setattr(SiteMasks, "party", party)
+    monkeypatch.setattr(Masked, "party", party)
     made = Federation(masked(scaffold), linear_clients([8] * 6))
     run = made.run()
     run.step(), run.step()
@@ -295,8 +303,8 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
 )
 def test_few_sites_mask_with_all_others(sites: int, minimum: int, graph: Any) -> None:
     """A minimum less one have to work together, at least; of many sites, as if 40 bits of the choice were lost."""
-    exchange = secure.secure_star(GRID, minimum, dropouts=0.2 if sites > 3 else 0)
-    near = lambda sites: exchange.masks.server(
+    carry = secure_masked.masked(GRID, minimum, dropouts=0.2 if sites > 3 else 0)
+    near = lambda sites: carry.server(
         Parties(b"run", 1, {k + 1: bytes([k]) * 32 for k in range(sites)}), Sum(torch.zeros(0, 2))
     ).session.graph  # fmt: skip
     assert near(sites) == graph
@@ -391,16 +399,16 @@ def test_masks_that_cannot_be(more: dict[str, Any], expected: str) -> None:
 
 def test_exchanges_that_have_no_protocol_between_sites() -> None:
     network = ft.Network.from_edges([(i, (i + step) % 6) for i in range(6) for step in (1, 2)])
-    make = lambda: dataclasses.replace(ft.gtv(sgd(0.1), network, 0.5), exchange=secure.secure_graph(network, GRID))
-    with pytest.raises(ValueError, match="secure_graph, which runs in one process"):
+    make = Carried(lambda: ft.gtv(sgd(0.1), network, 0.5), secure.masked_graph(network, GRID))
+    with pytest.raises(ValueError, match="masked_graph, which runs in one process"):
         Federation(make).run()
     with pytest.raises(ValueError, match="apart=1 over sites"):
         Federation(masked(fedavg, apart=3)).run()
 
 
 def test_what_needs_every_client_s_message_has_no_sums() -> None:
-    with pytest.raises(TypeError, match="leave HM1 its exchange, private_rows"):
-        Federation(masked(ALGORITHMS["matrix_normal"])).run().step()
+    with pytest.raises(ValueError, match="Expected an algorithm over a plain star for sums under masks"):
+        Federation(masked(ALGORITHMS["matrix_normal"])).run()
 
 
 def test_sites_that_mask_take_part_in_nothing_else() -> None:

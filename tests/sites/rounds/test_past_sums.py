@@ -14,17 +14,18 @@ import torch
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import distance, linear_clients, sgd
-from support.sites import offers
+from support.sites import Carried, carry_of, offers
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.history import Round
 from fedtorch.sites import Remote, Terms
 from fedtorch.sites.rounds import frames as frames, past_sums, sites as meeting
 from fedtorch.sites.rounds.past_sums import PastSums, Step
 from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.sites.secure.masked import Masked, masked
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, KEYS, MASKED, REVEAL
 from fedtorch.sites.secure.parties import Client
-from fedtorch.sites.secure.sites import SiteMasks
 from fedtorch.trust import secure
 
 GRID = secure.Grid(30, 2.0**20)
@@ -37,12 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
 
 
-def fedavg(rate: float = 0.1) -> ft.Algorithm:
-    return dataclasses.replace(ft.fedavg(sgd(rate)), exchange=secure.secure_star(GRID, dropouts=0))
-
-
-def scaffold() -> ft.Algorithm:
-    return dataclasses.replace(ft.scaffold(sgd(0.05)), exchange=secure.secure_star(GRID, dropouts=0))
+fedavg = Carried(lambda rate=0.1: ft.fedavg(sgd(rate)), masked(GRID, dropouts=0))
+scaffold = Carried(lambda: ft.scaffold(sgd(0.05)), masked(GRID, dropouts=0))
 
 
 def sites_in(folder: Path | None, make: Callable[..., ft.Algorithm] = fedavg, sites: str = NAMES) -> Loopback:
@@ -55,7 +52,8 @@ def sites_in(folder: Path | None, make: Callable[..., ft.Algorithm] = fedavg, si
 def run_on(host: Loopback, names: Sequence[str], make: Callable[[], ft.Algorithm] = fedavg, **more: Any) -> ft.Run:
     [host.start(name) for name in names if name not in host.sites]  # whom an earlier population did not list
     settings = {"seconds": 0.05, "quorum": more.pop("quorum", 0.5), "roster": certified(NAMES).roster}
-    return ft.Run(make(), Remote(host, list(names), "it", rows=DATA.rows, **settings), **{"seed": 3, **more})
+    sites = Remote(host, list(names), "it", rows=DATA.rows, carry=carry_of(make), **settings)
+    return ft.Run(make(), sites, **{"seed": 3, **more})
 
 
 def sum_of(run: ft.Run, clients: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -118,12 +116,16 @@ def test_two_rounds_over_one_start_are_of_the_same_sites(tmp_path: Path) -> None
 
 def test_a_start_counts_whatever_the_masks_are(tmp_path: Path) -> None:
     """On a finer grid messages are the same; with another rate they are others."""
-    grids = lambda bits, rate: dataclasses.replace(
-        fedavg(rate), exchange=secure.secure_star(secure.Grid(bits), dropouts=0)
-    )
-    host = sites_in(tmp_path, grids, "abcd")
-    settings = lambda names, **own: Remote(host, list(names), "it", own, roster=certified(NAMES).roster, rows=DATA.rows)
-    step = lambda names, **own: ft.Run(grids(**own), settings(names, **own), seed=3).step()
+    host = sites_in(tmp_path, fedavg, "abcd")
+
+    def step(names: str, bits: int, rate: float) -> Round:
+        make = Carried(fedavg.make, masked(secure.Grid(bits), dropouts=0))
+        for name, each in host.brought.items():  # whose processes begin anew, with other terms
+            host.brought[name] = dataclasses.replace(each, terms=each.terms._replace(carry=make.carry))
+            host.start(name)
+        settings = {"roster": certified(NAMES).roster, "rows": DATA.rows, "carry": make.carry}
+        return ft.Run(make(rate=rate), Remote(host, list(names), "it", {"rate": rate}, **settings), seed=3).step()
+
     step("abcd", bits=30, rate=0.1)
     with pytest.raises(RuntimeError, match=SAME):
         step("abc", bits=31, rate=0.1)
@@ -169,13 +171,13 @@ def test_a_round_that_a_member_ends_is_of_the_same_sites_or_of_none(
     phase: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The member is named, asked again over the same start, and left out over others until it has done its part."""
-    session = SiteMasks._session
+    session = Masked._session
 
     def strict(self: Any, parties: Any, words: Any) -> Any:
         made = session(self, parties, words)
         return made._replace(graph=made.graph._replace(threshold=made.graph.neighbours))  # nobody may drop out
 
-    monkeypatch.setattr(SiteMasks, "_session", strict)
+    monkeypatch.setattr(Masked, "_session", strict)
     host = sites_in(tmp_path, sites="abcd")
     run = run_on(host, "abcd")
     withheld(host, "d", phase)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -14,13 +13,14 @@ import torch
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import distance, linear, linear_clients, sgd
-from support.sites import offers
+from support.sites import Carried, carry_of, offers
 
 import fedtorch as ft
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.sites import Remote, Terms
 from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites.secure.masked import masked
 from fedtorch.trust import privacy, secure
 
 D, DELTA = 300, 1e-3
@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_sites(make: Callable[[], ft.Algorithm], data: Any = DATA, terms: Terms = Terms(), **more: Any) -> ft.Run:  # noqa: B008
     host = Loopback(offers(data, make, terms=terms), None, certified().identities)
     settings = {"seconds": 0.05, "quorum": 1.0, "roster": certified().roster, "rows": data.rows, **more}
-    return ft.Run(make(), Remote(host, ["a", "b", "c"], "it", **settings), seed=3)
+    return ft.Run(make(), Remote(host, ["a", "b", "c"], "it", carry=carry_of(make), **settings), seed=3)
 
 
 class Ledgers:
@@ -56,9 +56,12 @@ def clients(ledgers: Ledgers, noise: float = 2.0, rate: float = 0.0, **more: Any
     return privacy.local_level(ft.fedavg(sgd(rate, linear(D))), noise=noise, **settings)
 
 
-def quorum(ledgers: Ledgers, noise: float = 2.0) -> ft.Algorithm:
-    plain = dataclasses.replace(ft.fedavg(sgd(0.0, linear(D))), exchange=secure.secure_star(GRID, dropouts=0))
+def several(ledgers: Ledgers, noise: float = 2.0) -> ft.Algorithm:
+    plain = ft.fedavg(sgd(0.0, linear(D)))
     return privacy.local_level(plain, 0.5, noise, delta=DELTA, quorum=3, ledger=ledgers.next())
+
+
+quorum = Carried(several, masked(GRID, dropouts=0))
 
 
 def server(ledgers: Ledgers) -> ft.Algorithm:
@@ -69,7 +72,7 @@ def server(ledgers: Ledgers) -> ft.Algorithm:
 def test_noise_is_added_at_sites_and_counted_there(make: Any, count: int, tmp_path: Path) -> None:
     """Six clients that send zeros: what the server hears is noise of √(6 / count) times what their ledgers count."""
     ledgers = Ledgers(tmp_path)
-    run = on_sites(lambda: make(ledgers), WIDE, Terms(epsilon=4.0, honest=count))
+    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, Terms(epsilon=4.0, honest=count))
     before = {name: leaf.clone() for name, leaf in run.server.items()}
     run.step()
     unit = 6 * torch.cat([(run.server[name] - before[name]).flatten() for name in before]) / math.sqrt(6 / count)
@@ -130,7 +133,7 @@ def test_rows_of_their_own_are_noised_once_at_sites(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_a_site_counts_as_noise(make: Any, terms: Terms, counts: bool, tmp_path: Path) -> None:
     ledgers = Ledgers(tmp_path)
-    run = on_sites(lambda: make(ledgers), WIDE, terms)
+    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, terms)
     if counts:
         assert run.step().ids.tolist() == list(range(6))
     else:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.oracles.closed_forms import ROUNDING, distance
 from support.scripts.my_data import DATA, scaffold
-from support.scripts.my_secrets import letters, masked
+from support.scripts.my_secrets import carry, letters, masked
 
 import fedtorch as ft
 from experiments.benchmarks import remote as benchmark
@@ -124,8 +124,10 @@ def test_messages_that_the_server_cannot_read_over_grpc(place: Place, make: Any,
     for name in NAMES:
         place.join(name, host.port, "my_secrets.py")
     roster = book.sign_roster(place.folder / "authority", place.roster)
-    sites = Remote(host, NAMES, make.__name__, setting, quorum=1.0, seconds=60.0, roster=roster, rotate=2, rows=rows)
-    run, wanted = (ft.Run(make(**setting), clients, seed=3) for clients in (sites, ft.InProcess(DATA)))
+    name, more = make.__name__, {"quorum": 1.0, "seconds": 60.0, "roster": roster, "rotate": 2, "rows": rows}
+    sites = Remote(host, NAMES, name, setting, carry=carry[name], **more)
+    one = ft.InProcess(DATA, carry=carry[name])
+    run, wanted = (ft.Run(make(**setting), clients, seed=3) for clients in (sites, one))
     for k in range(5):
         if k == 3:
             place.kill("b")

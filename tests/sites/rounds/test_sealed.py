@@ -12,7 +12,7 @@ import torch
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
-from support.sites import joined, offers
+from support.sites import Carried, carry_of, joined, offers
 from test_conformance import ALGORITHMS, population, start
 
 import fedtorch as ft
@@ -27,8 +27,11 @@ DATA = linear_clients([5, 2, 9, 4, 17, 6])
 NETWORK = ft.Network.from_edges([(i, (i + step) % 6, 1.0 + i + step) for i in range(6) for step in (1, 2)])
 
 
-def gtv(network: ft.Network = NETWORK) -> ft.Algorithm:
-    return sealed(ft.gtv(sgd(0.05, steps=2, batch_size=3), network, {"weight": 0.02, "bias": 0.01}), network)
+def plain() -> ft.Algorithm:
+    return ft.gtv(sgd(0.05, steps=2, batch_size=3), NETWORK, {"weight": 0.02, "bias": 0.01})
+
+
+gtv = Carried(plain, sealed(NETWORK))
 
 
 class Federation:
@@ -47,7 +50,7 @@ class Federation:
         return reply
 
     def sites(self) -> Remote:
-        return Remote(self.host, list(self.host.brought), "it", **self.more)
+        return Remote(self.host, list(self.host.brought), "it", carry=carry_of(self.make), **self.more)
 
     def run(self) -> ft.Run:
         return ft.Run(self.make(), self.sites(), seed=3)
@@ -74,7 +77,7 @@ def alone(rounds: int, make: Callable[[], ft.Algorithm] = gtv, **more: Any) -> f
 @pytest.mark.parametrize("cohort", [None, 3])
 def test_neighbours_hear_what_they_do_in_one_process(name: str, cohort: int | None) -> None:
     """Also where some are silent, which neighbours go on hearing as they were, and where keys are made anew."""
-    here, make = population(name), lambda: sealed(ALGORITHMS[name](), ft.Network.ring(6))
+    here, make = population(name), Carried(ALGORITHMS[name], sealed(ft.Network.ring(6)))
     made = Federation(make, data=here.data, rotate=2)
     run, wanted = (
         ft.Run(make(), clients, start(name, make()), seed=3, cohort=cohort) for clients in (made.sites(), here)
@@ -117,8 +120,7 @@ def test_scores_of_models_that_the_server_does_not_know() -> None:
 def test_the_server_sees_no_model_and_no_message() -> None:
     """Nor do other sites: what stands in frames without seals is not what nodes have told or predict with."""
     told: list[bytes] = []
-    plain = ft.gtv(sgd(0.05, steps=2, batch_size=3), NETWORK, {"weight": 0.02, "bias": 0.01})
-    for make, seen in ((gtv, False), (lambda: plain, True)):
+    for make, seen in ((gtv, False), (plain, True)):
         made = Federation(make)
         heard: list[bytes] = []
         made.host.before = lambda name, frame, heard=heard: heard.append(frame) or True
@@ -131,7 +133,7 @@ def test_the_server_sees_no_model_and_no_message() -> None:
                 told.extend(row.numpy().tobytes() for row in states)
         everything = b"".join(heard + [frame for _, frame in made.frames])
         # Without seals changes travel, of which the first is what a node tells: the start is all the same.
-        first = [row.numpy().tobytes() for row in alone(1, lambda: plain).server.total["weight"]]
+        first = [row.numpy().tobytes() for row in alone(1, plain).server.total["weight"]]
         assert any(part in everything for part in told + first) is seen
         assert (run.last.info == {}) is not seen
 
@@ -245,16 +247,15 @@ def test_letters_for_keys_that_are_gone() -> None:
 )
 def test_what_letters_between_neighbours_cannot_do(make: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
-        sealed(make(), NETWORK)
+        sealed(NETWORK).carried(make())
 
 
 def test_sites_that_seal_take_part_in_nothing_else() -> None:
     made = Federation()
     with pytest.raises(ValueError, match="Expected roster="):
-        Remote(made.host, ["a", "b", "c"], "it").bind(gtv(), None)
-    plain = dataclasses.replace(gtv(), exchange=ft.graph(NETWORK))
+        Remote(made.host, ["a", "b", "c"], "it", carry=sealed(NETWORK)).bind(gtv(), None)
     with pytest.raises(RuntimeError, match="the site runs messages sealed letters, not None"):
-        ft.Run(plain, Remote(made.host, ["a", "b", "c"], "it", seconds=0.05)).step()
+        ft.Run(gtv(), Remote(made.host, ["a", "b", "c"], "it", seconds=0.05)).step()
     run = made.run()
     run.step()
     visit = made.host.sites["a"]._visit
@@ -273,10 +274,8 @@ def test_sites_that_seal_take_part_in_nothing_else() -> None:
 
 def test_nodes_that_add_noise_seal_it_too() -> None:
     """So little noise that numbers are those without it, but for the clipping, which does nothing here."""
-    make = lambda: sealed(
-        privacy.node_level(ft.gtv(sgd(0.05, steps=2), NETWORK, 0.02), clip=1e3, noise=1e-12, delta=1e-3), NETWORK
-    )
-    made = Federation(make)
+    make = lambda: privacy.node_level(ft.gtv(sgd(0.05, steps=2), NETWORK, 0.02), clip=1e3, noise=1e-12, delta=1e-3)
+    made = Federation(Carried(make, sealed(NETWORK)))
     run = made.run()
     [run.step() for _ in range(3)]
     plain = ft.run(ft.gtv(sgd(0.05, steps=2), NETWORK, 0.02), ft.InProcess(DATA), rounds=3, seed=3)
@@ -285,11 +284,9 @@ def test_nodes_that_add_noise_seal_it_too() -> None:
 
 def test_threads_that_come_and_go() -> None:
     """The same over links of a hub, with sites in threads."""
-    monkey = certified()
-    with joined(offers(DATA, gtv), identities=monkey.identities, roster=monkey.roster, rows=DATA.rows) as (
-        sites,
-        threads,
-    ):
+    made = certified()
+    more = {"identities": made.identities, "roster": made.roster, "rows": DATA.rows, "carry": gtv.carry}
+    with joined(offers(DATA, gtv), **more) as (sites, threads):
         run = ft.run(gtv(), sites, rounds=3, seed=3)
         sites.finish(run)
         for thread in threads.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 
@@ -15,10 +14,11 @@ from fedtorch import exact
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.models.gibbs import sparse
 from fedtorch.sites.secure import ExactSums, ring
+from fedtorch.sites.secure.masked import masked
 from fedtorch.sites.secure.messages import Aborted
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.sites.secure.simulation import secure_sum
-from fedtorch.trust import privacy, secure
+from fedtorch.trust import privacy
 
 WORD = 2**64
 
@@ -113,17 +113,17 @@ def test_gibbs_under_masks_is_gibbs_to_the_bit_with_silent_sites(monkeypatch: py
     rows = [torch.randn(12, 3, generator=generator, dtype=torch.float64) for _ in range(6)]
     data = ft.data.from_tensors([(x[:, :2], x[:, 2]) for x in rows])
     plain = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2)
-    masked = dataclasses.replace(plain, exchange=secure.secure_star(ExactSums(), minimum=3, dropouts=0))
-    runs = [ft.run(a, ft.InProcess(data), torch.zeros(2), rounds=4, cohort=4) for a in (plain, masked)]
+    inside = [ft.InProcess(data), ft.InProcess(data, carry=masked(ExactSums(), minimum=3, dropouts=0))]
+    runs = [ft.run(plain, each, torch.zeros(2), rounds=4, cohort=4) for each in inside]
     theta, other = (run.server.variables.theta for run in runs)
     assert torch.equal(theta, other)
-    few = ft.Run(masked, ft.InProcess(data), torch.zeros(2), cohort=2)
+    few = ft.Run(plain, inside[1], torch.zeros(2), cohort=2)
     with pytest.raises(Aborted, match="at least 3"):  # the sum of two sites' changes
         few.step()
 
 
 def test_what_is_not_in_limbs_does_not_travel_as_exact_sums() -> None:
-    exchange = secure.secure_star(ExactSums(), dropouts=0)
+    exchange = masked(ExactSums(), dropouts=0).carried(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))).exchange
     for message in (Mean({"a": torch.ones(4)}, torch.ones(4)), Sum(torch.rand(4, 10))):
         with pytest.raises(ValueError, match="in the limbs"):
             exchange.finish(exchange.gather(message, slice(0, 4)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -24,7 +23,7 @@ GRID = Grid(30, 2.0**20)
 
 
 def masked(network: ft.Network, **settings):
-    return secure.secure_graph(network, GRID, entropy=privacy.from_seed(0), **settings)
+    return secure.masked_graph(network, GRID, entropy=privacy.from_seed(0), **settings)
 
 
 @pytest.mark.parametrize("network", [COMPLETE, WHEEL], ids=["complete", "wheel"])
@@ -33,7 +32,8 @@ def test_nodes_hear_what_they_would_without_masks(network: ft.Network) -> None:
     generator = torch.Generator().manual_seed(0)
     value = {"a": torch.randn(NODES, 3, generator=generator), "b": torch.randn(NODES, generator=generator).double()}
     message = (Sum(value), Mean(value, torch.rand(NODES, generator=generator) + 0.5))
-    one, two = (e.finish(e.merge([e.gather(message, slice(0, NODES))])) for e in (graph(network), masked(network)))
+    under = masked(network).carried(ft.gtv(ft.least_squares(linear()), network, 0.2)).exchange
+    one, two = (e.finish(e.merge([e.gather(message, slice(0, NODES))])) for e in (graph(network), under))
     for plain, under in zip(one, two):
         for name in value:
             assert plain.value[name].shape == under.value[name].shape
@@ -44,21 +44,20 @@ def test_nodes_hear_what_they_would_without_masks(network: ft.Network) -> None:
 def test_gtv_under_masks_is_gtv_up_to_the_grid_in_any_blocks() -> None:
     data = linear_clients([5, 3, 8, 4, 6, 7, 9])
     plain = ft.gtv(ft.least_squares(linear()), WHEEL, 0.2)
-    under = lambda: dataclasses.replace(plain, exchange=masked(WHEEL))
     usual = ft.run(plain, ft.InProcess(data), rounds=4).tensors()
     for chunk in (None, 3):
-        found = ft.run(under(), ft.InProcess(data, chunk), rounds=4).tensors()
+        found = ft.run(plain, ft.InProcess(data, chunk, carry=masked(WHEEL)), rounds=4).tensors()
         assert all(float((usual[name] - found[name]).abs().max()) < 100 * 2.0**-31 for name in usual)
 
 
 def test_a_round_in_which_nodes_are_silent_is_no_sum() -> None:
     data = linear_clients([5, 3, 8, 4, 6, 7, 9])
-    under = dataclasses.replace(ft.gtv(ft.least_squares(linear()), WHEEL, 0.2), exchange=masked(WHEEL))
+    plain, under = ft.gtv(ft.least_squares(linear()), WHEEL, 0.2), ft.InProcess(data, carry=masked(WHEEL))
     with pytest.raises(Aborted, match="all 7 nodes, but got 3"):
-        ft.run(under, ft.InProcess(data), rounds=1, cohort=3)
+        ft.run(plain, under, rounds=1, cohort=3)
     silent = ft.Faults(after=lambda key, ids: ids == 2)
     with pytest.raises(Aborted, match="all 7 nodes, but got 6"):
-        ft.run(under, ft.InProcess(data), rounds=1, faults=silent)
+        ft.run(plain, under, rounds=1, faults=silent)
 
 
 def exposed(network: ft.Network, listeners: tuple[int, ...], few: int) -> bool:
@@ -113,4 +112,4 @@ def test_settings_and_networks_that_say_too_much_are_refused() -> None:
     masked(COMPLETE, collusion=2)
     masked(WHEEL, collusion=2)  # whose weights do not cancel
     with pytest.raises(ValueError, match="below 2⁶³"):
-        secure.secure_graph(COMPLETE, Grid(52, 2.0**12))
+        secure.masked_graph(COMPLETE, Grid(52, 2.0**12))

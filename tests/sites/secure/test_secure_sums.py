@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -16,11 +15,12 @@ import fedtorch as ft
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.random.entropy import from_system
 from fedtorch.sites.secure import Grid, shamir
+from fedtorch.sites.secure.masked import masked as secure_masked
 from fedtorch.sites.secure.messages import MASKED, PHASES, REVEAL, Aborted, Session
 from fedtorch.sites.secure.neighbours import Neighbourhoods, circle, neighbourhoods
 from fedtorch.sites.secure.parties import Client
 from fedtorch.sites.secure.simulation import SecureSum, secure_sum
-from fedtorch.trust import privacy, secure
+from fedtorch.trust import privacy
 
 GRID = Grid(bits=20, bound=100.0)
 VALUES = torch.randn(12, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -236,8 +236,8 @@ def test_a_federation_on_secure_sums_is_the_plain_one_up_to_the_grid(make, monke
     runs = []
     for chunk, small in ((None, 16_384), (1, 0), (2, 0)):
         monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", small)
-        masked = dataclasses.replace(make(), exchange=secure.secure_star(Grid(30, 2.0**20), dropouts=0))
-        runs.append(ft.run(masked, ft.InProcess(data, chunk), rounds=3).tensors())
+        masked = secure_masked.masked(Grid(30, 2.0**20), dropouts=0)
+        runs.append(ft.run(make(), ft.InProcess(data, chunk, carry=masked), rounds=3).tensors())
     usual = ft.run(make(), ft.InProcess(data), rounds=3).tensors()
     for name, leaf in usual.items():
         # Five roundings of 2⁻³¹ in a sum, over three rounds whose steps hardly enlarge them.
@@ -245,7 +245,7 @@ def test_a_federation_on_secure_sums_is_the_plain_one_up_to_the_grid(make, monke
 
 
 def test_messages_of_any_shape_travel_and_a_cohort_that_is_too_small_does_not() -> None:
-    exchange = secure.secure_star(minimum=4, dropouts=0)
+    exchange = secure_masked.masked(minimum=4, dropouts=0).carried(ft.fedavg(sgd(0.1))).exchange
     messages = (Mean({"a": torch.ones(5), "b": torch.ones(5, 2, 3)}, torch.arange(1.0, 6.0)), Sum(torch.arange(5.0)))
     mean, total = exchange.finish(exchange.merge([exchange.gather(messages, slice(0, 5))]))
     assert mean.value["a"].shape == ()
@@ -260,12 +260,10 @@ def test_rounds_whose_sums_could_be_subtracted_end_a_run_that_asks_for_it() -> N
     """Four of five clients after all five: what differs is one client's message, for fresh messages and for totals."""
     data = linear_clients([5, 3, 8, 4, 6])
     for make in (ft.fedavg, ft.scaffold):
-        algorithm = lambda apart, make=make: dataclasses.replace(
-            make(sgd(0.1)), exchange=secure.secure_star(Grid(30, 2.0**20), apart=apart, dropouts=0.2)
-        )  # fmt: skip
+        masked = lambda apart: secure_masked.masked(Grid(30, 2.0**20), apart=apart, dropouts=0.2)
         silent = ft.Faults(after=lambda key, ids: ids == 2)
         for apart in (1, 3):
-            run = ft.Run(algorithm(apart), ft.InProcess(data))
+            run = ft.Run(make(sgd(0.1)), ft.InProcess(data, carry=masked(apart)))
             run.step()
             run.faults = silent
             if apart == 1:

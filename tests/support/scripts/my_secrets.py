@@ -1,9 +1,7 @@
 """What a site brings to sums under masks and to sealed letters: read by `fedtorch join --data`, as `my_data.py` is."""
 
-import dataclasses
-
 import fedtorch as ft
-from fedtorch.sites import sealed
+from fedtorch.sites import Terms, masked as under_masks, sealed
 from fedtorch.trust import secure
 from support.oracles.closed_forms import sgd
 from support.scripts.my_data import data as data, scaffold
@@ -13,12 +11,14 @@ NETWORK = ft.Network.ring(6)
 
 def masked(rate: float) -> ft.Algorithm:
     """Sums that the server sees as a whole only."""
-    return dataclasses.replace(scaffold(rate), exchange=secure.secure_star(secure.Grid(30, 2.0**20), dropouts=0))
+    return scaffold(rate)
 
 
 def letters(alpha: float) -> ft.Algorithm:
     """Models that neighbours only see."""
-    return sealed(ft.gtv(sgd(0.05, steps=2, batch_size=3), NETWORK, alpha), NETWORK)
+    return ft.gtv(sgd(0.05, steps=2, batch_size=3), NETWORK, alpha)
 
 
 algorithms = {"masked": masked, "letters": letters}
+carry = {"masked": under_masks(secure.Grid(30, 2.0**20), dropouts=0), "letters": sealed(NETWORK)}
+terms = Terms(carry=carry)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.federation.budget import Need
 from fedtorch.federation.runs.cohorts import Cohort
 from fedtorch.random.entropy import Entropy, Purpose
 from fedtorch.trust.privacy.accounting.accountant import Release
@@ -32,6 +33,7 @@ class Spending:
         rate: with which clients are asked, each independently and in secret.
         size: of a cohort drawn uniformly, instead of a rate; None leaves the cohort to the run.
         quorum: of how many clients the noise is counted together; 1 for each one's own, None for a server's.
+        need: how messages have to be carried for the claim to hold.
 
     Attributes:
         expected: how many clients a round asks on average; known when a run has been made.
@@ -47,8 +49,9 @@ class Spending:
         rate: float = 1.0,
         size: int | None = None,
         quorum: int | None = 1,
+        need: Need | None = None,
     ) -> None:
-        self.quorum = quorum
+        self.quorum, self.need = quorum, need
         self.ledger, self.release, self.count, self.entropy = ledger, release, count, entropy
         self._check, self._rate, self._size, self.expected = check, rate, size, 0.0
         self._clients = 0

@@ -30,6 +30,7 @@ import torch
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.budget import Need
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.federation.exchanges.messages import like, rows
 from fedtorch.random.entropy import Entropy, from_system
@@ -43,7 +44,6 @@ from fedtorch.trust.privacy.noise import gaussian
 
 ADJACENCY = "zero-out: one client sends zeros with its noise instead of its messages, in all rounds"
 ADVERSARY = "everybody who sees what clients send, the server included"
-_STEPS = 4  # of the grid under masks, in a share of noise
 
 
 def local_level(
@@ -60,12 +60,12 @@ def local_level(
     """`algorithm` whose clients clip and noise their own messages, so that no server has to be trusted with them.
 
     Args:
-        algorithm: whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`; with a quorum, on
-            an exchange with masks, such as `secure.secure_star(minimum=...)`.
+        algorithm: whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`.
         clip: the bound C on the Euclidean norm of a client's message.
         noise: z, in units of C.
         delta: δ of all ε, below one over the number of clients.
-        quorum: q, clients of every sum that are taken to add their noise; 1 counts each client's own only.
+        quorum: q, clients of every sum that are taken to add their noise; 1 counts each client's own only. With more a
+            run begins only on a population with `carry=secure.masked(minimum=q)` or more.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; None keeps it in memory. On `ft.Remote` every site has its own.
         entropy: of the noise; default: the operating system's.
@@ -75,7 +75,8 @@ def local_level(
 
     Raises:
         ValueError: clip, noise, δ, quorum or budget out of range; an algorithm with a budget, or whose clients tell
-            something for good; a quorum without masks, or above their minimum; shares of noise below the masks' grid.
+            something for good. When a run begins: a population whose sums under masks may be of fewer than the
+            quorum, or that has none; shares of noise below the masks' grid.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -95,20 +96,15 @@ def local_level(
         )
     if algorithm.budget is not None:
         raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
-    masks = algorithm.exchange.masks
-    if quorum < 1 or (quorum > 1 and (masks is None or masks.minimum < quorum)):
-        raise ValueError(
-            f"Expected a quorum of 1, or one that sums under masks have at least, but got {quorum}: where single "
-            "messages or smaller sums can be seen, others' noise protects nobody; take secure.secure_star(minimum=...)"
-        )
+    if quorum < 1:
+        raise ValueError(f"Expected a quorum of at least 1, but got {quorum}")
     share = noise * clip / math.sqrt(quorum)
-    if masks is not None and not share >= _STEPS * masks.step:
-        raise ValueError(f"Expected shares of noise of at least {_STEPS * masks.step}, but got {share}; take more bits")
+    need = Need(quorum, share, f"privacy.local_level(quorum={quorum})")
     entropy = from_system() if entropy is None else entropy
     seen = ADVERSARY if quorum == 1 else f"everybody who sees sums of at least {quorum} clients that add noise, no less"
     claim = Claim("client", ADJACENCY, seen, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     release, own = Release(float(noise), 1.0, gaussian), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "clients"), quorum=quorum)
+    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "clients"), 1.0, None, quorum, need)
     told = {"clip": clip, "noise": noise, "quorum": quorum, "delta": delta}
     return dataclasses.replace(
         algorithm,

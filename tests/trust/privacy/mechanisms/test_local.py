@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -11,6 +10,9 @@ import torch
 from support.oracles.closed_forms import distance, linear, linear_clients, sgd
 
 import fedtorch as ft
+from fedtorch.federation.exchanges.carry import Carry
+from fedtorch.sites import plain, sealed
+from fedtorch.sites.secure.masked import Masked, masked as secure_masked
 from fedtorch.trust import privacy, secure
 
 N, D, DELTA = 5, 400, 1e-3
@@ -30,20 +32,20 @@ def private(
     return privacy.local_level(local() if algorithm is None else algorithm, noise=noise, **settings)
 
 
-def masked(minimum: int = 3, bits: int = 30) -> ft.Algorithm:
-    return dataclasses.replace(local(), exchange=secure.secure_star(secure.Grid(bits, 2.0**20), minimum, dropouts=0))
+def masked(minimum: int = 3, bits: int = 30) -> Masked:
+    return secure_masked.masked(secure.Grid(bits, 2.0**20), minimum, dropouts=0)
 
 
-def released(algorithm: ft.Algorithm) -> torch.Tensor:
+def released(algorithm: ft.Algorithm, carry: Carry = plain()) -> torch.Tensor:  # noqa: B008
     """The mean of what clients send in a round, as numbers."""
-    run = ft.run(algorithm, ft.InProcess(DATA), rounds=1)
+    run = ft.run(algorithm, ft.InProcess(DATA, carry=carry), rounds=1)
     return torch.cat([(leaf - local().start[name]).flatten() for name, leaf in run.server.items()])
 
 
 @pytest.mark.parametrize("quorum", [1, 3])
 def test_noise_has_the_size_that_is_accounted(quorum: int) -> None:
     """Of each client's own, or of a quorum's together: what N of them add up has √(N / quorum) times that."""
-    sums = N * released(private(quorum=quorum, algorithm=masked(quorum) if quorum > 1 else None))
+    sums = N * released(private(quorum=quorum), masked(quorum) if quorum > 1 else plain())
     unit = sums / (2.0 * 0.5 * math.sqrt(N / quorum))
     assert float(unit.std()) == pytest.approx(1.0, abs=4 / math.sqrt(2 * len(unit)))
     assert float(unit.mean()) == pytest.approx(0.0, abs=4 / math.sqrt(len(unit)))
@@ -76,7 +78,7 @@ def test_all_rounds_count_for_all_clients(tmp_path: Path) -> None:
     budget = run.algorithm.budget
     assert (budget.claim.unit, budget.quorum, budget.lasting) == ("client", 1, True)
     assert "the server included" in budget.claim.adversary
-    several = private(quorum=3, algorithm=masked()).budget
+    several = private(quorum=3).budget
     assert "sums of at least 3 clients" in several.claim.adversary
     assert (several.quorum, several.lasting) == (3, False)
 
@@ -86,10 +88,7 @@ def test_all_rounds_count_for_all_clients(tmp_path: Path) -> None:
     [
         ({"algorithm": ft.scaffold(sgd(0.1))}, "tells something for good"),
         ({"algorithm": private()}, "choose one level of privacy"),
-        ({"quorum": 0}, "a quorum of 1, or one that sums under masks have"),
-        ({"quorum": 3}, "a quorum of 1, or one that sums under masks have"),
-        ({"quorum": 4, "algorithm": masked()}, "a quorum of 1, or one that sums under masks have"),
-        ({"quorum": 3, "algorithm": masked(bits=1)}, "shares of noise of at least 2"),
+        ({"quorum": 0}, "a quorum of at least 1, but got 0"),
         ({"clip": 0.0}, "clip"),
         ({"noise": 0.0}, "noise"),
     ],
@@ -99,3 +98,24 @@ def test_what_cannot_be_private_here(settings: dict, expected: str) -> None:
         private(**settings)
     with pytest.raises(ValueError, match="below one over the 5 clients"):
         ft.Run(private(delta=0.3), ft.InProcess(DATA))
+
+
+@pytest.mark.parametrize(
+    ("quorum", "carry", "expected"),
+    [
+        (3, plain(), r"at least 3 clients, on which privacy.local_level\(quorum=3\) rests, but got .*plain\(\)"),
+        (3, sealed(ft.Network.ring(N)), "sums under masks of at least 3 clients"),
+        (4, masked(), "sums under masks of at least 4 clients"),
+        (3, masked(bits=1), "shares of noise of at least 2"),
+        (1, masked(bits=1), "shares of noise of at least 2"),
+    ],
+)
+def test_noise_that_rests_on_masks_runs_nowhere_without_them(quorum: int, carry: Carry, expected: str) -> None:
+    """Every population is named that does not provide them."""
+    algorithm = private(quorum=quorum, noise=1.0)
+    growing = ft.Growing(DATA, lambda rounds: torch.full((N,), 3), carry=carry)
+    inside = ft.InProcess(DATA, carry=carry)
+    for population in (inside, ft.Distributed(DATA, carry=carry), growing):
+        with pytest.raises(ValueError, match=expected) as error:
+            ft.Run(algorithm, population)
+        assert "shares" in expected or f"{type(population).__name__}(…, carry=" in str(error.value)

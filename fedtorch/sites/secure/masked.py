@@ -1,0 +1,254 @@
+"""Secure sums between organisations: each site masks the sum of its own clients, and the server learns that of all.
+
+A site knows its clients' rows, so that nothing has to be hidden from it: it puts every client's numbers on the grid,
+adds up the words, and takes part in the protocol of `parties` as one client. The total is that of `secure_sum` over
+all clients, to the bit. What is hidden from the server is a site's part, among those of `minimum` sites; of single
+clients it learns that they have answered.
+
+A site takes part in sums over one start with the same sites only, whatever the round, the run or the keys; see
+`fedtorch.sites.rounds.past_sums`. Where starts hardly differ and messages hardly change, two sums with and without
+a site say nearly what it said, and noise only keeps that back, such as that of `privacy.local_level(..., quorum=q)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.carry import adds_up
+from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
+from fedtorch.federation.exchanges.messages import as_aggregate, as_sums, in_order, kept, like, rows
+from fedtorch.random.entropy import Entropy, from_system
+from fedtorch.sites.secure import ring
+from fedtorch.sites.secure.grid import ExactSums, Grid
+from fedtorch.sites.secure.messages import Session
+from fedtorch.sites.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.server import Server
+from fedtorch.sites.secure.simulation import secure_sum
+from fedtorch.tree import Tree
+
+_FEW = 65  # sites that can all mask with one another
+_SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a server whose sites try 2⁴⁰ keys
+
+
+class Parties(NamedTuple):
+    """Names who adds up under masks."""
+
+    run: bytes
+    attempt: int  # no other sum of the run has the same
+    keys: dict[int, bytes]  # by party, from 1 on, the Ed25519 key with which it signs
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Carries messages in sums under masks; see `masked`.
+
+    Over sites each masks the sum of its own clients. Up to 65 sites mask with all others, so that the server learns the
+    sum of the sites that were confirmed or nothing; of more, each has neighbours that are drawn. `dropouts` and
+    `corrupt` are parts of the sites with which a sum begins, or numbers of them. A server may begin a sum with fewer
+    sites than there are, and they with as many corrupt ones: where that is to be kept out, `corrupt` is a number.
+
+    Example:
+        >>> from fedtorch.trust import secure
+        >>> carry = masked(minimum=4, corrupt=1, dropouts=1)
+        >>> carry.check(clients=100, sites=5)
+        >>> carry.check(clients=100, sites=4)
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected 4 clients that an active server cannot outwit, with corrupt=1 (1 of them) and ...
+    """
+
+    grid: Grid | ExactSums = Grid()  # noqa: RUF009
+    minimum: int = 3  # clients of a sum; over sites, sites, and at least 3
+    entropy: Entropy = field(default_factory=from_system, repr=False, compare=False)
+    apart: int = 1
+    adversary: Adversary = "active"  # the server that single messages are hidden from
+    dropouts: float = 0.3  # the part that may drop out of a sum
+    corrupt: float = 0.1  # the part that may work with the server
+    network: None = field(default=None, repr=False)
+    _earlier: list[list[int]] = field(default_factory=list, repr=False, compare=False)  # clients of sums made here
+    _attempts: Iterator[int] = field(default_factory=count, repr=False, compare=False)
+
+    @property
+    def masks(self) -> Masked:
+        """Return itself, the masks under which sites add up."""
+        return self
+
+    @property
+    def sites(self) -> int:
+        """Return how many sites a sum has at least."""
+        return max(self.minimum, 3)
+
+    @property
+    def step(self) -> float:
+        """Return that of the grid."""
+        return 2.0**-self.grid.bits
+
+    def __str__(self) -> str:
+        return (
+            f"sums under masks on {self.grid}, of at least {self.sites} sites, hidden from a server that is "
+            f"{self.adversary}, with dropouts={self.dropouts:g} and corrupt={self.corrupt:g}"
+        )
+
+    def carried(self, algorithm: Algorithm) -> Algorithm:
+        """Return `algorithm` whose messages are added up by the protocol.
+
+        Raises:
+            ValueError: its server needs something else than plain sums.
+        """
+        if not adds_up(algorithm.exchange):
+            raise ValueError(
+                "Expected an algorithm over a plain star for sums under masks, but got one that needs more than the "
+                "sum of messages, or changes it (a robust rule, noise of the server, a graph, private rows): leave out "
+                "what needs the messages that masks hide, or carry=; on a graph take secure.masked_graph in one "
+                "process and sealed envelopes between sites"
+            )
+        return replace(algorithm, exchange=kept(algorithm.exchange, self._sum))
+
+    def check(self, clients: int, sites: int | None = None) -> None:
+        """Raise ValueError for clients whose sums do not fit the grid, or settings that are not for so many sites."""
+        self.grid.check(clients)
+        if sites is not None:
+            self._near(sites)
+        if self.apart > 1:
+            raise ValueError(
+                "Expected apart=1 over sites, whose sums differ by the clients that each has asked, but got "
+                f"{self.apart}; ask all clients in every round instead"
+            )
+
+    def server(self, parties: Parties, message: Tree) -> SiteSums:
+        """Return the server's side of a sum of messages like `message` `(0, ...)`."""
+        summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
+        return SiteSums(self._session(parties, self.grid.encode(rows(summed))), self.grid, summed)
+
+    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
+        """Return a site's part, whose secrets are of the operating system and of this sum alone."""
+        words = self.grid.encode(rows(tree.map(as_sums, found.message, is_leaf=(Mean, Sum))).cpu())
+        total = reduce(lambda one, other: ring.add(one, other, self.grid.width), words, torch.zeros_like(words[0]))
+        key = Ed25519PrivateKey.from_private_bytes(signing)
+        return Client(self._session(parties, words), number, key, from_system(), total)
+
+    def _session(self, parties: Parties, words: Tensor) -> Session:
+        """Return what the sites of a sum and the server agree on."""
+        return Session(
+            parties.run, 0, parties.attempt, parties.keys, words.shape[1], self._near(len(parties.keys)), self.sites,
+            self.grid.width, adversary=self.adversary,
+        )  # fmt: skip
+
+    def _near(self, sites: int) -> Neighbourhoods:
+        return neighbourhoods(
+            sites, self.corrupt, self.dropouts, _SECRECY, adversary=self.adversary, minimum=self.sites,
+            everybody=sites <= _FEW,
+        )  # fmt: skip
+
+    def _sum(self, found: RowsOf) -> Tree:
+        """Return the aggregate of a round in this process, whose clients are added to those of earlier sums."""
+        ids, messages = in_order(found)
+        summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
+        made = secure_sum(
+            rows(summed).cpu(), self.grid, minimum=self.minimum, attempt=next(self._attempts), clients=ids.tolist(),
+            apart=self.apart, earlier=self._earlier, entropy=self.entropy, adversary=self.adversary,
+            dropouts=self.dropouts, corrupt=self.corrupt,
+        )  # fmt: skip
+        self._earlier.append(ids.tolist())
+        one = tree.take(summed, slice(0, 1))
+        total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), one)
+        return tree.map(as_aggregate, total, is_leaf=(Mean, Sum))
+
+
+def masked(
+    grid: Grid | ExactSums = Grid(),  # noqa: B008
+    minimum: int = 3,
+    entropy: Entropy | None = None,
+    apart: int = 1,
+    *,
+    adversary: Adversary = "active",
+    dropouts: float = 0.3,
+    corrupt: float = 0.1,
+) -> Masked:
+    """Return the carrying of messages over a star whose server sees a round's sums only, on the grid.
+
+    `Mean`s travel as weight times value, beside the weights. The cohort that answered is summed as a whole, by the
+    protocol, so that blocks and their order change no bit; with `minimum` clients or more, or not at all. That holds
+    for totals too, of which the changes of a round's cohort are summed. No message can be looked at: medians, bounds on
+    norms and checks for NaN cannot act, and what a client adds it has to clip itself.
+
+    With `ft.Remote(…, carry=masked(…))` each site masks the sum of its own clients, if its policy asks for the same.
+    With `ft.InProcess(…, carry=masked(…))` all parties are one process, which shows sums and costs and protects nobody.
+
+    Args:
+        grid: of fixed-point numbers; `ExactSums()` for `ft.gibbs`.
+        minimum: clients of a sum; over sites, sites.
+        entropy: of all secrets; default: the operating system's. Sites always take their own.
+        apart: clients of every combination of a round's sum with those of earlier rounds, at least, unless one was of
+            the same clients. Where clients tell nearly the same in every round, one sum less another is that of the
+            clients by which they differ: `apart=minimum` rules that out, also for three sums and more, and ends a run
+            in which a single client drops out.
+        adversary: the server that single messages are hidden from: `"active"`, which may tell every client another
+            story, or `"curious"`, which keeps to the protocol and is content with fewer neighbours and a lower
+            threshold; part of what all parties agree on, and of a run's settings in reports and records.
+        dropouts: the part of a round's clients that may drop out of its sum, or from 1 on how many. From seven clients
+            on, and of four, an active server leaves room for 0.3; where it does not, the round says so. With 0 all
+            have to stay.
+        corrupt: the part of a round's clients that may work with the server, or from 1 on how many.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import secure
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
+        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
+        >>> ways = (masked(dropouts=0.2), ft.sites.plain())
+        >>> one, two = (ft.run(algorithm, ft.InProcess(data, carry=carry), rounds=1).server for carry in ways)
+        >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
+        True
+    """
+    entropy = from_system() if entropy is None else entropy
+    return Masked(grid, minimum, entropy, apart, adversary, dropouts, corrupt)
+
+
+class SiteSums(Server):
+    """The server's side of a sum of sites, which `Masked.server` makes.
+
+    Args:
+        session: what was agreed.
+        grid: of the numbers.
+        summed: what is added up, of no clients.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        >>> from fedtorch.federation.exchanges.exchange import RowsOf
+        >>> from fedtorch.sites.secure.masked import Parties
+        >>> from fedtorch.trust import secure
+        >>> masks = masked(dropouts=0)
+        >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
+        >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
+        >>> agreed = Parties(b"run", 0, {site: key.public_key().public_bytes_raw() for site, key in signing.items()})
+        >>> message = ft.Mean(torch.tensor([[3.0], [5.0]]), torch.ones(2))  # of two clients of every site
+        >>> sites = {k: masks.party(agreed, k, secrets[k], RowsOf(torch.arange(2), message)) for k in secrets}
+        >>> server = masks.server(agreed, ft.Mean(torch.zeros(0, 1), torch.zeros(0)))
+        >>> for phase in secure.messages.PHASES:
+        ...     for site, part in sites.items():
+        ...         assert server.take(phase, part.answer(phase, server.request(phase, site)))
+        >>> server.aggregate()
+        Mean(value=tensor([4.], dtype=torch.float64), weight=tensor(6., dtype=torch.float64))
+    """
+
+    def __init__(self, session: Session, grid: Grid | ExactSums, summed: Tree) -> None:
+        super().__init__(session)
+        self._grid, self._summed = grid, summed
+
+    def aggregate(self) -> Tree:
+        """The aggregate of the survivors' clients; raises `Aborted` where there is none."""
+        one = tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), self._summed)
+        return tree.map(as_aggregate, like(self._grid.decode(self.total()), one), is_leaf=(Mean, Sum))
