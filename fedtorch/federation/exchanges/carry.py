@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fedtorch.federation.exchanges.exchange import Exchange, Neighbourhood, Sum
-from fedtorch.federation.exchanges.graph import graph
+from fedtorch.federation.exchanges.exchange import Exchange, Sum
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.exchanges.star import star
 
 if TYPE_CHECKING:
