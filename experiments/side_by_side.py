@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import Exchange, tree
-from fedtorch.tree import Rows, Tree
+from fedtorch.tree import Tree
 
 _SMALL_BLOCK = 4096  # rows, padding included, that are not worth dividing by size
 
@@ -93,7 +93,7 @@ def _server(server: Callable[[Tree, Tree, Tensor], Tree], state: Tree, aggregate
 def _apart(exchange: Exchange, clients: int, runs: int) -> Exchange:
     """`exchange` in every run by itself."""
 
-    def scatter(outbox: Tree, ids: Rows) -> Tree:
+    def scatter(outbox: Tree, ids: Tensor | slice) -> Tree:
         return tree.concatenate([exchange.scatter(_of(outbox, r), i) for r, _, i in _parts(ids, clients)])
 
     def finish(found: _Messages) -> Tree:
@@ -116,11 +116,11 @@ def _apart(exchange: Exchange, clients: int, runs: int) -> Exchange:
     )
 
 
-def _indices(ids: Rows) -> Tensor:
+def _indices(ids: Tensor | slice) -> Tensor:
     return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
 
 
-def _parts(ids: Rows, clients: int) -> Iterator[tuple[int, Any, Tensor]]:
+def _parts(ids: Tensor | slice, clients: int) -> Iterator[tuple[int, Any, Tensor]]:
     """(run, its rows among ascending `ids`, its clients by their own numbers)."""
     everybody = _indices(ids)
     run = everybody // clients

@@ -23,7 +23,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "Tree", "add", "concatenate", "leaves", "map", "scale", "stack", "subtract", "take"]
+__all__ = ["Tree", "add", "concatenate", "leaves", "map", "scale", "stack", "subtract", "take"]
 
 Tree = Any
 Rows = Tensor | slice

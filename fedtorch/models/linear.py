@@ -33,7 +33,7 @@ from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
 from fedtorch.models.rows import regression_fields, regression_rows
 
-__all__ = ["LinearHead", "SufficientStatistics", "client_statistics", "polynomial", "raw", "ridge"]
+__all__ = ["LinearHead", "SufficientStatistics", "client_statistics", "polynomial", "ridge"]
 
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 

@@ -1,7 +1,6 @@
 from .draws import (
     bernoulli as bernoulli,
     beta as beta,
-    bits as bits,
     choice as choice,
     exponential as exponential,
     fold_in as fold_in,

@@ -15,4 +15,4 @@ from .rounds.population import Remote as Remote
 from .rounds.site import join as join
 from .rounds.terms import Terms as Terms
 from .streams.grpc_streams import connect as connect, serve as serve
-from .streams.hub import Hub as Hub, Limits as Limits
+from .streams.hub import Hub as Hub

@@ -17,7 +17,7 @@ from scipy import stats
 
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy.noise import Mechanism
+from fedtorch.trust.privacy.noise import Mechanism, gaussian
 
 PURPOSE = Purpose(b"run", 3, 7, "noise", b"roster")
 
@@ -92,7 +92,7 @@ def test_uniforms_are_uniform() -> None:
     assert privacy.from_seed(5).words(PURPOSE, 0).shape == (0,)
 
 
-@pytest.mark.parametrize(("mechanism", "law"), [(privacy.gaussian, "norm"), (privacy.laplace, "laplace")])
+@pytest.mark.parametrize(("mechanism", "law"), [(gaussian, "norm"), (privacy.laplace, "laplace")])
 def test_noise_has_its_distribution(mechanism: Mechanism, law: str) -> None:
     draws = mechanism.draw(partial(privacy.from_seed(6).uniforms, PURPOSE), 100_001)
     assert (draws.dtype, len(draws)) == (torch.float64, 100_001)

@@ -41,7 +41,7 @@ from fedtorch.networks.solvers.penalties import equal, norm2
 from fedtorch.networks.solvers.primal_dual import primal_dual
 from fedtorch.tree import Tree
 
-__all__ = ["clustered", "clustered_by_gtv", "clusters_of_parameters", "horizontal", "single_model"]
+__all__ = ["clustered", "clustered_by_gtv", "clusters_of_parameters"]
 
 
 def single_model(problem: LinearProblem) -> Solution:

@@ -1,6 +1,5 @@
 from . import (
     directed as directed,
-    global_priors as global_priors,
     graphical as graphical,
     imputation as imputation,
     logistic as logistic,

@@ -19,8 +19,6 @@ from fedtorch import random
 from fedtorch.models.gibbs.deviations import laplace
 from fedtorch.tree import Tree
 
-__all__ = ["bayesian_lasso", "regularised_horseshoe", "spike_and_slab"]
-
 
 @dataclass(frozen=True)
 class GlobalPrior:

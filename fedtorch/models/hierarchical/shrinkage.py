@@ -40,7 +40,7 @@ from fedtorch.models.hierarchical.penalties import (
 from fedtorch.models.linear import SufficientStatistics, block_statistics
 from fedtorch.models.quadrature import Rule
 
-__all__ = ["elastic_net", "fused_lasso", "horseshoe", "lasso", "penalised", "ridge"]
+__all__ = ["horseshoe", "lasso", "penalised", "ridge"]
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd

@@ -1,2 +1,1 @@
-from .book import sign_roster as sign_roster
 from .identity import make_server as make_server, make_site as make_site, read as read

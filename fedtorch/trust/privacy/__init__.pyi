@@ -19,4 +19,4 @@ from .mechanisms.preprocessing import (
 from .mechanisms.processes import private_process as private_process
 from .mechanisms.split_labels import noised_gradients as noised_gradients
 from .mechanisms.sums import NoisedSums as NoisedSums, sufficient_statistics as sufficient_statistics
-from .noise import gaussian as gaussian, laplace as laplace
+from .noise import laplace as laplace

@@ -25,10 +25,10 @@ from experiments.benchmarks.parts.proxy import Proxy
 from fedtorch import checkpoint, wire
 from fedtorch.protocol import versions
 from fedtorch.protocol.halves import Half, Receive, Send, together
-from fedtorch.sites import Hub, Limits, Roster, connect, serve
+from fedtorch.sites import Hub, Roster, connect, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
-from fedtorch.sites.streams.hub import Link
+from fedtorch.sites.streams.hub import Limits, Link
 from fedtorch.sites.vertical._node_state import packed, restore, state_of, unpacked
 from fedtorch.sites.vertical._peers import Lost
 from fedtorch.sites.vertical._rollback import Entered

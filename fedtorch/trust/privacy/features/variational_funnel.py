@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import random
+from fedtorch.random.draws import bits
 from fedtorch.vfl.model.split_nn import mlp
 
 _STIFF, _LEARNT = 10.0, 0.1  # by how much a missing nat raises λ at once, and for good
@@ -139,7 +140,7 @@ def variational_funnel(
     x, s, y = features.to(torch.float64), _in_units(private), _in_units(label)
     key = random.key(seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(random.bits(key, 1)))
+        torch.manual_seed(int(bits(key, 1)))
         network = mlp(x.shape[1], hidden, width, activation=nn.Tanh).double()
         scale = x.std(0, correction=0)
         encoder = Encoder(network, x.mean(0), torch.where(scale > 0, scale, 1.0))

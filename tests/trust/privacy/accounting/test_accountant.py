@@ -13,6 +13,7 @@ from fedtorch.trust.privacy.accounting import accountant, renyi
 from fedtorch.trust.privacy.accounting.accountant import Release, pld_epsilon, spent
 from fedtorch.trust.privacy.accounting.analytic import gaussian_delta, gaussian_epsilon
 from fedtorch.trust.privacy.accounting.renyi import renyi_epsilon
+from fedtorch.trust.privacy.noise import gaussian
 
 DELTA = 1e-5
 
@@ -136,7 +137,7 @@ def test_no_epsilon_is_no_budget(function) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "rate"), [(privacy.laplace, 1.0), pytest.param(privacy.gaussian, 0.5, marks=pytest.mark.slow)]
+    ("mechanism", "rate"), [(privacy.laplace, 1.0), pytest.param(gaussian, 0.5, marks=pytest.mark.slow)]
 )
 def test_noise_next_to_none_has_no_account(mechanism, rate: float) -> None:
     assert privacy.epsilon(noise=1e-9, delta=DELTA, rate=rate, mechanism=mechanism) == math.inf

@@ -18,6 +18,7 @@ from fedtorch.trust.privacy.mechanisms.preprocessing import (
     replaced_rows,
     subsampling_delta,
 )
+from fedtorch.trust.privacy.noise import gaussian
 
 
 @pytest.mark.parametrize(("classes", "epsilon"), [(2, 0.5), (5, 1.0), (10, 4.0)])
@@ -129,7 +130,7 @@ def test_made_up_rows_have_the_moments_of_public_ones() -> None:
 
 def test_noised_rows_are_private_against_any_other_row() -> None:
     rows = torch.randn(40_000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 5
-    for mechanism, order, spread in ((privacy.gaussian, 2, 1.0), (privacy.laplace, 1, math.sqrt(2))):
+    for mechanism, order, spread in ((gaussian, 2, 1.0), (privacy.laplace, 1, math.sqrt(2))):
         noised = privacy.noised_features(rows, 0.5, 3.0, mechanism, privacy.from_seed(0))
         clipped = rows * (0.5 / rows.norm(p=order, dim=1, keepdim=True)).clamp(max=1)
         deviations = (noised - clipped).flatten() / (2 * 0.5 * 3.0 * spread)
