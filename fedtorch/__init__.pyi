@@ -60,7 +60,6 @@ from .federation.runs.cohorts import (
     uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,
 )
-from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
@@ -76,10 +75,12 @@ from .federation.solvers.lazy_loading import lazy_loading as lazy_loading
 from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.told import Averages as Averages, Told as Told
+from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import Round as Round
 from .models.linear import LinearHead as LinearHead
 from .networks import Network as Network
 from .report.callback import Report as Report
+from .scores import Score as Score
 from .sites import Remote as Remote
 
 __version__: str

@@ -40,6 +40,7 @@ from fedtorch.dispatch import choice
 from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.exchanges import graph, rows, star
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, sum_over
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.runs import run as running
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
@@ -135,7 +136,7 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "graph": lambda: ft.graph(ft.Network.ring(K)),
     "private_rows": ft.private_rows,
     "star": ft.star,
-    **{f"robust.star {name}": partial(robust.star, rule) for name, rule in ROBUST_RULES.items()},
+    **{f"robust star {name}": partial(robust_star, rule) for name, rule in ROBUST_RULES.items()},
 }
 
 

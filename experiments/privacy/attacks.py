@@ -33,7 +33,7 @@ from fedtorch import vfl
 from fedtorch.networks import solvers
 from fedtorch.protocol import Half, together
 from fedtorch.trust import attacks, privacy
-from fedtorch.vfl import Gradient, Iteration, ServerNode, Value, mlp, party_half, server_half
+from fedtorch.vfl import Iteration, ServerNode, mlp, party_half, server_half
 from fedtorch.vfl.model import likelihoods
 
 DELTA = 1e-3
@@ -77,13 +77,13 @@ def heard(
 ) -> tuple[Tensor, Tensor]:
     """Trains by messages; what the first party sent and was sent, `(T, 1, 1, 1, n)` each."""
     server, parties = model.nodes(data, lambda parameters: torch.optim.Adam(parameters, lr=lr))
-    said: dict[type, list[Tensor]] = {Value: [], Gradient: []}
+    messages: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether the party has sent them
     half = server_half(server, iterations)
     halves = {0: half if defence is None else defence(server, half)}
     halves |= {party.index: party_half(party, iterations) for party in parties}
-    halves[1] = attacks.tapped(halves[1], lambda node, message, sent: said[type(message)].append(message[0]))
+    halves[1] = attacks.tapped(halves[1], lambda node, message, sent: messages[sent].append(message[0]))
     together(halves)
-    return torch.stack(said[Value]), torch.stack(said[Gradient])
+    return torch.stack(messages[True]), torch.stack(messages[False])
 
 
 def accuracy(model: vfl.SplitNetwork, data: vfl.VerticalData) -> float:
@@ -164,7 +164,8 @@ def told_of(x: Tensor, y: Tensor, epsilon: float, seed: int) -> dict[str, Tensor
         local = ft.gradient_descent(digits_network(), **settings)
     else:
         local = privacy.example_level(
-            digits_network(), clip=1.0, noise=privacy.noise_for(epsilon=epsilon, delta=DELTA), rate=1.0, delta=DELTA,
+            digits_network(), clip=1.0, noise=privacy.noise_for(epsilon=epsilon, delta=DELTA), delta=DELTA,
+            sampling_rate=1.0,
             entropy=privacy.from_seed(seed), ghost=True, **settings,
         )  # fmt: skip
     run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors([(x, y)])), rounds=1, seed=seed)

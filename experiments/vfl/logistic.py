@@ -38,8 +38,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common
+from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl import log_score, noise_variance, oracles, perceptron
+from fedtorch.vfl import log_score, noise_variance, perceptron
 from fedtorch.vfl.model import likelihoods
 
 RHOS = (0.5, 1.0, 2.0)

@@ -42,8 +42,8 @@ from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.runs.evaluation import Score
 from fedtorch.federation.runs.run import Run
+from fedtorch.scores import Score
 from fedtorch.tree import Tree
 
 __all__ = ["augmented", "explainable"]

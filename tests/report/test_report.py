@@ -268,7 +268,7 @@ def test_it_is_written_where_training_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         trainer(max_epochs=2, callbacks=[callback, Fails()], default_root_dir=tmp_path).fit(federation)
     assert "ended by RuntimeError: no more paper" in harmless((tmp_path / "report.html").read_text()).texts
-    with pytest.raises(TypeError, match="Expected a Federation to report of"):
+    with pytest.raises(TypeError, match="Expected a Federation or a SplitNetwork to report of"):
         trainer(max_epochs=1, callbacks=ft.Report()).fit(BoringModel())
 
 
@@ -311,7 +311,7 @@ def test_expectation_propagation_tells_its_posterior(tmp_path: Path) -> None:
 def test_privacy_is_shown_with_its_claim(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
     local = ft.least_squares(torch.nn.Linear(10, 1))
-    private = privacy.client_level(ft.fedavg(local), clip=1.0, noise=2.0, delta=1e-3, budget=50.0)
+    private = ft.fedavg(local) | privacy.client_level(clip=1.0, noise=2.0, delta=1e-3, budget=50.0)
     run = ft.run(private, ft.InProcess(data), rounds=3)
     words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
     assert "Privacy spent, ε" in words

@@ -58,11 +58,11 @@ def test_a_record_says_what_was_done(tmp_path: Path) -> None:
 
 def test_a_private_run_has_its_epsilon_on_record(tmp_path: Path) -> None:
     ledger, noised = record.RunRecord(), privacy.from_seed(0)
-    algorithm = privacy.client_level(ft.fedavg(sgd(0.05)), 1.0, 5.0, delta=1e-3, entropy=noised)
+    algorithm = ft.fedavg(sgd(0.05)) | privacy.client_level(1.0, 5.0, delta=1e-3, entropy=noised)
     run = ft.run(algorithm, ft.InProcess(DATA), rounds=3, record=ledger)
     content = json.loads(ledger.save(run, tmp_path / "run.safetensors").read_text())
     assert content["report"]["epsilon"] == run.history["epsilon"].iloc[-1] > 0
-    assert content["settings"]["privacy.noise"] == "5.0"
+    assert content["settings"]["privacy.client_level.noise"] == "5.0"
 
 
 def _checkpoint(folder: Path) -> Path:

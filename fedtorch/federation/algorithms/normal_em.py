@@ -22,7 +22,7 @@ from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_row
 
 
 def normal_em() -> Algorithm:
-    """EM for the normal distribution of all sites' rows; a round is an iteration.
+    """Build EM for the normal distribution of all sites' rows; a round is an iteration.
 
     Run it on data of `imputation.incomplete(...)`. Its parameters are where it starts, a `Normal` such as mean 0 and
     covariance I; the server's state is a `Normal`.

@@ -168,7 +168,7 @@ def check_need(algorithm: Algorithm, carry: Carry, where: str) -> None:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> plain_mean = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> noised = privacy.local_level(plain_mean, clip=1.0, noise=4.0, delta=1e-3, quorum=3)
+        >>> noised = plain_mean | privacy.local_level(clip=1.0, noise=4.0, delta=1e-3, quorum=3)
         >>> check_need(noised, plain(), "the sites")
         Traceback (most recent call last):
         ...

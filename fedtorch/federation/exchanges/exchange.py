@@ -36,7 +36,7 @@ from fedtorch.tree import Rows, Tree
 
 
 class Mean(NamedTuple):
-    """A message that is averaged. Aggregated, `weight` holds the total weight.
+    """Hold a message that is averaged. Aggregated, `weight` is the total weight.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -51,7 +51,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A message that is added up.
+    """Hold a message that is added up.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -64,7 +64,7 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What clients of an algorithm with `told` send in a round; the exchange treats both alike.
+    """Hold what clients of an algorithm with `told` send in a round; the exchange treats both alike.
 
     >>> import torch, fedtorch as ft
     >>> ft.star().finish(ft.star().gather(Sent(Sum(torch.ones(3)), told=Sum(torch.tensor([1.0, 0.0, 4.0]))), slice(3)))
@@ -76,14 +76,14 @@ class Sent(NamedTuple):
 
 
 class RowsOf(NamedTuple):
-    """The aggregate of `private_rows`: the messages as they came, in ascending order of the clients."""
+    """Hold the aggregate of `private_rows`: the messages as they came, in ascending order of the clients."""
 
     ids: Tensor  # (M,)
     message: Tree  # (M, ...)
 
 
 class Exchange(NamedTuple):
-    """How a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones (views).
+    """Say how a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones.
 
     A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
     adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. Who in between can read
@@ -106,17 +106,17 @@ class Exchange(NamedTuple):
 
 
 def client_count(ids: Rows) -> int:
-    """How many clients `ids` names."""
+    """Return how many clients `ids` names."""
     return ids.stop - ids.start if isinstance(ids, slice) else len(ids)
 
 
 def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
-    """What `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
+    """Return what `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
     return exchange.finish(exchange.gather(Sum(value), ids)).value
 
 
 def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
-    """The aggregate as a server takes it: floats in the dtypes of the messages, sums of whole numbers in float64."""
+    """Cast an aggregate for the server: floats to the dtypes of the messages, sums of whole numbers to float64."""
     if isinstance(aggregate, RowsOf):
         return aggregate  # as they came
 
@@ -132,7 +132,7 @@ def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
 
 
 def check_shapes(messages: Tree, ids: Rows) -> None:
-    """Raises ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
+    """Raise ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
     count = client_count(ids)
 
     def check(node: Mean | Sum) -> Mean | Sum:
@@ -149,7 +149,7 @@ def check_shapes(messages: Tree, ids: Rows) -> None:
 
 
 def indices(ids: Rows) -> Tensor:
-    """`ids` as a tensor of indices."""
+    """Return `ids` as a tensor of indices."""
     return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
 
 

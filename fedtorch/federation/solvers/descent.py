@@ -44,7 +44,7 @@ class Descent:
         >>> solved = descent.solve(start, descent.init(start), descent.prepare(block), None, ft.Turn(keys, round=0))
         >>> solved.parameters["weight"].flatten()  # twice half the way from 0 to y
         tensor([0.7500, 3.0000])
-        >>> solved.steps  # the sums of learning rates
+        >>> solved.lr_sum  # the sums of learning rates
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
@@ -318,7 +318,7 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[An
 def _same_info(parts: Sequence[Local]) -> list[Local]:
     """The solutions of groups of clients, NaN for what only others have told."""
     names = dict.fromkeys(name for local in parts for name in local.info)
-    return [local._replace(info={n: local.info.get(n, local.steps * torch.nan) for n in names}) for local in parts]
+    return [local._replace(info={n: local.info.get(n, local.lr_sum * torch.nan) for n in names}) for local in parts]
 
 
 def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:

@@ -64,7 +64,7 @@ def lightning_fit(
     `precision=` here.
 
     `Local.info` has `loss`, the mean training loss over the client's batches, and what the module logs by
-    `self.log`, as it stands at the end of the fit. `Local.steps` adds up the learning rates of the first
+    `self.log`, as it stands at the end of the fit. `Local.lr_sum` adds up the learning rates of the first
     optimiser's first group.
 
     Args:

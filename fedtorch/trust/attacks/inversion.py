@@ -32,7 +32,21 @@ Predict = Callable[[Tensor], Tensor]  # rows (n, ...) -> outputs (n, ...)
 
 
 class Inversion(NamedTuple):
-    """What a search has found."""
+    """Hold what a search has found.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import attacks
+        >>> module = torch.nn.Linear(2, 1)
+        >>> module.weight.data, module.bias.data = torch.zeros(1, 2), torch.zeros(1)
+        >>> change = {"weight": torch.tensor([[0.6, 0.8]]), "bias": torch.tensor([0.2])}  # −lr · 2(0 − y) (x, 1)
+        >>> attacks.linear_inputs(change["weight"], change["bias"]).round(decimals=3)
+        tensor([[3., 4.]], dtype=torch.float64)
+        >>> found = attacks.gradient_inversion(
+        ...     module, change, torch.nn.functional.mse_loss, shape=(1, 2), targets=torch.ones(1, 1), lr=0.1)
+        >>> found.inputs.round(decimals=3), found.distance < 1e-9
+        (tensor([[3., 4.]]), True)
+    """
 
     inputs: Tensor  # (n, ...) rows, in an order of their own
     targets: Tensor | None  # (n, ...) labels, as given or as logits that were found; None where there are none
@@ -40,7 +54,7 @@ class Inversion(NamedTuple):
 
 
 def linear_inputs(weight: Tensor, bias: Tensor) -> Tensor:
-    """What each neuron of a linear layer with bias saw, of gradients or changes of its parameters.
+    """Recover what each neuron of a linear layer with bias saw, from gradients or changes of its parameters.
 
     Args:
         weight: `(..., o, d)`.
@@ -76,7 +90,7 @@ def gradient_inversion(
     iterations: int = 200,
     seed: int = 0,
 ) -> Inversion:
-    """Rows whose training changes a module as a client's message says.
+    """Search for rows whose training changes a module as a client's message says.
 
     Args:
         module: with the parameters that the client started from.
@@ -137,7 +151,7 @@ def _trained(
     lr: float,
     steps: int,
 ) -> dict[str, Tensor]:
-    """Parameters after gradient steps on all rows, with a graph back to the rows."""
+    """Return parameters after gradient steps on all rows, with a graph back to the rows."""
     weights = {name: value.detach().requires_grad_() for name, value in start.items()}
     for _ in range(steps):
         value = loss(functional_call(module, weights, (inputs,)), targets)
@@ -155,7 +169,7 @@ def model_inversion(
     log_likelihood: Callable[[Tensor, Tensor], Tensor],
     prior: Tensor | None = None,
 ) -> Tensor:
-    """How likely each value of a private attribute is, given what a model predicts for it.
+    """Compute how likely each value of a private attribute is, given what a model predicts for it.
 
     Args:
         predict: the model, of rows `(m, d)`.
@@ -193,7 +207,7 @@ def model_inversion(
 def representative(
     module: nn.Module, label: int, start: Tensor, *, ridge: float = 1e-3, iterations: int = 100
 ) -> Tensor:
-    """The row that a classifier takes most surely for a class, with a penalty on its squared distance from `start`.
+    """Find the row that a classifier takes most surely for a class, with a penalty on its distance from `start`.
 
     Args:
         module: rows `(n, ...)` to logits `(n, C)`.

@@ -87,6 +87,19 @@ def collapsed_log_likelihood(
     return (common + weights.reshape(along[:-1])).logsumexp(0)
 
 
+def noise_variance(model: VerticalModel) -> Tensor:
+    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`.
+
+    >>> import fedtorch as ft
+    >>> of = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
+    >>> [float(noise_variance(make(*of))) for make in (ft.vfl.augmented, ft.vfl.power)]
+    [2.0, 0.5]
+    """
+    parties = len(model.predictors)
+    factor = (parties - 1) / parties if model.power else 1.0
+    return parties * (model.rho * factor).square()
+
+
 def _mode(
     model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, spread: Tensor, steps: int = 25
 ) -> tuple[Tensor, Tensor]:

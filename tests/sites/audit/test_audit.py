@@ -158,7 +158,7 @@ def test_epsilon_is_on_record(place: Place) -> None:
     def make() -> ft.Algorithm:
         more = {"entropy": privacy.from_seed(1), "loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
         private = privacy.example_level(
-            Column(), clip=1.0, noise=2.0, rate=0.5, steps=1, delta=1e-3, ghost=False, **more
+            Column(), clip=1.0, noise=2.0, sampling_rate=0.5, steps=1, delta=1e-3, ghost=False, **more
         )
         return ft.fedavg(private)
 

@@ -8,7 +8,7 @@ from support.oracles.closed_forms import ROUNDING
 from support.verticals import draw
 
 from fedtorch import tree, vfl
-from fedtorch.vfl.fit.gaussians import GaussianFamily, full_covariance, low_rank
+from fedtorch.vfl.fit.guide import GaussianFamily, full_covariance, low_rank
 
 FAMILIES = {"diagonal": vfl.diagonal(), "full": full_covariance(), "low rank": low_rank(2)}
 B, D = 3, 5

@@ -1,10 +1,10 @@
-"""Aggregates that some wrong clients cannot move far: a rule a file, and the exchanges that use one.
+"""Aggregates that some wrong clients cannot move far: a rule a file, and the wrapper that puts one to use.
 
->>> import dataclasses, torch, fedtorch as ft
+>>> import torch, fedtorch as ft
 >>> from fedtorch.trust import robust
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=12, seed=0)
 >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
->>> defended = dataclasses.replace(average, exchange=robust.star(robust.krum(faulty=2)))
+>>> defended = average | robust.rule(robust.krum(faulty=2))
 >>> ft.run(defended, ft.InProcess(data), rounds=3).number
 3
 """

@@ -40,7 +40,7 @@ NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it 
 
 
 class Claim(NamedTuple):
-    """What is protected, and from whom."""
+    """Hold what is protected, and from whom."""
 
     unit: str  # "client", "example"
     adjacency: str  # in what two neighbouring federations differ
@@ -49,7 +49,7 @@ class Claim(NamedTuple):
 
 
 class Ledger:
-    """What has been released.
+    """Keep what has been released.
 
     Args:
         path: of the file; None keeps the ledger in memory, so that a checkpoint cannot be resumed in another process
@@ -95,15 +95,15 @@ class Ledger:
 
     @property
     def epsilon(self) -> float:
-        """What everything released so far costs."""
+        """Return what everything released so far costs."""
         return self._epsilon(self.releases)
 
     def after(self, release: Release, count: int = 1) -> float:
-        """What it would cost after `count` further releases."""
+        """Return what it would cost after `count` further releases."""
         return self._epsilon(self.releases + Counter({self._counted(release): count}))
 
     def allows(self, release: Release, count: int = 1) -> bool:
-        """Whether the budget has room for `count` further releases."""
+        """Return whether the budget has room for `count` further releases."""
         return self.budget is None or self.after(release, count) <= self.budget
 
     def spend(self, round: int, release: Release, count: int = 1) -> None:
@@ -120,8 +120,13 @@ class Ledger:
         with self._log.exclusive():
             self._check_budget(round, release, count)
             counted = self._counted(release)
-            row = {"round": round, "mechanism": release.mechanism.name, "noise": release.noise, "rate": counted.rate}
-            row |= {"sampled": release.rate} if counted.rate != release.rate else {}
+            row = {
+                "round": round,
+                "mechanism": release.mechanism.name,
+                "noise": release.noise,
+                "rate": counted.sampling_rate,
+            }
+            row |= {"sampled": release.sampling_rate} if counted.sampling_rate != release.sampling_rate else {}
             row |= {"excess": release.excess} if release.excess else {}
             self._log.append({**row, "releases": count, "epsilon": self.after(release, count)})
             _ledger_head.note(self._log.path, self.identity, self._digests)
@@ -132,7 +137,7 @@ class Ledger:
         return self._digests[-1] if self._digests else ""
 
     def expect(self, identity: bytes, entries: int, release: Release, count: int, last: str = "") -> None:
-        """Checks that all is here that a checkpoint knows of.
+        """Check that all is here that a checkpoint knows of.
 
         Args:
             identity: of the ledger from which was spent.
@@ -171,7 +176,7 @@ class Ledger:
 
     def _counted(self, release: Release) -> Release:
         """Return what a release is to the claim's adversary."""
-        return release._replace(rate=1.0) if self._unamplified else release
+        return release._replace(sampling_rate=1.0) if self._unamplified else release
 
     def _epsilon(self, releases: Counter[Release]) -> float:
         key = frozenset(releases.items())
@@ -189,7 +194,7 @@ class Ledger:
             self._count(release, row["releases"], entry.digest)
 
     def _begin(self, row: dict[str, Any]) -> None:
-        """Takes in the line of the claim."""
+        """Take in the line of the claim."""
         mine = {"delta": self.delta, **self.claim._asdict()}
         theirs = {name: row[name] for name in mine}
         adversaries = mine["adversary"], theirs["adversary"]

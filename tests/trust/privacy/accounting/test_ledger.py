@@ -22,7 +22,7 @@ DATA = linear_clients([5, 3, 8, 4, 6])
 
 def private(path: Path | None, **settings) -> ft.Algorithm:
     settings = {"clip": 1.0, "noise": 3.0, "delta": DELTA, **settings}
-    return privacy.client_level(ft.fedavg(sgd(0.1)), ledger=path, **settings)
+    return ft.fedavg(sgd(0.1)) | privacy.client_level(ledger=path, **settings)
 
 
 def lines(path: Path) -> list[dict]:
@@ -84,11 +84,11 @@ def by_hand(everybody: list[float], sampled: list[tuple[float, float]]) -> float
 def test_a_sampled_run_and_one_of_everybody_add_up_against_who_does_not_know_the_sample(tmp_path: Path) -> None:
     """Begun with the sampled run, the claim is the weaker one, under which both are counted as they are."""
     path = tmp_path / "ledger"
-    ft.run(private(path, rate=0.4), ft.InProcess(DATA), rounds=2)
+    ft.run(private(path, sampling_rate=0.4), ft.InProcess(DATA), rounds=2)
     after = ft.Run(private(path, noise=5.0), ft.InProcess(DATA))
     assert after.algorithm.budget.claim.adversary.endswith("and nobody who knows which clients were asked")
     assert after.step().report["epsilon"] == pytest.approx(by_hand([5.0], 2 * [(3.0, 0.4)]), rel=1e-3)
-    again = ft.Run(private(path, rate=0.4), ft.InProcess(DATA))
+    again = ft.Run(private(path, sampling_rate=0.4), ft.InProcess(DATA))
     wanted = by_hand([5.0], 3 * [(3.0, 0.4)])
     assert wanted <= again.step().report["epsilon"] < 1.001 * wanted
     assert wanted < by_hand([5.0, 3.0, 3.0, 3.0], [])
@@ -101,13 +101,13 @@ def test_where_the_sample_may_be_known_sampled_rounds_count_like_those_of_everyb
     ft.run(private(path, noise=5.0), ft.InProcess(DATA), rounds=1)
     wanted = spent({Release(5.0): 1, Release(3.0): 2}, DELTA)
     assert wanted == pytest.approx(by_hand([5.0, 3.0, 3.0], []), rel=1e-3)
-    sampled = private(path, rate=0.4, budget=1.01 * wanted)
+    sampled = private(path, sampling_rate=0.4, budget=1.01 * wanted)
     run = ft.run(sampled, ft.InProcess(DATA), rounds=5)
     assert run.number == 2  # the budget has room for no more
     assert run.history["epsilon"].iloc[-1] == pytest.approx(wanted)
     assert not sampled.budget.claim.adversary.endswith("which clients were asked")
     run.save(tmp_path / "checkpoint")
-    resumed = ft.Run(private(path, rate=0.4), ft.InProcess(DATA)).load(tmp_path / "checkpoint", anyway=True)
+    resumed = ft.Run(private(path, sampling_rate=0.4), ft.InProcess(DATA)).load(tmp_path / "checkpoint", anyway=True)
     assert resumed.algorithm.budget.report()["epsilon"] == pytest.approx(wanted)
     rows = [(row["rate"], row.get("sampled")) for row in lines(path)[1:]]
     assert rows == [(1.0, None), (1.0, 0.4), (1.0, 0.4)]
@@ -208,7 +208,7 @@ def test_damaged_ledgers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             Ledger(path, CLAIM, DELTA).spend(0, Release(2.0))
     path.write_bytes(b"".join(whole))
-    expected = privacy.epsilon(noise=2.0, rate=0.5, rounds=4, delta=DELTA)
+    expected = privacy.epsilon(noise=2.0, sampling_rate=0.5, rounds=4, delta=DELTA)
     assert expected <= Ledger(path, CLAIM, DELTA).epsilon < 1.001 * expected
 
 
@@ -318,7 +318,7 @@ def test_a_full_disk_leaves_a_whole_ledger(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_simulation_resumes_without_a_file(tmp_path: Path) -> None:
     """It guarantees nothing, so its entries may be made up; the numbers are those of a run that went through."""
-    make = lambda: ft.Run(private(None, entropy=privacy.from_seed(3), rate=0.6), ft.InProcess(DATA))
+    make = lambda: ft.Run(private(None, entropy=privacy.from_seed(3), sampling_rate=0.6), ft.InProcess(DATA))
     whole = make()
     for _ in whole.rounds(4):
         pass
