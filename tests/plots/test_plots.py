@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from fedtorch.federation.runs.history import History
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from support.oracles.closed_forms import linear_clients, sgd
@@ -17,6 +16,7 @@ from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
 from fedtorch.federation.runs.tuning import Grid
+from fedtorch.history import History
 from fedtorch.models import low_rank
 from fedtorch.plots import history_charts
 from fedtorch.plots.grids import heat_map

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedtorch import random, vfl
 from fedtorch.vfl.fit import encoder
-from fedtorch.vfl.fit.gaussians import full_covariance
+from fedtorch.vfl.fit.guide import full_covariance
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
 

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
 import torch
-from fedtorch.vfl.fit.gaussians import low_rank
 from torch import Tensor
 
 from fedtorch import random, tree, vfl
 from fedtorch.protocol.halves import Half, decode, drive, encode
 from fedtorch.vfl.fit import encoder
-from fedtorch.vfl.fit.guide import initial
+from fedtorch.vfl.fit.guide import initial, low_rank
 from fedtorch.vfl.fit.noise import Noise, draw_noise
 from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model import likelihoods

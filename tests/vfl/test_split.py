@@ -18,8 +18,8 @@ from fedtorch import functional, random, vfl, wire
 from fedtorch.vfl.fit import encoder
 from fedtorch.vfl.fit.part import NodeNoise
 from fedtorch.vfl.model import likelihoods
-from fedtorch.vfl.model.predictors import NetworkPredictor, normal_prior
-from fedtorch.vfl.model.split_nn import Stacked, mlp
+from fedtorch.vfl.model.predictors import normal_prior
+from fedtorch.vfl.model.split_nn import NetworkPredictor, Stacked, mlp
 from fedtorch.vfl.nodes.iteration import exchange, server_half
 from fedtorch.vfl.nodes.node import Gradient, Iteration, Value
 

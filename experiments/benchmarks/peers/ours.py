@@ -13,7 +13,6 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import core
 from experiments.benchmarks.peers import work
-from fedtorch.__init__ import __version__
 from fedtorch.federation.solvers.batches import Batches
 
 
@@ -98,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--compile", action="store_true")
         parser.add_argument("--closed-form", action="store_true")
 
-    work.command("fedtorch", __version__, train, argv, options)
+    work.command("fedtorch", ft.__version__, train, argv, options)
 
 
 if __name__ == "__main__":

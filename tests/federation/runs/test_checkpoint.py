@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import checkpoint
-from fedtorch.federation.runs.history import History
+from fedtorch.history import History
 from fedtorch.models import hierarchical
 
 # Lightning says so whenever a run goes on in its own folder.

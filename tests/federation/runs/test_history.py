@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from fedtorch.federation.runs.history import History
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pandas.testing import assert_frame_equal
 from support.oracles.closed_forms import linear_clients, same_bits, sgd
@@ -20,6 +19,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.federation.runs.evaluation import evaluate
+from fedtorch.history import History
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 

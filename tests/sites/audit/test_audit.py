@@ -46,7 +46,7 @@ def fedavg() -> ft.Algorithm:
     return ft.fedavg(sgd(0.1))
 
 
-masked = Carried(fedavg, secure_masked.masked(secure.Grid(30), minimum=2, dropouts=0))
+masked = Carried(fedavg, secure_masked(secure.Grid(30), minimum=2, dropouts=0))
 
 
 class Place:

@@ -146,7 +146,7 @@ def test_a_server_goes_on_without_a_site_that_sends_no_frames() -> None:
     server_goes_on(2000)
 
 
-masked = Carried(scaffold, secure_masked.masked(secure.Grid(30, 2.0**20), dropouts=0))
+masked = Carried(scaffold, secure_masked(secure.Grid(30, 2.0**20), dropouts=0))
 letters = Carried(lambda: ft.gtv(sgd(0.05), NETWORK, 0.1), sealed(NETWORK))
 
 

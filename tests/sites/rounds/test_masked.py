@@ -42,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def masked(make: Callable[[], ft.Algorithm], grid: Any = GRID, **more: Any) -> Carried:
     """Of three sites that all have to stay, if nothing else is said."""
-    return Carried(make, secure_masked.masked(grid, **{"dropouts": 0, **more}))
+    return Carried(make, secure_masked(grid, **{"dropouts": 0, **more}))
 
 
 def alone(make: Callable[[], ft.Algorithm], data: Any, chunk: int | None = None) -> ft.InProcess:
@@ -303,7 +303,7 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
 )
 def test_few_sites_mask_with_all_others(sites: int, minimum: int, graph: Any) -> None:
     """A minimum less one have to work together, at least; of many sites, as if 40 bits of the choice were lost."""
-    carry = secure_masked.masked(GRID, minimum, dropouts=0.2 if sites > 3 else 0)
+    carry = secure_masked(GRID, minimum, dropouts=0.2 if sites > 3 else 0)
     near = lambda sites: carry.server(
         Parties(b"run", 1, {k + 1: bytes([k]) * 32 for k in range(sites)}), Sum(torch.zeros(0, 2))
     ).session.graph  # fmt: skip

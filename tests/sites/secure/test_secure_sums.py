@@ -236,7 +236,7 @@ def test_a_federation_on_secure_sums_is_the_plain_one_up_to_the_grid(make, monke
     runs = []
     for chunk, small in ((None, 16_384), (1, 0), (2, 0)):
         monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", small)
-        masked = secure_masked.masked(Grid(30, 2.0**20), dropouts=0)
+        masked = secure_masked(Grid(30, 2.0**20), dropouts=0)
         runs.append(ft.run(make(), ft.InProcess(data, chunk, carry=masked), rounds=3).tensors())
     usual = ft.run(make(), ft.InProcess(data), rounds=3).tensors()
     for name, leaf in usual.items():
@@ -245,7 +245,7 @@ def test_a_federation_on_secure_sums_is_the_plain_one_up_to_the_grid(make, monke
 
 
 def test_messages_of_any_shape_travel_and_a_cohort_that_is_too_small_does_not() -> None:
-    exchange = secure_masked.masked(minimum=4, dropouts=0).carried(ft.fedavg(sgd(0.1))).exchange
+    exchange = secure_masked(minimum=4, dropouts=0).carried(ft.fedavg(sgd(0.1))).exchange
     messages = (Mean({"a": torch.ones(5), "b": torch.ones(5, 2, 3)}, torch.arange(1.0, 6.0)), Sum(torch.arange(5.0)))
     mean, total = exchange.finish(exchange.merge([exchange.gather(messages, slice(0, 5))]))
     assert mean.value["a"].shape == ()
@@ -260,7 +260,7 @@ def test_rounds_whose_sums_could_be_subtracted_end_a_run_that_asks_for_it() -> N
     """Four of five clients after all five: what differs is one client's message, for fresh messages and for totals."""
     data = linear_clients([5, 3, 8, 4, 6])
     for make in (ft.fedavg, ft.scaffold):
-        masked = lambda apart: secure_masked.masked(Grid(30, 2.0**20), apart=apart, dropouts=0.2)
+        masked = lambda apart: secure_masked(Grid(30, 2.0**20), apart=apart, dropouts=0.2)
         silent = ft.Faults(after=lambda key, ids: ids == 2)
         for apart in (1, 3):
             run = ft.Run(make(sgd(0.1)), ft.InProcess(data, carry=masked(apart)))

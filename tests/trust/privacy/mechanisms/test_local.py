@@ -33,7 +33,7 @@ def private(
 
 
 def masked(minimum: int = 3, bits: int = 30) -> Masked:
-    return secure_masked.masked(secure.Grid(bits, 2.0**20), minimum, dropouts=0)
+    return secure_masked(secure.Grid(bits, 2.0**20), minimum, dropouts=0)
 
 
 def released(algorithm: ft.Algorithm, carry: Carry = plain()) -> torch.Tensor:  # noqa: B008
