@@ -17,7 +17,7 @@ from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
-    from fedtorch.models.gaussian_process.algebra import Site
+    from fedtorch.models.gaussian_process.algebra import GaussianSite
 
 POSTERIOR = ("posterior_mean", "posterior_root")
 
@@ -127,7 +127,9 @@ class StackedGP:
     def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Contribution:
         """Return what units tell, `(K, ...)`."""
         x, y, extra = rows
-        found: Site = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
+        found: GaussianSite = self.on(
+            values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units)
+        )
         told = Contribution(pack(found.precision), found.shift, found.constant, torch.ones_like(found.constant))
         return tree.scale(told, factor)._replace(units=told.units)
 
