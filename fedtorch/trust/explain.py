@@ -43,7 +43,7 @@ from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.runs.run import Run
-from fedtorch.scores import Score
+from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 __all__ = ["augmented", "explainable"]

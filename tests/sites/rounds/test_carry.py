@@ -46,7 +46,7 @@ MAKE: dict[str, tuple[Callable[[], ft.Algorithm], set[str]]] = {  # and under wh
     "an attack": (lambda: ft.fedavg(sgd(0.1)) | attacks.sign_flip([0]), {"plain", "masked"}),
     "gtv": (gtv, {"plain", "masked_graph", "sealed"}),
     "another network": (lambda: gtv(ft.Network.ring(6)), {"plain"}),
-    "unreliable edges": (lambda: ft.unreliable_edges(gtv(), NETWORK, loss=0.1), {"plain"}),
+    "unreliable edges": (lambda: gtv() | ft.unreliable_edges(NETWORK, loss=0.1), {"plain"}),
     "without server": (lambda: ft.without_server(ft.fedavg(sgd(0.1)), NETWORK, 1e-9), {"plain"}),
     "robust": (lambda: ft.fedavg(sgd(0.1)) | robust.rule(robust.median()), {"plain"}),
     "robust totals": (lambda: ft.scaffold(sgd(0.1)) | robust.rule(robust.median()), {"plain"}),

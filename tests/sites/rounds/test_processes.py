@@ -63,7 +63,7 @@ class Place:
         folder = self.folder / name
         own = TESTS / "support" / "scripts" / brings
         command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(own)]
-        command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--patience", "120"]
+        command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--timeout", "120"]
         self.sites[name] = start(*command, SITE=name)
 
     def kill(self, name: str) -> None:
