@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import converged, devices, posterior, settled
+from fedtorch.federation.algorithms.ep import devices, posterior, settled
+from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.models.device_posterior import selected
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
 from fedtorch.models.hierarchical.shrinkage import ShrinkagePrior
