@@ -30,6 +30,7 @@ from fedtorch.protocol.rollback import Entered
 from fedtorch.sites import Hub, Roster, connect, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
+from fedtorch.sites.streams.hub import Limits, Link
 from fedtorch.sites.vertical._peers import PeerLost
 from fedtorch.sites.vertical.remote import over_hub
 from fedtorch.sites.vertical.resuming import resuming_over_hub, resuming_over_link
