@@ -19,7 +19,6 @@ from fedtorch.expected import loaded
 from fedtorch.metrics._torchmetrics import computed, summed_states, wide
 from fedtorch.tree import Tree
 
-
 if TYPE_CHECKING:
     import torchmetrics
 

@@ -79,7 +79,9 @@ def exact(data: ft.data.FederatedData) -> tuple[Tensor, Tensor]:
     return mean, sd
 
 
-@pytest.mark.parametrize(("count", "tolerance", "rounds"), [(100, 0.02, 8), (1000, 0.005, 5)])
+@pytest.mark.parametrize(
+    ("count", "tolerance", "rounds"), [(100, 0.02, 8), pytest.param(1000, 0.005, 5, marks=pytest.mark.slow)]
+)
 def test_exact_quadrature_of_one_feature(count: int, tolerance: float, rounds: int) -> None:
     data = devices(count, 1)
     run = settle(algorithm(linear(1)), data)
