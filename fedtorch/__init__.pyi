@@ -76,7 +76,7 @@ from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.told import Averages as Averages, Told as Told
 from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
-from .history import History as History, Round as Round
+from .history import Round as Round
 from .metrics.scores import Score as Score
 from .models.linear import LinearHead as LinearHead
 from .networks import Network as Network

@@ -34,7 +34,7 @@ from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.wrapper import Wrapper
 from fedtorch.history import Recorder
-from fedtorch.metrics import StackedMetric
+from fedtorch.metrics.stacked import StackedMetric
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.penalties import ShrinkagePrior
 from fedtorch.models.matrix_normal import CovarianceUpdate

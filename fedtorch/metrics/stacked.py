@@ -19,8 +19,6 @@ from fedtorch.expected import loaded
 from fedtorch.metrics._torchmetrics import computed, summed_states, wide
 from fedtorch.tree import Tree
 
-__all__ = ["accuracy", "calibration_error", "cross_entropy", "mean_of", "mean_squared_error"]
-
 if TYPE_CHECKING:
     import torchmetrics
 
@@ -43,7 +41,7 @@ class StackedMetric:
         >>> def update(prediction, target, mask):
         ...     squares = (prediction - target).double().square()
         ...     return {"squares": (squares * mask).sum(1), "rows": mask.sum(1)}
-        >>> rmse = ft.metrics.StackedMetric(update, lambda sums: (sums["squares"] / sums["rows"]).sqrt(), False)
+        >>> rmse = StackedMetric(update, lambda sums: (sums["squares"] / sums["rows"]).sqrt(), False)
         >>> mask = torch.tensor([[True, True], [True, False]])  # the second client has one row
         >>> sums = rmse.update(torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [5.0, 0.0]]), mask)
         >>> rmse.compute(sums), rmse.compute(ft.tree.map(lambda leaf: leaf.sum(0), sums))  # √(27 / 3) of all rows
@@ -89,7 +87,7 @@ def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> mae = ft.metrics.mean_loss(torch.nn.functional.l1_loss)
+        >>> mae = mean_loss(torch.nn.functional.l1_loss)
         >>> mae.compute(mae.update(torch.zeros(1, 2, 1), torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])))
         tensor([2.], dtype=torch.float64)
     """
@@ -218,7 +216,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
 
     Example:
         >>> import torch, torchmetrics, fedtorch as ft
-        >>> r2 = ft.metrics.from_torchmetrics(torchmetrics.R2Score())
+        >>> r2 = from_torchmetrics(torchmetrics.R2Score())
         >>> prediction, target = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 2.0, 4.0]])
         >>> r2.compute(r2.update(prediction, target, torch.ones(1, 3).bool()))  # 1 − 2 / 8
         tensor([0.7500], dtype=torch.float64)
@@ -274,7 +272,7 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> huber = ft.metrics.as_stacked(torch.nn.HuberLoss())
+        >>> huber = as_stacked(torch.nn.HuberLoss())
         >>> huber.compute(huber.update(torch.zeros(1, 2), torch.tensor([[1.0, 3.0]]), torch.ones(1, 2).bool()))
         tensor([1.5000], dtype=torch.float64)
     """

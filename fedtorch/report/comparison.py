@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import metrics as fm, tree
+from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
 from fedtorch.metrics.scores import Score, score_of
+from fedtorch.metrics.stacked import as_stacked
 from fedtorch.tree import Tree
 
 Predictor = Callable[[Tree], Tensor]  # inputs (K, N, ...) -> predictions (K, N, ...)
@@ -126,7 +127,7 @@ def baseline(training: FederatedData, split: Split = inputs_and_targets) -> Pred
 def _evaluate_predictor(
     predictor: Predictor, data: FederatedData, metrics: Mapping[str, Any], split: Split
 ) -> dict[str, Score]:
-    stacked = {name: fm.as_stacked(metric) for name, metric in metrics.items()}
+    stacked = {name: as_stacked(metric) for name, metric in metrics.items()}
 
     def sums(block: ClientData) -> Tree:
         inputs, target = split(block.batch)

@@ -5,8 +5,8 @@ Parties (`Party`) align their rows (`align`), privately.
 A model (`augmented`, `power`) is approximated by a guide (`Guide(sums())`) and fitted by `sfvi` in one graph. A
 split network (`SplitNetwork`) is such a model with networks as predictors, and is trained by a Lightning `Trainer`.
 Among parties, both are trained by the same halves of a protocol (`iteration`), in one process, over ranks
-(`ranks`) or between organisations (`remote`; `resuming` where lines break and processes die, `ahead` where lines are
-slow).
+(`ranks`) or between organisations (`remote`; `resuming` where lines break and processes die, `delay=` where lines are
+slow). Every fit answers to the verbs of `ft.Run`: `rounds`, `history`, `save`, `load`, `evaluate`, `ft.report.write`.
 
 Features stay where they are, but training shows more than predictions do: gradients of a plain split network give the
 parties the labels, and averaging what is sent over steps removes the noise ρ. See `split` and `iteration`.

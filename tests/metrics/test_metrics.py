@@ -14,6 +14,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
 from fedtorch import metrics, tree
+from fedtorch.metrics.stacked import StackedMetric, as_stacked, from_torchmetrics
 
 ROWS = [7, 0, 1, 12, 4]  # ragged, one client without rows
 CLASSES = 4
@@ -37,7 +38,7 @@ def stacked(kind: str, garbage: float = math.nan, seed: int = 0) -> tuple[Tensor
     return prediction.masked_fill(outside, garbage), target, mask
 
 
-def pooled(metric: metrics.StackedMetric, *data: Tensor) -> Tensor:
+def pooled(metric: StackedMetric, *data: Tensor) -> Tensor:
     return metric.compute(tree.map(lambda leaf: leaf.sum(0), metric.update(*data)))
 
 
@@ -75,7 +76,7 @@ BUILT_IN = [
     ("binary", metrics.accuracy(), classification.BinaryAccuracy()),
     ("real", metrics.mean_squared_error(), regression.MeanSquaredError()),
 ]
-ADAPTED = [(kind, metrics.from_torchmetrics(metric), metric) for kind, metric in sums_of_torchmetrics()]
+ADAPTED = [(kind, from_torchmetrics(metric), metric) for kind, metric in sums_of_torchmetrics()]
 IDS = [f"{i}-{type(metric).__name__}" for i, (_, _, metric) in enumerate(BUILT_IN + ADAPTED)]
 
 
@@ -126,7 +127,7 @@ def test_scikit_learn_agrees():
     loss = sklearn.metrics.log_loss(classes, rows.softmax(-1).numpy(), labels=range(CLASSES))
     doubled = pooled(metrics.cross_entropy(), prediction.double(), target, mask)
     assert doubled.item() == pytest.approx(loss, rel=1e-12)
-    f1 = metrics.from_torchmetrics(classification.MulticlassF1Score(CLASSES, average="macro"))
+    f1 = from_torchmetrics(classification.MulticlassF1Score(CLASSES, average="macro"))
     expected = sklearn.metrics.f1_score(classes, rows.argmax(-1), average="macro")
     assert pooled(f1, prediction, target, mask).item() == pytest.approx(expected, rel=1e-6)
     prediction, target, mask = stacked("real")
@@ -180,7 +181,7 @@ def test_sums_carry_no_gradient_and_are_float64():
 def test_the_metric_itself_is_left_alone():
     metric = regression.MeanSquaredError()
     metric.update(torch.tensor([1.0]), torch.tensor([3.0]))
-    adapted = metrics.from_torchmetrics(metric)
+    adapted = from_torchmetrics(metric)
     prediction, target, mask = stacked("real")
     sums = adapted.update(prediction, target, mask)
     before = tree.map(torch.clone, sums)
@@ -191,7 +192,7 @@ def test_the_metric_itself_is_left_alone():
 
 
 def test_too_few_rows_give_nan():
-    r2 = metrics.from_torchmetrics(regression.R2Score())
+    r2 = from_torchmetrics(regression.R2Score())
     prediction, target, mask = stacked("real")
     each = r2.compute(r2.update(prediction, target, mask))
     assert each.isnan().tolist() == [rows < 2 for rows in ROWS]
@@ -222,7 +223,7 @@ def test_too_few_rows_give_nan():
 )
 def test_what_sums_cannot_make_up_is_refused_by_name(metric, message):
     with pytest.raises(TypeError, match=message):
-        metrics.from_torchmetrics(metric)
+        from_torchmetrics(metric)
 
 
 def test_states_reduced_by_a_mean_are_refused_by_name():
@@ -232,7 +233,7 @@ def test_states_reduced_by_a_mean_are_refused_by_name():
             self.add_state("level", torch.tensor(0.0), dist_reduce_fx="mean")
 
     with pytest.raises(TypeError, match=r"got RunningMean\.level, reduced by mean"):
-        metrics.from_torchmetrics(RunningMean())
+        from_torchmetrics(RunningMean())
 
 
 def test_states_that_grow_are_refused():
@@ -240,14 +241,14 @@ def test_states_that_grow_are_refused():
         def update(self, preds: Tensor, target: Tensor) -> None:
             self.sum_squared_error = (preds - target).square()
 
-    metric = metrics.from_torchmetrics(Growing())
+    metric = from_torchmetrics(Growing())
     with pytest.raises(TypeError, match=r"sum_squared_error to keep its shape \(1,\), but got \(7,\)"):
         metric.update(*stacked("real"))
 
 
 def test_as_stacked():
     accuracy = metrics.accuracy()
-    assert metrics.as_stacked(accuracy) is accuracy
+    assert as_stacked(accuracy) is accuracy
     prediction, target, mask = stacked("real")
     absolute = (prediction - target)[mask].abs().double().mean()
     for metric in (
@@ -255,7 +256,7 @@ def test_as_stacked():
         lambda p, t: (p - t).abs(),
         torch.nn.L1Loss(reduction="none"),
     ):
-        value = pooled(metrics.as_stacked(metric), prediction, target, mask)
+        value = pooled(as_stacked(metric), prediction, target, mask)
         torch.testing.assert_close(value, absolute, rtol=1e-6, atol=0)
 
 
@@ -269,13 +270,13 @@ def test_as_stacked():
 )
 def test_as_stacked_refuses(metric, message):
     with pytest.raises(TypeError, match=message):
-        metrics.as_stacked(metric)
+        as_stacked(metric)
 
 
 def test_wrong_shapes_are_refused():
     prediction, target, mask = stacked("real")
     with pytest.raises(ValueError, match=r"one value per example, shape \(5, 12\), but got shape \(\)"):
-        metrics.as_stacked(lambda output, y: (output - y).square().mean()).update(prediction, target, mask)
+        as_stacked(lambda output, y: (output - y).square().mean()).update(prediction, target, mask)
     with pytest.raises(ValueError, match=r"but got \(5, 12\) and \(5, 11\)"):
         metrics.accuracy().update(prediction, target, mask[:, 1:])
     with pytest.raises(ValueError, match=r"shape of the target, \(5, 12\), but got \(5, 12, 3\)"):
@@ -287,7 +288,7 @@ def test_wrong_shapes_are_refused():
 
 
 def test_evaluation_in_inference_mode_leaves_no_trace():
-    metric = metrics.from_torchmetrics(classification.BinaryAccuracy())
+    metric = from_torchmetrics(classification.BinaryAccuracy())
     data = stacked("binary")
     with torch.inference_mode():
         inside = metric.compute(metric.update(*data))
@@ -309,7 +310,7 @@ def test_evaluation_in_inference_mode_leaves_no_trace():
 def test_losses_of_torch_are_metrics(loss, prediction, target):
     prediction, rows = torch.randn(prediction), (5, 3)
     mask = torch.arange(5) < torch.tensor(rows)[:, None]
-    metric = metrics.as_stacked(loss)
+    metric = as_stacked(loss)
     found = metric.compute(metric.update(prediction, target, mask))
     for k, n in enumerate(rows):
         output = prediction[k, :n].squeeze(-1) if prediction.shape[2:] == (1,) else prediction[k, :n]
@@ -317,13 +318,13 @@ def test_losses_of_torch_are_metrics(loss, prediction, target):
 
 
 def test_functions_without_a_signature_are_metrics():
-    metric = metrics.as_stacked(torch.eq)
+    metric = as_stacked(torch.eq)
     found = metric.update(torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, dtype=torch.bool))
     assert metric.compute(found).tolist() == [0.5]
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")
 def test_a_loss_of_other_shapes_is_refused():
-    metric = metrics.as_stacked(F.mse_loss)
+    metric = as_stacked(F.mse_loss)
     with pytest.raises(ValueError, match=r"Expected a loss of every example, but got .*predictions \(2, 5, 3\)"):
         metric.update(torch.zeros(2, 5, 3), torch.zeros(2, 5, 1), torch.ones(2, 5, dtype=torch.bool))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedtorch import metrics, tree
+from fedtorch.metrics.stacked import as_stacked
 
 
 @pytest.mark.parametrize("ignored", [-100, 0, 2])
@@ -23,7 +24,7 @@ def test_targets_that_a_loss_ignores_are_not_counted(kind: str, ignored: int) ->
     mask = torch.arange(6) < torch.tensor([6, 2, 5])[:, None]
     loss = nn.CrossEntropyLoss(ignore_index=ignored)
     given = loss if kind == "module" else partial(nn.functional.cross_entropy, ignore_index=ignored)
-    metric = metrics.as_stacked(given)
+    metric = as_stacked(given)
     sums = metric.update(logits, target, mask)
     expected = torch.stack([loss(logits[k][mask[k]], target[k][mask[k]]) for k in range(3)])
     torch.testing.assert_close(metric.compute(sums), expected, rtol=1e-12, atol=0)

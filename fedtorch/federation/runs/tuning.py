@@ -38,8 +38,8 @@ from fedtorch.federation.runs.cohorts import Cohort, checked_draws
 from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
-from fedtorch.metrics import as_stacked
 from fedtorch.metrics.scores import Score, is_largest_best
+from fedtorch.metrics.stacked import as_stacked
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 

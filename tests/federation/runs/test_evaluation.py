@@ -16,6 +16,7 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.runs.evaluation import evaluate, inputs_and_targets
 from fedtorch.metrics.scores import Score
+from fedtorch.metrics.stacked import as_stacked
 
 SIZES = [7, 3, 12, 5]
 DATA = linear_clients(SIZES)
@@ -113,7 +114,7 @@ def test_a_federation_without_rows_is_nan() -> None:
     ],
 )
 def test_metrics_say_which_end_is_best(metric: Any, largest_is_best: bool) -> None:
-    assert ft.metrics.as_stacked(metric).largest_is_best is largest_is_best
+    assert as_stacked(metric).largest_is_best is largest_is_best
     score = Score(1.0, torch.tensor([2.0, torch.nan, 1.0, 3.0]), largest_is_best)
     assert score.worst() == score.worst_decile() == (1.0 if largest_is_best else 3.0)
 
