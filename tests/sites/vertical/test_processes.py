@@ -80,7 +80,7 @@ def test_four_processes_equal_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-5000:]
     for rank in range(4):
         findings = json.loads((tmp_path / f"findings-{rank}.json").read_text())
-        assert len(findings) == 17 + len(CASES)
+        assert len(findings) == 14 + len(CASES)
         wrong = {name: found for name, found in findings.items() if not (found[0] < ROUNDING and found[1] == 0)}
         assert not wrong
     assert "rank 1 to answer within 0.5 s" in (tmp_path / "silence.txt").read_text()
