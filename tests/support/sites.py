@@ -12,7 +12,9 @@ from typing import Any
 
 import fedtorch as ft
 from fedtorch.federation.exchanges.carry import Carry, plain
-from fedtorch.sites import AuditRecord, Hub, Identity, Offer, Remote, Terms, Visit, join
+from fedtorch.sites import AuditRecord, Hub, Offer, Remote, Terms, join
+from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.rounds.visit import Visit
 from fedtorch.sites.streams import memory
 from fedtorch.tree import Tree
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import random, tree
+from fedtorch.federation.algorithm import Local
 from fedtorch.tree import Tree
 
 SIZES = [9, 2, 30, 5]
@@ -37,7 +38,7 @@ def pull(parameters: Tree, seed: int = 0) -> ft.Quadratic:
 
 def solve(
     module: nn.Linear, data: ft.data.FederatedData, quadratic: bool = False
-) -> tuple[ft.Local, Tree, ft.Quadratic | None]:
+) -> tuple[Local, Tree, ft.Quadratic | None]:
     local = ft.least_squares(module)
     block = data.stack(range(len(data)))
     start = tree.expand(local.parameters, len(data))
@@ -145,7 +146,7 @@ def test_no_clients_and_blocks_of_one() -> None:
     quadratic = pull(start)
     before = copy_of((prepared, start, quadratic))
 
-    def part(rows: slice) -> ft.Local:
+    def part(rows: slice) -> Local:
         mine = tree.take((start, prepared, quadratic, KEYS), rows)
         return local.solve(mine[0], local.init(start), mine[1], mine[2], ft.Turn(mine[3], 0))
 
@@ -343,7 +344,7 @@ def test_the_default_step_never_increases_the_loss_and_ends_at_the_minimiser() -
     data = linear_clients(SIZES)
     start = tree.expand(ft.least_squares(linear()).parameters, len(SIZES))
 
-    def end(steps: int | None) -> ft.Local:
+    def end(steps: int | None) -> Local:
         local = ft.least_squares(linear(), steps=steps)
         return local.solve(
             start, tree.expand(local.init(start), 1), local.prepare(data.stack(range(len(SIZES)))), pull(start), TURN

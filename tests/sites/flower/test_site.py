@@ -17,9 +17,11 @@ import fedtorch as ft
 from experiments.benchmarks import remote_flower
 from experiments.benchmarks.parts.remote_problem import ALGORITHMS, clients
 from fedtorch import checkpoint, tree
-from fedtorch.sites import Offer, Remote, Visit, deliver
+from fedtorch.sites import Offer, Remote
 from fedtorch.sites.flower import _post, site as site, transport as transport
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.site import deliver
+from fedtorch.sites.rounds.visit import Visit
 
 
 class Brief:

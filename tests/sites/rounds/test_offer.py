@@ -11,7 +11,9 @@ from filelock import FileLock
 from support.oracles.closed_forms import linear_clients, sgd
 
 import fedtorch as ft
-from fedtorch.sites import Link, Offer, Terms, join, read_offer
+from fedtorch.sites import Offer, Terms, join
+from fedtorch.sites.rounds.offer import read_offer
+from fedtorch.sites.streams.hub import Link
 
 DATA = linear_clients([3, 4])
 

@@ -13,8 +13,9 @@ from support.sites import offers
 
 import fedtorch as ft
 from fedtorch.federation.algorithm import Turn
-from fedtorch.sites import Identity, Remote, Terms
+from fedtorch.sites import Remote, Terms
 from fedtorch.sites.identity import identity
+from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds.terms import Refusal, Watch
 
 DATA = linear_clients([5, 3])

@@ -1,0 +1,1 @@
+from .identity import make_server as make_server, make_site as make_site, read as read
