@@ -175,10 +175,11 @@ def row_layout(tree: Tree) -> Layout:
         >>> row_layout({"w": torch.ones(50, 2, 3)})  # of 50 clients
         (('w', torch.float32, torch.Size([2, 3])),)
     """
-    for name, leaf in items(tree):
-        if leaf.ndim == 0:
+    stacked = layout(tree)
+    for name, _, shape in stacked:
+        if not shape:
             raise ValueError(f"Expected a stacked tree with leaves (K, ...), but got a scalar in {name!r}")
-    return tuple((name, dtype, shape[1:]) for name, dtype, shape in layout(tree))
+    return tuple((name, dtype, shape[1:]) for name, dtype, shape in stacked)
 
 
 def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:
