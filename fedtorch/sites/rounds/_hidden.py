@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.sites.envelopes.keyring import BOOK, Ask, Keyring
 from fedtorch.sites.envelopes.letters import Letters
-from fedtorch.sites.rounds._masked import Asked, SumLost, SumOfSites, parties_of
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._masked import Asked, SumLost, add_up, parties_of
 from fedtorch.sites.rounds.plan import Lost
+from fedtorch.sites.rounds.sites import Heard
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -92,7 +95,7 @@ class Hidden:
             self._letters.forget()
 
     def add_up(self, first: Mapping[str, bytes], run: str, message: Tree, wanted: Asked) -> tuple[Tree, list[str]]:
-        """(the aggregate of what sites have under masks, the sites in it); see `SumOfSites.finish`.
+        """(the aggregate of what sites have under masks, the sites in it); see `_masked.add_up`.
 
         Args:
             first: what sites have said in the first phase.
@@ -106,9 +109,15 @@ class Hidden:
         firsts = {name: self._clients[name].start for name in self._parties}
         signing = dict(zip(firsts.values(), self._keyring.signing(self._parties)))
         parties = parties_of(run, wanted.number, wanted.about, signing)
-        made = SumOfSites(self._masks, parties, firsts, message, self._ask, self._next, wanted)
+
+        def ask(phase: int, sent: Mapping[str, bytes]) -> Heard:
+            number = self._next()
+            encode = partial(frames.encode_blobs, "phase", run=run, sequence=number, sum=wanted.number, phase=phase)
+            requests = {site: encode(blobs={"payload": payload}) for site, payload in sent.items()}
+            return self._ask(requests, number, lambda site, frame: frame.blob("said"))
+
         try:
-            total, there = made.finish(first, run)
+            made = add_up(self._masks, parties, firsts, message, first, wanted, ask)
         except SumLost as lost:
             if wanted.start:
                 self._leave_out(lost.failed)
@@ -116,10 +125,10 @@ class Hidden:
                     self._lost.bound[wanted.start] = lost.bound
             raise
         self._lost.bound.pop(wanted.start, None)
-        for site in there:
+        for site in made.sites:
             self._lost.failed.pop(site, None)
         self._leave_out({site: f"it sent {why}" for site, why in made.guilty.items()})
-        return total, there
+        return made.aggregate, made.sites
 
     def _leave_out(self, sites: Mapping[str, str]) -> None:
         """Leave sites out of later sums, but for one that others have confirmed with them."""

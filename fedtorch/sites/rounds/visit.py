@@ -21,7 +21,7 @@ from fedtorch.sites.envelopes.letters import SiteLetters
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _inbox as inbox, frames as frames
 from fedtorch.sites.rounds._inbox import Inboxes
-from fedtorch.sites.rounds._masked import Guard, PartOfSite, name_of_sum, one_of, start_of_sum
+from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.offer import Offer
@@ -96,7 +96,7 @@ class Visit:
         state = begin.tree({"state": like}, finite=False)["state"]
         self._past = PastSums(folder, offer.terms.remember_sums) if past is None else past
         self._keys = self._hide(identity, total)
-        self._part: PartOfSite | None = None
+        self._part: Part | None = None
         self._letters = self._correspond(server, like)
         here = self._carry.carried(self.algorithm)
         here = replace(here, exchange=inbox.at_site(here.exchange))
@@ -231,10 +231,11 @@ class Visit:
         said = self._letters.write(frame.blobs().get(BOOK, b""), self._told())
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
-    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> PartOfSite:
+    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
         """The site's part of a sum."""
         assert self._keys is not None
-        return PartOfSite(self._carry.masks, self._keys, blobs.get(BOOK, b""), number, about, found, guard)
+        book = blobs.get(BOOK, b"")
+        return Part(site_half(self._carry.masks, self._keys, book, number, about, found, guard), number)
 
     def _told(self) -> Tree:
         """What all the site's clients tell for good, `(K, ...)`."""

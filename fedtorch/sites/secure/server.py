@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -48,6 +48,8 @@ class Server:
     Attributes:
         refused: how many messages were refused.
         guilty: why clients, by number, are known to have broken the protocol, as their signed messages show.
+        missing: why clients, by number, have said nothing more, or nothing that was taken.
+        confirmed: who has answered, phase by phase, once it was clear whose sum it is.
 
     Raises:
         ValueError: a session whose threshold does not keep its clients' secrets; see `Session.check`.
@@ -73,10 +75,26 @@ class Server:
         session.check()
         self.session, self._digest, self.refused = session, session.digest(), 0
         self.guilty: dict[int, str] = {}
+        self.missing: dict[int, str] = {}
+        self.confirmed: list[frozenset[int]] = []
         self.messages: dict[int, dict[int, bytes]] = {phase: {} for phase in PHASES}
         self._sealed: dict[int, dict[int, tuple[bytes, ...]]] = {}  # by dealer and receiver
         self._heads: dict[int, bytes] = {}  # of masked words
         self._open = ADVERT  # the phase whose messages are taken; requests and messages of the next one end it
+
+    def hear(self, phase: int, said: Mapping[int, bytes], missing: Mapping[int, str]) -> None:
+        """Take in all messages of a phase, by client, and why others have sent none."""
+        self.missing.update(missing)
+        if self.survivors:
+            self.confirmed.append(frozenset(said))
+        for client, message in said.items():
+            if not self.take(phase, message):
+                self.missing[client] = "it sent what the protocol refuses"
+
+    def withheld(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return whom a lost sum binds to each other, and who of them said nothing once others had confirmed."""
+        bound = frozenset(self.survivors) if any(self.confirmed) else frozenset()
+        return bound, next((bound - answered for answered in self.confirmed if bound - answered), frozenset())
 
     def take(self, phase: int, message: bytes) -> bool:
         """Takes a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
