@@ -32,8 +32,7 @@ from fedtorch.sites import Hub, Roster, enrolment, serve
 from fedtorch.sites.enrolment import Desk
 from fedtorch.sites.identity import identity
 from fedtorch.sites.vertical.remote import over_hub
-from fedtorch.vfl.nodes.iteration import exchange
-from fedtorch.vfl.nodes.node import Iteration, ServerNode
+from fedtorch.vfl.nodes.node import ServerNode
 
 PATIENCE = 300.0  # seconds for processes to come up on a busy machine
 # Imported, for server and sites compare the names of what they run, and a module that is run itself has another name.
@@ -145,9 +144,10 @@ def vertical(hub: Hub, data: Table, iterations: int) -> Found:
     (network, node, seconds), traffic = over_hub(half, hub, list(SITES), seconds=PATIENCE, patience=PATIENCE)
     say(f"split network: trained in {seconds:.1f} s; the same in one process")
     aligned, alone = vfl.align(list(demo_site.parties(data).values())), demo_site.network(data.features)
-    server, parties = alone.nodes(aligned.data, demo_site.adam)
-    for step in range(iterations):
-        exchange(server, parties, Iteration(step=step))
+    fit = vfl.NodesRun(*alone.nodes(aligned.data, demo_site.adam))
+    for _ in fit.rounds(iterations):
+        pass
+    server = fit.server
     scores = [accuracy(logits(node, network), node.data.y), accuracy(logits(server, alone), server.data.y)]
     found = [(dict(each.part.state_dict()), *each.values) for each in (node, server)]
     moved = (traffic.up + traffic.down) / 1e6
@@ -158,8 +158,8 @@ def vertical(hub: Hub, data: Table, iterations: int) -> Found:
 def logits(node: ServerNode, network: vfl.SplitNetwork) -> Tensor:
     """Of the rows trained on, from what the server last heard of the parties, `(n,)`."""
     model = network.model
-    values = [value.value for value in node.values if value is not None]
-    return model.centre(node.theta, model.cut(values), None)[0].flatten()
+    gamma = node.q["theta"]["mean"].unsqueeze(1)
+    return model.centre(gamma, model.cut(node.last_values()), None)[0].flatten()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

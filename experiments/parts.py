@@ -5,7 +5,6 @@ Where an experiment draws several things at once (rows, a network, the truth), a
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import torch
@@ -29,7 +28,6 @@ from experiments.fedmgp import (
 from experiments.gtv import fmi as gtv_fmi, trust as gtv_trust
 from experiments.sparse import common as sparse_common, directed as sparse_directed, network as sparse_network
 from fedtorch.data import FederatedData
-from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import directed
 from fedtorch.models.gibbs.kernels import LocalKernel
@@ -135,13 +133,6 @@ def failing_network(nodes: int, seed: int) -> ft.Network:
 def writers(clients: int, seed: int) -> FederatedData:
     """Clients of `robustness` with digits to train with."""
     return robustness.digits(clients, seed).training
-
-
-def attacked(local: ft.LocalSolver, rule: Rule, attack: str, wrong: int) -> ft.Algorithm:
-    """FedAvg by a rule, the first `wrong` clients of which send what an attack of `robustness` says."""
-    messages = robustness.all_attacks(range(wrong))[attack].messages
-    algorithm = dataclasses.replace(ft.fedavg(local), exchange=robustness.robust.star(rule))
-    return algorithm if messages is None else algorithm | messages
 
 
 def proteins() -> FederatedData:

@@ -128,7 +128,7 @@ def ways_of_training(data: ft.data.FederatedData, rounds: int, seed: int) -> lis
     personal = ft.personal_layers(local(), personal="background.*")
     delta = 0.5 / len(data)
     noise = privacy.noise_for(epsilon=EPSILON, rounds=rounds, delta=delta)
-    private = privacy.client_level(personal, clip=1.0, noise=noise, delta=delta, budget=EPSILON)
+    private = personal | privacy.client_level(clip=1.0, noise=noise, delta=delta, budget=EPSILON)
     return [
         Way("separate", "25 pictures are too few to learn ten digits from", ft.separate(local()), data),
         Way("FedAvg", "one model for all cannot know whose background it sees", ft.fedavg(local()), data),

@@ -53,9 +53,9 @@ def imperfect(nodes: int, rounds: Sequence[int], seed: int) -> dict[str, dict[st
     exact = ft.gtv(descent(), network, ALPHA)
     ways: dict[str, tuple[ft.Algorithm, ft.Faults | None]] = {}
     for loss in LOST:
-        ways[f"messages lost on links, {loss:.0%}"] = ft.unreliable_edges(exact, network, loss=loss), None
+        ways[f"messages lost on links, {loss:.0%}"] = exact | ft.unreliable_edges(network, loss=loss), None
     for delay in DELAYS:
-        ways[f"up to {delay} rounds late"] = ft.unreliable_edges(exact, network, delay=delay), None
+        ways[f"up to {delay} rounds late"] = exact | ft.unreliable_edges(network, delay=delay), None
     for share in LATE:
         seconds = torch.ones(nodes, dtype=torch.float64)  # times of mean one are exponential
         slow = ft.stragglers(-float(torch.tensor(share).log()), seconds) if share else None

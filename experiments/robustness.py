@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,6 @@ import fedtorch as ft
 from experiments import common, result_pages
 from experiments.side_by_side import Joined, server, side_by_side
 from fedtorch import functional
-from fedtorch.federation.exchanges.exchange import Exchange
 from fedtorch.trust import attacks, robust
 
 FIXED = "mixed trimmed mean"
@@ -80,10 +79,11 @@ def all_attacks(wrong: Sequence[int]) -> dict[str, Attacked]:
     }
 
 
-def all_rules(clients: int, faulty: int, trusted: int) -> dict[str, Callable[[], Exchange]]:
-    """The exchanges by name, for so many clients, of whom so many are faulty; FLTrust trusts client `trusted`."""
+def all_rules(clients: int, faulty: int, trusted: int) -> dict[str, robust.Rule | None]:
+    """Return the rules by name, None for the mean, for so many clients, so many of them faulty; FLTrust trusts one."""
     share = faulty / clients
-    rules = {
+    return {
+        "FedAvg": None,
         "mean of equals": robust.trimmed_mean(0.0),
         "median": robust.median(),
         "trimmed mean": robust.trimmed_mean(share),
@@ -96,8 +96,6 @@ def all_rules(clients: int, faulty: int, trusted: int) -> dict[str, Callable[[],
         "FLTrust": robust.fltrust(trusted),
         FIXED: robust.nearest_neighbour_mixing(faulty, robust.trimmed_mean(share)),
     }
-    made: dict[str, Callable[[], Exchange]] = {"FedAvg": ft.star}
-    return {**made, **{name: lambda rule=rule: robust.star(rule) for name, rule in rules.items()}}
 
 
 def digits(clients: int, seed: int) -> Digits:
@@ -124,13 +122,14 @@ def local(seed: int) -> ft.LocalSolver:
 
 
 def trials(
-    sets: Sequence[Digits], rule: str, exchange: Exchange, attack: Attacked, rounds: int
+    sets: Sequence[Digits], name: str, rule: robust.Rule | None, attack: Attacked, rounds: int
 ) -> list[dict[str, float]]:
     """In every repetition: the server's model's accuracy, and how often the trigger works on other digits."""
-    rows = [each.trusted if rule == "FLTrust" else each.training for each in sets]
+    rows = [each.trusted if name == "FLTrust" else each.training for each in sets]
     rows = rows if attack.rows is None else [each | attack.rows for each in rows]
-    algorithm = dataclasses.replace(ft.fedavg(local(0)), exchange=exchange)
+    algorithm = ft.fedavg(local(0))
     algorithm = algorithm if attack.messages is None else algorithm | attack.messages
+    algorithm = algorithm if rule is None else algorithm | robust.rule(rule)
     starts = [local(seed).parameters for seed in range(len(sets))]
     algorithm = side_by_side(algorithm, starts, clients=len(rows[0]))
     run = ft.Run(algorithm, Joined(rows), on_bad_message="drop")
@@ -209,11 +208,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for attack, what in chosen.items():
         found[attack] = {
             # Robust rules take all weights as equal, so that claims are nothing to them.
-            rule: found["sign flip"][rule]
-            if attack == CLAIMED and rule != "FedAvg"
-            else trials(sets, rule, exchange(), what, rounds)
-            for rule, exchange in rules.items()
-            if (attack, rule) not in REFUSED
+            name: found["sign flip"][name]
+            if attack == CLAIMED and name != "FedAvg"
+            else trials(sets, name, rule, what, rounds)
+            for name, rule in rules.items()
+            if (attack, name) not in REFUSED
         }
     rows = []
     for attack, by_rule in found.items():

@@ -39,20 +39,16 @@ from .federation.algorithms.gibbs import gibbs as gibbs
 from .federation.algorithms.gtv import gtv as gtv
 from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
 from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
+from .federation.algorithms.normal_em import normal_em as normal_em
 from .federation.algorithms.personal import personal_layers as personal_layers
 from .federation.algorithms.pooled import pooled as pooled
-from .federation.algorithms.pooled_covariance import pooled_covariance as pooled_covariance
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from .federation.algorithms.scaffold import scaffold as scaffold
 from .federation.algorithms.separate import separate as separate
-from .federation.exchanges.exchange import (
-    Exchange as Exchange,
-    Mean as Mean,
-    Sum as Sum,
-    graph as graph,
-    private_rows as private_rows,
-    star as star,
-)
+from .federation.exchanges.exchange import Exchange as Exchange, Mean as Mean, Sum as Sum
+from .federation.exchanges.graph import graph as graph
+from .federation.exchanges.rows import private_rows as private_rows
+from .federation.exchanges.star import star as star
 from .federation.exchanges.unreliable_edges import unreliable_edges as unreliable_edges
 from .federation.lightning.client_sharding import ClientSharding as ClientSharding
 from .federation.lightning.federation import Federation as Federation
@@ -67,8 +63,6 @@ from .federation.runs.cohorts import (
     uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,
 )
-from .federation.runs.comparison import compare as compare, constant as constant
-from .federation.runs.evaluation import Score as Score
 from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
@@ -82,16 +76,18 @@ from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
 from .federation.runs.tuning import Grid as Grid, grid as grid
 from .federation.solvers.gradient_descent import gradient_descent as gradient_descent
+from .federation.solvers.lazy_loading import lazy_loading as lazy_loading
 from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
-from .federation.solvers.reading import reading as reading
 from .federation.solvers.unlabelled import unlabelled as unlabelled
 from .federation.told import Averages as Averages, Told as Told
+from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import History as History, Round as Round
 from .models.linear import LinearHead as LinearHead
-from .module_randomness import Drawn as Drawn
+from .module_randomness import KeyedRandomness as KeyedRandomness
 from .networks import Network as Network
 from .report.callback import Report as Report
+from .scores import Score as Score
 from .sites import Remote as Remote
 
 __version__: str

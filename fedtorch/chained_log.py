@@ -2,7 +2,8 @@
 
 An entry is one line of canonical JSON: its number from 1, the time in UTC, the SHA-256 of the line before, what it
 says, and the signature of all of that. Several processes may append to one file. A line that was only written in
-part, when the machine stopped or the disk was full, is removed by the next writer, who says so in an entry.
+part, when the machine stopped or the disk was full, is moved to `FILE.partial` by the next writer, who says so in an
+entry.
 
 `read` and `faults` find entries that were changed, removed, repeated or moved. That entries are missing at the *end*
 cannot be seen in the file itself: compare its last entry with one that was noted elsewhere.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -24,8 +27,10 @@ from filelock import FileLock
 from fedtorch import _files as files
 
 LONGEST = 2**16  # bytes of a line
+REPAIRED = "repaired"  # the event of an entry that says what was removed
 _CONTEXT = b"fedtorch log entry 1\n"  # a signature of an entry is none of anything else
 _RESERVED = {"entry", "time", "previous", "signature"}
+_LOG = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
@@ -53,13 +58,16 @@ class ChainedLog:
         path: of the file; a new one is made where there is none.
         first: what the first entry of a new file says.
         sign: bytes -> their signature as text; None leaves entries unsigned.
+        take: called with every entry of the file in their order, whoever wrote it, when this process sees it; that
+            each follows from the one before is then checked. None reads the last entry only.
+        durable: whether an entry is on the disk before `append` returns, or is not there; see also `sync`.
 
     Attributes:
         entries: how many the file has, as of the last time that this process looked.
         head: the SHA-256 of the last one.
 
     Raises:
-        ValueError: the file is no log.
+        ValueError: the file is no log, or `take` does.
 
     Example:
         >>> import tempfile
@@ -70,17 +78,37 @@ class ChainedLog:
         (['opened', 'asked'], [], 2)
     """
 
-    def __init__(self, path: Path | str, first: Mapping[str, Any], sign: Callable[[bytes], str] | None = None) -> None:
-        self.path, self._sign = Path(path).resolve(), sign
+    def __init__(
+        self,
+        path: Path | str,
+        first: Mapping[str, Any],
+        sign: Callable[[bytes], str] | None = None,
+        *,
+        take: Callable[[Entry], None] | None = None,
+        durable: bool = False,
+    ) -> None:
+        self.path, self._sign, self._take, self._durable = Path(path).resolve(), sign, take, durable
         self.entries, self.head, self._size = 0, "", 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock():
+        self._lock = FileLock(f"{self.path}.lock")
+        with self._lock:
             if not self.path.exists():
                 self.path.touch(0o600)
             self._catch_up()
             if self.entries == 0:
                 self._write(first)
                 self.sync()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other processes from appending, from what the file says now to what is appended inside.
+
+        Raises:
+            ValueError: the file has shrunk or is gone.
+        """
+        with self._lock:
+            self._catch_up()
+            yield
 
     def append(self, body: Mapping[str, Any]) -> int:
         """Write an entry and return its number; a process that is killed loses nothing, a power cut may: see `sync`.
@@ -89,8 +117,7 @@ class ChainedLog:
             OSError: the disk does not take it; the file is as it was.
             ValueError: the file has shrunk or is gone, or the entry is too long.
         """
-        with self._lock():
-            self._catch_up()
+        with self.exclusive():
             self._write(body)
             return self.entries
 
@@ -102,9 +129,6 @@ class ChainedLog:
     def digest_at(self, number: int) -> str:
         """Return the SHA-256 of an entry, "" where there is none."""
         return next((entry.digest for entry in read(self.path) if entry.number == number), "")
-
-    def _lock(self) -> FileLock:
-        return FileLock(f"{self.path}.lock")
 
     def _write(self, body: Mapping[str, Any]) -> None:
         if _RESERVED & body.keys():
@@ -118,23 +142,29 @@ class ChainedLog:
         line = canonical(content) + b"\n"
         if len(line) > LONGEST:
             raise ValueError(f"Expected an entry of at most {LONGEST} bytes, but got one of {len(line)}")
-        files.append(self.path, line, durable=False)
-        self.entries, self.head, self._size = self.entries + 1, digest(line), self._size + len(line)
+        files.append(self.path, line, durable=self._durable)
+        self._size += len(line)
+        self._follow(_entry(self.entries + 1, line))
 
     def _catch_up(self) -> None:
         """Take in what others have appended, and remove a last line that is not whole."""
         if not self.path.exists() or self.path.stat().st_size < self._size:
-            raise ValueError(f"Expected the log {self.path} to only grow, but it is gone or shorter than it was")
+            raise ValueError(
+                f"Expected {self.path} only to grow, but it is lost, or shorter than the {self._size} bytes that it "
+                "had; bring back what was cut off"
+            )
         size = self.path.stat().st_size
         if size == self._size:
             return
-        start = max(self._size, size - 2 * LONGEST)  # the last whole line is in there
+        start = self._size if self._take else max(self._size, size - 2 * LONGEST)  # the last whole line is in there
         with self.path.open("rb") as file:
             file.seek(start)
             news = file.read()
         whole = news.rfind(b"\n") + 1
-        last = news[news.rfind(b"\n", 0, max(whole - 1, 0)) + 1 : whole]
-        if last:
+        if self._take:
+            for line in news[:whole].splitlines(keepends=True):
+                self._follow(_entry(self.entries + 1, line))
+        elif last := news[news.rfind(b"\n", 0, max(whole - 1, 0)) + 1 : whole]:
             entry = _entry(0, last)
             if not entry.content:
                 raise ValueError(f"Expected {self.path} to end with an entry of a log, but got {last[:100]!r}")
@@ -143,9 +173,55 @@ class ChainedLog:
             raise ValueError(f"Expected a log of lines of at most {LONGEST} bytes in {self.path}, but got others")
         self._size = start + whole
         if rest := news[whole:]:
-            os.truncate(self.path, self._size)
-            if self.entries:
-                self._write({"event": "repaired", "removed_bytes": len(rest), "removed_sha256": digest(rest)})
+            self._set_aside(rest)
+
+    def _follow(self, entry: Entry) -> None:
+        """Take in the next entry."""
+        if self._take:
+            try:
+                if not entry.content:
+                    raise ValueError("it is no entry of a log")
+                if (entry.number, entry.content["previous"]) != (self.entries + 1, self.head):
+                    raise ValueError("it does not follow the line before")
+                self._take(entry)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"Line {entry.line} of {self.path} cannot be used: {error}") from error
+        self.entries, self.head = entry.number, entry.digest
+
+    def _set_aside(self, rest: bytes) -> None:
+        """Move a last line that is not whole to a file beside the log."""
+        aside = self.path.with_name(f"{self.path.name}.partial")
+        with aside.open("ab") as file:
+            file.write(rest + b"\n")
+        os.truncate(self.path, self._size)
+        _LOG.warning(
+            "the last line of %s was not whole (%d bytes), as after a kill or on a full disk; it was moved to %s",
+            self.path,
+            len(rest),
+            aside,
+        )
+        if self.entries:
+            self._write({"event": REPAIRED, "removed_bytes": len(rest), "removed_sha256": digest(rest)})
+
+
+def chained(bodies: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the contents of entries that follow one another, with numbers and the hashes of the ones before.
+
+    >>> one, two = chained([{"round": 1}, {"round": 2}])
+    >>> two["entry"], two["previous"] == digest(canonical(one) + b"\\n"), faults(entries_of([one, two]))
+    (2, True, [])
+    """
+    contents, head = list[dict[str, Any]](), ""
+    for number, body in enumerate(bodies, 1):
+        contents.append({**body, "entry": number, "previous": head})
+        head = digest(canonical(contents[-1]) + b"\n")
+    return contents
+
+
+def entries_of(contents: Iterable[Any]) -> Iterator[Entry]:
+    """Yield contents that are kept elsewhere than in a file of their own as `read` yields lines."""
+    for number, content in enumerate(contents, 1):
+        yield _entry(number, canonical(content) + b"\n", ("previous",))
 
 
 def read(path: Path | str) -> Iterator[Entry]:
@@ -200,15 +276,16 @@ def is_partial(entry: Entry) -> bool:
     return not entry.content and entry.signature == "partial"
 
 
-def _entry(number: int, line: bytes) -> Entry:
+def _entry(number: int, line: bytes, texts: Sequence[str] = ("time", "previous")) -> Entry:
+    """Return what a line says, with an empty content unless it is canonical and has a number and these texts."""
     hashed = digest(line)
     if not line.endswith(b"\n"):
         return Entry(number, {}, b"", "partial" if len(line) <= LONGEST else "", hashed)
     try:
         content = json.loads(line)
         whole = type(content["entry"]) is int and content["entry"] > 0 and canonical(content) + b"\n" == line
-        texts = [content["time"], content["previous"], signature := content.pop("signature", "")]
-        if not whole or not all(isinstance(text, str) for text in texts):
+        values = [*(content[name] for name in texts), signature := content.pop("signature", "")]
+        if not whole or not all(isinstance(value, str) for value in values):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         return Entry(number, {}, b"", "", hashed)

@@ -38,6 +38,7 @@ from fedtorch import _files as files
 
 _DEEPEST = 4  # functions within functions that a description follows
 _LONGEST = 240  # characters of a description that are kept as they are
+_STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
 
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
@@ -127,6 +128,50 @@ def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> 
                 f"Expected {name} in the checkpoint to be {leaf.dtype} of shape {tuple(want)}, but got "
                 f"{state[name].dtype} of shape {tuple(got)}"
             )
+
+
+def pack(state: Any) -> dict[str, Tensor]:
+    """Return a nested state, such as `Optimizer.state_dict()`, as flat tensors, what is no tensor as the bytes of JSON.
+
+    Raises:
+        TypeError: there is something in it that is no tensor, number, text, list or dict.
+
+    >>> state = {"state": {0: {"step": torch.tensor(3.0)}}, "betas": (0.9, 0.99)}
+    >>> unpack(pack(state))
+    {'state': {0: {'step': tensor(3.)}}, 'betas': (0.9, 0.99)}
+    """
+    flat: dict[str, Tensor] = {}
+    text = json.dumps(_packed(state, "value", flat))
+    return {**flat, _STRUCTURE: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+
+def unpack(flat: Mapping[str, Tensor]) -> Any:
+    """Return the nested state that `pack` was given."""
+    return _unpacked(json.loads(bytes(flat[_STRUCTURE].tolist())), flat)
+
+
+def _packed(value: Any, name: str, flat: dict[str, Tensor]) -> Any:
+    """Return JSON in which a kind goes before every value; put tensors into `flat`, and name them."""
+    if isinstance(value, Tensor):
+        flat[name] = value
+        return ["tensor", name]
+    if isinstance(value, dict):
+        return ["dict", [[key, _packed(part, f"{name}.{key}", flat)] for key, part in value.items()]]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, [_packed(part, f"{name}.{i}", flat) for i, part in enumerate(value)]]
+    return ["plain", value]
+
+
+def _unpacked(described: Any, flat: Mapping[str, Tensor]) -> Any:
+    kind, value = described
+    if kind == "tensor":
+        return flat[value].clone()
+    if kind == "dict":
+        return {key: _unpacked(part, flat) for key, part in value}
+    if kind == "plain":
+        return value
+    parts = [_unpacked(part, flat) for part in value]
+    return tuple(parts) if kind == "tuple" else parts
 
 
 def below(prefix: str, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:

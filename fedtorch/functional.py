@@ -127,6 +127,16 @@ def counted(value: Tensor, dtype: torch.dtype) -> Tensor:
     return (value - 1e-3).ceil().to(dtype) if value.is_floating_point() else value.to(dtype)
 
 
+def with_counts(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return tensors, and those that hold counts or flags in the dtypes of the module.
+
+    Example:
+        >>> with_counts({"weight": torch.ones(2), "batches": torch.tensor(3.0)}, {"batches": torch.int64})
+        {'weight': tensor([1., 1.]), 'batches': tensor(3)}
+    """
+    return {**tensors, **{name: counted(tensors[name], dtype) for name, dtype in dtypes.items()}}
+
+
 def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
     """The module's own parameters and buffers of these names."""
     own = {

@@ -1,19 +1,19 @@
 """Random operations inside a user's module, drawn from client keys.
 
 A module that calls dropout or `torch.randn` takes its randomness from torch's global generator, which knows
-nothing of clients. `Drawn` intercepts these operations below `vmap` and autograd, where they arrive as plain
+nothing of clients. `KeyedRandomness` intercepts these operations below `vmap` and autograd, where they arrive as plain
 tensors with the clients in front, and draws each from (client key, number of the call, position in the
 client's row). A client's dropout mask is then the same stacked with others, in chunks and alone, and the
 global generator stays untouched.
 
 >>> import torch
 >>> from fedtorch import random
->>> from fedtorch.module_randomness import Drawn
+>>> from fedtorch.module_randomness import KeyedRandomness
 >>> clients, inputs = random.fold_in(random.key(0), torch.arange(3)), torch.ones(3, 4, 5)
 >>> dropout = torch.nn.Dropout()
->>> with Drawn(clients):
+>>> with KeyedRandomness(clients):
 ...     stacked = torch.func.vmap(dropout, randomness="different")(inputs)
->>> with Drawn(clients[1]):
+>>> with KeyedRandomness(clients[1]):
 ...     alone = dropout(inputs[1])
 >>> torch.equal(stacked[1], alone)
 True
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 Arguments = dict[str, Any]
 
 
-class Drawn(TorchDispatchMode):
+class KeyedRandomness(TorchDispatchMode):
     """A context in which a module's random operations draw from keys.
 
     Enter it around `torch.func.vmap(function, randomness="different")`; `backward` may run inside or outside.
@@ -60,7 +60,7 @@ class Drawn(TorchDispatchMode):
     Example:
         >>> import torch, fedtorch as ft
         >>> def drawn(seed):
-        ...     with ft.Drawn(ft.random.key(seed)):
+        ...     with ft.KeyedRandomness(ft.random.key(seed)):
         ...         return torch.rand(3)
         >>> torch.equal(drawn(0), drawn(0)), torch.equal(drawn(0), drawn(1))
         (True, False)
@@ -73,7 +73,7 @@ class Drawn(TorchDispatchMode):
         self._next: tuple[Tensor, ...] = ()
         self._kernels: list[AbstractContextManager[None]] = []
 
-    def __enter__(self) -> Drawn:
+    def __enter__(self) -> KeyedRandomness:
         self._kernels.append(sdpa_kernel(SDPBackend.MATH))
         self._kernels[-1].__enter__()
         return super().__enter__()
@@ -162,10 +162,10 @@ def _like(arguments: Arguments) -> tuple[Sequence[int], torch.dtype, torch.devic
 Values = Callable[[Tensor, tuple[int, ...], torch.dtype, Arguments], Tensor]
 
 
-def _elementwise(values: Values) -> Callable[[Drawn, Any, Arguments], Tensor]:
+def _elementwise(values: Values) -> Callable[[KeyedRandomness, Any, Arguments], Tensor]:
     """A draw whose elements are independent, returned or written in place."""
 
-    def draw(drawn: Drawn, fn: Any, arguments: Arguments) -> Tensor:
+    def draw(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:
         shape, dtype, device = _like(arguments)
         row = drawn.row(fn, shape)
         result = values(drawn.key(), row, dtype, arguments).to(device, dtype)
@@ -201,7 +201,7 @@ def _integers(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: 
     return random.randint(key, int(high) - low, row).add_(low)
 
 
-def _dropout(drawn: Drawn, fn: Any, arguments: Arguments) -> tuple[Tensor, Tensor]:
+def _dropout(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> tuple[Tensor, Tensor]:
     inputs, probability = arguments["input"], arguments["p"]
     row = drawn.row(fn, inputs.shape)
     keep = random.bernoulli(drawn.key(), 1 - probability, row).to(inputs.device)
@@ -209,7 +209,7 @@ def _dropout(drawn: Drawn, fn: Any, arguments: Arguments) -> tuple[Tensor, Tenso
     return inputs * (noise.div_(1 - probability) if probability < 1 else noise), keep
 
 
-def _multinomial(drawn: Drawn, fn: Any, arguments: Arguments) -> Tensor:
+def _multinomial(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:
     weights, count = arguments["self"], arguments["num_samples"]
     *rows, categories = weights.shape
     clients = drawn.keys.numel()
@@ -231,7 +231,7 @@ def _multinomial(drawn: Drawn, fn: Any, arguments: Arguments) -> Tensor:
     return result.to(weights.device)
 
 
-_DRAWS: dict[Any, Callable[[Drawn, Any, Arguments], Any]] = {
+_DRAWS: dict[Any, Callable[[KeyedRandomness, Any, Arguments], Any]] = {
     aten.rand: _elementwise(_uniform),
     aten.rand_like: _elementwise(_uniform),
     aten.uniform: _elementwise(_uniform),

@@ -23,6 +23,7 @@ from torch import Tensor
 
 Tree = Any
 Rows = Tensor | slice
+Layout = tuple[tuple[str, torch.dtype, torch.Size], ...]  # name, dtype and shape of every leaf
 
 
 def _children(node: Tree) -> list[tuple[str, Tree]]:
@@ -148,6 +149,32 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
             raise ValueError(f"Expected distinct paths, but two leaves are called {name!r}; rename one of the keys")
         flat[name] = leaf
     return flat
+
+
+def layout(tree: Tree) -> Layout:
+    """Return name, dtype and shape of every leaf.
+
+    Example:
+        >>> layout({"w": torch.ones(2, 3)})
+        (('w', torch.float32, torch.Size([2, 3])),)
+    """
+    return tuple((name, leaf.dtype, leaf.shape) for name, leaf in flatten(tree).items())
+
+
+def row_layout(tree: Tree) -> Layout:
+    """Return the layout of one client's tree, of a stacked tree whose leaves are `(K, ...)`.
+
+    Raises:
+        ValueError: a leaf has no leading dimension.
+
+    Example:
+        >>> row_layout({"w": torch.ones(50, 2, 3)})  # of 50 clients
+        (('w', torch.float32, torch.Size([2, 3])),)
+    """
+    for name, leaf in items(tree):
+        if leaf.ndim == 0:
+            raise ValueError(f"Expected a stacked tree with leaves (K, ...), but got a scalar in {name!r}")
+    return tuple((name, dtype, shape[1:]) for name, dtype, shape in layout(tree))
 
 
 def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:

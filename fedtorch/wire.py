@@ -46,7 +46,7 @@ from fedtorch._safetensors_header import (
     read_header,
     texts,
 )
-from fedtorch.tree import Tree, flatten, unflatten
+from fedtorch.tree import Layout, Tree, flatten, layout, row_layout, unflatten
 
 
 class PayloadError(ValueError):
@@ -155,7 +155,7 @@ def metadata(
 
 def size(tree: Tree) -> int:
     """The bytes of `encode(tree)`, from names, dtypes and shapes alone; 0 without leaves: nothing is sent."""
-    return _size(tuple((name, leaf.dtype, leaf.shape) for name, leaf in flatten(tree).items()))
+    return size_of(layout(tree))
 
 
 def row_size(tree: Tree) -> int:
@@ -167,16 +167,18 @@ def row_size(tree: Tree) -> int:
     >>> row_size({"weight": torch.zeros(50, 2, 3)}) == size({"weight": torch.zeros(2, 3)})  # of 50 clients, of one
     True
     """
-    flat = flatten(tree)
-    for name, leaf in flat.items():
-        if leaf.ndim == 0:
-            raise ValueError(f"Expected a stacked tree with leaves (K, ...), but got a scalar in {name!r}")
-    return _size(tuple((name, leaf.dtype, leaf.shape[1:]) for name, leaf in flat.items()))
+    return size_of(row_layout(tree))
 
 
 @lru_cache(maxsize=1024)
-def _size(leaves: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
-    fields = ordered(leaves)
+def size_of(layout: Layout) -> int:
+    """Return the bytes of a tree of this layout, counted once for each.
+
+    >>> from fedtorch.tree import layout
+    >>> size_of(layout({"weight": torch.zeros(2, 3)})) == size({"weight": torch.zeros(2, 3)})
+    True
+    """
+    fields = ordered(layout)
     return len(make_header(fields)) + sum(field.nbytes for field in fields) if fields else 0
 
 

@@ -37,8 +37,9 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.dispatch import choice
-from fedtorch.federation.exchanges import exchange
+from fedtorch.federation.exchanges import graph, rows, star
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, sum_over
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.runs import run as running
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
@@ -103,7 +104,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
-    "pooled_covariance": ft.pooled_covariance,
+    "normal_em": ft.normal_em,
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
     "without_server": lambda: ft.without_server(
@@ -113,7 +114,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 THETA = torch.full((3,), 0.5, dtype=torch.float64)
 COMPLETE = imputation.Normal(torch.zeros(4).double(), torch.eye(4).double())
 STARTS = {
-    "pooled_covariance": COMPLETE,
+    "normal_em": COMPLETE,
     "gibbs": THETA,
     "without_server": THETA,
     "gtv_regressors": {},
@@ -131,10 +132,10 @@ ROBUST_RULES = {
     "trimmed_mean": robust.trimmed_mean(0.2),
 }
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
-    "graph": lambda: exchange.graph(ft.Network.ring(K)),
-    "private_rows": exchange.private_rows,
-    "star": exchange.star,
-    **{f"robust.star {name}": partial(robust.star, rule) for name, rule in ROBUST_RULES.items()},
+    "graph": lambda: ft.graph(ft.Network.ring(K)),
+    "private_rows": ft.private_rows,
+    "star": ft.star,
+    **{f"robust star {name}": partial(robust_star, rule) for name, rule in ROBUST_RULES.items()},
 }
 
 
@@ -251,7 +252,8 @@ def test_every_exchange_has_a_case() -> None:
         value = getattr(module, name)
         return inspect.signature(value).return_annotation if inspect.isfunction(value) else None
 
-    found = [n for n in own_names(exchange) if returns(exchange, n) in (Exchange, "Exchange")]
+    kinds = (star, rows, graph)
+    found = [n for kind in kinds for n in own_names(kind) if returns(kind, n) in (Exchange, "Exchange")]
     assert sorted(found) == [name for name in sorted(EXCHANGES) if not name.startswith("robust")]
     rules = [
         name for name, value in vars(robust).items() if inspect.isfunction(value) and returns(robust, name) == "Rule"
@@ -271,7 +273,7 @@ def start(name: str, algorithm: ft.Algorithm) -> Tree:
 
 def population(name: str, chunk: int | None = None) -> ft.InProcess:
     data = linear_clients(SIZES)
-    if name == "pooled_covariance":
+    if name == "normal_em":
         data = imputation.incomplete(list(data))
     return ft.InProcess(data.pool() if name in POOLED else data, chunk)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedtorch import random
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 
 K, B, D = 3, 3, 4  # clients and batch of one size, so that a wrong dimension would not show in the shape
 
@@ -34,14 +34,14 @@ def inputs() -> Tensor:
 
 
 def stacked(function, keys, *inputs, in_dims=0):
-    with Drawn(keys):
+    with KeyedRandomness(keys):
         return vmap(function, in_dims=in_dims, randomness="different")(*inputs)
 
 
 def alone(function, keys, *inputs):
     results = []
     for k in range(len(keys)):
-        with Drawn(keys[k]):
+        with KeyedRandomness(keys[k]):
             results.append(function(*(x[k] for x in inputs)))
     return torch.stack(results)
 
@@ -174,7 +174,7 @@ def test_gradients_of_a_transformer(keys, inside):
         module = Transformer()
     inputs = random.normal(random.key(1), (K, 2, 5, 4))
     parameters = {name: p.detach().repeat(K, *(1,) * p.ndim).requires_grad_() for name, p in module.named_parameters()}
-    drawn = Drawn(keys)
+    drawn = KeyedRandomness(keys)
     with drawn:
         losses = vmap(lambda p, x: functional_call(module, p, (x,)), randomness="different")(parameters, inputs)
         if inside:
@@ -184,7 +184,7 @@ def test_gradients_of_a_transformer(keys, inside):
     assert drawn.calls == 5
     for k in range(K):
         module.zero_grad()
-        with Drawn(keys[k]):
+        with KeyedRandomness(keys[k]):
             loss = module(inputs[k])
         loss.backward()
         torch.testing.assert_close(losses[k], loss)
@@ -225,14 +225,14 @@ def test_moments():
         "once": (lambda x: torch.multinomial(torch.tensor([0.0, 1.0, 3.0]).expand(n, 3), 1), 1.75, 3 / 16),
     }
     for draw, mean, variance in samples.values():
-        with Drawn(random.key(0)):
+        with KeyedRandomness(random.key(0)):
             sample = draw(row).double()
         assert abs(float(sample.mean()) - mean) < 4 * math.sqrt(variance / n)
 
 
 def test_counts_calls_and_leaves_the_rest_alone(keys, inputs):
     module = nn.Sequential(*(nn.Dropout(0.1) for _ in range(12)))
-    drawn = Drawn(keys)
+    drawn = KeyedRandomness(keys)
     with drawn:
         vmap(module.eval(), randomness="different")(inputs)
         vmap(lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]))(inputs)
@@ -250,7 +250,7 @@ def test_inference_mode(keys, inputs):
 
 def test_attention_kernels_are_restored(keys):
     before = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()
-    drawn = Drawn(keys[0])
+    drawn = KeyedRandomness(keys[0])
     with drawn:
         assert not torch.backends.cuda.flash_sdp_enabled()
     with pytest.raises(RuntimeError, match="poisson"), drawn:
@@ -276,14 +276,14 @@ def test_attention_kernels_are_restored(keys):
 )
 def test_what_is_not_supported_is_refused_by_name(name, function, keys):
     refusal = rf"{name}.* is not supported on stacked clients.*bernoulli.*lightning_fit"
-    with pytest.raises(RuntimeError, match=refusal), Drawn(keys[0]):
+    with pytest.raises(RuntimeError, match=refusal), KeyedRandomness(keys[0]):
         function(torch.ones(4))
 
 
 def test_clients_must_be_in_front(keys, inputs):
     with pytest.raises(RuntimeError, match=r"Expected .*clients \(3,\) in front, but got \(2, 3, 4\)"):
         stacked(OPERATIONS["dropout"], keys, inputs[:2])
-    with pytest.raises(RuntimeError, match=r"clients \(3,\) in front, but got \(4, 5\)"), Drawn(keys):
+    with pytest.raises(RuntimeError, match=r"clients \(3,\) in front, but got \(4, 5\)"), KeyedRandomness(keys):
         torch.rand(4, 5)
-    with pytest.raises(RuntimeError, match=r"clients \(3,\) in front, but got \(3,\)"), Drawn(keys):
+    with pytest.raises(RuntimeError, match=r"clients \(3,\) in front, but got \(3,\)"), KeyedRandomness(keys):
         torch.multinomial(torch.ones(3), 2)

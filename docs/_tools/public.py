@@ -27,13 +27,11 @@ SHARED = (
     "fedtorch.dispatch.launch",
     "fedtorch.federation.budget",
     "fedtorch.federation.exchanges.messages",
-    "fedtorch.federation.exchanges.weighted_sum",
     "fedtorch.federation.populations.clients",
-    "fedtorch.federation.populations.finite",
     "fedtorch.federation.populations.population",
     "fedtorch.federation.populations.state_table",
+    "fedtorch.federation.runs.deliveries",
     "fedtorch.protocol.bounded_streams",
-    "fedtorch.random.words",
     "fedtorch.sites.audit.recording",
     "fedtorch.sites.envelopes.keyring",
     "fedtorch.sites.envelopes.letters",
@@ -48,7 +46,6 @@ SHARED = (
     "fedtorch.vfl.fit.adam",
     "fedtorch.vfl.fit.bound",
     "fedtorch.vfl.fit.captured",
-    "fedtorch.vfl.fit.draws",
     "fedtorch.vfl.model.checks",
 )
 MADE = ("_build", "_tools", "reference", "results")  # folders whose pages others make

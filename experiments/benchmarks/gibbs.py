@@ -52,7 +52,7 @@ def nuts(smoke: bool) -> list[common.Row]:
     """
     import arviz
 
-    from fedtorch.models.gibbs import pyro_programs
+    from experiments.benchmarks.parts import pyro_programs
 
     data = simulated(0)
     rounds, many, sizes = (30, 6, (5, 5)) if smoke else (1000, 32, (300, 200))

@@ -76,7 +76,7 @@ def steps(smoke: bool) -> list[common.Row]:
 
 def private(**settings: Any) -> ft.LocalSolver:
     """DP-SGD on all rows in every step, whose account takes no time."""
-    return privacy.example_level(network(), clip=1.0, noise=1.0, rate=1.0, delta=1e-6, **settings)
+    return privacy.example_level(network(), clip=1.0, noise=1.0, sampling_rate=1.0, delta=1e-6, **settings)
 
 
 def opacus_round(clients: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], object]:

@@ -8,7 +8,7 @@ share few processors, the three computations that a round has in place of one ar
 nothing, so that an iteration's time is that of its messages.
 
 `latency` trains a split network of three parties over lines on which every message takes 50 ms, by parties that run
-ahead of the server by so many iterations (`fedtorch.vfl.nodes.ahead`) and, with 0, by parties that wait.
+ahead of the server by so many iterations (`party_half(…, delay=)`) and, with 0, by parties that wait.
 
 `many` has 20 sites in a process each and 180 more in one, every one with a connection of its own.
 """
@@ -42,8 +42,7 @@ from fedtorch.sites.identity import identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.vfl.model import likelihoods, split_nn
-from fedtorch.vfl.nodes.ahead import ahead_half
-from fedtorch.vfl.nodes.iteration import server_half
+from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
 
 LIMITS = Limits(seconds=300.0)
@@ -109,7 +108,7 @@ def runs_ahead(folder: Path, address: str, names: Sequence[str], iterations: int
     for ahead in AHEAD:
         own = ft.vfl.VerticalData((x,), torch.full((len(x),), torch.nan))
         node = PartyNode(network().parties[index - 1], own, optimizer=split_adam, per_row=True)
-        over_link(ahead_half(node, [Iteration(step=step) for step in range(WARM + iterations)], ahead), link)
+        over_link(party_half(node, [Iteration(step=step) for step in range(WARM + iterations)], delay=ahead), link)
     link.close()
 
 

@@ -16,6 +16,7 @@ from experiments import common
 from experiments.benchmarks.parts import measure
 from experiments.robustness import all_rules
 from fedtorch.federation.exchanges.exchange import Exchange, Mean
+from fedtorch.federation.exchanges.robust.exchange import star
 
 
 def ways(messages: int, numbers: int, faulty: int) -> dict[str, Callable[[], object]]:
@@ -26,7 +27,8 @@ def ways(messages: int, numbers: int, faulty: int) -> dict[str, Callable[[], obj
     def aggregate(exchange: Exchange) -> object:
         return exchange.finish(exchange.merge([exchange.gather(message, slice(0, messages))]))
 
-    exchanges = {name: make() for name, make in all_rules(messages, faulty, trusted=0).items()}
+    rules = all_rules(messages, faulty, trusted=0)
+    exchanges = {name: ft.star() if rule is None else star(rule) for name, rule in rules.items()}
     made = {name: lambda exchange=exchange: aggregate(exchange) for name, exchange in exchanges.items()}
     return {**made, "torch.median": lambda: transposed.median(-1), "torch.sort": lambda: transposed.sort(-1)}
 

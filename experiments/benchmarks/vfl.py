@@ -126,7 +126,7 @@ def traffic(smoke: bool) -> list[common.Row]:
     data = problem(rows)
     found = []
     for power in (False, True):
-        for name in ("mean field", "amortised", "sums", "sums, joint"):
+        for name in ("mean field", "amortised", "sums"):
             for shared in (False, True):
                 guide = GUIDES[name]()
                 at_party = guide.auxiliary.party is not None

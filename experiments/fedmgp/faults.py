@@ -61,11 +61,11 @@ def algorithms(units: int) -> dict[str, ft.Algorithm]:
     """The exact sums, a robust one, and FedAvg of the same model with three ways of averaging."""
     inducing = fm.inducing()
     rules = {"median": robust.median(), "trimmed mean, 25 %": robust.trimmed_mean(0.25)}
-    ways = {"mean": None, **{name: robust.star(rule) for name, rule in rules.items()}}
     exact = ft.fedmgp(fm.model(inducing), accept_disclosure=True)
-    found = {"fedmgp": exact, ROBUST: robust.totals(exact, robust.geometric_median())}
-    for name, exchange in ways.items():
-        found[f"FedAvg, {name}"] = ft.fedmgp_average(fm.published(inducing), units=units, lr=0.03, exchange=exchange)
+    found = {"fedmgp": exact, ROBUST: exact | robust.rule(robust.geometric_median())}
+    average = ft.fedmgp_average(fm.published(inducing), units=units, lr=0.03)
+    found["FedAvg, mean"] = average
+    found.update({f"FedAvg, {name}": average | robust.rule(rule) for name, rule in rules.items()})
     return found
 
 

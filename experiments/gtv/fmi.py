@@ -114,7 +114,7 @@ def fedsgd(settings: Settings, network: ft.Network) -> ft.Algorithm:
 def asynchronous(settings: Settings, network: ft.Network) -> ft.Algorithm:
     """Algorithm 8.1: active nodes take gradient steps with what they have heard, which may be some rounds old."""
     local = ft.least_squares(common.linear_module(7), steps=1, lr=settings.eta)
-    return ft.unreliable_edges(ft.gtv(local, network, settings.alpha), network, delay=DELAY)
+    return ft.gtv(local, network, settings.alpha) | ft.unreliable_edges(network, delay=DELAY)
 
 
 def rounds_of(

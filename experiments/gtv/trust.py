@@ -94,7 +94,7 @@ def exact(data: ft.data.FederatedData, network: ft.Network) -> Tensor:
 def defended(data: ft.data.FederatedData, network: ft.Network, rounds: int) -> Tensor:
     """The same by relaxation, every node hearing the median of its neighbourhood, `(n, d)`."""
     local = ft.least_squares(common.linear_module(data.rows[0].shape[1]))
-    algorithm = robust.totals(ft.gtv(local, network, ALPHA), robust.median(), network)
+    algorithm = ft.gtv(local, network, ALPHA) | robust.rule(robust.median(), network)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*depend")
         return ft.run(algorithm, ft.InProcess(data), rounds=rounds).tensors()["weight"][:, 0]

@@ -84,9 +84,9 @@ def example_solver(hidden: int, epsilon: float, releases: int, seed: int) -> ft.
     settings = {"steps": 5, "loss": F.cross_entropy, "optimizer": sgd(0.5)}
     if math.isinf(epsilon):
         return ft.gradient_descent(module(hidden, seed), batch_size=16, **settings)
-    noise = regressions.noise_for(epsilon, rate=0.1, rounds=releases)
+    noise = regressions.noise_for(epsilon, sampling_rate=0.1, rounds=releases)
     return privacy.example_level(
-        module(hidden, seed), clip=1.0, noise=noise, rate=0.1, delta=DELTA, entropy=privacy.from_seed(seed),
+        module(hidden, seed), clip=1.0, noise=noise, sampling_rate=0.1, delta=DELTA, entropy=privacy.from_seed(seed),
         ghost=True, **settings,
     )  # fmt: skip
 
@@ -108,12 +108,10 @@ def client_level(hidden: int, adaptive: bool, epsilon: float, size: Size, seed: 
     if math.isinf(epsilon):
         run = ft.run(algorithm, ft.InProcess(training), rounds=size.rounds, cohort=cohort, seed=seed)
         return accuracy(run, held_out)
-    noise = regressions.noise_for(epsilon, rate=1 / 3, rounds=size.rounds)
+    noise = regressions.noise_for(epsilon, sampling_rate=1 / 3, rounds=size.rounds)
     clip = privacy.AdaptiveClip(start=1.0) if adaptive else 0.5
-    algorithm = privacy.client_level(
-        algorithm, clip, noise, delta=DELTA, rate=1 / 3, entropy=privacy.from_seed(seed)
-    )  # fmt: skip
-    return accuracy(ft.run(algorithm, ft.InProcess(training), rounds=size.rounds, seed=seed), held_out)
+    private = privacy.client_level(clip, noise, delta=DELTA, sampling_rate=1 / 3, entropy=privacy.from_seed(seed))
+    return accuracy(ft.run(algorithm | private, ft.InProcess(training), rounds=size.rounds, seed=seed), held_out)
 
 
 def attacked(hidden: int, epsilon: float, size: Size, seed: int) -> float:

@@ -166,7 +166,8 @@ def told_of(x: Tensor, y: Tensor, epsilon: float, seed: int) -> dict[str, Tensor
         local = ft.gradient_descent(digits_network(), **settings)
     else:
         local = privacy.example_level(
-            digits_network(), clip=1.0, noise=privacy.noise_for(epsilon=epsilon, delta=DELTA), rate=1.0, delta=DELTA,
+            digits_network(), clip=1.0, noise=privacy.noise_for(epsilon=epsilon, delta=DELTA), delta=DELTA,
+            sampling_rate=1.0,
             entropy=privacy.from_seed(seed), ghost=True, **settings,
         )  # fmt: skip
     run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors([(x, y)])), rounds=1, seed=seed)

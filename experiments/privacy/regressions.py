@@ -28,9 +28,9 @@ BOUNDS = {"clip_features": 1.0, "clip_targets": 2.0}
 
 
 @cache
-def noise_for(epsilon: float, rate: float = 1.0, rounds: int = 1) -> float:
+def noise_for(epsilon: float, sampling_rate: float = 1.0, rounds: int = 1) -> float:
     """`privacy.noise_for` at δ, found once."""
-    return privacy.noise_for(epsilon=epsilon, rate=rate, rounds=rounds, delta=DELTA)
+    return privacy.noise_for(epsilon=epsilon, sampling_rate=sampling_rate, rounds=rounds, delta=DELTA)
 
 
 class Fourier:
@@ -63,9 +63,9 @@ def descent(module: torch.nn.Module, epsilon: float, lr: float, rounds: int, see
     settings = {"steps": 5, "loss": F.mse_loss, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=lr)}
     if math.isinf(epsilon):
         return ft.gradient_descent(module, batch_size=32, **settings)
-    noise = noise_for(epsilon, rate=0.1, rounds=5 * rounds)
+    noise = noise_for(epsilon, sampling_rate=0.1, rounds=5 * rounds)
     return privacy.example_level(
-        module, clip=1.0, noise=noise, rate=0.1, delta=DELTA, entropy=privacy.from_seed(seed), **settings
+        module, clip=1.0, noise=noise, sampling_rate=0.1, delta=DELTA, entropy=privacy.from_seed(seed), **settings
     )
 
 
@@ -110,7 +110,7 @@ def ep_on_sums(
         **BOUNDS, noise=noise_for(epsilon), delta=DELTA, ridge=0.0,
         entropy=privacy.from_seed(seed),
     )  # fmt: skip
-    algorithm = sums.protect(ft.ep(hierarchical.linear(hierarchy, statistics=sums, **settings)))
+    algorithm = ft.ep(hierarchical.linear(hierarchy, statistics=sums, **settings)) | sums.protect()
     return ft.run(algorithm, ft.InProcess(data), rounds=rounds, seed=seed)
 
 
@@ -158,11 +158,9 @@ def client_level(module: torch.nn.Module, data: FederatedData, epsilon: float, r
     algorithm = ft.fedavg(local)
     if math.isinf(epsilon):
         return ft.run(algorithm, ft.InProcess(data), rounds=rounds, cohort=len(data) // 3, seed=seed)
-    noise = noise_for(epsilon, rate=1 / 3, rounds=rounds)
-    algorithm = privacy.client_level(
-        algorithm, 0.5, noise, delta=DELTA, rate=1 / 3, entropy=privacy.from_seed(seed)
-    )  # fmt: skip
-    return ft.run(algorithm, ft.InProcess(data), rounds=rounds, seed=seed)
+    noise = noise_for(epsilon, sampling_rate=1 / 3, rounds=rounds)
+    private = privacy.client_level(0.5, noise, delta=DELTA, sampling_rate=1 / 3, entropy=privacy.from_seed(seed))
+    return ft.run(algorithm | private, ft.InProcess(data), rounds=rounds, seed=seed)
 
 
 def device_rows(clients: int, rows: int, seed: int) -> FederatedData:

@@ -27,8 +27,10 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
+from experiments.sparse import baselines
 from experiments.sparse.common import Sampled, Sizes, interval, sample, share, shared
-from fedtorch.models.gibbs import baselines, logistic, sparse
+from fedtorch.models.device_posterior import discoveries
+from fedtorch.models.gibbs import logistic, sparse
 
 EFFECTS, COVARIATES = 3, 11
 RATE = 0.1  # of false discoveries
@@ -150,7 +152,7 @@ def report(setting: str, runs: Sequence[dict[str, Found]]) -> list[common.Row]:
 
 def false_share(inclusion: Tensor, true: Tensor) -> float:
     """Which share of the discoveries at `RATE` are false; 0 where there are none."""
-    return share(~true, sparse.discoveries(inclusion, RATE))
+    return share(~true, discoveries(1 - inclusion, RATE))
 
 
 def from_the_prior(seed: int) -> tuple[ft.data.FederatedData, Tensor, Tensor]:

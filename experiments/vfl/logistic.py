@@ -38,10 +38,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common
+from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl import oracles
+from fedtorch.vfl import log_score, noise_variance
 from fedtorch.vfl.fit import encoder
-from fedtorch.vfl.fit.prediction import log_score, noise_variance
 from fedtorch.vfl.model import likelihoods
 
 RHOS = (0.5, 1.0, 2.0)

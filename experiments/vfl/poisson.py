@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common
+from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl import oracles
 from fedtorch.vfl.model import likelihoods
 
 WIDTH, LEVELS, PARTIES, INTERCEPT, SCALE = 2, 5, 2, -2.0, 0.3

@@ -34,6 +34,7 @@ from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.runs.cohorts import Cohort
 from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
+from fedtorch.federation.wrapper import Wrapper
 from fedtorch.history import Recorder
 from fedtorch.metrics import StackedMetric
 from fedtorch.models.hierarchical import Model
@@ -52,6 +53,7 @@ def federation(
     parameters: Any = None,
     cohort: int | Cohort | None = None,
     faults: Faults | list[Faults] | None = None,
+    wrap: list[Wrapper] | None = None,
     record: list[Recorder] | None = None,
     on_bad_message: Literal["raise", "drop"] = "raise",
     *,
@@ -70,6 +72,7 @@ def federation(
         parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round, or a function such as `fedtorch.poisson_cohort`.
         faults: what goes wrong, one or several.
+        wrap: wrappers of the algorithm, the innermost first, as `algorithm | wrapper | wrapper` in Python.
         record: who follows the run, such as a `fedtorch.Sampler`.
         on_bad_message: what a message with NaN or Inf does.
         seed: of all randomness.
@@ -83,7 +86,7 @@ def federation(
         data, validation = data.split(1 - holdout, seed)
     joined = functools.reduce(operator.or_, faults) if isinstance(faults, list) else faults
     return Federation(
-        algorithm,
+        functools.reduce(operator.or_, wrap or (), algorithm),
         population(data),
         parameters,
         cohort=cohort,
@@ -207,7 +210,7 @@ def _allow_functions() -> None:
         config_read_mode_fsspec_enabled=False,
         import_path_denylist=["shutil"],  # besides those of jsonargparse itself, such as os and subprocess
     )
-    for kind in (CovarianceUpdate, Exchange, Factors, Model, Rule, Shrinkage, ShrinkagePrior):
+    for kind in (CovarianceUpdate, Exchange, Factors, Model, Rule, Shrinkage, ShrinkagePrior, Wrapper):
         jsonargparse.typing.register_type(kind, dict, _refused, type_check=_is_call)
 
 

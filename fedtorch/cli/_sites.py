@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
     own = join.add_mutually_exclusive_group(required=True)
     own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
-    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see sites.vertical.journal")
+    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(

@@ -1,7 +1,7 @@
 """The items of a map-style `torch.utils.data.Dataset`, read when they are needed.
 
-`partition` of such a data set gives every client numbers of items; `read` makes rows of them once, and `ft.reading` in
-every round anew, so that random transforms stay random.
+`partition` of such a data set gives every client numbers of items; `read` makes rows of them once, and
+`ft.lazy_loading` in every round anew, so that random transforms stay random.
 """
 
 from __future__ import annotations

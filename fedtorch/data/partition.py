@@ -49,8 +49,8 @@ def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None
 
     Args:
         rows: a tree of tensors or arrays with leaves `(total, ...)`, such as (x, y); or a map-style `Dataset`, of which
-            the clients get numbers of items: `ft.reading` and `ft.data.read` make rows of them. (One of tensors is as
-            good as its tensors.)
+            the clients get numbers of items: `ft.lazy_loading` and `ft.data.read` make rows of them. (One of tensors is
+            as good as its tensors.)
         partitioner: who gets which row, for example `dirichlet(0.3)`.
         clients: how many; `by_column` knows it by itself.
         seed: of the random assignment.

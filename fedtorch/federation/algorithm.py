@@ -41,13 +41,14 @@ from torch import Tensor, nn
 
 from fedtorch import expected, tree
 from fedtorch.federation.budget import Budget
-from fedtorch.federation.exchanges.exchange import Exchange, star, sum_over
+from fedtorch.federation.exchanges.exchange import Exchange, sum_over
+from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
 
 class Turn(NamedTuple):
-    """A client's part in a round: what it draws with, and where the federation's clock stands.
+    """Hold a client's part in a round: the key that it draws with, and the federation's clock.
 
     Example:
         >>> import fedtorch as ft
@@ -60,7 +61,7 @@ class Turn(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What `Algorithm.client` returns for `K` clients.
+    """Hold what `Algorithm.client` returns for `K` clients.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -74,7 +75,7 @@ class Reply(NamedTuple):
 
 
 class Quadratic(NamedTuple):
-    r"""What the others think, added to a client's loss: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`.
+    r"""Hold what is added to a client's loss for the others: :math:`\frac{\lambda}{2}\|x\|^2 - \langle h, x\rangle`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -87,12 +88,12 @@ class Quadratic(NamedTuple):
     shift: Tree  # (K, ...) h, in the structure of the parameters
 
     def precision_of(self, name: str) -> Tensor:
-        """The λ of one parameter, `(K,)`."""
+        """Return the λ of one parameter, `(K,)`."""
         return self.precision[name] if isinstance(self.precision, dict) else self.precision
 
 
 class Local(NamedTuple):
-    """What a local solver returns for `K` clients.
+    """Hold what a local solver returns for `K` clients.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -107,12 +108,12 @@ class Local(NamedTuple):
 
     parameters: Tree  # (K, ...)
     state: Tree  # (K, ...) what it keeps for the next round
-    steps: Tensor  # (K,) the sum of the learning rates taken
+    lr_sum: Tensor  # (K,) the sum of the learning rates of the steps taken
     info: dict[str, Tensor]  # (K,) each
 
 
 class Solve(Protocol):
-    """The signature of a local solver.
+    """Solve the local problems of `K` clients, the signature of local solvers.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -132,7 +133,7 @@ class Solve(Protocol):
 
 @dataclass(frozen=True)
 class LocalSolver:
-    """A way of solving a client's problem: `local.solve(start, state, data, quadratic, turn) -> Local`.
+    """Describe how a client's problem is solved: `local.solve(start, state, data, quadratic, turn) -> Local`.
 
     Attributes:
         solve: the solver itself, on stacked clients.
@@ -167,13 +168,13 @@ class LocalSolver:
 
 
 def check_solver(local: LocalSolver) -> None:
-    """Raises TypeError unless it is a local solver."""
+    """Raise TypeError unless it is a local solver."""
     advice = "make one of a module: ft.gradient_descent(module, epochs=1), ft.lightning_fit or ft.least_squares"
     expected.kind(local, LocalSolver, "a local solver", advice)
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raises TypeError unless it is an algorithm.
+    """Raise TypeError unless it is an algorithm.
 
     Example:
         >>> import fedtorch as ft
@@ -186,13 +187,13 @@ def check_algorithm(algorithm: Algorithm) -> None:
 
 
 def identity(value: Any) -> Any:
-    """Returns its argument."""
+    """Return its argument."""
     return value
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A federated algorithm; vary one by wrapping its functions or with `dataclasses.replace`.
+    """Describe a federated algorithm; vary one by `algorithm | wrapper`, see `Wrapper`, or `dataclasses.replace`.
 
     Attributes:
         init: (parameters, number of clients) -> (server state, one client's state).
@@ -237,16 +238,26 @@ class Algorithm:
     finish: Callable[[Any, Tree], None] | None = None
     budget: Budget | None = None
 
+    def __or__(self, wrapper: Callable[[Algorithm], Algorithm]) -> Algorithm:
+        """Return the algorithm wrapped, the left wrapper innermost; see `fedtorch.federation.wrapper`."""
+        if not (callable(wrapper) and hasattr(wrapper, "stage")):
+            kind = getattr(wrapper, "__qualname__", type(wrapper).__qualname__)
+            raise TypeError(
+                "Expected a wrapper such as attacks.sign_flip([0]) or robust.rule(robust.median()), but got "
+                f"{kind}; call the function that makes it, or make one with ft.Wrapper"
+            )
+        return wrapper(self)
+
 
 def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
-    """The fields of an algorithm whose clients work with `local`: where it starts, how it predicts, all settings."""
+    """Return the fields of an algorithm whose clients solve with `local`: start, prediction and all settings."""
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
     same = {"start": local.parameters, "predict": local.predict, "module": local.module, "budget": local.budget}
     return {"settings": settings, **same}
 
 
 def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
-    """Where a run starts: with `parameters`, in the dtypes of the algorithm's own start, or there.
+    """Return where a run starts: at `parameters`, in the dtypes of the algorithm's own start, or at that.
 
     Raises:
         ValueError: neither is given, or the parameters are not finite or have other names or shapes.
@@ -272,7 +283,7 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
 
 
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
-    """The total of what clients tell while all of them are in their initial `state`.
+    """Return the total of what clients tell while all of them are in their initial `state`.
 
     Example:
         >>> import torch, fedtorch as ft

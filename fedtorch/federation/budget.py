@@ -15,7 +15,7 @@ class Need(NamedTuple):
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> algorithm = privacy.local_level(plain, clip=1.0, noise=4.0, delta=1e-3, quorum=3)
+        >>> algorithm = plain | privacy.local_level(clip=1.0, noise=4.0, delta=1e-3, quorum=3)
         >>> need: Need = algorithm.budget.need
         >>> need.clients, need.what
         (3, 'privacy.local_level(quorum=3)')

@@ -24,7 +24,7 @@ class Averages(Enum):
 
 
 class Told(NamedTuple):
-    """What clients tell for good.
+    """Hold what clients tell for good.
 
     The server's state then has a field `total`, which `Algorithm.init` leaves None: what the exchange makes of `of`
     over *all* clients, in float64, whoever answers; who has not been asked yet counts with the initial state. Only

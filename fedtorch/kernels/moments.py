@@ -1,4 +1,4 @@
-r"""Moments of many small normal densities from natural parameters and back, and of weighted nodes.
+r"""Moments of many small normal densities from natural parameters and back.
 
 N(m, C) has the natural parameters :math:`Q = C^{-1}` and :math:`r = Q m`; either way it is one inverse of a symmetric
 positive definite matrix and one product with it. A program keeps whole matrices in registers and inverts them by the
@@ -24,7 +24,6 @@ from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST = 16  # dimensions
 _SIZE = 512  # numbers of a program's matrices
-_NODES = 2048  # numbers of the outer products under way at a time
 
 
 def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,30 +52,6 @@ def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
     tensors = (solution, inverse, matrix.contiguous(), vector.contiguous())
     launch(programs.solve, -(-problems // batch), *tensors, problems, size, BATCH=batch, SIZE=side)
     return solution, inverse
-
-
-def tilted(nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(r `(K, p)`, Q `(K, p, p)`) of the normal densities with the moments of weighted nodes; NaN where there are none.
-
-    Args:
-        nodes: `(K, R, p)`.
-        weights: `(K, R)`, of sum 1.
-
-    >>> import torch
-    >>> tilted(torch.tensor([[[1.0], [5.0]]]), torch.tensor([[0.5, 0.5]]))  # mean 3, variance 4: r = 3/4, Q = 1/4
-    (tensor([[0.7500]]), tensor([[[0.2500]]]))
-    """
-    clients, many, size = nodes.shape
-    programs = program("fedtorch.kernels.programs.moments", (nodes, weights), (torch.float64,), fits=0 < size <= MOST)
-    if not programs:
-        mean = (weights[..., None] * nodes).sum(1)
-        gap = nodes - mean[:, None]
-        return solved(linalg.symmetric((weights[..., None] * gap).mT @ gap), mean)
-    shift, precision = nodes.new_empty(clients, size), nodes.new_empty(clients, size, size)
-    side = power_of_two(size)
-    tensors = (shift, precision, nodes.contiguous(), weights.contiguous())
-    launch(programs.tilt, clients, *tensors, size, many, NODES=max(_NODES // side**2, 1), SIZE=side)
-    return shift, precision
 
 
 def _inverse(matrix: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-r"""What the neighbours of all nodes say, :math:`\sum_j A_{ij} w_j`, and a gradient step on it.
+r"""What the neighbours of all nodes say, :math:`\sum_j A_{ij} w_j`.
 
 A row's edges are cut into segments of at most 64, so that a hub's do not wait for one program; segments of similar
 length are summed side by side, and those of one node are added in their order, so that the bits are the same each time.
@@ -87,42 +87,10 @@ def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
     return _Sum.apply(matrix, rows)
 
 
-def descended(
-    matrix: Tensor,
-    rows: Tensor,
-    gradients: Tensor,
-    degrees: Tensor,
-    *,
-    alpha: float,
-    lr: float,
-) -> Tensor:
-    """A gradient step of every node, w_i − η (g_i + 2α (d_i w_i − Σ_j A_ij w_j)), `(n, d)` in the dtype of A.
-
-    Args:
-        matrix: A, symmetric, sparse CSR `(n, n)`.
-        rows: w, `(n, d)`.
-        gradients: g of the nodes' own losses, `(n, d)`.
-        degrees: d, `(n,)`.
-        alpha: α.
-        lr: η.
-
-    >>> import torch, fedtorch as ft
-    >>> pair = ft.Network([[0, 1]])
-    >>> w, g = torch.tensor([[0.0], [4.0]]).double(), torch.zeros(2, 1).double()
-    >>> descended(pair.adjacency(), w, g, pair.degrees, alpha=0.5, lr=0.25).flatten()  # each a quarter of the way
-    tensor([1., 3.], dtype=torch.float64)
-    """
-    asked = torch.is_grad_enabled() and (rows.requires_grad or gradients.requires_grad)
-    if _programs(matrix, rows, gradients, degrees) is None or asked:
-        coupling = degrees[:, None].to(matrix.dtype) * rows - neighbours(matrix, rows)
-        return rows - lr * (gradients + 2 * alpha * coupling)
-    return _launched(matrix, rows, (gradients.contiguous(), degrees.contiguous(), lr, 2 * alpha))
-
-
-def _programs(matrix: Tensor, rows: Tensor, *others: Tensor) -> Any:
+def _programs(matrix: Tensor, rows: Tensor) -> Any:
     fits = 0 < rows.shape[1] <= MOST and rows.dtype in FLOATS
     return program(
-        "fedtorch.kernels.programs.neighbours", (matrix.values(), rows, *others), FLOATS, fits=fits, differentiable=True
+        "fedtorch.kernels.programs.neighbours", (matrix.values(), rows), FLOATS, fits=fits, differentiable=True
     )
 
 
@@ -132,7 +100,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, rows: Tensor) -> Tensor:
         ctx.matrix, ctx.dtype = matrix, rows.dtype
-        return _launched(matrix, rows.detach(), None)
+        return _launched(matrix, rows.detach())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -140,35 +108,15 @@ class _Sum(torch.autograd.Function):
         return None, found.to(ctx.dtype)
 
 
-def _launched(matrix: Tensor, rows: Tensor, step: tuple[Tensor, Tensor, float, float] | None) -> Tensor:
+def _launched(matrix: Tensor, rows: Tensor) -> Tensor:
     programs, (nodes, width), segments = _programs(matrix, rows), rows.shape, plan(matrix)
     values, rows = matrix.values(), rows.contiguous()
     partial = int(segments.targets.numel()) - nodes + int(segments.split.numel())
     out = torch.empty(nodes + partial, width, dtype=values.dtype, device=values.device)
-    gradients, degrees, lr, strength = (rows, rows, 0.0, 0.0) if step is None else step
     across = power_of_two(width)
     side = max(_TILE // across, 1)
     count = len(segments.starts)
-    launch(
-        programs.gather,
-        -(-count // side),
-        out,
-        rows,
-        matrix.col_indices(),
-        values,
-        *segments[:3],
-        gradients,
-        degrees,
-        count,
-        nodes,
-        width,
-        lr,
-        strength,
-        STEP=step is not None,
-        SEGMENTS=side,
-        WIDTH=across,
-    )
-    tensors = (out, rows, *segments[3:], gradients, degrees)
-    tile = {"STEP": step is not None, "PIECES": side, "WIDTH": across}
-    launch(programs.join, len(segments.split), *tensors, width, lr, strength, **tile)
+    tensors = (out, rows, matrix.col_indices(), values, *segments[:3])
+    launch(programs.gather, -(-count // side), *tensors, count, width, SEGMENTS=side, WIDTH=across)
+    launch(programs.join, len(segments.split), out, *segments[3:], width, PIECES=side, WIDTH=across)
     return out[:nodes]

@@ -146,26 +146,29 @@ def null_probability(distribution: MixtureSameFamily | Normal, width: float = 0.
     return upto - below if width > 0 else torch.minimum(upto, 1 - upto)
 
 
-def discoveries(null: Tensor, rate: float = 0.1) -> Tensor:
-    """The largest set of hypotheses whose Bayesian false discovery rate is at most `rate`, bool in the shape of `null`.
+def discoveries(null: Tensor, fdr: float = 0.05) -> Tensor:
+    """Return the largest set of hypotheses whose Bayesian false discovery rate is at most `fdr`.
 
     Args:
-        null: posterior probabilities of the nulls, of any shape.
-        rate: bound on the mean of those called, between 0 and 1.
+        null: posterior probabilities of the null hypotheses, of any shape; 1 less those of inclusion.
+        fdr: bound on the mean of `null` over the set, between 0 and 1.
+
+    Returns:
+        bool, in the shape of `null`.
 
     Raises:
         ValueError: a rate out of range.
 
     >>> import torch
-    >>> discoveries(torch.tensor([0.01, 0.6, 0.15, 0.2]), rate=0.1)  # (0.01 + 0.15) / 2 is below, with 0.2 above
+    >>> discoveries(torch.tensor([0.01, 0.6, 0.15, 0.2]), fdr=0.1)  # (0.01 + 0.15) / 2 is below, with 0.2 above
     tensor([ True, False,  True, False])
     """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"Expected a rate between 0 and 1, but got {rate}")
+    if not 0 <= fdr <= 1:
+        raise ValueError(f"Expected a rate between 0 and 1, but got {fdr}")
     ordered, order = null.flatten().sort(stable=True)
     mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=null.device)
     called = torch.zeros_like(ordered, dtype=torch.bool)
-    called[order] = mean <= rate
+    called[order] = mean <= fdr
     return called.reshape(null.shape)
 
 

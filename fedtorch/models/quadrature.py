@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -71,16 +72,21 @@ class Nodes(NamedTuple):
 
 
 def gauss_hermite(dimensions: int, points: int) -> Rule:
-    """The product of Gauss–Hermite rules: exact for polynomials of degree 2 `points` − 1 in each coordinate."""
+    """Return the product of Gauss–Hermite rules, exact for polynomials of degree 2 `points` − 1 in each coordinate."""
     if points < 1 or dimensions < 0:
         raise ValueError(f"Expected points of at least 1 and dimensions of at least 0, but got {points}, {dimensions}")
-    x, w = (torch.as_tensor(part) for part in numpy.polynomial.hermite_e.hermegauss(points))
+    x, w = (torch.as_tensor(part) for part in _hermite_points(points))
     w = w / w.sum()
     nodes, weights = x.new_zeros((1, 0)), w.new_ones(1)
     for _ in range(dimensions):
         nodes = torch.cat([nodes.repeat_interleave(points, 0), x.repeat(len(nodes))[:, None]], 1)
         weights = (weights[:, None] * w).flatten()
     return Rule(nodes, weights)
+
+
+@cache
+def _hermite_points(points: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    return numpy.polynomial.hermite_e.hermegauss(points)
 
 
 def quasi_random(dimensions: int, points: int) -> Rule:
@@ -179,28 +185,41 @@ def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: 
     """
     nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
     mean, root = cavity.mean, torch.linalg.cholesky_ex(cavity.covariance).L
-    cavity_root = root
-    done, settled = torch.zeros_like(mean[:, 0], dtype=torch.bool) if nodes.shape[1] else None, False
-    for move in range(_MOVES):
-        at = mean[:, None] + nodes @ root.mT
-        log_factor, values = factor(at)
-        ratio = log_factor + _log_normal(at, cavity.mean, cavity_root) - _log_normal(at, mean, root)
-        if done is None or move == _MOVES - 1:
-            break
+    evaluate = partial(_evaluated, factor, nodes, (mean, root))
+    at, ratio, values = evaluate(mean, root)
+    if nodes.shape[1] == 0:
+        return _weighted(at, weights.log() + ratio, values)
+    settled = torch.zeros_like(mean[:, 0], dtype=torch.bool)
+    for move in range(_MOVES - 1):
         shift, half, enough = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
-        done = done | (enough & (_misfit(shift, half) < _FITS) & (move > 0))
-        settled, whole = torch.stack([done.all(), enough.all()]).tolist()
-        if settled:
-            break
-        if not whole:
+        settled = settled | (enough & (_misfit(shift, half) < _FITS) & (move > 0))
+        all_settled, all_enough = torch.stack([settled.all(), enough.all()]).tolist()
+        if all_settled:
+            return _weighted(at, weights.log() + ratio, values)
+        if not all_enough:
             shift, half, _ = _seen(_power(enough, ratio, nodes, weights), ratio, nodes, weights)
-        mean = torch.where(done[:, None], mean, mean + (root @ shift[..., None])[..., 0])
-        root = torch.where(done[:, None, None], root, root @ half)
-    log_weights = weights.log() + ratio
-    if done is not None and not settled:
-        shift, half, _ = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
-        lost = ~done & ~(_misfit(shift, half) < _LOST)
-        log_weights = torch.where(lost[:, None], torch.nan, log_weights)
+        mean = torch.where(settled[:, None], mean, mean + (root @ shift[..., None])[..., 0])
+        root = torch.where(settled[:, None, None], root, root @ half)
+        at, ratio, values = evaluate(mean, root)
+    shift, half, _ = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
+    lost = ~settled & ~(_misfit(shift, half) < _LOST)
+    return _weighted(at, torch.where(lost[:, None], torch.nan, weights.log() + ratio), values)
+
+
+def _evaluated(
+    factor: Callable[[Tensor], tuple[Tensor, Any]],
+    nodes: Tensor,
+    cavity: tuple[Tensor, Tensor],
+    mean: Tensor,
+    root: Tensor,
+) -> tuple[Tensor, Tensor, Any]:
+    """Return the rule's nodes for N(mean, root root'), the log of cavity times factor over it there, and `values`."""
+    at = mean[:, None] + nodes @ root.mT
+    log_factor, values = factor(at)
+    return at, log_factor + _log_normal(at, *cavity) - _log_normal(at, mean, root), values
+
+
+def _weighted(at: Tensor, log_weights: Tensor, values: Any) -> Nodes:
     return Nodes(at, torch.softmax(log_weights, 1), log_weights.logsumexp(1), values)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtorch.networks.network import Network
 from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, new_figure, square
+from fedtorch.plots.layouts import node_places
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,8 @@ def network(
     """A network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
 
     Nodes are drawn at their positions, the first coordinate to the right and the second upwards; for a map, give the
-    network positions (longitude, latitude). Without positions networkx lays the nodes out by springs.
+    network positions (longitude, latitude). Without positions springs lay out the nodes, or, of many, averages over
+    neighbours.
 
     Args:
         network: of n nodes.
@@ -37,7 +39,7 @@ def network(
     """
     if values is not None and clusters is not None:
         raise ValueError("Expected values or clusters to colour the nodes by, but got both")
-    places = _positions(network)
+    places = node_places(network)
     figure = new_figure(5.6, 5.0)
     axes = figure.subplots()
     _draw_edges(axes, network, places)
@@ -115,15 +117,6 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
     axes.set_aspect("equal")
     axes.set_axis_off()
     return figure
-
-
-def _positions(network: Network) -> np.ndarray:
-    if network.positions is not None:
-        return network.positions[:, :2].numpy()
-    import networkx
-
-    laid_out = networkx.spring_layout(network.to_networkx(), seed=0)
-    return np.array([laid_out[node] for node in range(network.nodes)]).reshape(-1, 2)
 
 
 def _draw_edges(axes: Axes, network: Network, places: np.ndarray) -> None:

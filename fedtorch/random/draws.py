@@ -2,7 +2,7 @@
 
 A *key* is an `int64` scalar tensor and stacked keys are `(K,)` or any shape, so that one call draws for all
 clients. Keys of rounds, clients and purposes come from one seed by `fold_in`. The bits are those of the
-counter-based generator in `fedtorch.random.words`: the same on any device, stacked or one by one, and torch's global
+counter-based generator in `fedtorch.random.philox`: the same on any device, stacked or one by one, and torch's global
 generator is neither read nor moved.
 
 Element i of a draw depends on (key, i) only: drawing more leaves the first elements as they are, so padding a
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.random import philox
-from fedtorch.random.words import check_key
+from fedtorch.random.philox import check_key
 
 
 def _check_real(dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
 r"""Numbers from keys: Philox-4x32-10 words and what is made of them, in one pass.
 
-The reference is integer tensor operations (`fedtorch.random.words`), some ninety passes over memory. The program makes
-a block of four words a lane in registers and writes numbers only; words, integers, coins and uniform numbers are the
-same bits, normal, exponential and gamma numbers the same float64 formulas, equal to the last bit or two. A gamma
+The reference is integer tensor operations, some ninety passes over memory: the same bits on any device. The program
+makes a block of four words a lane in registers and writes numbers only; words, integers, coins and uniform numbers are
+the same bits, normal, exponential and gamma numbers the same float64 formulas, equal to the last bit or two. A gamma
 number's lane proposes until one is accepted, so that nothing waits for the host.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Box and Muller 1958; Marsaglia and Tsang,
@@ -34,15 +34,23 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from fedtorch.dispatch.choice import program
 from fedtorch.dispatch.launch import launch, tile
-from fedtorch.random import words as philox
-from fedtorch.random.words import WORD, between, block_words, check_key, fill, words_per
 
-FOLD, GAMMA = 1, 2  # the last counter word, which keeps new keys and proposals apart from draws, which have 0
+_ROUNDS = 10
+_WEYL = 0x9E3779B9, 0xBB67AE85
+WORD = 0xFFFFFFFF
+BLOCK = 2**17  # words drawn at a time, which bounds the memory of the temporaries
+_DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
+
+# Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
+_CLEAR = torch.tensor(WORD, device="cpu")
+_HALF = torch.tensor(32, device="cpu")
+_MULTIPLIERS = torch.tensor(0xD2511F53, device="cpu"), torch.tensor(0xCD9E8D57, device="cpu")
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
 _LANES = 256  # of a program
 
@@ -59,7 +67,7 @@ def bits(key: Tensor, count: int) -> Tensor:
 
 def integers(key: Tensor, shape: Sequence[int]) -> Tensor:
     """63 bits of two words each, `(*key.shape, *shape)`."""
-    return _drawn("INTEGERS", key, shape, torch.int64, 2, philox.integers)
+    return _drawn("INTEGERS", key, shape, torch.int64, 2, _joined_words)
 
 
 def coins(key: Tensor, shape: Sequence[int], threshold: int) -> Tensor:
@@ -71,29 +79,31 @@ def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Numbers in [0, 1) with as many bits as the dtype's significand holds, `(*key.shape, *shape)`."""
     digits = _digits(dtype)
     if dtype == torch.float64:
-        convert = lambda words: (philox.integers(words) >> 10).to(dtype).mul_(2.0**-53)
+        convert = lambda words: (_joined_words(words) >> 10).to(dtype).mul_(2.0**-53)
     else:
         convert = lambda words: (words >> 32 - digits).to(dtype).mul_(2.0**-digits)
-    return _drawn("UNIFORM", key, shape, dtype, words_per(dtype), convert)
+    return _drawn("UNIFORM", key, shape, dtype, _words_per(dtype), convert)
 
 
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Standard normal numbers `(*key.shape, *shape)`; elements 2j and 2j + 1 share a radius and an angle."""
 
     def convert(words: Tensor) -> Tensor:
-        inside = between(words, dtype)
+        inside = _between(words, dtype)
         radius = inside[..., ::2].log().mul_(-2).sqrt_()
         angle = inside[..., 1::2].mul(2 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(-2)
 
     count = math.prod(shape)
-    pairs = _drawn("NORMAL", key, (count + count % 2,), dtype, words_per(dtype), convert)
+    pairs = _drawn("NORMAL", key, (count + count % 2,), dtype, _words_per(dtype), convert)
     return pairs[..., :count].reshape((*key.shape, *shape))
 
 
 def exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Exponential numbers of rate one, `(*key.shape, *shape)`."""
-    return _drawn("EXPONENTIAL", key, shape, dtype, words_per(dtype), lambda words: between(words, dtype).log_().neg_())
+    return _drawn(
+        "EXPONENTIAL", key, shape, dtype, _words_per(dtype), lambda words: _between(words, dtype).log_().neg_()
+    )
 
 
 def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
@@ -113,7 +123,7 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
         arguments = (out, keys.contiguous(), a.contiguous(), queries, count, smallest, across)
         launch(programs.gamma, across * -(-queries // rows), *arguments, ROWS=rows, COLUMNS=columns)
         return out
-    step = max(philox.BLOCK // max(queries, 1) // 4, 1)
+    step = max(BLOCK // max(queries, 1) // 4, 1)
     for start in range(0, count, step):
         stop = min(start + step, count)
         element = torch.arange(start, stop, device=keys.device)
@@ -127,13 +137,97 @@ def folded(key: Tensor, data: Tensor | int) -> Tensor:
         "fedtorch.random.philox_program", (key,) if isinstance(data, int) else (key, data), (torch.int64,)
     )
     if not programs:
-        even, odd = philox.philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
+        even, odd = _philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
         return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
     number = torch.full_like(key, data) if isinstance(data, int) else data
     keys, numbers = (part.contiguous() for part in torch.broadcast_tensors(key, number))
     out = torch.empty_like(keys)
     launch(programs.fold, -(-out.numel() // _LANES), out, keys, numbers, out.numel(), FOLD, BLOCK=_LANES)
     return out
+
+
+def _philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
+    """Philox-4x32-10 on keys and four counter words that broadcast.
+
+    Returns:
+        words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
+    """
+    shape = numpy.broadcast_shapes(key.shape, *(word.shape for word in counter if isinstance(word, Tensor)))
+    even, odd, spare = key.new_empty((3, 2, *shape)).unbind()
+    words, low, spare_low = even.unbind(), odd.unbind(), spare.unbind()
+    for target, word in zip((words[0], low[0], words[1], low[1]), counter):
+        if isinstance(word, Tensor):
+            target.copy_(word)
+        else:
+            target.fill_(word)
+    padded = key.reshape((1,) * (len(shape) - key.ndim) + key.shape)
+    rounds = torch.arange(_ROUNDS, device=key.device, dtype=torch.int64).reshape(-1, *(1,) * len(shape))
+    round_keys = torch.stack((padded + rounds * _WEYL[0], (padded >> _HALF) + rounds * _WEYL[1]), 1)
+    # Only multiplication needs words without their upper half, so that is cleared once a round.
+    for round_key in round_keys.unbind():
+        torch.mul(words[1], _MULTIPLIERS[1], out=spare_low[0])
+        torch.mul(words[0], _MULTIPLIERS[0], out=spare_low[1])
+        torch.bitwise_right_shift(spare, _HALF, out=even)
+        even.bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(_CLEAR)
+        odd, spare, low, spare_low = spare, odd, spare_low, low
+    return even, odd
+
+
+def _block_words(key: Tensor, block: Tensor, attempt: int, purpose: int) -> Tensor:
+    """The four words of the counter (block, attempt, purpose) of each key, `(..., 4)`."""
+    even, odd = _philox(key, (block & _CLEAR, block >> _HALF, attempt, purpose))
+    return torch.stack((even[0], odd[0], even[1], odd[1]), -1).bitwise_and_(_CLEAR)
+
+
+def _words(key: Tensor, start: int, count: int) -> Tensor:
+    """Words `start` to `start + count` of each key, `(*key.shape, count)`; `start` is a multiple of four."""
+    blocks = torch.arange(start // 4, start // 4 + -(-count // 4), device=key.device, dtype=torch.int64)
+    return _block_words(key.unsqueeze(-1), blocks, 0, _DRAW).flatten(-2)[..., :count]
+
+
+def _fill(
+    key: Tensor, shape: Sequence[int], dtype: torch.dtype, words: int, convert: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Draws `(*key.shape, *shape)` in blocks; `convert` turns `words` words an element into elements."""
+    check_key(key)
+    count = math.prod(shape)
+    step = max(BLOCK // max(key.numel(), 1) // 8, 1) * 8
+    if count * words <= step:
+        return convert(_words(key, 0, count * words)).to(dtype).reshape((*key.shape, *shape))
+    out = key.new_empty((*key.shape, count), dtype=dtype)
+    for start in range(0, count * words, step):
+        stop = min(start + step, count * words)
+        out[..., start // words : stop // words] = convert(_words(key, start, stop - start))
+    return out.reshape((*key.shape, *shape))
+
+
+def check_key(key: Tensor) -> None:
+    """Raise TypeError unless `key` is an int64 tensor.
+
+    >>> check_key(7)
+    Traceback (most recent call last):
+    TypeError: Expected a key, an int64 tensor made by random.key and fold_in, but got int
+    """
+    if not isinstance(key, Tensor) or key.dtype != torch.int64:
+        got = key.dtype if isinstance(key, Tensor) else type(key).__name__
+        raise TypeError(f"Expected a key, an int64 tensor made by random.key and fold_in, but got {got}")
+
+
+def _joined_words(words: Tensor) -> Tensor:
+    """63 bits of each pair of words, `(..., 2n)` -> `(..., n)`."""
+    return words[..., ::2].bitwise_left_shift(31).bitwise_or_(words[..., 1::2] >> 1)
+
+
+def _between(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uniform float64 strictly between 0 and 1: of 52 bits of two words for float64, else of one word."""
+    if dtype == torch.float64:
+        return (_joined_words(words) >> 11).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
+
+
+def _words_per(dtype: torch.dtype) -> int:
+    """How many words a number of this dtype takes."""
+    return 2 if dtype == torch.float64 else 1
 
 
 def _digits(dtype: torch.dtype) -> int:
@@ -154,7 +248,7 @@ def _drawn(
     check_key(key)
     programs: Any = program("fedtorch.random.philox_program", (key,), (torch.int64,))
     if not programs:
-        return fill(key, shape, dtype, words, convert)
+        return _fill(key, shape, dtype, words, convert)
     count, queries = math.prod(shape), key.numel()
     out = key.new_empty((*key.shape, *shape), dtype=dtype)
     rows, columns = tile(-(-count * words // 4), _LANES)
@@ -184,15 +278,15 @@ def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
         attempt += 1
     if bool(small.any()):
         row, column = small.nonzero(as_tuple=True)
-        words = block_words(keys[row, 0], element[column], _BOOST, GAMMA)
-        value[row, column] *= (between(words, torch.float64)[..., 0].log() / a[row, column]).exp()
+        words = _block_words(keys[row, 0], element[column], _BOOST, GAMMA)
+        value[row, column] *= (_between(words, torch.float64)[..., 0].log() / a[row, column]).exp()
     return value
 
 
 def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Tensor, Tensor]:
     """(numbers, whether they are accepted) of one attempt; a ≥ 1."""
-    words = block_words(keys, element, attempt, GAMMA)
-    radius = between(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
+    words = _block_words(keys, element, attempt, GAMMA)
+    radius = _between(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
     angle = words[..., 2].to(torch.float64).mul_(2 * math.pi * 2.0**-32)
     x = radius * angle.cos()
     d = a - 1 / 3

@@ -8,4 +8,5 @@
 'report.html'
 """
 
+from fedtorch.report.comparison import baseline as baseline, compare as compare
 from fedtorch.report.folder import read as read, render as render, write as write

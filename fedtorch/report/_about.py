@@ -12,18 +12,24 @@ from typing import Any
 
 import torch
 
-from fedtorch.federation.runs.evaluation import Score
 from fedtorch.federation.runs.run import Run
 from fedtorch.networks import Network
 from fedtorch.report import _posteriors as posteriors
 from fedtorch.report._drawing import reduced
+from fedtorch.scores import Score
 from fedtorch.trust import record
+from fedtorch.vfl.fit.run import VerticalRun
 
 FORMAT = 1
 
 
 def about(
-    run: Run, *, title: str = "", ended: str = "", scores: Mapping[str, Score] | None = None, network: Any = None
+    run: Run | VerticalRun,
+    *,
+    title: str = "",
+    ended: str = "",
+    scores: Mapping[str, Score] | None = None,
+    network: Any = None,
 ) -> dict[str, Any]:
     """What a report says of a run besides its history.
 
@@ -52,14 +58,14 @@ def about(
     }
 
 
-def _network(run: Run) -> Network | None:
+def _network(run: Run | VerticalRun) -> Network | None:
     edges = run.algorithm.settings.get("edges")
     if not isinstance(edges, torch.Tensor):
         return None
     return Network(edges, run.algorithm.settings.get("weights"), len(run.population.names))
 
 
-def _privacy(run: Run) -> dict[str, Any] | None:
+def _privacy(run: Run | VerticalRun) -> dict[str, Any] | None:
     """The claim of an algorithm that accounts for what it tells, and its budget."""
     ledger = getattr(run.algorithm.budget, "ledger", None)
     if ledger is None:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from fedtorch.networks import Network
+from fedtorch.plots.layouts import node_places
 
 _NODES, _EDGES = 1200, 3000  # that are drawn
-_SPRINGS = 300  # nodes up to which springs lay a network out
-_SMOOTHED = 400  # steps of averaging over neighbours that lay out a larger one
 _SIZE = 440.0
 _SHADES = 5
 
@@ -48,7 +46,7 @@ def reduced(network: Network | None) -> dict[str, Any] | None:
     pairs = place[network.edges.numpy()]
     pairs = pairs[(pairs >= 0).all(1)]
     pairs = pairs[np.unique(np.linspace(0, max(0, len(pairs) - 1), min(_EDGES, len(pairs))).round().astype(int))]
-    places = _places(network)[shown]
+    places = node_places(network)[shown]
     span = np.ptp(places, axis=0).max(initial=1e-12)
     counts = network.neighbour_counts
     return {
@@ -108,28 +106,3 @@ def _shades(values: Sequence[float] | None) -> tuple[list[str], list[str]]:
     place = np.clip(np.searchsorted(edges[1:-1], known, side="right"), 0, _SHADES - 1)
     bounds = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)] or [f"{edges[0]:.3g}"]
     return [f"s{i}" if np.isfinite(value) else "none" for i, value in zip(place.tolist(), known)], bounds
-
-
-def _places(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """`(n, 2)`: the given positions; else by springs, or, of many nodes, by averaging over neighbours."""
-    if network.positions is not None:
-        return network.positions[:, :2].numpy()
-    if network.nodes <= _SPRINGS:
-        import networkx
-
-        laid_out = networkx.spring_layout(network.to_networkx(), seed=0)
-        return np.array([laid_out[node] for node in range(network.nodes)]).reshape(-1, 2)
-    return _smoothed(network)
-
-
-def _smoothed(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Random places, each often moved halfway to its neighbours' mean: near the slowest modes, (x, y) orthonormal."""
-    adjacency, degrees = network.scipy_adjacency, network.degrees.clamp(min=1e-12).numpy()[:, None]
-    places = torch.randn(network.nodes, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
-    for step in range(_SMOOTHED):
-        places = (places + adjacency @ places / degrees) / 2
-        if step % 10 == 9:
-            places = np.linalg.qr(places - places.mean(0))[0]
-    # Modes crowd at the ends: ranks, mixed with the values, spread the nodes out.
-    ranks = places.argsort(0).argsort(0) / network.nodes
-    return ranks + (places - places.mean(0)) / (4 * places.std(0) + 1e-12)

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedtorch.report._chart import Chart, Series, Table, Tick, chart, number, ticks
+from fedtorch.plots.charts import Chart, Series, chart, number, ticks
+from fedtorch.report._svg import Place, Words
 
 _PANELS, _ROWS = 8, 16  # variables whose intervals are drawn, and components of each
 _WORST = 10  # components that the table names
@@ -34,7 +35,7 @@ class Panel(NamedTuple):
 
     name: str
     intervals: list[Interval]
-    x_ticks: list[Tick]
+    x_ticks: list[Place]
     zero: float | None  # where it is, if it is there
 
 
@@ -46,7 +47,7 @@ class Posterior(NamedTuple):
     good: bool
     warnings: list[str]
     panels: list[Panel]
-    table: Table
+    table: Words
     traces: list[Chart]
 
 
@@ -65,7 +66,7 @@ def posterior(found: dict[str, Any]) -> Posterior:
         good=good,
         warnings=found["warnings"],
         panels=[made for made in panels if made is not None][:_PANELS],
-        table=Table("Worst R-hat first" if measured else "Numbers", header, [_cells(row, measured) for row in worst]),
+        table=Words("Worst R-hat first" if measured else "Numbers", header, [_cells(row, measured) for row in worst]),
         traces=[made for trace in found["traces"] if (made := _trace(trace)) is not None],
     )
 
@@ -88,7 +89,7 @@ def _panel(name: str, rows: list[Row]) -> Panel | None:
         for i, row in enumerate(shown)
     ]
     zero = across(0.0) if low <= 0 <= high else None
-    return Panel(name, intervals, [Tick(across(value), number(value)) for value in ticks(low, high, 4)], zero)
+    return Panel(name, intervals, [Place(across(value), number(value)) for value in ticks(low, high, 4)], zero)
 
 
 def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
@@ -112,7 +113,7 @@ def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
 
 def _trace(found: dict[str, Any]) -> Chart | None:
     chains = [np.array(values, dtype=np.float64) for values in found["chains"][:6]]
-    series = [Series(f"chain {i + 1}", values, f"c{i + 1} thin") for i, values in enumerate(chains)]
+    series = [Series(f"chain {i + 1}", values, i, faint=True) for i, values in enumerate(chains)]
     return chart(f"Draws of {found['name']}", "draw", np.array(found["draw"]) + 1.0, series, logarithmic=False)
 
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from fedtorch.plots.charts import Chart, Series, chart, number, size
+from fedtorch.plots.history_charts import in_words
 from fedtorch.report import _history_charts as charts
-from fedtorch.report._chart import Chart, Series, Table, chart, number, size
 from fedtorch.report._drawing import Drawing, drawing
 from fedtorch.report._intervals import posterior
+from fedtorch.report._svg import Words, picture
 from fedtorch.trust.record import Check
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"name": visible, "text": partial(visible, longest=_LONGEST_TEXT)}
+    made.filters |= {"picture": picture, "name": visible, "text": partial(visible, longest=_LONGEST_TEXT)}
     return made
 
 
@@ -102,12 +104,12 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
     for name in table:
         if name.startswith("val_") and f"{name}_mean" in table:
             span = f"clients {number(last(f'{name}_min'))} to {number(last(f'{name}_max'))}"
-            tiles.append((charts.in_words(name), number(last(name)), span))
+            tiles.append((in_words(name), number(last(name)), span))
     for name, score in about["scores"].items():
         if f"{name}_mean" not in table:  # else the history has said so
             known = [value for value in score["clients"] if value is not None]
             span = f"clients {number(min(known))} to {number(max(known))}" if known else ""
-            tiles.append((charts.in_words(name), number(score["overall"]), span))
+            tiles.append((in_words(name), number(score["overall"]), span))
     sent = [size(float(table[name].iloc[-1])) for name in ("bytes_up", "bytes_down")]
     tiles.append(("sent up", sent[0], f"{sent[1]} down"))
     if "epsilon" in table:
@@ -139,18 +141,18 @@ def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
 def _client_charts(last: pd.DataFrame, scores: dict[str, Any]) -> list[Chart]:
     """Each client's last loss and scores, sorted."""
     values = {"Last training loss": last["train_loss"].to_numpy(dtype=np.float64)}
-    values |= {charts.in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
+    values |= {in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
     made = []
     for name, found in values.items():
         known = np.sort(found[np.isfinite(found)])
         if len(known) > 1:
             share = np.linspace(0, 100, len(known))
             title = f"{name[0].upper()}{name[1:]} of every client, sorted"
-            made.append(chart(title, "clients, %", share, [Series(name, known, "c1")]))
+            made.append(chart(title, "clients, %", share, [Series(name, known)]))
     return [each for each in made if each is not None]
 
 
-def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, Any]) -> list[Table]:
+def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, Any]) -> list[Words]:
     """Who is worst off."""
     tables = []
     if len(last):
@@ -158,7 +160,7 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
             [str(name), number(row.train_loss), f"{int(row.round):,}", f"{int(row.answered):,}"]
             for name, row in zip(last.index[:_WORST], last[:_WORST].itertuples())
         ]
-        tables.append(Table("Largest last training loss", ["client", "loss", "in round", "times answered"], rows))
+        tables.append(Words("Largest last training loss", ["client", "loss", "in round", "times answered"], rows))
     for name, score in about["scores"].items():
         found = np.array(score["clients"], dtype=np.float64)
         order = [i for i in found.argsort(kind="stable") if np.isfinite(found[i])]
@@ -169,7 +171,7 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
             parts = {"Worst": order[:: 1 if best else -1][:_WORST]}
         for word, ends in parts.items():
             rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(found[i])] for i in ends]
-            tables.append(Table(f"{word} {charts.in_words(name)}", ["client", "score"], rows))
+            tables.append(Words(f"{word} {in_words(name)}", ["client", "score"], rows))
     return tables
 
 

@@ -17,16 +17,21 @@ from torch import Tensor
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import Sampler, load_arviz
+from fedtorch.vfl.fit.run import VerticalRun
+from fedtorch.vfl.fit.sfvi import VariationalFit
 
 _MOST = 200  # components that are told of one source
+_ELEMENTS = 5  # of a batch of fits that are shown
 _TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each chain
 _FEWEST = 8  # draws of a chain that diagnostics need
 
 
-def found(run: Run) -> list[dict[str, Any]]:
+def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
     """The posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
     sources = [_of_draws(one) for one in run.recorders if isinstance(one, Sampler) and one.moments]
-    if run.algorithm.settings.get("algorithm") == "ep" and run.number > 0:
+    if run.number and isinstance(run, VariationalFit):
+        sources += _of_variational(run)
+    elif run.number and isinstance(run, Run) and run.algorithm.settings.get("algorithm") == "ep":
         sources.append(_of_propagation(run))
     return sources
 
@@ -94,6 +99,21 @@ def _of_propagation(run: Run) -> dict[str, Any]:
     pairs = list(zip(q.mean.tolist(), q.variance.sqrt().tolist()))
     rows = [_normal(f"φ[{i}]", mean, sd) for i, (mean, sd) in enumerate(pairs[:_MOST])]
     return {**told, "rows": rows, "components": len(pairs), "warnings": [str(w.message) for w in caught]}
+
+
+def _of_variational(fit: VariationalFit) -> list[dict[str, Any]]:
+    """Return q(γ, θ_1, …, θ_J) of each element of the batch, of the first ones where there are many."""
+    means, covariances = fit.moments()
+    names = [f"γ[{i}]" for i in range(fit.model.sizes[0])]
+    names += [f"θ_{j}[{i}]" for j, size in enumerate(fit.model.sizes[1:], start=1) for i in range(size)]
+    doubts = ["" if ok else "the gradients of the last steps are not noise alone" for ok in fit.converged().tolist()]
+    told = []
+    for b, (mean, covariance, doubt) in enumerate(zip(means[:_ELEMENTS], covariances, doubts)):
+        rows = [_normal(*each) for each in zip(names[:_MOST], mean.tolist(), covariance.diagonal().sqrt().tolist())]
+        title = "q(γ, θ) of variational inference" + (f", element {b}" if len(means) > 1 else "")
+        shown = {"title": title, "rows": rows, "components": len(names), "traces": []}
+        told.append({**shown, "warnings": [doubt] if doubt else []})
+    return told
 
 
 def _normal(name: str, mean: float, sd: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of a federation that a Lightning `Trainer` trains."""
+"""The report of a federation, or of a vertical fit, that a Lightning `Trainer` trains."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 import lightning as L
 
-from fedtorch.federation.lightning.federation import Federation
+from fedtorch.federation.runs.run import Run
 from fedtorch.networks import Network
 from fedtorch.report.folder import write
+from fedtorch.vfl.fit.run import VerticalRun
 
 
 class Report(L.Callback):
-    """Writes the report of a federation when training ends, whatever ends it; see `fedtorch.report`.
+    """Write the report of a `Federation` or `vfl.SplitNetwork` when training ends, whatever ends it; see `ft.report`.
 
     Args:
         folder: where it goes; default: the logger's folder, without a logger the Trainer's `default_root_dir`.
@@ -24,7 +25,7 @@ class Report(L.Callback):
         page: where the page is, None before.
 
     Raises:
-        TypeError: the Trainer trains something else than a `Federation`.
+        TypeError: the Trainer trains something else than a `Federation` or a `vfl.SplitNetwork`.
 
     Example:
         >>> import lightning as L, fedtorch as ft
@@ -39,8 +40,8 @@ class Report(L.Callback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Finds the folder, which all ranks agree on; refuses what it cannot report of."""
-        if not isinstance(pl_module, Federation):
-            raise TypeError(f"Expected a Federation to report of, but got {type(pl_module).__name__}")
+        if not isinstance(getattr(pl_module, "run", None), (Run, VerticalRun)):
+            raise TypeError(f"Expected a Federation or a SplitNetwork to report of, but got {type(pl_module).__name__}")
         self._place = self.folder or trainer.log_dir or trainer.default_root_dir
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -51,8 +52,8 @@ class Report(L.Callback):
         """Writes the report of what there is, which says what has ended it."""
         self._write(pl_module, f"ended by {type(exception).__name__}: {exception}")
 
-    def _write(self, federation: Any, ended: str) -> None:
+    def _write(self, module: Any, ended: str) -> None:
         if self._place is None:  # what has ended it was before there was anything to report of
             return
-        run, scores = federation.run, federation.scores
-        self.page = write(run, self._place, title=self.title, ended=ended, scores=scores, network=self.network)
+        scores = getattr(module, "scores", None)
+        self.page = write(module.run, self._place, title=self.title, ended=ended, scores=scores, network=self.network)

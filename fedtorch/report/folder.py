@@ -4,7 +4,7 @@
   history of the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
 - `about.json`: what a history does not say: clients' names, settings, network, posteriors, scores, privacy's claim.
   Where it is missing, clients are numbers, and the rest is left out.
-- `….safetensors.json`: a record of the run, which `fedtorch.trust.record.Ledger` writes beside a checkpoint.
+- `….safetensors.json`: a record of the run, which `fedtorch.trust.record.RunRecord` writes beside a checkpoint.
 - `report.html`: the page, one file without scripts that fetches nothing.
 
 Nothing here is executed when it is read: JSON, safetensors, and a Trainer's checkpoints with `weights_only=True`.
@@ -31,12 +31,13 @@ from torch import Tensor
 
 from fedtorch import _files as files, checkpoint
 from fedtorch.checkpoint import below
-from fedtorch.federation.runs.evaluation import Score
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import History
 from fedtorch.report._about import FORMAT, about
 from fedtorch.report._page import Story, page
+from fedtorch.scores import Score
 from fedtorch.trust import record
+from fedtorch.vfl.fit.run import VerticalRun
 
 if TYPE_CHECKING:
     from fedtorch.networks import Network
@@ -60,7 +61,7 @@ _NOTHING: dict[str, Any] = {
 
 
 def write(
-    run: Run,
+    run: Run | VerticalRun,
     folder: Path | str,
     *,
     title: str = "",
@@ -71,7 +72,7 @@ def write(
     """Writes the report of a run into a folder, and returns the page's path; over ranks, the first one writes.
 
     Args:
-        run: begun, or done.
+        run: begun, or done; of a vertical fit, such as `ft.vfl.sfvi` returns, parties are its clients.
         folder: made if need be.
         title: of the page; default: the algorithm's name.
         ended: why the run ended, if that is worth a word.

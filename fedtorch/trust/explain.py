@@ -41,8 +41,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData, described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.runs.evaluation import Score
 from fedtorch.federation.runs.run import Run
+from fedtorch.scores import Score
 from fedtorch.tree import Tree
 
 _ROWS, _TIMES = "augmented", "times"  # fields of augmented rows: rows, and how often each is there, 0 for signals

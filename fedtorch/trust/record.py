@@ -1,6 +1,6 @@
 """A run on record: what was computed, with what, by whom, at what cost, as JSON beside its checkpoint.
 
-A `Ledger` follows a run and remembers who was asked and who answered. `ledger.save(run, path)` writes the checkpoint
+A `RunRecord` follows a run and remembers who was asked and who answered. `kept.save(run, path)` writes the checkpoint
 and, beside it, `<path>.json`: fingerprints of data, code and checkpoint, settings, versions, network, bytes, what the
 algorithm reports (a privacy budget among it), faults, rounds, an estimate of energy (time × stated power). `verify`,
 and the command `fedtorch record verify <path>.json`, finds what was changed afterwards. That shows mistakes, not
@@ -12,10 +12,10 @@ and KR7 (accountability).
 >>> import tempfile, torch, fedtorch as ft
 >>> from fedtorch.trust import record
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
->>> ledger = record.Ledger(watts=30.0)
->>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), rounds=2, record=ledger)
+>>> kept = record.RunRecord(watts=30.0)
+>>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), rounds=2, record=kept)
 >>> with tempfile.TemporaryDirectory() as folder:
-...     path = ledger.save(run, f"{folder}/run.safetensors")
+...     path = kept.save(run, f"{folder}/run.safetensors")
 ...     [check.name for check in record.verify(path) if not check.holds]
 []
 """
@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 import platform
 import time
 from collections.abc import Mapping
@@ -35,10 +36,12 @@ import torch
 from torch import Tensor
 
 from fedtorch import _files as files, checkpoint, tree
+from fedtorch.chained_log import canonical, chained, digest, entries_of, faults
 from fedtorch.data import FederatedData
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Round
 
+_FORMAT = 2
 _KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")
 _PACKAGES = ("torch", "numpy", "scipy", "lightning", "safetensors")
 
@@ -49,11 +52,11 @@ class Check(NamedTuple):
     Example:
         >>> import tempfile, torch, fedtorch as ft
         >>> from fedtorch.trust import record
-        >>> data, ledger = ft.data.from_tensors([(torch.eye(1), torch.ones(1))]), record.Ledger(note="by Ada")
+        >>> data, kept = ft.data.from_tensors([(torch.eye(1), torch.ones(1))]), record.RunRecord(note="by Ada")
         >>> local = ft.least_squares(torch.nn.Linear(1, 1))
-        >>> run = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=1, record=ledger)
+        >>> run = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=1, record=kept)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = ledger.save(run, f"{folder}/run.safetensors")
+        ...     path = kept.save(run, f"{folder}/run.safetensors")
         ...     _ = path.write_text(path.read_text().replace("by Ada", "by Bob"))
         ...     [check for check in record.verify(path) if not check.holds]
         [Check(name='record', holds=False, message='the record is as it was written')]
@@ -64,8 +67,8 @@ class Check(NamedTuple):
     message: str
 
 
-class Ledger:
-    """A recorder of who was asked and who answered: `ft.run(..., record=ledger)`.
+class RunRecord:
+    """Record who was asked and who answered: `ft.run(..., record=RunRecord())`.
 
     Args:
         watts: the power that the machines take while they work, all together; None leaves energy out.
@@ -107,22 +110,22 @@ class Ledger:
         """Writes the checkpoint and the record beside it, and returns the record's path; over ranks, on all of them.
 
         Args:
-            run: that this ledger has followed from its first round.
+            run: that this record has followed from its first round.
             path: of the checkpoint.
 
         Raises:
-            ValueError: the ledger has not followed all rounds of this run.
+            ValueError: the record has not followed all rounds of this run.
         """
         if self._numbers != list(range(1, run.number + 1)):
             raise ValueError(
-                f"Expected the ledger of all {run.number} rounds, but it has followed {len(self._numbers)}; pass it to "
+                f"Expected a record of all {run.number} rounds, but it has followed {len(self._numbers)}; pass it to "
                 "the run as record= from the start"
             )
         run.save(path)
         written = Path(f"{path}.json")
         if run.population.leads:
             content = self.content(run, Path(path))
-            content["digest"] = _digest(content)
+            content["digest"] = digest(canonical(content))
             files.replace(written, (json.dumps(content, indent=1) + "\n").encode())
         return written
 
@@ -132,7 +135,7 @@ class Ledger:
         data = getattr(run.population, "data", None)
         settings = checkpoint_fingerprint(checkpoint.read(saved))
         return {
-            "format": 1,
+            "format": _FORMAT,
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "note": self.note,
             "checkpoint": {"file": saved.name, "sha256": _of_file(saved)},
@@ -144,7 +147,7 @@ class Ledger:
             "machine": {"system": platform.platform(), "processor": platform.machine()},
             "rounds_done": run.number,
             "bytes": {"up": run.bytes_up, "down": run.bytes_down},
-            "report": {} if run.last is None else {name: float(value) for name, value in run.last.report.items()},
+            "report": {} if run.last is None else {name: _number(value) for name, value in run.last.report.items()},
             "energy": _energy(seconds, self.watts),
             "faults": {kind: sum(map(len, self._ids[kind])) for kind in _KINDS[1:]},
             "clients": list(run.population.names),
@@ -152,20 +155,15 @@ class Ledger:
         }
 
     def _rounds(self) -> list[dict[str, Any]]:
-        """A line per round, each with the digest of all before it."""
-        lines: list[dict[str, Any]] = []
-        for row, number in enumerate(self._numbers):
-            ids = {kind: found[row] for kind, found in self._ids.items()}
-            missing = torch.cat([ids[kind] for kind in ("lost_before", "late", "lost_after", "refused")])
-            answered = ids["asked"][~torch.isin(ids["asked"], missing)]
-            line = {
-                "round": number,
-                **{kind: spans(each) for kind, each in ids.items() if kind == "asked" or len(each)},
-            }
-            line["answered"] = spans(answered)
-            line["chain"] = _digest({**line, "before": lines[-1]["chain"] if lines else ""})
-            lines.append(line)
-        return lines
+        """Return an entry per round, each with the hash of the one before."""
+        return chained([self._round(row) for row in range(len(self._numbers))])
+
+    def _round(self, row: int) -> dict[str, Any]:
+        ids = {kind: found[row] for kind, found in self._ids.items()}
+        missing = torch.cat([ids[kind] for kind in ("lost_before", "late", "lost_after", "refused")])
+        answered = ids["asked"][~torch.isin(ids["asked"], missing)]
+        faults = {kind: spans(each) for kind, each in ids.items() if kind == "asked" or len(each)}
+        return {"round": self._numbers[row], **faults, "answered": spans(answered)}
 
 
 def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
@@ -178,14 +176,19 @@ def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
     try:
         content = json.loads(path.read_text())
         saved = path.parent / content["checkpoint"]["file"]
-        rounds, wanted = content["rounds"], content["checkpoint"]["sha256"]
+        rounds, wanted, version = content["rounds"], content["checkpoint"]["sha256"], content["format"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"Expected a record of a run in {path}, but got something else: {error!r}") from None
+    if version != _FORMAT:
+        raise ValueError(
+            f"Expected a record of format {_FORMAT} in {path}, but got format {version}; verify it with the version of "
+            f"fedtorch that wrote it, {content.get('versions', {}).get('fedtorch')}"
+        )
     same = saved.is_file() and _of_file(saved) == wanted
     settings = checkpoint_fingerprint(checkpoint.read(saved)) if same else None
     checks = [
-        Check("record", content.pop("digest", None) == _digest(content), "the record is as it was written"),
-        Check("rounds", _chained(rounds), "every round's line follows from the lines before"),
+        Check("record", content.pop("digest", None) == digest(canonical(content)), "the record is as it was written"),
+        Check("rounds", not faults(entries_of(rounds)), "every round's line follows from the lines before"),
         Check("checkpoint", same, f"{saved.name} is the file that was written"),
         Check("settings", settings == content["settings"], "the checkpoint is of a run with these settings"),
         Check("code", content["code"] == _code_digest(), "the package is the one that wrote it"),
@@ -256,23 +259,9 @@ def spans(ids: Tensor) -> str:
     return ",".join(str(int(part[0])) if len(part) == 1 else f"{int(part[0])}-{int(part[-1])}" for part in parts)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def _of_file(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _chained(lines: list[dict[str, Any]]) -> bool:
-    before = ""
-    for line in lines:
-        rest = {name: value for name, value in line.items() if name != "chain"}
-        if line.get("chain") != _digest({**rest, "before": before}):
-            return False
-        before = line["chain"]
-    return True
 
 
 def _network(settings: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -301,3 +290,8 @@ def versions() -> dict[str, str]:
 def _energy(seconds: float, watts: float | None) -> dict[str, float | None]:
     """An estimate: the time of the rounds times the stated power."""
     return {"seconds": seconds, "watts": watts, "watt_hours": None if watts is None else seconds * watts / 3600}
+
+
+def _number(value: Any) -> float | str:
+    """Return a number as JSON may hold it: NaN and infinities as text."""
+    return float(value) if math.isfinite(value) else str(float(value))

@@ -29,29 +29,27 @@ from fedtorch.vfl.fit.auxiliary import (
     noiseless as noiseless,
     sums as sums,
 )
-from fedtorch.vfl.fit.gaussians import (
+from fedtorch.vfl.fit.guide import (
     GaussianFamily as GaussianFamily,
+    Guide as Guide,
+    Parameters as Parameters,
+    count_parameters as count_parameters,
     diagonal as diagonal,
     full_covariance as full_covariance,
     low_rank as low_rank,
 )
-from fedtorch.vfl.fit.guide import Guide as Guide, Parameters as Parameters, count_parameters as count_parameters
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
 from fedtorch.vfl.fit.noise import Noise as Noise
 from fedtorch.vfl.fit.part import Part as Part, parts as parts
-from fedtorch.vfl.fit.prediction import (
-    log_score as log_score,
-    lost_score as lost_score,
-    noise_variance as noise_variance,
-    spread as spread,
-)
+from fedtorch.vfl.fit.prediction import log_score as log_score, lost_score as lost_score, spread as spread
+from fedtorch.vfl.fit.run import VerticalRun as VerticalRun
 from fedtorch.vfl.fit.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
 from fedtorch.vfl.fit.soul import Soul as Soul, soul as soul
 from fedtorch.vfl.model import likelihoods as likelihoods
 from fedtorch.vfl.model.augmented import attenuation as attenuation, augmented as augmented
+from fedtorch.vfl.model.collapsed import noise_variance as noise_variance
 from fedtorch.vfl.model.power import power as power
 from fedtorch.vfl.model.predictors import (
-    NetworkPredictor as NetworkPredictor,
     Predictor as Predictor,
     by_level as by_level,
     laplace_prior as laplace_prior,
@@ -60,7 +58,9 @@ from fedtorch.vfl.model.predictors import (
     normal_prior as normal_prior,
     slopes as slopes,
 )
+from fedtorch.vfl.model.split_nn import NetworkPredictor as NetworkPredictor
 from fedtorch.vfl.model.vertical import VerticalModel as VerticalModel, concatenated as concatenated, summed as summed
+from fedtorch.vfl.nodes.run import NodesRun as NodesRun
 from fedtorch.vfl.rows.data import VerticalData as VerticalData
 from fedtorch.vfl.rows.leakage import LabelLeakageWarning as LabelLeakageWarning
 from fedtorch.vfl.rows.parties import (

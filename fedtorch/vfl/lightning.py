@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Never
 
 import lightning as L
 import torch
@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.vfl.fit.run import Iterated, VerticalRun
 from fedtorch.vfl.rows.data import VerticalData
 
 
@@ -144,3 +145,56 @@ class StackedEarlyStopping(L.Callback):
             for name, parameter in pl_module.named_parameters():
                 if name in self._weights:
                     parameter.copy_(self._weights[name])
+
+
+class TrainerRun(VerticalRun):
+    """A split network that a Lightning `Trainer` trains, with the verbs of `ft.Run`; a round is an epoch.
+
+    Args:
+        network: a `SplitNetwork`, whose run it is.
+
+    >>> import fedtorch as ft
+    >>> data = ft.vfl.VerticalData((torch.tensor([[-1.0], [1.0]]),), torch.tensor([0.0, 1.0]))
+    >>> keys = random.fold_in(random.key(0), torch.arange(2))
+    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> trainer = L.Trainer(max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    ...                     enable_model_summary=False, accelerator="cpu")
+    >>> trainer.fit(network, VerticalLoader(data), VerticalLoader(data))
+    >>> network.run.number, network.run.history["train_loss"].is_monotonic_decreasing
+    (3, True)
+    >>> network.run.evaluate(data, {"accuracy": ft.metrics.accuracy()})["accuracy"].clients.shape  # of each element
+    torch.Size([2])
+    """
+
+    def __init__(self, network: Any) -> None:
+        model = network.server.model
+        settings = {
+            "algorithm": "split network",
+            "likelihood": model.likelihood,
+            "guide": network.server.guide,
+            "elements": network.size,
+        }
+        super().__init__([party.name for party in network.parties], settings)
+        self.network, self.likelihood = network, model.likelihood
+
+    def epoch(self, report: Mapping[str, Tensor], seconds: float) -> None:
+        """Record an epoch that the Trainer has done."""
+        self._record(Iterated(report, torch.arange(len(self.population.names))), seconds)
+
+    def predict(
+        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+    ) -> Tensor:
+        """Return what `SplitNetwork.predict` does."""
+        return self.network.predict(features, draws=draws, key=key, noise=noise)
+
+    def _iterate(self, number: int) -> Never:
+        raise TypeError(
+            "Expected a Trainer to do the iterations of this run, trainer.fit(network, loader), but got a step of it; "
+            "among nodes that is ft.vfl.NodesRun(*network.nodes(data))"
+        )
+
+    def _state(self) -> dict[str, Tensor]:
+        return {name: leaf.detach().clone() for name, leaf in self.network.state_dict().items()}
+
+    def _load(self, flat: Mapping[str, Tensor]) -> None:
+        self.network.load_state_dict(flat)

@@ -43,8 +43,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -56,15 +57,14 @@ from fedtorch.checkpoint_io import keep_plain
 from fedtorch.vfl.fit.auxiliary import noiseless
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.captured import CapturedBound
-from fedtorch.vfl.fit.gaussians import point
-from fedtorch.vfl.fit.guide import Guide, Parameters, initial
+from fedtorch.vfl.fit.guide import Guide, Parameters, initial, point
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes
 from fedtorch.vfl.fit.noise import Noise
-from fedtorch.vfl.fit.part import Part, draw_noises, parts
+from fedtorch.vfl.fit.part import Part, draw_noises, parts, predicted
+from fedtorch.vfl.lightning import TrainerRun
 from fedtorch.vfl.model.checks import check_features, check_response
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model.predictors import NetworkPredictor, flat_prior
-from fedtorch.vfl.model.split_nn import Stacked
+from fedtorch.vfl.model.split_nn import NetworkPredictor, Stacked
 from fedtorch.vfl.model.vertical import VerticalModel, summed
 from fedtorch.vfl.nodes.node import Optimizers, PartyNode, ServerNode
 from fedtorch.vfl.rows.data import VerticalData
@@ -110,6 +110,7 @@ class SplitNetwork(L.LightningModule):
         server: the server's `Part`.
         bayesian: whether an element has noise and priors.
         validation_losses: `(B,)` negative log scores per row, after a validation epoch.
+        run: what a Trainer has done with it, with the verbs of `ft.Run`.
 
     Raises:
         ValueError: no party, names or widths of another number, or noise at the sum without a sum at the cut layer.
@@ -163,7 +164,7 @@ class SplitNetwork(L.LightningModule):
         dtype = predictors[0].start.dtype
         active = None if bool((rho > 0).all()) else rho > 0
         model = VerticalModel(
-            likelihood, tuple(predictors), torch.where(rho > 0, rho, 1.0).to(dtype), False, False, flat_prior(),
+            likelihood, tuple(predictors), torch.where(rho > 0, rho, 1.0).to(dtype), intercept=False,
             active=active, combine=combine, top=None if top is None else Stacked(top, of_weights(0)),
         )  # fmt: skip
         key = keys.reshape(-1)[0]
@@ -174,6 +175,7 @@ class SplitNetwork(L.LightningModule):
         self.optimizer, self.validation_draws, self.compiles = optimizer, validation_draws, compile
         self._captured: CapturedBound | None = None
         self.validation_losses = torch.full((len(keys),), math.nan)
+        self.run = TrainerRun(self)
 
     @property
     def model(self) -> VerticalModel:
@@ -202,6 +204,24 @@ class SplitNetwork(L.LightningModule):
         """Has the Trainer keep checkpoints that appear whole, and read none that could run code."""
         keep_plain(self.trainer.strategy)
         self._captured = None  # of tensors that may have been moved since
+
+    def on_train_epoch_start(self) -> None:
+        """Begin to count an epoch's seconds."""
+        self._began = time.perf_counter()
+
+    def on_train_epoch_end(self) -> None:
+        """Record the epoch in the run's history."""
+        self.run.epoch(dict(self.trainer.callback_metrics), time.perf_counter() - self._began)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add the history to a Trainer's checkpoint."""
+        checkpoint["history"] = self.run.log.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the history of a Trainer's checkpoint."""
+        if "history" in checkpoint:
+            self.run.log.load_state_dict(checkpoint["history"])
+            self.run.number = len(self.run.log)
 
     def training_step(self, data: VerticalData, index: int) -> Tensor:
         """The sum of the elements' losses."""
@@ -261,28 +281,11 @@ class SplitNetwork(L.LightningModule):
         parties = [PartyNode(p, own, optimizer=optimizer, per_row=True) for p, own in zip(self.parties, known)]
         return ServerNode(self.server, data.known_to_server(), optimizer=optimizer, per_row=True), parties
 
-    @torch.no_grad()
     def totals(
         self, features: Sequence[Tensor], draws: int, key: Tensor | None, noise: bool, data: VerticalData | None = None
     ) -> Tensor:
         """Draws of the likelihood's predictor of new rows, `(B, M, C, n)`, by all parties together."""
-        if len(features) != len(self.parties):
-            raise ValueError(f"Expected features of {len(self.parties)} parties, but got {len(features)}")
-        rows = [x.shape[-1 - dims] for x, dims in zip(features, self.model.row_dims)]
-        if len(set(rows)) > 1:
-            raise ValueError(f"Expected the same rows of all parties, but got {rows} of them; align the rows")
-        was_training = self.training
-        self.eval()
-        try:
-            key = random.key(0).to(self.server.rho.device) if key is None else key
-            values = [party.propose(x, key, draws, noise) for party, x in zip(self.parties, features)]
-            if data is not None and data.present is not None:
-                values = [value * data.present[:, j].to(value.dtype) for j, value in enumerate(values)]
-            offset = None if data is None or data.offset is None else data.offset.to(values[0].dtype)
-            model = self.model
-            return model.centre(self._shared, model.cut(values), offset)[0]
-        finally:
-            self.train(was_training)
+        return predicted(self.server, self.parties, features, draws, key, noise, data)[0]
 
     def predict(
         self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True

@@ -266,3 +266,17 @@ def test_ranks_give_the_numbers_of_one_process(write) -> None:
     for name in ("val_accuracy", "val_error", "train_loss"):  # six digits are printed, sums of float32 in another order
         assert float(values[name]) == pytest.approx(float(last[name]), rel=1e-5)
     assert float(values["bytes_up"]) == model.run.bytes_up
+
+
+def test_wrappers_are_a_list_the_innermost_first(write) -> None:
+    faulty = call("fedtorch.trust.robust.trimmed_mean", fraction=0.2)
+    content = given()
+    content["wrap"] = [
+        call("fedtorch.trust.attacks.sign_flip", clients=[0, 1], scale=3.0),
+        call("fedtorch.trust.robust.rule", average=faulty),
+    ]
+    algorithm = run("fit", "--config", write(content)).run.algorithm
+    assert algorithm.settings["wrap"] == {"attacks.sign_flip": 1, "robust.rule": 4}
+    content["wrap"].reverse()
+    with pytest.raises(ValueError, match=r"write algorithm \| attacks\.sign_flip\(…\) \| robust\.rule\(…\)"):
+        run("fit", "--config", write(content))

@@ -635,7 +635,7 @@ def test_runs_side_by_side_are_those_alone():
     sets = [linear_clients([4, 9, 5, 7], seed=seed) for seed in range(3)]
     local = sgd(0.05, steps=3)
     starts = [{name: leaf + seed for name, leaf in local.parameters.items()} for seed in range(3)]
-    average = dataclasses.replace(ft.fedavg(local), exchange=rules.star(rules.median()))
+    average = ft.fedavg(local) | rules.rule(rules.median())
     algorithms = {
         "collusion": ft.fedavg(local) | attacks.inner_product_manipulation([1], 0.5),
         "totals": ft.scaffold(local),

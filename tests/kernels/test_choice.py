@@ -7,7 +7,7 @@ import torch
 from support.programs import launches
 
 from fedtorch.dispatch import choice, launch as _launch
-from fedtorch.kernels import moments, order_statistics
+from fedtorch.kernels import order_statistics
 from fedtorch.kernels.glm_steps import CATEGORICAL, GAUSSIAN, glm_steps
 from fedtorch.kernels.moments import solved
 
@@ -91,9 +91,6 @@ BEYOND = {  # shapes and dtypes that a program does not know
         torch.eye(17, device=device).double(), torch.ones(17, device=device).double()
     ),
     "moments in float32": lambda device: solved(torch.eye(2, device=device), torch.ones(2, device=device)),
-    "17 dimensions of nodes": lambda device: moments.tilted(
-        torch.ones(1, 20, 17, device=device).double(), torch.full((1, 20), 0.05, device=device).double()
-    ),
     "129 features": lambda device: linear_models(129, 0, torch.float64, device),
     "17 classes": lambda device: linear_models(2, 17, torch.float32, device),
     "classes in float64": lambda device: linear_models(2, 3, torch.float64, device),

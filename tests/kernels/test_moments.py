@@ -1,4 +1,4 @@
-"""Inverses and natural parameters in registers are those of Cholesky factors."""
+"""Inverses in registers are those of Cholesky factors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.programs import launches, reference
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.kernels.moments import solved, tilted
+from fedtorch.kernels.moments import solved
 from fedtorch.models import gaussian
 
 # Of matrices that are not positive definite the interpreter, which is NumPy, tells.
@@ -50,27 +50,6 @@ def test_matrices_that_are_not_positive_definite(device) -> None:
     assert inverse.isnan().all((1, 2)).tolist() == [True, True, True, True, False]
     assert solution.isnan().all(1).tolist() == [True, True, True, True, False]
     assert bool(inverse[4].isfinite().all())
-
-
-@pytest.mark.parametrize(("clients", "many", "size"), [(1, 1, 1), (3, 9, 2), (2, 70, 3), (2, 20, 16), (0, 4, 2)])
-def test_weighted_nodes(clients, many, size, device, monkeypatch) -> None:
-    nodes = random.normal(random.key(1), (clients, many, size), torch.float64) + 2
-    weights = torch.softmax(random.normal(random.key(2), (clients, many), torch.float64), 1)
-    with reference():
-        wanted = tilted(nodes, weights)
-    with launches(monkeypatch):
-        found = tilted(nodes.to(device), weights.to(device))
-    for one, other in zip(found, wanted):
-        # Covariances of 20 nodes in 16 dimensions have condition numbers up to 1e5.
-        torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-9, equal_nan=True)
-
-
-def test_lost_nodes_and_strides(device) -> None:
-    nodes = random.normal(random.key(3), (2, 2, 12), torch.float64).mT.to(device)
-    weights = torch.full((2, 12), 1 / 12, dtype=torch.float64, device=device)
-    weights[1] = torch.nan
-    shift, precision = tilted(nodes, weights)
-    assert shift.isnan().all(1).tolist() == precision.isnan().all((1, 2)).tolist() == [False, True]
 
 
 def test_gaussian_densities_use_it(device, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random
 from fedtorch.kernels import neighbours as kernel
-from fedtorch.kernels.neighbours import descended, neighbours, plan
+from fedtorch.kernels.neighbours import neighbours, plan
 
 NETWORKS = {
     "hub": lambda: ft.Network.star(150),  # three segments and many nodes with one edge
@@ -39,21 +39,6 @@ def test_sums_of_all_degrees(name, width, device, monkeypatch) -> None:
         assert torch.equal(neighbours(matrix, given), found)
     with reference():
         torch.testing.assert_close(neighbours(matrix, rows.to(device)).cpu(), wanted, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_steps(name, device, monkeypatch) -> None:
-    network = NETWORKS[name]()
-    rows = rows_of(network, 3)
-    args = [part.to(device) for part in (rows, rows.cos(), network.degrees)]
-    dense = network.degrees.diag() - network.adjacency().to_dense()
-    wanted = rows - 0.05 * (rows.cos() + 0.6 * dense @ rows)
-    with launches(monkeypatch):
-        found = descended(network.adjacency(device=device), *args, alpha=0.3, lr=0.05)
-    torch.testing.assert_close(found.cpu(), wanted, rtol=1e-12, atol=1e-12)
-    with reference():
-        whole = descended(network.adjacency(device=device), *args, alpha=0.3, lr=0.05)
-    torch.testing.assert_close(whole.cpu(), wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_single_precision_and_mixed(device) -> None:

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.solvers._fused import FusedSteps
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.trust import privacy, robust
@@ -192,7 +193,14 @@ def test_what_is_no_plain_linear_head_takes_the_stacked_steps(other, device, mon
 def test_noise_and_clipping_of_examples_take_the_stacked_steps(device, monkeypatch) -> None:
     module, loss, data = linear_problem("gaussian", device)
     local = privacy.example_level(
-        module, clip=1.0, noise=1.0, rate=0.5, steps=2, delta=1e-3, loss=loss, optimizer=lambda p: SGD(p, lr=0.1)
+        module,
+        clip=1.0,
+        noise=1.0,
+        sampling_rate=0.5,
+        steps=2,
+        delta=1e-3,
+        loss=loss,
+        optimizer=lambda p: SGD(p, lr=0.1),
     )
     with launches(monkeypatch, at_least=0) as seen:
         ft.run(ft.fedavg(local), ft.InProcess(data, device=device), rounds=1)
@@ -241,7 +249,7 @@ def test_multi_output_processes(device, monkeypatch) -> None:
 
 @pytest.mark.parametrize("rule", [robust.median(), robust.trimmed_mean(0.2)], ids=["median", "trimmed mean"])
 def test_robust_exchanges(rule, device, monkeypatch) -> None:
-    exchange = robust.star(rule, spread=10.0)  # with equal weights a processor sorts
+    exchange = robust_star(rule, spread=10.0)  # with equal weights a processor sorts
     message = {"a": ft.Mean(ft.random.normal(ft.random.key(3), (5, 2, 3)), torch.arange(1.0, 6.0))}
     ids = torch.arange(5)
     with reference():

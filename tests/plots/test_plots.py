@@ -16,6 +16,8 @@ from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
 from fedtorch.models import low_rank
+from fedtorch.plots import history_charts
+from fedtorch.report import _svg as svg
 from fedtorch.trust import fairness
 
 DATA = classes()
@@ -129,6 +131,19 @@ def test_bytes_against(runs: dict[str, Any], metric: str, column: str) -> None:
         assert values == rows[column].tolist()
         assert sent == pytest.approx(((rows["bytes_up"] + rows["bytes_down"]) / 1e6).tolist())
     assert "MB" in figure.axes[0].get_xlabel()
+
+
+def test_figures_and_reports_have_the_same_scale_and_ticks(runs: dict[str, Any]) -> None:
+    rounds = np.arange(1.0, 7.0)
+    falling = pd.DataFrame({"round": rounds, "train_loss": 10.0**-rounds})
+    axes = ft.plots.curves(falling).axes[0]
+    described = history_charts.spread(falling, "train_loss")
+    assert described is not None
+    assert axes.get_yscale() == "log"
+    assert [text.get_text() for text in axes.get_yticklabels()] == [tick.text for tick in described.y_ticks]
+    assert [tick.text for tick in svg.picture(described).y_ticks] == [tick.text for tick in described.y_ticks]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "3", "4", "5", "6"]
+    assert ft.plots.curves(runs["FedAvg"]).axes[1].get_yscale() == "linear"  # an accuracy
 
 
 def test_few_clients_are_bars() -> None:

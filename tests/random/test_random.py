@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.random import philox as kernel, words as generator
+from fedtorch.random import philox as kernel
 
 MASK = 0xFFFFFFFF
 SAMPLES = 40_000
@@ -32,7 +32,7 @@ def signed(value: int) -> int:
 
 
 def philox(key: int, counter: list[int]) -> list[int]:
-    even, odd = generator.philox(torch.tensor(signed(key)), counter)
+    even, odd = kernel._philox(torch.tensor(signed(key)), counter)
     return [int(word) & MASK for word in (even[0], odd[0], even[1], odd[1])]
 
 
@@ -134,11 +134,11 @@ def test_stacked_equals_looped(draw, keys):
 
 @each_draw
 def test_more_leaves_the_first_as_they_are(draw, keys, monkeypatch):
-    monkeypatch.setattr(generator, "BLOCK", 2**10)
+    monkeypatch.setattr(kernel, "BLOCK", 2**10)
     longer = draw(keys, 1003)
     for count in (0, 1, 2, 3, 4, 5, 8, 63, 1002):
         assert torch.equal(draw(keys, count), longer[..., :count])
-    monkeypatch.setattr(generator, "BLOCK", 2**20)
+    monkeypatch.setattr(kernel, "BLOCK", 2**20)
     assert torch.equal(draw(keys, 1003), longer)
 
 
@@ -197,7 +197,7 @@ def test_normal_and_exponential(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("word", [0, MASK])
 def test_extreme_words_stay_finite(monkeypatch, dtype, word):
-    monkeypatch.setattr(generator, "_words", lambda key, start, count: torch.full((*key.shape, count), word))
+    monkeypatch.setattr(kernel, "_words", lambda key, start, count: torch.full((*key.shape, count), word))
     key = random.key(0)
     assert bool(random.normal(key, (4,), dtype).isfinite().all())
     exponential = random.exponential(key, (4,), dtype)
@@ -321,13 +321,13 @@ def test_beta(a, b):
 
 @pytest.mark.parametrize("word", [0, MASK])
 def test_gamma_of_extreme_words_stays_finite(monkeypatch, word):
-    real = kernel.block_words
+    real = kernel._block_words
 
     def extreme(keys, element, attempt, purpose):
         words = real(keys, element, attempt, purpose)
         return torch.full_like(words, word) if attempt in (0, kernel._BOOST) else words
 
-    monkeypatch.setattr(kernel, "block_words", extreme)
+    monkeypatch.setattr(kernel, "_block_words", extreme)
     for a in (0.01, 1.0, 30.0):
         for dtype in (torch.float32, torch.float64):
             sample = random.gamma(random.key(0), a, (4,), dtype)

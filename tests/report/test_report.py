@@ -22,8 +22,9 @@ from fedtorch.cli import main
 from fedtorch.federation.algorithms import ep
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import sparse
+from fedtorch.plots.charts import Series, chart
+from fedtorch.report import _svg as svg
 from fedtorch.report._about import about
-from fedtorch.report._chart import HEIGHT, WIDTH, Series, chart
 from fedtorch.report._drawing import drawing, reduced
 from fedtorch.report._page import visible
 from fedtorch.report._posteriors import found
@@ -228,7 +229,7 @@ def test_a_run_without_rounds(tmp_path: Path) -> None:
 
 
 def test_the_record_is_verified(tmp_path: Path) -> None:
-    ledger = record.Ledger()
+    ledger = record.RunRecord()
     run = fitted(record=ledger)
     written = ledger.save(run, tmp_path / "run.safetensors")
     assert "the record is as it was written" in harmless(ft.report.write(run, tmp_path).read_text()).texts
@@ -266,7 +267,7 @@ def test_it_is_written_where_training_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         trainer(max_epochs=2, callbacks=[callback, Fails()], default_root_dir=tmp_path).fit(federation)
     assert "ended by RuntimeError: no more paper" in harmless((tmp_path / "report.html").read_text()).texts
-    with pytest.raises(TypeError, match="Expected a Federation to report of"):
+    with pytest.raises(TypeError, match="Expected a Federation or a SplitNetwork to report of"):
         trainer(max_epochs=1, callbacks=ft.Report()).fit(BoringModel())
 
 
@@ -309,7 +310,7 @@ def test_expectation_propagation_tells_its_posterior(tmp_path: Path) -> None:
 def test_privacy_is_shown_with_its_claim(tmp_path: Path) -> None:
     data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
     local = ft.least_squares(torch.nn.Linear(10, 1))
-    private = privacy.client_level(ft.fedavg(local), clip=1.0, noise=2.0, delta=1e-3, budget=50.0)
+    private = ft.fedavg(local) | privacy.client_level(clip=1.0, noise=2.0, delta=1e-3, budget=50.0)
     run = ft.run(private, ft.InProcess(data), rounds=3)
     words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
     assert "Privacy spent, ε" in words
@@ -321,29 +322,31 @@ def test_a_chart_keeps_its_extremes_and_few_points() -> None:
     y = np.sin(np.arange(100_000) / 5000)
     y[77_123], y[12_345] = 9.0, -8.0
     y[5000:6000] = np.nan
-    made = chart("a wave", "t", np.arange(100_000.0), [Series("wave", y, "c1")])
-    assert made is not None
+    described = chart("a wave", "t", np.arange(100_000.0), [Series("wave", y)])
+    assert described is not None
+    made = svg.picture(described)
     points = np.array([point.split() for point in made.marks[0].path[1:].split("L")], dtype=float)
     assert len(points) <= 4 * 180
-    assert points[0, 0] < points[-1, 0] <= WIDTH
+    assert points[0, 0] < points[-1, 0] <= svg.WIDTH
     spread = points[:, 1].max() - points[:, 1].min()
     ticks = {float(tick.text): tick.place for tick in made.y_ticks}
     assert spread == pytest.approx(17 / 5 * abs(ticks[-5.0] - ticks[0.0]), abs=0.3)  # places are rounded to 0.1
-    assert 0 < points[:, 1].min() < points[:, 1].max() < HEIGHT
+    assert 0 < points[:, 1].min() < points[:, 1].max() < svg.HEIGHT
     assert "highest 9 at 77,123" in made.text
-    assert chart("nothing", "t", np.arange(2.0), [Series("none", np.full(2, np.nan), "c1")]) is None
+    assert chart("nothing", "t", np.arange(2.0), [Series("none", np.full(2, np.nan))]) is None
 
 
 def test_positive_numbers_over_decades_are_logarithmic() -> None:
     x = np.arange(1.0, 7.0)
-    made = chart("falls", "t", x, [Series("change", 10.0**-x, "c1")])
-    assert made is not None
+    described = chart("falls", "t", x, [Series("change", 10.0**-x)])
+    assert described is not None
+    made = svg.picture(described)
     assert made.logarithmic
     places = [float(point.split()[1]) for point in made.marks[0].path[1:].split("L")]
     assert np.diff(places) == pytest.approx(np.full(5, np.diff(places).mean()), abs=0.21)
-    one = chart("a point", "t", np.ones(1), [Series("change", np.ones(1), "c1")])
+    one = chart("a point", "t", np.ones(1), [Series("change", np.ones(1))])
     assert one is not None
-    assert one.marks[0].dots
+    assert svg.picture(one).marks[0].dots
 
 
 @pytest.mark.parametrize("nodes", [1, 50, 3000])

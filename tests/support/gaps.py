@@ -7,7 +7,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
+from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.models.gibbs import imputation
 
 START = imputation.Normal(torch.zeros(4, dtype=torch.float64), torch.eye(4, dtype=torch.float64))
@@ -29,4 +29,4 @@ def clients(missing: float) -> list[tuple[Tensor, Tensor]]:
 
 
 def fit(data: ft.data.FederatedData, rounds: int, chunk: int | None = None) -> imputation.Normal:
-    return ft.run(pooled_covariance(), ft.InProcess(data, chunk), START, rounds=rounds).last.server
+    return ft.run(normal_em(), ft.InProcess(data, chunk), START, rounds=rounds).last.server

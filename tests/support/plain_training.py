@@ -177,7 +177,7 @@ def check(module, data=None, loss=None, optimizer=None, quadratic=None, buffers=
             torch.testing.assert_close(result.parameters[name][k], value, **CLOSE)
         for name, value in result.state.buffers.items():
             torch.testing.assert_close(value[k], after[name], **CLOSE)
-        assert float(result.steps[k]) == pytest.approx(rate, rel=1e-12)
+        assert float(result.lr_sum[k]) == pytest.approx(rate, rel=1e-12)
         assert result.info.keys() == info.keys()
         for name, value in info.items():
             torch.testing.assert_close(result.info[name][k].double(), value.double(), **CLOSE)
@@ -334,7 +334,7 @@ def over_rounds(module, optimizer, loss, reset="never", **options):
         for row, k in enumerate(cohort):
             parameters, _, rate, info = plain(sessions[k], own_rows(data, k), key[k], round=number, **options)
             taken[k] += total_steps(data, k, **options)
-            assert float(result.steps[row]) == pytest.approx(rate, rel=1e-12)
+            assert float(result.lr_sum[row]) == pytest.approx(rate, rel=1e-12)
             torch.testing.assert_close(result.info["loss"][row].double(), info["loss"].double(), **CLOSE)
             mine = tree.map(lambda leaf, k=k: leaf[k], start)
             torch.testing.assert_close(mine, parameters, **CLOSE)

@@ -66,12 +66,15 @@ def regression(data: vfl.VerticalData, variance: float) -> tuple[Tensor, Tensor,
 
 
 MODELS = {"augmented": vfl.augmented, "power": vfl.power}
-GUIDES = {
+APART = {  # of which each node holds its own part
     "mean field": lambda: vfl.Guide(vfl.mean_field(), vfl.diagonal()),
     "amortised": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4))),
     "amortised, y seen": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)),
     "sums": lambda: vfl.Guide(vfl.sums(encoder.perceptron(4))),
     "noiseless": lambda: vfl.Guide(vfl.noiseless()),
+}
+GUIDES = {
+    **APART,
     "sums, joint": lambda: vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True),
     "amortised, joint": lambda: vfl.Guide(vfl.amortised(encoder.affine()), joint=True),
     "sums, low rank, joint": lambda: vfl.Guide(vfl.sums(encoder.affine()), vfl.low_rank(2), joint=True),
@@ -107,25 +110,9 @@ def nodes(
     return ServerNode(server, prepared(model, data).known_to_server(), response_shared=shared), parties
 
 
-def gathered(guide: vfl.Guide, server: ServerNode, parties: list[PartyNode]) -> vfl.Parameters:
+def gathered(server: ServerNode, parties: list[PartyNode]) -> vfl.Parameters:
     """All nodes' parameters in one place."""
-    joint = None
-    if guide.joint:
-        every = [node.rows for node in (server, *parties)]
-        widest = lambda name: every[-1][name].shape[-1] if every[-1][name].ndim > 2 else 0
-        pad = lambda rows, width: torch.nn.functional.pad(rows, (0, width - rows.shape[-1])) if width else rows
-        joint = {name: torch.cat([pad(rows[name], widest(name)) for rows in every], 1) for name in every[0]}
-    of = [{name: group for name, group in node.q.items() if name != "joint"} for node in (server, *parties)]
-    return tree.map(torch.detach, vfl.Parameters(joint, of[0], tuple(of[1:])))
-
-
-def below(q: vfl.Parameters) -> vfl.Parameters:
-    """Without what lies above the diagonal of a joint factor, which nobody uses."""
-    return (
-        q
-        if q.joint is None or "lower" not in q.joint
-        else q._replace(joint={**q.joint, "lower": q.joint["lower"].tril(-1)})
-    )
+    return tree.map(torch.detach, vfl.Parameters(None, server.q, tuple(party.q for party in parties)))
 
 
 def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = STEPS) -> list[vfl.Noise]:

@@ -133,13 +133,15 @@ def test_they_join_any_algorithm_in_any_chunks(name: str, attack: str) -> None:
 
 @pytest.mark.parametrize("name", COLLUSIONS)
 def test_collusions_are_the_same_in_any_chunks(name: str) -> None:
-    for algorithm in (
-        AVERAGE,
-        dataclasses.replace(AVERAGE, exchange=robust.star(robust.median())),
-        robust.totals(ft.scaffold(sgd(0.05, steps=2)), robust.trimmed_mean(0.0)),
-        ft.matrix_normal(ft.least_squares(LinearHead(3, dtype=torch.float64), steps=4)),
+    for algorithm, rule in (
+        (AVERAGE, None),
+        (AVERAGE, robust.median()),
+        (ft.scaffold(sgd(0.05, steps=2)), robust.trimmed_mean(0.0)),
+        (ft.matrix_normal(ft.least_squares(LinearHead(3, dtype=torch.float64), steps=4)), None),
     ):
         attacked = algorithm | COLLUSIONS[name]
+        if rule is not None:
+            attacked, algorithm = attacked | robust.rule(rule), algorithm | robust.rule(rule)
         whole, one = (run(attacked, chunk, cohort=5, seed=1) for chunk in (None, 1))
         assert distance(whole.server, one.server) < ROUNDING
         assert distance(whole.server, run(algorithm, cohort=5, seed=1).server) > 1e-6
@@ -176,9 +178,9 @@ def test_numbers_that_are_none_stop_a_run_or_are_left_out(value: float) -> None:
     with pytest.raises(ValueError, match="client 'client 1' sent NaN, Inf or a negative weight"):
         ft.Run(attacked, data).step()
     away = ft.Faults(before=lambda key, ids: torch.isin(ids, torch.tensor(WRONG)))
-    for exchange in (ft.star(), robust.star(robust.median())):
-        algorithm = dataclasses.replace(AVERAGE, exchange=exchange)
-        dropping = ft.Run(algorithm | attacks.denial_of_service(WRONG, value), data, on_bad_message="drop")
+    median = robust.rule(robust.median())
+    for defended, algorithm in ((attacked, AVERAGE), (attacked | median, AVERAGE | median)):
+        dropping = ft.Run(defended, data, on_bad_message="drop")
         dropping.step()
         assert dropping.last is not None
         assert dropping.last.refused.tolist() == WRONG
@@ -199,17 +201,19 @@ def test_a_run_under_attack_resumes() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"join the attack to robust\.totals"):
-        ALGORITHMS["gtv"]() | COLLUSIONS["min_max"]
+    alone = ALGORITHMS["gtv"]() | COLLUSIONS["min_max"]
+    with pytest.raises(ValueError, match=r"write algorithm \| attacks\.min_max\(…\) \| robust\.rule\(…\)"):
+        ft.Run(alone, ft.InProcess(linear_clients(SIZES)))
     replaced = dataclasses.replace(AVERAGE | LIES["sign_flip"], exchange=ft.star())
-    with pytest.raises(TypeError, match="join attacks last"):
+    with pytest.raises(TypeError, match=r"algorithm \| attack \| robust\.rule"):
         run(replaced, rounds=1)
 
 
 def test_a_block_of_no_clients_says_nothing() -> None:
-    robust_star = dataclasses.replace(AVERAGE, exchange=robust.star(robust.krum(1)))
-    defended = robust.totals(ALGORITHMS["gtv"](), robust.median(), ft.Network.ring(K))
-    for algorithm in (AVERAGE | LIES["noise"], robust_star | COLLUSIONS["min_max"], defended, defended | LIES["noise"]):
+    krum, median = robust.rule(robust.krum(1)), robust.rule(robust.median(), ft.Network.ring(K))
+    gtv = ALGORITHMS["gtv"]()
+    attacked = AVERAGE | LIES["noise"], AVERAGE | COLLUSIONS["min_max"] | krum, gtv | LIES["noise"] | median
+    for algorithm in (*attacked, gtv | median):
         started = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)))
         outbox, clients = algorithm.outbox(started.server), started.clients
         turn = ft.Turn(ft.random.key(0), 0)

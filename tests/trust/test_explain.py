@@ -107,7 +107,7 @@ def test_rows_that_are_repeated_are_read_by_explainable_solvers_only() -> None:
         with pytest.raises(ValueError, match="Expected rows"):
             ft.Run(ft.fedavg(solver), ft.InProcess(rows))
     private = privacy.example_level(
-        linear(1, bias=False), clip=1.0, noise=1.0, rate=0.5, steps=1, delta=1e-3, loss=nn.functional.mse_loss,
+        linear(1, bias=False), clip=1.0, noise=1.0, sampling_rate=0.5, steps=1, delta=1e-3, loss=nn.functional.mse_loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
     with pytest.raises(ValueError, match="without a privacy budget"):

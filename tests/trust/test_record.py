@@ -19,19 +19,19 @@ DATA = linear_clients([5, 6, 7, 8, 9, 5, 4, 6])
 FAULTS = ft.dropouts(0.2) | ft.lost_messages(after=0.2)
 
 
-def made(ledger: record.Ledger, rounds: int = 5) -> ft.Run:
+def made(ledger: record.RunRecord, rounds: int = 5) -> ft.Run:
     algorithm = ft.gtv(sgd(0.05), ft.Network.ring(K), 0.5)
     return ft.run(algorithm, ft.InProcess(DATA), rounds=rounds, cohort=5, faults=FAULTS, seed=1, record=ledger)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    ledger = record.Ledger(watts=36.0, note="Ada Lovelace")
+    ledger = record.RunRecord(watts=36.0, note="Ada Lovelace")
     return ledger.save(made(ledger), tmp_path / "run.safetensors")
 
 
 def test_a_record_says_what_was_done(tmp_path: Path) -> None:
-    ledger = record.Ledger(watts=36.0, note="Ada Lovelace")
+    ledger = record.RunRecord(watts=36.0, note="Ada Lovelace")
     rounds = []
 
     class Both:
@@ -57,17 +57,17 @@ def test_a_record_says_what_was_done(tmp_path: Path) -> None:
 
 
 def test_a_private_run_has_its_epsilon_on_record(tmp_path: Path) -> None:
-    ledger, noised = record.Ledger(), privacy.from_seed(0)
-    algorithm = privacy.client_level(ft.fedavg(sgd(0.05)), 1.0, 5.0, delta=1e-3, entropy=noised)
+    ledger, noised = record.RunRecord(), privacy.from_seed(0)
+    algorithm = ft.fedavg(sgd(0.05)) | privacy.client_level(1.0, 5.0, delta=1e-3, entropy=noised)
     run = ft.run(algorithm, ft.InProcess(DATA), rounds=3, record=ledger)
     content = json.loads(ledger.save(run, tmp_path / "run.safetensors").read_text())
     assert content["report"]["epsilon"] == run.history["epsilon"].iloc[-1] > 0
-    assert content["settings"]["privacy.noise"] == "5.0"
+    assert content["settings"]["privacy.client_level.noise"] == "5.0"
 
 
 def _checkpoint(folder: Path) -> Path:
     other = folder / "other.safetensors"
-    made(record.Ledger()).save(other)
+    made(record.RunRecord()).save(other)
     return other
 
 
@@ -98,6 +98,21 @@ def test_what_was_changed_is_found(saved: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("NOT SO") == 3
 
 
+def test_a_record_of_an_earlier_version_is_refused(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"Expected a record of format 2 in .*, but got format 1; verify it with"):
+        changed(saved, lambda content: content.update(format=1))
+
+
+def test_numbers_that_are_not_finite_are_kept_as_text(tmp_path: Path) -> None:
+    kept = record.RunRecord()
+    run = made(kept)
+    assert run.last is not None
+    run.last.report["worst"] = torch.inf
+    written = kept.save(run, tmp_path / "run.safetensors")
+    assert json.loads(written.read_text())["report"]["worst"] == "inf"
+    assert all(check.holds for check in record.verify(written))
+
+
 def test_another_checkpoint_or_other_data_are_found(saved: Path) -> None:
     other = DATA.map(lambda rows: (rows[0], rows[1] + 1e-9))
     assert [check.name for check in record.verify(saved, other) if not check.holds] == ["data"]
@@ -111,7 +126,7 @@ def test_another_checkpoint_or_other_data_are_found(saved: Path) -> None:
 
 
 def test_a_resumed_run_has_the_record_of_all_rounds(tmp_path: Path) -> None:
-    whole, first, second = record.Ledger(), record.Ledger(), record.Ledger()
+    whole, first, second = record.RunRecord(), record.RunRecord(), record.RunRecord()
     made(first, 2).save(tmp_path / "early.safetensors")
     run = made(second, 0).load(tmp_path / "early.safetensors")
     for _ in run.rounds(5):
@@ -127,11 +142,11 @@ def test_what_is_no_record_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         record.verify(tmp_path / "other.json")
     assert main(["record", "verify", str(tmp_path / "other.json"), str(tmp_path / "none.json")]) == 1
     assert "Expected a record of a run" in capsys.readouterr().err
-    late = record.Ledger()
-    with pytest.raises(ValueError, match="ledger of all 5 rounds, but it has followed 0"):
-        late.save(made(record.Ledger()), tmp_path / "run")
+    late = record.RunRecord()
+    with pytest.raises(ValueError, match="record of all 5 rounds, but it has followed 0"):
+        late.save(made(record.RunRecord()), tmp_path / "run")
     with pytest.raises(ValueError, match="positive power"):
-        record.Ledger(watts=0)
+        record.RunRecord(watts=0)
 
 
 def test_the_alarm_is_raised_where_values_get_worse() -> None:

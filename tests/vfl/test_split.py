@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
 from fedtorch.vfl.fit import encoder
-from fedtorch.vfl.fit._blocks import NodeNoise
+from fedtorch.vfl.fit.part import NodeNoise
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import Stacked, mlp
-from fedtorch.vfl.nodes.iteration import exchange
+from fedtorch.vfl.nodes.iteration import exchange, server_half
 from fedtorch.vfl.nodes.node import Gradient, Iteration, Value
 
 
@@ -58,16 +58,18 @@ def test_gradient_messages_are_autograd_s() -> None:
     """What comes down is the derivative of the joint bound per row, minus the loss, with respect to what went up."""
     model, rows = CASES["plain"](), data()
     server, parties = model.nodes(rows, SGD)
-    values = [party.propose(Iteration()) for party in parties]
-    leaves = [value.value.clone().requires_grad_() for value in values]
+    values = [party.propose(Iteration()).sent for party in parties]
+    leaves = [value.clone().requires_grad_() for value in values]
     total = sum(leaves)[:, 0] + rows.offset  # (B, C, N)
     log_p = total.log_softmax(1).gather(1, rows.response.long()[:, None])[:, 0]
     loss = -((log_p * rows.weight).sum(1) / rows.weight.sum(1)).sum()
     loss.backward()
-    server.begin(Iteration())
-    server.values = values
-    for found, leaf in zip(server.evaluate(None), leaves):
-        assert torch.allclose(found.gradient, -leaf.grad, rtol=0, atol=ROUNDING)
+    half, step = server_half(server, [Iteration()]), None
+    for message in (None, *map(Value, values)):
+        step = half.send(message)
+    for leaf in leaves:
+        assert torch.allclose(step.message.gradient, -leaf.grad, rtol=0, atol=ROUNDING)
+        step = next(half, None)
 
 
 @pytest.mark.parametrize("name", ["plain", "sums", "amortised"])

@@ -12,7 +12,7 @@ from fedtorch.tree import Tree
 
 
 class Controls(NamedTuple):
-    """Controls that can be added up: one client's, or the sum over those that have been heard."""
+    """Hold controls that can be added up: one client's, or the sum over those that have been heard."""
 
     weighted: Tree  # Σ w_k c_k, in the structure of the parameters
     weight: Tensor  # Σ w_k
@@ -20,19 +20,19 @@ class Controls(NamedTuple):
 
 
 class State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
+    """Hold a client's own state; leaves `(K, ...)`."""
 
     controls: Controls  # its own, as it tells them
     solver: Tree
 
 
 def no_controls(parameters: Tree) -> Controls:
-    """The controls of nobody."""
+    """Return the controls of nobody."""
     nothing = torch.zeros((), dtype=torch.float64, device=tree.leaves(parameters)[0].device)
     return Controls(tree.zeros_like(parameters), nothing, nothing)
 
 
 def mean_control(total: Controls, population: Tensor) -> Tree:
-    """Σ w_k c_k / Σ w_k, where Σ w_k is the number of clients times the mean weight of those that have been heard."""
+    """Return Σ w_k c_k / Σ w_k, where Σ w_k is the clients' number times the mean weight of those that were heard."""
     weight = population * total.weight / total.clients.clamp(min=1)
     return tree.scale(total.weighted, torch.where(weight > 0, 1 / weight, 0.0))

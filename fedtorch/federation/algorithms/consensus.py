@@ -32,7 +32,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, graph
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum
+from fedtorch.federation.exchanges.graph import graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -41,7 +42,7 @@ _MARGIN = 1e-6  # by which the eigenvalues may be off
 
 
 class Averaging:
-    """Averages what the nodes of a network hold by exchanges between neighbours.
+    """Average what the nodes of a network hold by exchanges between neighbours.
 
     Args:
         network: connected.
@@ -78,7 +79,7 @@ class Averaging:
             self.exchanges = math.ceil(math.acosh(1 / reduction) / math.acosh(self._centre))
 
     def __call__(self, values: Tensor) -> Tensor:
-        """The mean at every node as it knows it, `(n, D)` float64 -> `(n, D)`."""
+        """Return the mean at every node as it knows it, `(n, D)` float64 -> `(n, D)`."""
         if not self.exchanges:
             return values
         laplacian = self.network.laplacian(torch.float64, values.device)
@@ -93,7 +94,7 @@ class Averaging:
 
 
 def consensus(network: Network, tolerance: float | None = None) -> Exchange:
-    """What `star` tells a server, at every node as it finds by consensus: an aggregate and an outbox of a row per node.
+    """Replace the sums of a `star` by consensus: each node computes the aggregate and keeps a row of the outbox.
 
     A node that does not answer in a round adds nothing, but passes on what it hears. Traffic is what goes over the
     edges: as often as there are exchanges, a message in float64 to every neighbour. Nothing comes down.
@@ -190,7 +191,7 @@ def at_node(server: Tree, node: int | None = None) -> Tree:
 
 
 def without_server(algorithm: Algorithm, network: Network, tolerance: float | None = None) -> Algorithm:
-    """An algorithm over a `star` as the nodes of a network run it among themselves.
+    """Let the nodes of a network run an algorithm over a `star` among themselves.
 
     Every node keeps a copy of the server's state, a row of the new server state `(n, ...)`, and takes the server's step
     itself, with the sums as it knows them and the key of the round, which all have in common. `at_node` is one node's
@@ -251,7 +252,7 @@ def without_server(algorithm: Algorithm, network: Network, tolerance: float | No
 
 
 def _whole(told: Tensor, total: Tensor) -> Tensor:
-    """The whole numbers nearest to sums of whole numbers."""
+    """Return the whole numbers nearest to sums of whole numbers."""
     rounded = total.round()
     error = (total - rounded).abs().amax() if total.numel() else total.new_zeros(())
     are_whole, known = torch.stack([((told == told.round()) & (told.abs() <= _LARGEST)).all(), error < 0.25]).tolist()

@@ -25,7 +25,7 @@ _PERSONAL = 0x44697474  # purpose of a client's key: the personal model's draws
 
 
 class _State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
+    """Hold a client's own state; leaves `(K, ...)`."""
 
     personal: Tree  # v_k
     personal_solver: Tree
@@ -40,7 +40,7 @@ def ditto(
     lr: float = 1.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """Ditto; `Reply.info` has the shared training's values, and the personal one's as `personal_…`.
+    """Build Ditto; `Reply.info` has the shared training's values, and the personal one's as `personal_…`.
 
     Args:
         local: how a client works on both of its problems.

@@ -27,7 +27,7 @@ Weight = Callable[[Any], Tensor]  # data -> (K,)
 
 
 class Message(NamedTuple):
-    """What a client tells the server.
+    """Hold what a client tells the server.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 def rows_weight(data: Any) -> Tensor:
-    """A client's number of rows, `(K,)`: the usual weight.
+    """Return a client's number of rows, `(K,)`: the usual weight.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -54,7 +54,7 @@ def rows_weight(data: Any) -> Tensor:
 
 
 def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """FedAvg, and FedProx for `mu` > 0.
+    """Build FedAvg, and FedProx for `mu` > 0.
 
     Args:
         local: how a client works on its own problem.
@@ -90,7 +90,7 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
 
 
 def fedprox(local: LocalSolver, mu: float, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """FedProx: `fedavg` whose clients stay near the server's parameters by μ/2 ‖x − θ‖² (Li et al. 2020).
+    """Build FedProx, `fedavg` whose clients stay near the server's parameters by μ/2 ‖x − θ‖² (Li et al. 2020).
 
     Example:
         >>> import torch, fedtorch as ft
@@ -103,7 +103,7 @@ def fedprox(local: LocalSolver, mu: float, *, lr: float = 1.0, weight: Weight = 
 
 
 def check_settings(local: LocalSolver, mu: float, lr: float) -> None:
-    """Raises TypeError or ValueError unless `local` is a solver, μ at least 0 and the server's step positive.
+    """Raise TypeError or ValueError unless `local` is a solver, μ at least 0 and the server's step positive.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -117,7 +117,7 @@ def check_settings(local: LocalSolver, mu: float, lr: float) -> None:
 
 
 def proximal(centre: Tree, mu: float) -> Quadratic | None:
-    """μ/2 ‖x − centre‖² up to a constant, for stacked centres `(K, ...)`; None without weight.
+    """Return μ/2 ‖x − centre‖² up to a constant, for stacked centres `(K, ...)`; None without weight.
 
     Example:
         >>> import torch
@@ -133,7 +133,7 @@ def proximal(centre: Tree, mu: float) -> Quadratic | None:
 
 
 def checked_weight(data: Any, weight: Weight) -> Any:
-    """`data`, if every client's weight is positive and finite.
+    """Return `data`, if every client's weight is positive and finite.
 
     Raises:
         BadClients: some are not.

@@ -16,7 +16,7 @@ from fedtorch.federation.algorithms.personal import personal_layers
 
 
 def fedbn(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """FedAvg with personal BatchNorm layers: `personal_layers` with the names of their parameters.
+    """Build FedAvg with personal BatchNorm layers: `personal_layers` with the names of their parameters.
 
     Args:
         local: how a client works on its own problem; `gradient_descent(..., buffers="local")`, so that the running

@@ -39,7 +39,7 @@ from fedtorch.tree import Tree
 
 
 def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) -> Algorithm:
-    """FedDyn, with exact local solvers or a few steps of descent.
+    """Build FedDyn, with exact local solvers or a few steps of descent.
 
     Args:
         local: how a client works on its own problem.

@@ -29,7 +29,7 @@ from fedtorch.tree import Tree
 
 
 class Server(NamedTuple):
-    """What the server keeps.
+    """Hold what the server keeps.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -49,7 +49,7 @@ class Server(NamedTuple):
 
 
 def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, weight: Weight = rows_weight) -> Algorithm:
-    """Federated averaging whose server step is that of an optimiser; its state is part of the server's.
+    """Build federated averaging whose server steps by an optimiser; its state is part of the server's.
 
     Averaged buffers (`gradient_descent(buffers="average")`) have no gradient: they are averaged as in FedAvg.
 
@@ -110,7 +110,7 @@ def fedadam(
     mu: float = 0.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """FedAdam: `fedopt` with `torch.optim.Adam` (Reddi et al. 2021, Algorithm 2, but bias-corrected).
+    """Build FedAdam: `fedopt` with `torch.optim.Adam` (Reddi et al. 2021, Algorithm 2, but bias-corrected).
 
     Args:
         local: how a client works on its own problem.
@@ -136,7 +136,7 @@ def fedyogi(
     mu: float = 0.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """FedYogi: `fedopt` with `Yogi` (Reddi et al. 2021, Algorithm 2). Arguments as those of `fedadam`.
+    """Build FedYogi: `fedopt` with `Yogi` (Reddi et al. 2021, Algorithm 2). Arguments as those of `fedadam`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -148,7 +148,7 @@ def fedyogi(
 def fedadagrad(
     local: LocalSolver, *, lr: float = 0.01, eps: float = 1e-3, mu: float = 0.0, weight: Weight = rows_weight
 ) -> Algorithm:
-    """FedAdagrad: `fedopt` with `torch.optim.Adagrad` whose sums start at τ² (Reddi et al. 2021, Algorithm 2, β₁ = 0).
+    """Build FedAdagrad: `fedopt` with `torch.optim.Adagrad`, sums starting at τ² (Reddi et al. 2021, Alg. 2, β₁ = 0).
 
     Arguments as those of `fedadam`.
 
@@ -165,7 +165,7 @@ def fedadagrad(
 
 
 class Yogi(Optimizer):
-    r"""Adam whose second moment grows and shrinks at a bounded rate, without correction of bias.
+    r"""Step like Adam, with a second moment that grows and shrinks at a bounded rate, without correction of bias.
 
     .. math::
         m \leftarrow \beta_1 m + (1 - \beta_1) g, \quad
@@ -206,7 +206,7 @@ class Yogi(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step; returns what `closure` returns."""
+        """Take one step; returns what `closure` returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -228,7 +228,7 @@ class Yogi(Optimizer):
 
 
 def averaged_buffers(local: LocalSolver) -> set[str]:
-    """The names of buffers that `local` treats as parameters: they are averaged, and have no gradient.
+    """Return the names of buffers that `local` treats as parameters: they are averaged, and have no gradient.
 
     Example:
         >>> import torch, fedtorch as ft

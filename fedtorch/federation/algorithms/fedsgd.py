@@ -30,7 +30,7 @@ def fedsgd(
     buffers: Literal["refuse", "local", "average"] = "refuse",
     batched: bool = True,
 ) -> Algorithm:
-    """Federated gradient descent: one full-batch gradient per client and round, one step of the server.
+    """Build federated gradient descent: one full-batch gradient per client and round, one step of the server.
 
     For another server optimiser use `fedopt` on `gradient_descent(..., steps=1)` with SGD of learning rate 1.
 

@@ -34,14 +34,14 @@ from fedtorch.tree import Tree
 
 
 class _State(NamedTuple):
-    """A client's own; leaves `(K, C, ...)`."""
+    """Hold a client's own state; leaves `(K, C, ...)`."""
 
     variables: Tree
     told: dict[str, Tensor]  # its part of the sums, in limbs; zeros before its first sweep
 
 
 class Server(NamedTuple):
-    """What the server keeps; leaves `(C, ...)`.
+    """Hold what the server keeps; leaves `(C, ...)`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -60,7 +60,7 @@ class Server(NamedTuple):
 
 
 def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains: int = 4) -> Algorithm:
-    """Federated Gibbs sampling. Its parameters are where the global parameter starts, `(p,)`, or `(C, p)` per chain.
+    """Build federated Gibbs sampling. Its parameters are the global one's start, `(p,)`, or `(C, p)` per chain.
 
     Args:
         local: the clients' half of the sampler, such as `fedtorch.models.gibbs.sparse.regression()`.
@@ -122,7 +122,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
 
 
 def _in_limbs(sums: Sums) -> dict[str, Tensor]:
-    """Each name's number in limbs, `(..., LIMBS)`; all numbers are converted in one call."""
+    """Return each name's number in limbs, `(..., LIMBS)`; all numbers are converted in one call."""
     terms = [term for each in sums.values() for term in each]
     flat = exact.limbs(torch.cat([term.reshape(-1) for term in terms]) if terms else torch.zeros(0).double())
     parts = iter(flat.split([term.numel() for term in terms]))

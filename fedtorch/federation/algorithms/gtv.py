@@ -31,21 +31,21 @@ from torch import Tensor
 from fedtorch import expected, functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
-from fedtorch.federation.exchanges.exchange import Neighbourhood, graph
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Averages, Told
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
 
 class _State(NamedTuple):
-    """A node's own; leaves `(K, ...)`."""
+    """Hold a node's own state; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]  # w_i
     solver: Tree
 
 
 class Server(NamedTuple):
-    """What the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory.
+    """Hold what the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -61,7 +61,7 @@ class Server(NamedTuple):
 
 
 def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]) -> Algorithm:
-    """GTV minimisation over a network, by any local solver.
+    """Build GTV minimisation over a network, by any local solver.
 
     Args:
         local: how a node works on its own problem; see the module for what becomes of it.
@@ -115,7 +115,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
 
 
 def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, float]) -> Quadratic:
-    """λ = 2αd_i and h = 2α Σ_j A_ij w_j of every parameter, zero for the personal ones."""
+    """Return λ = 2αd_i and h = 2α Σ_j A_ij w_j of every parameter, zero for the personal ones."""
     if not hasattr(inbox, "degree"):
         raise TypeError(f"Expected to hear neighbours, but got {type(inbox).__name__}; leave GTV its exchange, a graph")
     degree = inbox.degree
@@ -129,7 +129,7 @@ def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, fl
 
 
 def _strengths(alpha: float | Mapping[str, float], local: LocalSolver) -> dict[str, float]:
-    """α of every coupled parameter by name."""
+    """Return α of every coupled parameter by name."""
     found: dict[str, float] = {}
     for pattern, strength in (alpha if isinstance(alpha, Mapping) else {"*": alpha}).items():
         expected.not_negative(alpha=strength)

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from fedtorch import expected
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
-from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum, private_rows
+from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
+from fedtorch.federation.exchanges.rows import private_rows
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, SufficientStatistics, least_norm, residual_sum, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
@@ -52,7 +53,7 @@ _HOPELESS = (
 
 
 class Summary(NamedTuple):
-    """What a device knows of its noise; leaves `(K,)`, zeros for devices that have not been heard."""
+    """Hold what a device knows of its noise; leaves `(K,)`, zeros for devices that have not been heard."""
 
     residual: Tensor  # ‖y − Xθ̂‖² of its least squares fit
     freedom: Tensor  # rows beyond the rank
@@ -60,21 +61,21 @@ class Summary(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a device has found in a round; leaves `(K,)`."""
+    """Hold what a device has found in a round; leaves `(K,)`."""
 
     summary: Summary
     step: Tensor  # the sum of the steps it took, in units of ½L
 
 
 class _Message(NamedTuple):
-    """What a device tells the server."""
+    """Hold what a device tells the server."""
 
     parameters: Sum  # of θ_k
     found: Mean  # of what it has found
 
 
 class Server(NamedTuple):
-    """What the server keeps.
+    """Hold what the server keeps.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -97,7 +98,7 @@ class Server(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """A row for each device."""
+    """Hold a row for each device."""
 
     parameters: Tensor  # (K, p)
     noise: Tensor  # (K,) σ_k²
@@ -106,7 +107,7 @@ class _Outbox(NamedTuple):
 
 
 class _PreparedRows(NamedTuple):
-    """A block's data: as the local solver wants it, and what the devices tell of it."""
+    """Hold a block's data as the local solver wants it, and what the devices tell of it."""
 
     local: Tree
     summary: Summary  # (K,)
@@ -114,7 +115,7 @@ class _PreparedRows(NamedTuple):
 
 
 class Shrinkage(NamedTuple):
-    """How the prior acts on Θ: in the devices' problems, on the server after their steps, or both.
+    """Say how the prior acts on Θ: in the devices' problems, on the server after their steps, or both.
 
     Example:
         >>> import torch
@@ -133,7 +134,7 @@ class Shrinkage(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """The arguments of `matrix_normal`, with its defaults in their places."""
+    """Hold the arguments of `matrix_normal`, with defaults filled in."""
 
     covariance: CovarianceUpdate
     shrinkage: Shrinkage
@@ -143,7 +144,7 @@ class _Chosen(NamedTuple):
 
 
 def in_every_step() -> Shrinkage:
-    """The prior in every local step, exactly, and damped just enough that L never increases."""
+    """Apply the prior in every local step, exactly, and damped just enough that L never increases."""
     return Shrinkage(_majorised, lambda covariance, theta, moved, steps: theta)
 
 
@@ -154,7 +155,7 @@ def _majorised(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def proximal() -> Shrinkage:
-    """The prior on the server, by one proximal step after the devices' own: Θ ← (P + E⁻¹)⁻¹ E⁻¹ Θ.
+    """Apply the prior on the server, by one proximal step after the devices' own: Θ ← (P + E⁻¹)⁻¹ E⁻¹ Θ.
 
     E = diag(η_k) are the steps that the devices took, in units of ½L; with one η for all it is Θ'Ω(Ω + ηI)⁻¹ in the
     paper's orientation. With one gradient step a round this is the proximal gradient method, which never increases L;
@@ -185,7 +186,7 @@ def matrix_normal(
     start: float | None = None,
     rank: int = 64,
 ) -> Algorithm:
-    """HM1; devices borrow strength from those that they turn out to be correlated with.
+    """Build HM1, in which devices borrow strength from those that they turn out to be correlated with.
 
     The prior has mean zero and treats the p coefficients alike: bring features to one scale first.
 
@@ -252,7 +253,7 @@ def matrix_normal(
 
 
 def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[Server, Tree]:
-    """All rows alike, and nobody heard."""
+    """Start with all rows alike, and no device heard."""
     rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
     nothing = rows.new_zeros(clients)
     omega = low_rank.identity(clients, chosen.rank, float("inf") if chosen.start is None else chosen.start)
@@ -260,7 +261,7 @@ def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen
 
 
 def _outbox(server: Server, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
-    """Each device's row, noise and prior, which is nothing until its noise is known, and it is heard or Ω is given."""
+    """Send each device its row, noise and prior; no prior until its noise is known and it was heard, or Ω is given."""
     variance = noise_variance(server.summary, chosen.noise)
     precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
     known = (server.heard | (chosen.start is not None)) & variance.isfinite()
@@ -273,7 +274,7 @@ def _outbox(server: Server, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
 
 
 def _prepare(data: Any, *, local: LocalSolver) -> _PreparedRows:
-    """Statistics of a block's rows, once."""
+    """Compute the statistics of a block's rows, once."""
     prepared = local.prepare(data)
     if local.statistics is None:
         x, y = data.batch
@@ -293,7 +294,7 @@ def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
 
 
 def _client(inbox: _Outbox, state: Tree, data: _PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
-    """The device's steps on its misfit with the prior in each, in units of its mean squared error."""
+    """Take the device's steps on its misfit with the prior in each, in units of its mean squared error."""
     if inbox.noise.ndim != 1:
         raise TypeError(
             "Expected every device to hear its own row, but all hear all; leave HM1 its exchange, private_rows: its "
@@ -303,12 +304,12 @@ def _client(inbox: _Outbox, state: Tree, data: _PreparedRows, turn: Turn, *, loc
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)
-    found = Mean(_Found(data.summary, solved.steps * unit), torch.ones_like(unit))
+    found = Mean(_Found(data.summary, solved.lr_sum * unit), torch.ones_like(unit))
     return Reply(_Message(change, found), solved.state, solved.info)
 
 
 def _server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -> Server:
-    """Θ and what is known of the noise from the devices that answered; then Ω."""
+    """Update Θ and the noise from the devices that answered; then Ω."""
     ids, (change, (found, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
     had_a_prior = state.heard[ids] | (chosen.start is not None)
     theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
@@ -332,7 +333,7 @@ def _server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -
 
 
 def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
-    """σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown.
+    """Return σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown.
 
     Example:
         >>> import torch

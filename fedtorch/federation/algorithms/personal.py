@@ -27,7 +27,7 @@ from fedtorch.tree import Tree
 
 
 class _State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
+    """Hold a client's own state; leaves `(K, ...)`."""
 
     personal: dict[str, Tensor]
     solver: Tree
@@ -41,7 +41,7 @@ def personal_layers(
     lr: float = 1.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """FedAvg on the shared parameters; those whose names match `personal` stay with their client.
+    """Build FedAvg on the shared parameters; those whose names match `personal` stay with their client.
 
     Args:
         local: how a client works on its own problem.

@@ -10,7 +10,7 @@ from fedtorch.tree import Tree
 
 
 def pooled(local: LocalSolver) -> Algorithm:
-    """Ordinary training on `data.pool()`: one client with everybody's rows. Nothing is sent.
+    """Build ordinary training on `data.pool()`: one client with everybody's rows. Nothing is sent.
 
     Args:
         local: how the pooled problem is worked on; a round is one call.

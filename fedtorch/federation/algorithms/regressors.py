@@ -28,14 +28,14 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Neighbourhood, graph
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Told
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
 
 class Regressor(Protocol):
-    """What scikit-learn's regressors do.
+    """Fit and predict, as scikit-learn's regressors do.
 
     Example:
         >>> import numpy as np, torch, fedtorch as ft
@@ -53,29 +53,29 @@ class Regressor(Protocol):
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """Fits to rows with weights."""
+        """Fit to rows with weights."""
         ...
 
     def predict(self, X: Any) -> Any:
-        """Predictions, `(rows,)`."""
+        """Return predictions, `(rows,)`."""
         ...
 
 
 class _Told(NamedTuple):
-    """What a node tells, or the sum of what its neighbours have told."""
+    """Hold what a node tells, or the sum of what its neighbours have told."""
 
     predictions: Tensor  # (K, m') on the shared inputs
     weight: Tensor  # (K,) one from its first fit on; summed, Σ_j A_ij of the neighbours that have been heard
 
 
 class _State(NamedTuple):
-    """A node's own; leaves `(K, ...)`."""
+    """Hold a node's own state; leaves `(K, ...)`."""
 
     told: _Told
 
 
 class Server(NamedTuple):
-    """What the nodes have heard, `(n, ...)`; row i is node i's memory.
+    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -92,14 +92,14 @@ class Server(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What a node works with; row i is in node i's memory, and only the heard part of it has travelled."""
+    """Hold what a node works with; row i is in node i's memory, and only the heard part of it has travelled."""
 
     heard: _Told
     inputs: Tensor  # (n, m', d) x' as each node sees it
 
 
 def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float, inputs: Tensor) -> Algorithm:
-    """GTV minimisation for regressors with `fit(X, y, sample_weight)` and `predict(X)`.
+    """Build GTV minimisation for regressors with `fit(X, y, sample_weight)` and `predict(X)`.
 
     In the first round a node fits its own rows, and neighbours that have not been heard do not count. The tensors that
     a client predicts with are its predictions on the shared inputs; `fitted` makes the regressors themselves.
@@ -173,7 +173,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
 def fitted(
     make: Callable[[], Regressor], data: FederatedData, server: Server, alpha: float, inputs: Tensor
 ) -> list[Regressor]:
-    """A regressor per node, fitted to its rows and to what it has heard; see `gtv_regressors` for the arguments."""
+    """Fit a regressor per node to its rows and its neighbours' predictions; arguments as of `gtv_regressors`."""
     seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.total
     said, weight = heard.predictions.cpu().numpy(), heard.weight.tolist()
     return [
@@ -191,7 +191,7 @@ def _fit(
     alpha: float,
     shared: NDArray[Any],
 ) -> Regressor:
-    """One node's regressor: Σ_j A_ij (h − h_j)² is Σ_j A_ij times (h − their mean)², up to a constant."""
+    """Fit one node's regressor: Σ_j A_ij (h − h_j)² is Σ_j A_ij times (h − their mean)², up to a constant."""
     model, own = make(), np.full(len(y), 1 / max(len(y), 1))
     if weight * alpha == 0:
         model.fit(x, y, sample_weight=own)
@@ -204,7 +204,7 @@ def _fit(
 
 
 def _checked_inputs(alpha: float, inputs: Tensor, nodes: int) -> Tensor:
-    """The inputs as each node sees them, `(n, m', d)`."""
+    """Return the inputs as each node sees them, `(n, m', d)`."""
     expected.not_negative(alpha=alpha)
     shape = tuple(inputs.shape)
     if len(shape) not in (2, 3) or shape[-2] == 0 or (len(shape) == 3 and shape[0] != nodes):

@@ -39,7 +39,7 @@ from fedtorch.tree import Tree
 
 
 class Server(NamedTuple):
-    """What the server keeps.
+    """Hold what the server keeps.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -58,14 +58,14 @@ class Server(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out."""
+    """Hold what the server sends out."""
 
     parameters: Tree  # θ
     control: Tree  # c
 
 
 def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
-    """SCAFFOLD.
+    """Build SCAFFOLD.
 
     The local solver should take plain (stochastic) gradient steps, with or without schedule and weight decay: momentum
     and adaptive steps make θ − θ_k another multiple of the gradient than the sum of the learning rates.
@@ -107,7 +107,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
         solved = local.solve(inbox.parameters, state.solver, data, Quadratic(precision, correction), turn)
         change = tree.subtract(solved.parameters, inbox.parameters)
-        control = tree.add_scaled(correction, change, -1 / _checked(solved.steps))
+        control = tree.add_scaled(correction, change, -1 / _checked(solved.lr_sum))
         controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
         return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
 

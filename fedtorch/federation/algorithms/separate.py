@@ -11,14 +11,14 @@ from fedtorch.tree import Tree
 
 
 class _State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
+    """Hold a client's own state; leaves `(K, ...)`."""
 
     parameters: dict[str, Tensor]
     solver: Tree
 
 
 def separate(local: LocalSolver) -> Algorithm:
-    """Each client trains a model of its own, from the common start; nothing is sent.
+    """Build separate training: each client trains its own model from the common start; nothing is sent.
 
     Args:
         local: how a client works on its own problem; a round is one call.

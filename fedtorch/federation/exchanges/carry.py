@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fedtorch.federation.exchanges.exchange import Exchange, Neighbourhood, Sum, graph, star
+from fedtorch.federation.exchanges.exchange import Exchange, Sum
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
+from fedtorch.federation.exchanges.star import star
 
 if TYPE_CHECKING:
     from fedtorch.federation.algorithm import Algorithm
@@ -166,7 +168,7 @@ def check_need(algorithm: Algorithm, carry: Carry, where: str) -> None:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> plain_mean = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> noised = privacy.local_level(plain_mean, clip=1.0, noise=4.0, delta=1e-3, quorum=3)
+        >>> noised = plain_mean | privacy.local_level(clip=1.0, noise=4.0, delta=1e-3, quorum=3)
         >>> check_need(noised, plain(), "the sites")
         Traceback (most recent call last):
         ...

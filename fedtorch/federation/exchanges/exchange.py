@@ -26,24 +26,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch import tree, wire
-from fedtorch.federation.exchanges.weighted_sum import weighted_sum
-from fedtorch.kernels.neighbours import neighbours
+from fedtorch import tree
 from fedtorch.tree import Rows, Tree
-
-if TYPE_CHECKING:
-    from fedtorch.networks.network import Network
-
-_PUSH = 4  # a product over all edges takes as long as pushing along this part of them
 
 
 class Mean(NamedTuple):
-    """A message that is averaged. Aggregated, `weight` holds the total weight.
+    """Hold a message that is averaged. Aggregated, `weight` is the total weight.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -58,7 +51,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A message that is added up.
+    """Hold a message that is added up.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -71,7 +64,7 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What clients of an algorithm with `told` send in a round; the exchange treats both alike.
+    """Hold what clients of an algorithm with `told` send in a round; the exchange treats both alike.
 
     >>> import torch, fedtorch as ft
     >>> ft.star().finish(ft.star().gather(Sent(Sum(torch.ones(3)), told=Sum(torch.tensor([1.0, 0.0, 4.0]))), slice(3)))
@@ -83,21 +76,14 @@ class Sent(NamedTuple):
 
 
 class RowsOf(NamedTuple):
-    """The aggregate of `private_rows`: the messages as they came, in ascending order of the clients."""
+    """Hold the aggregate of `private_rows`: the messages as they came, in ascending order of the clients."""
 
     ids: Tensor  # (M,)
     message: Tree  # (M, ...)
 
 
-class Neighbourhood(NamedTuple):
-    """What a node of `graph` hears."""
-
-    heard: Tree  # (K, ...) its row of the outbox
-    degree: Tensor  # (K,) Σ_j A_ij, float64
-
-
 class Exchange(NamedTuple):
-    """How a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones (views).
+    """Say how a round's values travel. `ids` are the clients of a block: indices, or a slice of consecutive ones.
 
     A partial aggregate of one block is merged with others, and finished once. `additive` says that partials merge by
     adding their leaves, so that ranks can meet by `all_reduce`; otherwise they are gathered. Who in between can read
@@ -120,17 +106,17 @@ class Exchange(NamedTuple):
 
 
 def client_count(ids: Rows) -> int:
-    """How many clients `ids` names."""
+    """Return how many clients `ids` names."""
     return ids.stop - ids.start if isinstance(ids, slice) else len(ids)
 
 
 def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
-    """What `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
+    """Return what `exchange` makes of the `Sum` of `value` `(K, ...)` over the clients `ids`."""
     return exchange.finish(exchange.gather(Sum(value), ids)).value
 
 
 def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
-    """The aggregate as a server takes it: floats in the dtypes of the messages, sums of whole numbers in float64."""
+    """Cast an aggregate for the server: floats to the dtypes of the messages, sums of whole numbers to float64."""
     if isinstance(aggregate, RowsOf):
         return aggregate  # as they came
 
@@ -146,7 +132,7 @@ def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
 
 
 def check_shapes(messages: Tree, ids: Rows) -> None:
-    """Raises ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
+    """Raise ValueError unless every tensor of the messages has a row per client, and weights nothing more."""
     count = client_count(ids)
 
     def check(node: Mean | Sum) -> Mean | Sum:
@@ -159,116 +145,21 @@ def check_shapes(messages: Tree, ids: Rows) -> None:
                 )
         return node
 
-    _map_messages(check, messages)
+    map_messages(check, messages)
 
 
 def indices(ids: Rows) -> Tensor:
-    """`ids` as a tensor of indices."""
+    """Return `ids` as a tensor of indices."""
     return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
 
 
-def star() -> Exchange:
-    """A server in the middle: every client hears the outbox, and the server hears everybody's sum.
+def map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:
+    """Return a message whose every Mean and Sum is replaced by a function of it; raise TypeError for bare tensors.
 
-    The aggregate has the structure of the message, without the leading dimension and in float64: `Mean(value, weight)`
-    holds the weighted mean and the total weight, `Sum(value)` the sum.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> ft.star().scatter(torch.tensor([1.0, 2.0]), slice(0, 3)).shape  # all three clients hear the same
-        torch.Size([3, 2])
+    >>> map_messages(lambda node: type(node).__name__, {"mean": Mean(torch.ones(2), torch.ones(2)), "sum": Sum(None)})
+    {'mean': 'Mean', 'sum': 'Sum'}
     """
-    return Exchange(
-        scatter=lambda outbox, ids: tree.expand(outbox, client_count(ids)),
-        gather=_add_up,
-        merge=_add_all,
-        finish=_average,
-        traffic=lambda outbox, messages, ids: (
-            client_count(ids) * wire.row_size(messages),
-            client_count(ids) * wire.size(outbox),
-        ),
-        additive=True,
-    )
 
-
-def private_rows() -> Exchange:
-    """A row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> exchange = ft.private_rows()
-        >>> exchange.scatter(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2]))  # client 2 hears row 2
-        tensor([[3.]])
-        >>> blocks = [exchange.gather(ft.Sum(torch.tensor([k + 1.0])), torch.tensor([k])) for k in (2, 0)]
-        >>> heard: RowsOf = exchange.finish(exchange.merge(blocks))
-        >>> heard
-        RowsOf(ids=tensor([0, 2]), message=Sum(value=tensor([1., 3.])))
-    """
-    return Exchange(
-        scatter=tree.take,
-        gather=lambda messages, ids: RowsOf(indices(ids), _map_messages(lambda node: node, messages)),
-        merge=tree.concatenate,  # a copy even of one block, so that the server may keep rows
-        finish=_in_order,
-        traffic=lambda outbox, messages, ids: (
-            client_count(ids) * wire.row_size(messages),
-            client_count(ids) * wire.row_size(outbox),
-        ),
-        additive=False,
-    )
-
-
-def graph(network: Network) -> Exchange:
-    r"""Neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
-
-    The aggregate has the structure of the message, `(n, ...)` and in float64. Row i is what the neighbours of node i
-    have told: for a `Sum` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the mean with
-    weights :math:`A_{ij} w_j`, and zeros with weight zero where nobody did. The outbox has a row per node, as the
-    aggregate has; an inbox is a `Neighbourhood`.
-
-    When every node answers, the aggregate is one sparse product; a few active nodes push along their own edges. Blocks
-    and ranks meet by joining their messages, not by adding `(n, ...)` sums, so that the product is done once and
-    its bits are the same in any blocks.
-
-    Traffic is what goes over the edges: a message as often as its sender has neighbours. Nothing comes down.
-
-    Args:
-        network: whose nodes are the clients, in their order.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> exchange = ft.graph(ft.Network([[0, 1], [1, 2]]))
-        >>> heard = exchange.finish(exchange.gather(ft.Sum(torch.tensor([1.0, 10.0, 100.0])), slice(0, 3)))
-        >>> heard.value  # the middle node hears both ends
-        tensor([ 10., 101.,  10.], dtype=torch.float64)
-        >>> inbox: Neighbourhood = exchange.scatter(heard.value, torch.tensor([1]))
-        >>> inbox
-        Neighbourhood(heard=tensor([101.], dtype=torch.float64), degree=tensor([2.], dtype=torch.float64))
-    """
-    degrees, neighbours = network.degrees, network.neighbour_counts
-
-    def scatter(outbox: Tree, ids: Rows) -> Neighbourhood:
-        leaves = tree.leaves(outbox)
-        return Neighbourhood(tree.take(outbox, ids), degrees[ids].to(leaves[0].device if leaves else "cpu"))
-
-    return Exchange(
-        scatter=scatter,
-        gather=lambda messages, ids: RowsOf(indices(ids), _map_messages(lambda node: node, messages)),
-        merge=lambda partials: partials[0] if len(partials) == 1 else tree.concatenate(partials),
-        finish=lambda partial: _hear(network, partial),
-        traffic=lambda outbox, messages, ids: (int(neighbours[ids].sum()) * wire.row_size(messages), 0),
-        additive=False,
-    )
-
-
-def _add_up(messages: Tree, ids: Rows) -> Tree:
-    return _map_messages(_sum, messages)
-
-
-def _average(partial: Tree) -> Tree:
-    return _map_messages(_divide, partial)
-
-
-def _map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:
     def apply(node: Mean | Sum | Tensor) -> Tree:
         if isinstance(node, Tensor):
             raise TypeError("Expected the message's nodes to be Mean or Sum, but got a bare tensor; wrap it")
@@ -277,74 +168,66 @@ def _map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree
     return tree.map(apply, message, is_leaf=(Mean, Sum))
 
 
-def _sum(message: Mean | Sum) -> Mean | Sum:
-    """The partial aggregate of one block: Σ w v and Σ w, or Σ v."""
-    if isinstance(message, Sum):
-        return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
-    return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), message.weight.double().sum())
+def is_finite(partial: Tree, messages: Tree = None) -> bool:
+    """Return whether a partial aggregate is finite and no weight of messages is negative; one number is read.
+
+    NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
+    """
+    sums = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()]
+    sums += [torch.where((weight < 0).any(), torch.nan, 0.0) for weight in weights(messages)]
+    return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 
-def _divide(partial: Mean | Sum) -> Mean | Sum:
-    if isinstance(partial, Sum):
-        return partial
-    total = float(partial.weight)
-    if not total > 0:
-        raise ValueError(f"Expected a positive total weight of the clients that answered, but got {total}; see weight=")
-    return Mean(tree.map(lambda leaf: leaf / total, partial.value), partial.weight)
+def has_negative_weights(messages: Tree) -> bool:
+    """Return whether a `Mean` of messages, or of a partial aggregate, has a weight below 0.
+
+    >>> has_negative_weights(Mean(torch.ones(2, 1), weight=torch.tensor([1.0, -2.0])))
+    True
+    """
+    return any(bool((weight < 0).any()) for weight in weights(messages))
 
 
-def _add_all(partials: Sequence[Tree]) -> Tree:
-    total = partials[0]
-    for partial in partials[1:]:
-        total = tree.add(total, partial)
-    return total
+def not_finite(messages: Tree) -> dict[int, str]:
+    """Return the rows of messages `(K, ...)` that have NaN, Inf or a negative weight, and the field that has it.
+
+    >>> messages = Mean(torch.tensor([[1.0], [torch.nan]]), weight=torch.ones(2))
+    >>> is_finite(messages), not_finite(messages), len(weights(messages))
+    (False, {1: 'value'}, 1)
+    """
+    refused: dict[int, str] = {}
+    of_means = {id(weight) for weight in weights(messages)}
+    for name, leaf in tree.items(messages):
+        if leaf.numel():
+            bad = ~leaf.reshape(len(leaf), -1).isfinite().all(1)
+            if id(leaf) in of_means:
+                bad |= leaf < 0
+            refused = {**dict.fromkeys(bad.nonzero()[:, 0].tolist(), name), **refused}
+    return refused
 
 
-def _hear(network: Network, partial: RowsOf) -> Tree:
-    """What every node hears of the messages of some."""
-    partial = _in_order(partial)
+def check_sum(partial: Tree, clients: int) -> None:
+    """Raise ValueError if messages that are finite add up to what is not.
 
-    def hear(node: Mean | Sum) -> Mean | Sum:
-        if isinstance(node, Sum):
-            return Sum(_from_neighbours(network, partial.ids, node.value))
-        weighted, weight = _from_neighbours(
-            network, partial.ids, (tree.scale(tree.to(node.value, torch.float64), node.weight), node.weight)
-        )
-        return Mean(tree.scale(weighted, torch.where(weight > 0, 1 / weight, 0.0)), weight)
-
-    return _map_messages(hear, partial.message)
-
-
-def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
-    """Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64."""
-    leaves = tree.leaves(values)
-    if not leaves:
-        return values
-    columns = [leaf.to(torch.float64).reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in leaves]
-    rows = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
-    heard = _product(network, ids.to(rows.device), rows).split([part.shape[1] for part in columns], 1)
-    return tree.refill(values, [part.reshape(network.nodes, *leaf.shape[1:]) for part, leaf in zip(heard, leaves)])
+    >>> check_sum(Sum(torch.tensor([torch.inf])), clients=3)
+    Traceback (most recent call last):
+    ValueError: Expected messages of 3 clients with a finite sum, but got NaN or Inf in 'value'; make their weights ...
+    """
+    for name, leaf in tree.items(partial):
+        if not bool(leaf.isfinite().all()):
+            raise ValueError(
+                f"Expected messages of {clients} clients with a finite sum, but got NaN or Inf in {name!r}; make their "
+                "weights or values smaller"
+            )
 
 
-def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
-    """The columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
-    adjacency = network.adjacency(torch.float64, rows.device)
-    if len(ids) == network.nodes:
-        return neighbours(adjacency, rows)
-    first = adjacency.crow_indices().to(torch.int64)
-    starts, counts = first[ids], first[ids + 1] - first[ids]
-    if _PUSH * int(counts.sum()) > len(adjacency.values()):
-        return neighbours(adjacency, rows.new_zeros(network.nodes, rows.shape[1]).index_copy_(0, ids, rows))
-    edges = torch.arange(int(counts.sum()), device=ids.device)
-    edges += (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
-    told = adjacency.values()[edges, None] * rows.repeat_interleave(counts, 0)
-    return rows.new_zeros(network.nodes, rows.shape[1]).index_add_(0, adjacency.col_indices()[edges], told)
+def weights(messages: Tree) -> list[Tensor]:
+    """Return the weights of every `Mean` of messages, or of a partial aggregate."""
+    every: list[Tensor] = []
 
+    def look(node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
+        if isinstance(node, Mean):
+            every.append(node.weight)
+        return node
 
-def _in_order(partial: RowsOf) -> RowsOf:
-    """The messages in ascending order of the clients, as a single block's already are."""
-    if bool((partial.ids[1:] > partial.ids[:-1]).all()):
-        return partial
-    order = partial.ids.argsort()
-    rows = tree.map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), partial.message)
-    return RowsOf(partial.ids[order], rows)
+    tree.map(look, messages, is_leaf=(Mean, Sum))
+    return every

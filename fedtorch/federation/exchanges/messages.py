@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from fedtorch.tree import Tree
 
 
 def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
-    """`exchange` whose messages are kept as they came until all are there, in ascending order of the clients.
+    """Keep an exchange's messages as they came until all are there, in ascending order of the clients.
 
     Args:
         exchange: how the outbox is scattered, and what traffic costs.
@@ -27,8 +28,37 @@ def kept(exchange: Exchange, finish: Callable[[RowsOf], Tree]) -> Exchange:
     )
 
 
+@dataclass(frozen=True)
+class Changed:
+    """Finish what an exchange makes of messages that are changed once all of a round are there."""
+
+    exchange: Exchange
+    change: Callable[[RowsOf], RowsOf]
+    refusal: str  # why the exchange cannot hear changed messages; empty where it can
+
+    def __call__(self, found: RowsOf) -> Tree:
+        if self.refusal:
+            raise ValueError(self.refusal)
+        said = self.change(in_order(found))
+        return self.exchange.finish(self.exchange.gather(said.message, said.ids))
+
+
+def changed(exchange: Exchange, change: Callable[[RowsOf], RowsOf], refusal: str = "") -> Exchange:
+    """Return `exchange` that hears the messages of a round changed, as no client alone could change them."""
+    return kept(exchange, in_order)._replace(finish=Changed(exchange, change, refusal))
+
+
+def before_changes(exchange: Exchange) -> tuple[Exchange, Callable[[Exchange], Exchange]]:
+    """Return the exchange that hears changed messages, and the function that puts the same changes before another."""
+    outer = exchange.finish
+    if not isinstance(outer, Changed):
+        return exchange, lambda other: other
+    plain, again = before_changes(outer.exchange._replace(scatter=exchange.scatter, traffic=exchange.traffic))
+    return plain, lambda other: changed(again(other), outer.change)
+
+
 def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
-    """Messages in ascending order of the clients, one of them first."""
+    """Return messages in ascending order of the clients, one of them first."""
     ids = found.ids if first is None else torch.where(found.ids == first, -1, found.ids)
     if bool((ids[1:] > ids[:-1]).all()):
         return found
@@ -36,20 +66,20 @@ def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
 
 
 def rows(value: Tree) -> Tensor:
-    """A stacked tree `(M, ...)` as one matrix `(M, D)` in the widest of its dtypes."""
+    """Return a stacked tree `(M, ...)` as one matrix `(M, D)` in the widest of its dtypes."""
     found = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in tree.leaves(value)]
     return torch.cat(found, 1) if len(found) > 1 else found[0]
 
 
 def like(found: Tensor, value: Tree) -> Tree:
-    """Numbers `(..., D)` in the structure of a stacked tree `(M, ...)`, whose leading dimension they lack."""
+    """Return numbers `(..., D)` in the structure of a stacked tree `(M, ...)`, whose leading dimension they lack."""
     shapes = [leaf.shape[1:] for leaf in tree.leaves(value)]
     parts = found.split([shape.numel() for shape in shapes], -1)
     return tree.refill(value, [part.reshape((*found.shape[:-1], *shape)) for part, shape in zip(parts, shapes)])
 
 
 def as_sums(node: Mean | Sum) -> Mean | Sum:
-    """What of a message is added up, float64."""
+    """Return what of a message is added up, float64."""
     wide: Tree = tree.to(node.value, torch.float64)
     if isinstance(node, Sum):
         return Sum(wide)
@@ -58,7 +88,7 @@ def as_sums(node: Mean | Sum) -> Mean | Sum:
 
 
 def as_aggregate(node: Mean | Sum) -> Mean | Sum:
-    """What a star's server makes of what was added up."""
+    """Return what a star's server makes of what was added up."""
     if isinstance(node, Sum):
         return node
     weight = node.weight

@@ -15,6 +15,7 @@ has heard from i'.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,11 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Mean, RowsOf, graph, private_rows, sum_over
+from fedtorch.federation.exchanges.exchange import Mean, RowsOf, sum_over
+from fedtorch.federation.exchanges.graph import graph
+from fedtorch.federation.exchanges.messages import before_changes
+from fedtorch.federation.exchanges.rows import private_rows
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
@@ -30,14 +35,14 @@ _LOST, _DELAY, _SERVER = range(3)  # purposes of a round's key
 
 
 class Edges(NamedTuple):
-    """Server state: the algorithm's own, and the memory of the edges. 2E directed edges, a window of T rounds.
+    """Hold the server's state: the algorithm's own, and the memory of 2E directed edges over a window of T rounds.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))] * 2)
         >>> network = ft.Network.from_edges([(0, 1)])
         >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
-        >>> late = unreliable_edges(exact, network, delay=3)
+        >>> late = exact | ft.unreliable_edges(network, delay=3)
         >>> edges: Edges = ft.run(late, ft.InProcess(data), rounds=5).server
         >>> edges.sent, (5 - edges.sequence <= 3).tolist()  # what came last is three rounds old at most
         (tensor([5, 5]), [True, True])
@@ -53,28 +58,27 @@ class Edges(NamedTuple):
     sent: Tensor  # (n,) messages that each node has sent
 
 
-def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.0, delay: int = 0) -> Algorithm:
-    """An algorithm over `graph(network)` whose messages are lost and late on single edges.
+def unreliable_edges(network: Network, *, loss: float = 0.0, delay: int = 0) -> Wrapper:
+    """Lose messages of an algorithm over `graph(network)` on single edges, or let them come late.
 
     Every message is lost on each directed edge with probability `loss`, independently, and otherwise arrives 0 to
     `delay` rounds later, all equally likely. Time stands still in rounds in which nobody answers.
 
     Args:
-        algorithm: whose exchange is `graph(network)`, and whose clients tell all that they say for good (`told`), as
-            those of `ft.gtv`.
-        network: of the algorithm.
+        network: of the algorithm, whose clients tell all that they say for good (`told`), as those of `ft.gtv`.
         loss: the probability of a loss, below 1.
         delay: the longest delay in rounds.
 
     Raises:
-        ValueError: an impossible probability or delay, or an algorithm whose clients tell nothing for good.
+        ValueError: an impossible probability or delay. When it is joined: an algorithm whose clients tell nothing for
+            good, or that is not over a graph.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
         >>> network = ft.Network.from_edges([(0, 1)])
         >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
-        >>> algorithm = ft.unreliable_edges(exact, network, loss=0.3, delay=2)
+        >>> algorithm = exact | ft.unreliable_edges(network, loss=0.3, delay=2)
         >>> final = ft.run(algorithm, ft.InProcess(data), rounds=100)
         >>> final.tensors()["weight"].flatten().round(decimals=4)
         tensor([ 0.5000, -0.5000])
@@ -83,10 +87,19 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         raise ValueError(f"Expected a probability of loss of at least 0 and below 1, but got {loss}")
     if delay < 0:
         raise ValueError(f"Expected a delay of at least 0 rounds, but got {delay}")
+    return Wrapper(
+        Stage.EDGES, "unreliable_edges", partial(_unreliable, network, loss, delay), {"loss": loss, "delay": delay}
+    )
+
+
+def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm) -> Algorithm:
     if algorithm.told is None:
         raise ValueError("Expected an algorithm with `told`, such as ft.gtv, but got one whose messages are all fresh")
+    exchange, again = before_changes(algorithm.exchange)
+    if exchange.additive:
+        raise ValueError("Expected an algorithm over a graph, such as ft.gtv, but got one over a star; it has no edges")
     told = algorithm.told.of
-    window, over = delay + 1, graph(network)
+    window, over, report = delay + 1, graph(network), algorithm.report
 
     def init(parameters: Tree, clients: int) -> tuple[Edges, Tree]:
         server, state = algorithm.init(parameters, clients)
@@ -121,14 +134,14 @@ def unreliable_edges(algorithm: Algorithm, network: Network, *, loss: float = 0.
         outbox=lambda state: algorithm.outbox(state.algorithm),
         client=client,
         server=server,
-        exchange=private_rows()._replace(scatter=over.scatter, traffic=over.traffic),
+        exchange=again(private_rows()._replace(scatter=exchange.scatter, traffic=exchange.traffic)),
         told=None,
-        settings={**algorithm.settings, "loss": loss, "delay": delay},
+        report=None if report is None else lambda state: report(state.algorithm),
     )
 
 
 def _send(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
-    """A round's messages enter the window in place of the oldest."""
+    """Put a round's messages into the window in place of the oldest."""
     ids = aggregate.ids.to(state.sent.device)
     slot = int(state.round) % len(state.keys)
     sent = state.sent.index_add(0, ids, torch.ones_like(ids))
@@ -148,7 +161,7 @@ def _send(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
 
 
 def _arrive(state: Edges, network: Network, loss: float, delay: int) -> tuple[Tree, Edges]:
-    """(by how much every node's sum changes, the edges' new memory) by the messages that arrive now."""
+    """Return the changes of all nodes' sums, and the edges' new memory, by the messages that arrive now."""
     device = state.sent.device
     low, high = network.edges.to(device).unbind(1)
     sender, receiver = torch.cat((low, high)), torch.cat((high, low))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fedtorch import functional, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.runs.evaluation import Score
 from fedtorch.federation.runs.run import Run
+from fedtorch.scores import Score
 
 _TOGETHER = 64  # clients whose tensors are asked for at once
 

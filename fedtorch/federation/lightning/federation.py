@@ -26,10 +26,11 @@ from fedtorch.federation.lightning._validation import OwnValidation, has_validat
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Cohort
-from fedtorch.federation.runs.evaluation import Score, Split, check_same_clients, inputs_and_targets, stacked_metrics
+from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Recorder, means
+from fedtorch.scores import Score, stacked_metrics
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -11,8 +11,17 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Sent, Sum, check_shapes, client_count, in_dtypes_of, indices
-from fedtorch.federation.populations.finite import check_sum, is_finite, not_finite
+from fedtorch.federation.exchanges.exchange import (
+    Sent,
+    Sum,
+    check_shapes,
+    check_sum,
+    client_count,
+    in_dtypes_of,
+    indices,
+    is_finite,
+    not_finite,
+)
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.populations.state_table import StateTable
 from fedtorch.tree import Rows, Tree

@@ -27,7 +27,11 @@ class StateTable:
         self.initial = initial
         self.clients = clients
         self._empty = not tree.leaves(initial)
-        self._slots = torch.full((clients,), -1)  # where each client's state is, −1 before its first commit
+        self._clear()
+
+    def _clear(self) -> None:
+        """Take back all slots: every client is in the initial state."""
+        self._slots = torch.full((self.clients,), -1)  # where each client's state is, −1 before its first commit
         self._pages: list[Tree] = []
         self._starts: list[int] = []  # the first slot of each page
         self._capacity = self._used = 0
@@ -97,7 +101,7 @@ class StateTable:
 
     def load_state_dict(self, flat: dict[str, Tensor], keep: Tensor | None = None) -> None:
         """Replaces all states by those of `flat`; `keep` `(K,)` bool names the clients that belong here."""
-        self.__init__(self.initial, self.clients)  # type: ignore[misc]
+        self._clear()
         ids = flat["ids"]
         rows = torch.arange(len(ids)) if keep is None else keep[ids].nonzero()[:, 0]
         like = tree.map(lambda leaf: leaf, self.initial)

@@ -2,74 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedtorch import expected, metrics as fm, tree
+from fedtorch import expected, tree
 from fedtorch.data import ClientData, FederatedData, described_rows
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
 from fedtorch.federation.populations.population import Clients
+from fedtorch.scores import Score, score_of, stacked_metrics
 from fedtorch.tree import Tree
 
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
-
-
-class Score(NamedTuple):
-    """One metric over a federation.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True)
-        >>> score.mean(), score.worst()
-        (0.75, 0.5)
-    """
-
-    overall: float  # of all rows together
-    clients: Tensor  # (K,) of each client's rows; NaN where a client has none
-    largest_is_best: bool | None = None  # what the metric says of itself
-
-    def mean(self) -> float:
-        """The mean over clients."""
-        return float(self.clients.nanmean())
-
-    def worst(self, largest_is_best: bool | None = None) -> float:
-        """The worst client's value, at the end that is given or that the metric says; NaN where there is none."""
-        return float(self._from_worst(largest_is_best)[:1].mean())
-
-    def worst_decile(self, largest_is_best: bool | None = None) -> float:
-        """The mean of the worst tenth of the clients, of one at least; NaN where there is none."""
-        ordered = self._from_worst(largest_is_best)
-        return float(ordered[: math.ceil(len(ordered) / 10)].mean())
-
-    def _from_worst(self, largest_is_best: bool | None) -> Tensor:
-        """What there is of the clients, the worst first."""
-        known = self.clients[~self.clients.isnan()]
-        if not len(known):
-            return known
-        return known.sort(descending=not is_largest_best(largest_is_best, self.largest_is_best)).values
-
-
-def is_largest_best(given: bool | None, own: bool | None) -> bool:
-    """What is given, or else what the metric says of itself.
-
-    Raises:
-        ValueError: neither says it.
-
-    Example:
-        >>> is_largest_best(None, own=False)  # as errors say of themselves
-        False
-    """
-    if given is None and own is None:
-        raise ValueError(
-            "Expected largest_is_best=True (as of accuracy) or False (as of errors), for the metric, a function, does "
-            "not say which end is the worst; ft.metrics.mean_of(function, largest_is_best) does"
-        )
-    return bool(own if given is None else given)
 
 
 def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
@@ -183,34 +130,6 @@ class Newcomers:
                 parts.append(function(model, tree.take(block, rows.to(self.device))))
                 order.append(ids[rows])
         return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(self.device))
-
-
-def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
-    """Metrics in whatever form, by name.
-
-    Raises:
-        TypeError: they have no names, or one of them is no metric.
-        ValueError: no metrics.
-    """
-    expected.kind(metrics, Mapping, "metrics by name", "pass metrics={'accuracy': ft.metrics.accuracy()}")
-    if not metrics:
-        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
-    return {name: fm.as_stacked(metric) for name, metric in metrics.items()}
-
-
-def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
-    """The score of the clients' sums, leaves `(K, ...)`.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> metric = stacked_metrics({"mse": torch.nn.functional.mse_loss})["mse"]
-        >>> prediction, there = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[True, True], [True, False]])
-        >>> sums = metric.update(prediction, torch.zeros(2, 2), there)  # two rows of the first client, one of the other
-        >>> score_of(metric, sums).clients, round(score_of(metric, sums).overall, 3)
-        (tensor([5., 0.], dtype=torch.float64), 3.333)
-    """
-    overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
-    return Score(float(overall), metric.compute(sums).to("cpu", torch.float64), metric.largest_is_best)
 
 
 def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:

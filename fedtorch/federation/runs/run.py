@@ -25,10 +25,11 @@ from fedtorch.federation.exchanges.carry import agreed, carried
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Network
-from fedtorch.federation.runs.evaluation import Newcomers, Score, Split, evaluate, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
 from fedtorch.federation.runs.faults import Fates, Faults, fates
 from fedtorch.history import History, Recorder, Round, headline
 from fedtorch.progress import Progress
+from fedtorch.scores import Score
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -253,7 +253,7 @@ def load_arviz() -> Any:
 
     Example:
         >>> import numpy as np
-        >>> load_arviz().hdi(np.arange(101.0), hdi_prob=0.9).tolist()  # the shortest interval of nine tenths
+        >>> load_arviz().hdi(np.arange(101.0), 0.9).tolist()  # the shortest interval of nine tenths
         [0.0, 90.0]
     """
     with warnings.catch_warnings():

@@ -35,11 +35,12 @@ from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.populations.population import Population
 from fedtorch.federation.runs.cohorts import Cohort, checked_draws
-from fedtorch.federation.runs.evaluation import Score, Split, check_same_clients, inputs_and_targets, is_largest_best
+from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics import as_stacked
 from fedtorch.progress import Progress
+from fedtorch.scores import Score, is_largest_best
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

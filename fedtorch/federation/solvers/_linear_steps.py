@@ -11,9 +11,9 @@ from torch.optim import SGD
 from fedtorch.dispatch import choice
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers._configured import Configured
-from fedtorch.federation.solvers._linear_form import LinearForm, linear_form
 from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.batches import Batches
+from fedtorch.federation.solvers.least_squares import LinearForm, linear_form
 from fedtorch.federation.solvers.objective import Loss
 from fedtorch.kernels import glm_steps
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family

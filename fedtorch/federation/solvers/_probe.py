@@ -18,7 +18,7 @@ from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._state import refuse_changed_buffers
 from fedtorch.federation.solvers.batches import is_ragged
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 
 _ROWS = 16
@@ -90,7 +90,7 @@ def _failure(
     # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
     buffers = functional.buffers(stacked.objective.module)
     kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
-    with kept, warnings.catch_warnings(), torch.enable_grad(), Drawn(random.key(0).to(own[0].device)):
+    with kept, warnings.catch_warnings(), torch.enable_grad(), KeyedRandomness(random.key(0).to(own[0].device)):
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with no_hooks:
@@ -111,7 +111,7 @@ def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> 
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     at = torch.arange(size, device=own[0].device)
     some = tree.map(lambda leaf: leaf[at % len(leaf)], rows)
-    with warnings.catch_warnings(action="ignore"), torch.enable_grad(), Drawn(random.key(0).to(at.device)):
+    with warnings.catch_warnings(action="ignore"), torch.enable_grad(), KeyedRandomness(random.key(0).to(at.device)):
         return stacked.single(leaves, some, None, 0)[0].detach()
 
 
@@ -161,7 +161,7 @@ def _alone(
     before, asked = functional.buffers(module), set(trainer.asked)
     trainer.asked.clear()
     trainer.answers.update(global_step=0, current_epoch=0)
-    with Drawn(key) as drawn:
+    with KeyedRandomness(key) as drawn:
         loss, _, new = stacked.single([v.clone() for v in own], rows, None, 0)
     stacked.random = drawn.calls > 0
     questions = set(trainer.asked)
@@ -205,7 +205,7 @@ def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, 
     size = len(tree.leaves(rows)[0])
     weights = torch.full((2, size), 1.0 / size, device=key.device, dtype=torch.float64)
     flat = [*values, *tree.leaves(some), *([weights] if weighted else [])]
-    with Drawn(torch.stack([key, key])):
+    with KeyedRandomness(torch.stack([key, key])):
         found = stacked.stacked(flat, some, 0, "different")
     return found[: 1 + len(stacked.told)]
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from fedtorch import functional
 from fedtorch.optimisers import State
-from fedtorch.tree import Tree
 
 
 class LocalState(NamedTuple):
@@ -44,12 +43,6 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
 def counts(module: nn.Module, averaged: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
     """The dtypes of those averaged buffers that hold counts or flags."""
     return {n: b.dtype for n, b in module.named_buffers() if n in averaged and not b.is_floating_point()}
-
-
-def tensors_of(counts: Mapping[str, torch.dtype], parameters: Tree, state: LocalState) -> Tree:
-    """All tensors that clients compute with, counts and flags as the module holds them."""
-    whole = {name: functional.counted(parameters[name], dtype) for name, dtype in counts.items()}
-    return {**parameters, **whole, **state.buffers}
 
 
 def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:

@@ -18,11 +18,10 @@ from fedtorch.federation.solvers._configured import Configured, check_independen
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_rows, probe
-from fedtorch.federation.solvers._seen import Seen
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, tensors_of
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
 from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.federation.solvers.stacked_loss import Seen, StackedLoss
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -45,7 +44,7 @@ class Descent:
         >>> solved = descent.solve(start, descent.init(start), descent.prepare(block), None, ft.Turn(keys, round=0))
         >>> solved.parameters["weight"].flatten()  # twice half the way from 0 to y
         tensor([0.7500, 3.0000])
-        >>> solved.steps  # the sums of learning rates
+        >>> solved.lr_sum  # the sums of learning rates
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
@@ -122,18 +121,16 @@ class Descent:
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """All tensors that clients predict with; see `LocalSolver`."""
-        return tensors_of(self.counts, parameters, state)
+        return {**functional.with_counts(parameters, self.counts), **state.buffers}
 
     def configured(self, total: int) -> Configured:
-        """The optimiser and schedule; a new one per number of steps of a round only if the module asks for it."""
+        """Return optimiser and schedule; of each number of steps of a round if the module has asked for the number."""
         trainer = self.objective.trainer
         trainer.answers["estimated_stepping_batches"] = self.rounds and self.rounds * total
-        by_total = "estimated_stepping_batches" in trainer.asked
-        if (total if by_total else None) not in self._configurations:
-            found = configure(self.objective.module, self.make)
-            by_total = "estimated_stepping_batches" in trainer.asked
-            self._configurations[total if by_total else None] = found
-        return self._configurations[total if by_total else None]
+        steps = total if "estimated_stepping_batches" in trainer.asked else None
+        if steps not in self._configurations:
+            self._configurations[steps] = configure(self.objective.module, self.make)
+        return self._configurations[steps]
 
     def find_linear_steps(self, loss: Loss | None) -> None:
         """Lets a program take all steps of a round at once where it knows all that they do."""
@@ -321,7 +318,7 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[An
 def _same_info(parts: Sequence[Local]) -> list[Local]:
     """The solutions of groups of clients, NaN for what only others have told."""
     names = dict.fromkeys(name for local in parts for name in local.info)
-    return [local._replace(info={n: local.info.get(n, local.steps * torch.nan) for n in names}) for local in parts]
+    return [local._replace(info={n: local.info.get(n, local.lr_sum * torch.nan) for n in names}) for local in parts]
 
 
 def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:

@@ -23,6 +23,7 @@ the units of the features as given: along a feature that is small beside the oth
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from torch import Tensor, nn
 from fedtorch import expected, functional, linalg, tree
 from fedtorch.data import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.solvers._linear_form import LinearForm, linear_form
 from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
@@ -219,3 +219,60 @@ def _precisions(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> Ten
         for name, leaf in parameters.items()
     }
     return form.join(each)[..., 0]
+
+
+class LinearForm(NamedTuple):
+    """Coefficients θ on features, of any of the modules, an intercept at their end.
+
+    Example:
+        >>> import torch
+        >>> form: LinearForm = linear_form(torch.nn.Linear(2, 1))
+        >>> form.join({"weight": torch.tensor([[[1.0, 2.0]]]), "bias": torch.tensor([[3.0]])}).flatten()
+        tensor([1., 2., 3.])
+    """
+
+    outputs: int  # o
+    design: Callable[[Tensor], Tensor]  # inputs (K, N, ...) -> features (K, N, p)
+    join: Callable[[Tree], Tensor]  # parameters -> θ (K, p, o)
+    split: Callable[[Tensor], dict[str, Tensor]]  # its inverse
+
+
+def linear_form(module: nn.Module) -> LinearForm:
+    """Return the form of an `nn.Linear` or a `LinearHead`.
+
+    Raises:
+        TypeError: another module.
+
+    Example:
+        >>> import torch
+        >>> linear_form(torch.nn.Linear(2, 1)).design(torch.tensor([[[3.0, 4.0]]]))  # the intercept's feature is 1
+        tensor([[[3., 4., 1.]]], dtype=torch.float64)
+    """
+    if isinstance(module, LinearHead):
+        return LinearForm(
+            1,
+            module.block_design,
+            lambda tensors: tensors["coefficients"][..., None],
+            lambda θ: {"coefficients": θ[..., 0]},
+        )
+    if not isinstance(module, nn.Linear):
+        raise TypeError(
+            f"Expected an nn.Linear or a LinearHead, but got {type(module).__name__}; use ft.gradient_descent"
+        )
+    features, bias = module.in_features, module.bias is not None
+
+    def design(x: Tensor) -> Tensor:
+        if x.shape[2:] != (features,):
+            raise ValueError(f"Expected inputs of shape ({features},), but got {tuple(x.shape[2:])}")
+        x = x.to(torch.float64)
+        return torch.cat([x, torch.ones_like(x[..., :1])], -1) if bias else x
+
+    def join(tensors: Tree) -> Tensor:
+        weight = tensors["weight"].mT
+        return torch.cat([weight, tensors["bias"][:, None, :]], 1) if bias else weight
+
+    def split(joined: Tensor) -> dict[str, Tensor]:
+        weight = {"weight": joined[:, :features].mT}
+        return {**weight, "bias": joined[:, -1]} if bias else weight
+
+    return LinearForm(module.out_features, design, join, split)

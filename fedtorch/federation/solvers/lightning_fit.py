@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.solvers._clock import RoundTrainer
 from fedtorch.federation.solvers._probe import check_rows
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers, tensors_of
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import isolated
-from fedtorch.federation.solvers._watch import Watch
+from fedtorch.federation.solvers._watch import RoundTrainer, Watch
 from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.federation.solvers.objective import Objective, training_copy
 from fedtorch.federation.solvers.prediction import predictor
@@ -65,7 +64,7 @@ def lightning_fit(
     `precision=` here.
 
     `Local.info` has `loss`, the mean training loss over the client's batches, and what the module logs by
-    `self.log`, as it stands at the end of the fit. `Local.steps` adds up the learning rates of the first
+    `self.log`, as it stands at the end of the fit. `Local.lr_sum` adds up the learning rates of the first
     optimiser's first group.
 
     Args:
@@ -110,7 +109,7 @@ def lightning_fit(
         parameters=fit.parameters,
         init=lambda parameters: LocalState({}, dict(fit.buffers), None),
         predict=predictor(fit.module, batched=False),
-        tensors=partial(tensors_of, fit.counts),
+        tensors=lambda parameters, state: {**functional.with_counts(parameters, fit.counts), **state.buffers},
         prepare=fit.prepare,
         module=fit.module,
         settings={

@@ -15,7 +15,7 @@ from fedtorch import functional, random, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None]]
@@ -116,7 +116,10 @@ class StackedLoss:
         with torch.enable_grad():
             own = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
             whole = [*own, *flat[trained:]]
-            with self._cast(flat[0].device), nullcontext() if key is None else Drawn(random.fold_in(key, index)):
+            with (
+                self._cast(flat[0].device),
+                nullcontext() if key is None else KeyedRandomness(random.fold_in(key, index)),
+            ):
                 losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
             found = _gradients(losses, own)
         told = len(self.told)
@@ -158,7 +161,7 @@ class StackedLoss:
             size = int(batch.size[k])
             rows = tree.map(lambda leaf, k=k, size=size: leaf[k, :size], batch.rows)
             own = [v[k].detach().requires_grad_() if i < trained else v[k].clone() for i, v in enumerate(values)]
-            with torch.enable_grad(), Drawn(keys[k]):
+            with torch.enable_grad(), KeyedRandomness(keys[k]):
                 with self._cast(keys.device):
                     loss, logs, new = self.single(own, rows, None, index)
                 found.append(_gradients(loss, own[:trained]))
@@ -166,6 +169,38 @@ class StackedLoss:
         losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
         gradients = [_spread(each, active, len(keys)) for each in zip(*found)]
         return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
+
+
+class Seen:
+    """Records values of all clients in each step, and averages them over each client's own steps.
+
+    Example:
+        >>> import torch
+        >>> seen = Seen(total=torch.tensor([2, 1]))  # the second client takes one step
+        >>> for step, loss in enumerate([[4.0, 8.0], [2.0, 100.0]]):
+        ...     seen.add(step, {"loss": torch.tensor(loss)})
+        >>> seen.means()
+        {'loss': tensor([3., 8.])}
+    """
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self.values: dict[str, list[tuple[int, Tensor]]] = {}
+
+    def add(self, step: int, values: dict[str, Tensor]) -> None:
+        """Takes in one step."""
+        for name, value in values.items():
+            self.values.setdefault(name, []).append((step, value.detach()))
+
+    def means(self) -> dict[str, Tensor]:
+        """`(K,)` each; NaN for what a client has not told."""
+        means = {}
+        for name, seen in self.values.items():
+            values = torch.stack([value for _, value in seen])
+            active = torch.tensor([step for step, _ in seen])[:, None] < self.total
+            active = active.to(values.device)
+            means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
+        return means
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def _solve(
     return Local(
         tree.map(of_empty, solved.parameters, drawn),
         tree.map(of_empty, solved.state, state),
-        solved.steps.masked_fill(data.empty, 0),
+        solved.lr_sum.masked_fill(data.empty, 0),
         {name: value.masked_fill(data.empty, 0) for name, value in solved.info.items()},
     )
 

@@ -59,35 +59,3 @@ def solve(solution, out, matrix, vector, problems, size, BATCH: tl.constexpr, SI
     product = tl.sum(tl.where(inside, found * right[:, None, :], 0.0), 2)
     tl.store(out + whole, found, mask=inside)
     tl.store(solution + at, product, mask=there)
-
-
-@triton.jit
-def tilt(shift, precision, nodes, weights, size, many, NODES: tl.constexpr, SIZE: tl.constexpr):
-    """Natural parameters of the normal density with the moments of a client's weighted nodes."""
-    client = tl.program_id(0) + tl.arange(0, 1)
-    at, whole, there, inside = place_of(client, client >= 0, size, SIZE)
-    index = tl.arange(0, SIZE)
-    first = client.to(tl.int64)[:, None] * many
-    mean = tl.zeros((SIZE,), tl.float64)
-    for start in range(0, many, NODES):
-        node = start + tl.arange(0, NODES)
-        inner = first + node[None, :]
-        place = tl.trans(inner) * size + index[None, :]
-        value = tl.load(nodes + place, mask=(node < many)[:, None] & (index < size)[None, :], other=0.0)
-        weight = tl.load(weights + tl.trans(inner), mask=(node < many)[:, None], other=0.0)
-        mean += tl.sum(weight * value, 0)
-    total = tl.zeros((SIZE, SIZE), tl.float64)
-    for start in range(0, many, NODES):
-        node = start + tl.arange(0, NODES)
-        inner = first + node[None, :]
-        place = tl.trans(inner) * size + index[None, :]
-        value = tl.load(nodes + place, mask=(node < many)[:, None] & (index < size)[None, :], other=0.0)
-        weight = tl.load(weights + tl.trans(inner), mask=(node < many)[:, None], other=0.0)
-        gap = tl.where((node < many)[:, None] & (index < size)[None, :], value - mean[None, :], 0.0)
-        total += tl.sum((weight * gap)[:, :, None] * gap[:, None, :], 0)
-    covariance = tl.where(inside, total[None, :, :], 0.0)
-    found, positive = inverse(covariance, size, SIZE)
-    found = tl.where(positive[:, None, None], found, float("nan"))
-    product = tl.sum(tl.where(inside, found * mean[None, None, :], 0.0), 2)
-    tl.store(precision + whole, found, mask=inside)
-    tl.store(shift + at, product, mask=there)

@@ -9,17 +9,6 @@ EDGES = tl.constexpr(4)  # whose rows are under way at a time
 
 
 @triton.jit
-def moved(total, own, gradient, degrees, row, there, place, mask, lr: tl.float64, strength: tl.float64):
-    """w − η (g + s (d w − Σ_j A_ij w_j))."""
-    kind = total.dtype
-    value = tl.load(own + place, mask=mask, other=0.0).to(kind)
-    slope = tl.load(gradient + place, mask=mask, other=0.0).to(kind)
-    degree = tl.load(degrees + row, mask=there, other=0.0).to(kind)[:, None]
-    slope += tl.full((), strength, kind) * (degree * value - total)
-    return value - tl.full((), lr, kind) * slope
-
-
-@triton.jit
 def gather(
     out,
     rows,
@@ -28,14 +17,8 @@ def gather(
     starts,
     lengths,
     targets,
-    gradient,
-    degrees,
     segments,
-    nodes,
     width,
-    lr: tl.float64,
-    strength: tl.float64,
-    STEP: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -58,31 +41,11 @@ def gather(
         total += tl.sum(weight[:, :, None] * told.to(total.dtype), 1)
     place = target[:, None] * width + column[None, :]
     mask = there[:, None] & (column < width)[None, :]
-    if STEP:
-        whole = there & (target < nodes)
-        inside = mask & whole[:, None]
-        total = tl.where(
-            inside, moved(total, rows, gradient, degrees, target, whole, place, inside, lr, strength), total
-        )
     tl.store(out + place, total, mask=mask)
 
 
 @triton.jit
-def join(
-    out,
-    rows,
-    split,
-    firsts,
-    pieces,
-    gradient,
-    degrees,
-    width,
-    lr: tl.float64,
-    strength: tl.float64,
-    STEP: tl.constexpr,
-    PIECES: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def join(out, split, firsts, pieces, width, PIECES: tl.constexpr, WIDTH: tl.constexpr):
     """The sum of a node's segments, in their order."""
     which = tl.program_id(0) + tl.arange(0, 1)
     row, first = tl.load(split + which), tl.load(firsts + which)
@@ -94,6 +57,4 @@ def join(
         part = tl.load(out + (first + piece) * width + column, mask=(piece < many) & (column < width), other=0.0)
         total += tl.sum(part, 0)[None, :]
     place, mask = row[:, None] * width + column, column < width
-    if STEP:
-        total = moved(total, rows, gradient, degrees, row, row >= 0, place, mask, lr, strength)
     tl.store(out + place, total, mask=mask)

@@ -80,19 +80,20 @@ def median(
 ):
     """The middle between the two values that halve the weight."""
     keys, weights, column, inside = loaded(value, share, messages, size, LARGEST, MESSAGES, COLUMNS)
-    low = least_above(keys, weights, 0.5 - MIDDLE, False, LARGEST, BITS)
+    below, above = tl.full((1,), 0.5 - MIDDLE, tl.float64), tl.full((1,), 0.5 + MIDDLE, tl.float64)
+    low = least_above(keys, weights, below, False, LARGEST, BITS)
     high = low
-    short = weight_up_to(keys, weights, high) < 0.5 + MIDDLE
+    short = weight_up_to(keys, weights, high) < above
     while tl.max(short.to(tl.int32), 0) > 0:
-        above = tl.min(tl.where(keys > high[None, :], keys, LARGEST), 0)
-        high = tl.where(short, above, high)
-        short = short & (high < LARGEST) & (weight_up_to(keys, weights, high) < 0.5 + MIDDLE)
+        following = tl.min(tl.where(keys > high[None, :], keys, LARGEST), 0)
+        high = tl.where(short, following, high)
+        short = short & (high < LARGEST) & (weight_up_to(keys, weights, high) < above)
     tl.store(out + column, 0.5 * (number(low, LARGEST) + number(high, LARGEST)), mask=inside)
 
 
 @triton.jit
 def kept(keys, weights, key, fraction):
-    """The weight of one value between the trimmed ends."""
+    """Return the weight of one value between the trimmed ends."""
     until = weight_up_to(keys, weights, key)
     before = weight_up_to(keys, weights, key - 1)
     return tl.maximum(tl.minimum(until, 1.0 - fraction) - tl.maximum(before, fraction), 0.0)
@@ -113,6 +114,7 @@ def trimmed_mean(
 ):
     """The mean without the lowest and the highest `fraction` of the weight."""
     keys, weights, column, inside = loaded(value, share, messages, size, LARGEST, MESSAGES, COLUMNS)
+    fraction = tl.full((1,), fraction, tl.float64)  # beside a tensor, plain numbers are float32 before Triton 3.9
     low = least_above(keys, weights, fraction, True, LARGEST, BITS)
     top = tl.max(tl.where(tl.arange(0, MESSAGES)[:, None] < messages, keys, -LARGEST - 1), 0)
     high = tl.minimum(least_above(keys, weights, 1.0 - fraction, False, LARGEST, BITS), top)

@@ -41,13 +41,12 @@ from torch import Tensor
 
 from fedtorch import exact, random
 from fedtorch.models.gibbs import graphical
-from fedtorch.models.gibbs._gaussian_conditional import Fold, elimination
+from fedtorch.models.gibbs._directed_walk import RowPrior, Walk, spectral_radius as spectral_radius
+from fedtorch.models.gibbs._gaussian_conditional import elimination
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
 from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
 from fedtorch.models.rows import client_by_client
-
-_ROWS = 32  # rows that are added side by side
 
 
 class DirectedSite(NamedTuple):
@@ -146,12 +145,13 @@ def regression(
         centre, shared = _front(heard.theta), _front(heard.precision)
         w, u, noise = (_front(leaf) for leaf in (site.precision, site.auxiliary, site.noise))
         propose = _proposals(data, chains)
-        walk = _Walk(data, graphical.square(graphical.by_response(site.theta)))
+        walk = Walk(data.y, data.count, graphical.square(graphical.by_response(site.theta)))
         whole = walk.whole(centre)
         for s in range(sweeps):
             prior = w * shared
+            rows = RowPrior(whole, walk.whole(prior), noise_shape, heard.noise)
             for j in range(s % 2, p, 2):
-                noise = walk.turn(j, turns[s, j], whole, walk.whole(prior), noise, noise_shape, heard.noise)
+                noise = walk.turn(j, turns[s, j], noise, rows)
             steps = propose(noise, prior, normals[s])
             walk.refresh()
             for j in range(p):
@@ -183,148 +183,6 @@ def observations(data: Any, names: Sequence[str] | None = None) -> Observations:
     """The clients' rows, checked as `fedtorch.models.gibbs.graphical.rows` does."""
     y = graphical.rows(data, names)
     return Observations(y, client_by_client(lambda own: own.mT @ own, data.count, y), data.count)
-
-
-def spectral_radius(matrix: Tensor) -> Tensor:
-    """The largest modulus of an eigenvalue, `(..., p, p)` -> `(...)`.
-
-    >>> import torch
-    >>> spectral_radius(torch.tensor([[0.0, -0.5], [0.5, 0.0]]))  # a loop: eigenvalues ± i / 2
-    tensor(0.5000)
-    """
-    return torch.linalg.eigvals(matrix).abs().amax(-1)
-
-
-def _stable(matrices: Tensor) -> Tensor:
-    """Which of the matrices `(M, p, p)` have a spectral radius below one."""
-    power = matrices
-    for _ in range(6):
-        power = power @ power
-    doubtful = ~(power.abs().sum(-1).amax(-1) < 1)  # the norm of a power bounds that power of the radius
-    stable = ~doubtful
-    if bool(doubtful.any()):
-        stable[doubtful] = spectral_radius(matrices[doubtful]) < 1
-    return stable
-
-
-class _Walk:
-    """Where the sites' effects are: θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
-
-    Sums are added in one order and padding adds zeros at the end, so a site's numbers are the same bits in any block.
-    """
-
-    def __init__(self, data: Observations, theta: Tensor) -> None:
-        clients, chains, p, _ = theta.shape
-        size = -(-data.y.shape[1] // _ROWS) * _ROWS
-        self.p, self.count = p, data.count.to(torch.float64)[:, None]
-        self.others = graphical.other_variables(p).to(theta.device)
-        self.unit = torch.eye(p, dtype=theta.dtype, device=theta.device)[..., None, None]
-        self.y = data.y.new_zeros(p, size, clients, 1)
-        self.y[:, : data.y.shape[1], :, 0] = data.y.permute(2, 1, 0)
-        self.theta = theta.permute(2, 3, 0, 1).contiguous()
-        self.accepted = theta.new_zeros(clients, chains)
-        self.products = theta.new_empty(p - 1, size, clients, chains)
-        self.add_products = Fold(self.products)
-        self.small = theta.new_empty(p - 1, p, clients, chains)
-        self.add_small = Fold(self.small)
-        self.quadratic = theta.new_empty(p - 1, clients, chains)
-        self.add_quadratic = Fold(self.quadratic)
-        self.of_rows = theta.new_empty(_ROWS, clients, chains)
-        self.add_rows = Fold(self.of_rows)
-        self.errors = torch.stack([self.y[j] - self._fitted(j, self.theta[j, self.others[j]]) for j in range(p)])
-        self.absolute = torch.stack([self._absolute(error) for error in self.errors])
-
-    def refresh(self) -> None:
-        """Makes M anew, so that the errors of its updates do not add up."""
-        clients, chains = self.accepted.shape
-        matrices = (torch.eye(self.p, dtype=self.theta.dtype, device=self.theta.device) - self._square()).flatten(0, 1)
-        inverses = [torch.linalg.inv(matrix.clone()) for matrix in matrices]  # each aligned alike
-        stacked = torch.stack(inverses) if inverses else matrices
-        self.inverse = stacked.reshape(clients, chains, self.p, self.p).permute(2, 3, 0, 1).contiguous()
-
-    def move(self, j: int, step: Tensor, centre: Tensor, prior: Tensor, noise: Tensor, log: Tensor) -> None:
-        """Proposes to add `step` `(p − 1, K, C)` to row j."""
-        others = self.others[j]
-        here = self.theta[j, others]
-        torch.mul(step.unsqueeze(1), self.inverse[others], out=self.small)
-        along = self.add_small().clone()  # δ'M
-        ratio = 1 - along[j]
-        errors = self.errors[j] - self._fitted(j, step)
-        absolute = self._absolute(errors)
-        torch.mul(prior * step, here - centre + step / 2, out=self.quadratic)
-        gain = self.count * ratio.abs().log() - (absolute - self.absolute[j]) * noise - self.add_quadratic()
-        new = here + step
-        where = (log < gain).nonzero(as_tuple=True)
-        matrices = self._square()[where].contiguous()
-        matrices[:, j, others] = new[:, where[0], where[1]].mT
-        taken = torch.zeros_like(gain, dtype=torch.bool)
-        taken[where] = _stable(matrices)
-        self.theta[j, others] = torch.where(taken, new, here)
-        self.errors[j] = torch.where(taken, errors, self.errors[j])
-        self.absolute[j] = torch.where(taken, absolute, self.absolute[j])
-        change = torch.where(taken, along / ratio, 0.0)
-        self.inverse = self.inverse + self.inverse[:, j].unsqueeze(1) * change
-        self.accepted += taken
-
-    def turn(
-        self, j: int, uniforms: Tensor, centre: Tensor, prior: Tensor, noise: Tensor, shape: float, rate: Tensor
-    ) -> Tensor:
-        """Proposes to turn row j with another one; 1/b `(p, K, C)` after it, while M is left as it was."""
-        clients, chains = self.accepted.shape
-        other = (j + 1 + (uniforms[0] * (self.p - 1)).long()) % self.p
-        pair = torch.stack([torch.full_like(other, j), other])
-        index = lambda table: pair.reshape(2, *[1] * (table.ndim - 3), clients, chains).expand(2, *table.shape[1:])
-        rows = lambda table: table.gather(0, index(table))
-        cosine, sine = (2 * torch.pi * uniforms[1]).cos(), (2 * torch.pi * uniforms[1]).sin()
-        turned = lambda two: torch.stack([cosine * two[0] - sine * two[1], sine * two[0] + cosine * two[1]])
-
-        before, theta, unit = rows(noise), rows(self.theta), rows(self.unit.expand_as(self.theta))
-        whitened = turned((unit - theta) * before[:, None])
-        diagonal = whitened.gather(1, pair[:, None])
-        after, new = diagonal[:, 0].abs(), unit - whitened / diagonal
-        scaled = turned(rows(self.errors) * before[:, None])
-        absolute = torch.stack([self._absolute(error) for error in scaled])
-        gain = rows(self.absolute) * before - absolute + (shape - self.p) * (after / before).log()
-        gain = gain - rate * (after - before)
-        pull = rows(prior) * (theta - new) * ((theta + new) / 2 - rows(centre))
-        gain = sum((*gain, *pull.flatten(0, 1)))
-        where = (uniforms[2].log() < gain).nonzero(as_tuple=True)
-        matrices = self._square()[where].contiguous()
-        places = pair[:, where[0], where[1]].mT
-        matrices.scatter_(1, places[..., None].expand(-1, -1, self.p), new[:, :, where[0], where[1]].permute(2, 0, 1))
-        taken = torch.zeros_like(gain, dtype=torch.bool)
-        taken[where] = _stable(matrices)
-
-        keep = lambda table, own: table.scatter(0, index(table), torch.where(taken, own, rows(table)))
-        self.theta, self.absolute = keep(self.theta, new), keep(self.absolute, absolute / after)
-        self.errors = keep(self.errors, scaled / diagonal)
-        return keep(noise, after)
-
-    def whole(self, values: Tensor) -> Tensor:
-        """`(q, K, C)` as rows with a diagonal of zeros, `(p, p, K, C)`."""
-        index = self.others[..., None, None].expand(-1, -1, *values.shape[1:])
-        return values.new_zeros(self.p, *self.theta.shape[1:]).scatter_(1, index, values.unflatten(0, (self.p, -1)))
-
-    def effects(self) -> Tensor:
-        """θ without its diagonal, `(q, K, C)`."""
-        index = self.others[..., None, None].expand(-1, -1, *self.accepted.shape)
-        return self.theta.gather(1, index).flatten(0, 1)
-
-    def _fitted(self, j: int, effects: Tensor) -> Tensor:
-        """What effects `(p − 1, K, C)` on variable j make of the rows, `(N, K, C)`."""
-        torch.mul(self.y[self.others[j]], effects.unsqueeze(1), out=self.products)
-        return self.add_products().clone()
-
-    def _absolute(self, errors: Tensor) -> Tensor:
-        """Σ_i |e_i|, `(N, K, C)` -> `(K, C)`."""
-        blocks = errors.abs().unflatten(0, (-1, _ROWS))
-        self.of_rows.zero_()
-        for block in blocks:
-            self.of_rows.add_(block)
-        return self.add_rows().clone()
-
-    def _square(self) -> Tensor:
-        return self.theta.permute(2, 3, 0, 1)
 
 
 def _proposals(data: Observations, chains: int) -> Any:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch.models.device_posterior import discoveries
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs._gaussian_conditional import Design, least_norm
 from fedtorch.models.gibbs.deviations import Deviation
@@ -176,12 +177,12 @@ def intersection(inclusion: Tensor) -> Tensor:
     return torch.minimum(inclusion, inclusion.mT)
 
 
-def edges(inclusion: Tensor, rate: float = 0.05) -> Tensor:
-    """The edges to report so that an expected share of at most `rate` of them are none: see `sparse.discoveries`.
+def edges(inclusion: Tensor, fdr: float = 0.05) -> Tensor:
+    """Return the edges to report: of them an expected share of at most `fdr` are none (`device_posterior.discoveries`).
 
     Args:
         inclusion: probabilities of undirected edges, `(p, p)`, by `union` or `intersection`.
-        rate: the false discovery rate, between 0 and 1.
+        fdr: the false discovery rate, between 0 and 1.
 
     Returns:
         bool, `(p, p)`, symmetric.
@@ -193,16 +194,16 @@ def edges(inclusion: Tensor, rate: float = 0.05) -> Tensor:
         raise ValueError("Expected a symmetric matrix of probabilities, but got another; use union or intersection")
     above = torch.ones_like(inclusion, dtype=torch.bool).triu(1)
     found = torch.zeros_like(above)
-    found[above] = sparse.discoveries(inclusion[above], rate)
+    found[above] = discoveries(1 - inclusion[above], fdr)
     return found | found.mT
 
 
-def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
-    """The arrows of a directed graph to report, or the regressions' covariates: `edges` without symmetry.
+def arrows(inclusion: Tensor, fdr: float = 0.05) -> Tensor:
+    """Return the arrows of a directed graph to report, or the regressions' covariates: `edges` without symmetry.
 
     Args:
         inclusion: probabilities `(p, p)`; the diagonal is not read.
-        rate: the false discovery rate, between 0 and 1.
+        fdr: the false discovery rate, between 0 and 1.
 
     Returns:
         bool, `(p, p)`.
@@ -211,12 +212,12 @@ def arrows(inclusion: Tensor, rate: float = 0.05) -> Tensor:
         ValueError: a rate out of range.
 
     >>> import torch
-    >>> arrows(torch.tensor([[0.0, 0.2], [0.97, 0.0]]), rate=0.05)  # 0 acts on 1
+    >>> arrows(torch.tensor([[0.0, 0.2], [0.97, 0.0]]), fdr=0.05)  # 0 acts on 1
     tensor([[False, False], [ True, False]])
     """
     off = ~torch.eye(len(inclusion), dtype=torch.bool, device=inclusion.device)
     found = torch.zeros_like(off)
-    found[off] = sparse.discoveries(inclusion[off], rate)
+    found[off] = discoveries(1 - inclusion[off], fdr)
     return found
 
 

@@ -1,7 +1,7 @@
 r"""Missing covariates, filled in from the mean and covariance of all sites together.
 
 Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
-altogether. `fedtorch.federation.algorithms.pooled_covariance` finds its mean and covariance. Then every site fills its
+altogether. `fedtorch.federation.algorithms.normal_em` finds its mean and covariance. Then every site fills its
 gaps: `impute` once, by conditional means or, for multiple imputation, by conditional draws; `imputing` in every round
 of a Gibbs sampler, so that what the regression learns of a covariate's effect helps to fill it in: the second of the
 future directions that Kidd et al. (2023, section 4) name.
@@ -68,7 +68,7 @@ def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> Fe
 
     Args:
         data: of `incomplete`.
-        normal: of `pooled_covariance`.
+        normal: of `normal_em`.
         key: for draws from the conditional distribution; default: its mean. Several keys give the data sets of a
             multiple imputation, whose posteriors are mixed; means alone make intervals too short.
     """
@@ -102,7 +102,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
 
     Args:
         regression: `sparse.regression(...)` without intercepts; centre the columns instead.
-        normal: of `pooled_covariance`; its response is not read.
+        normal: of `normal_em`; its response is not read.
 
     Raises:
         BadClients: a response is missing (when a population is bound).

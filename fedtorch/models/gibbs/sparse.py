@@ -29,7 +29,6 @@ from torch import Tensor
 
 from fedtorch import exact, random
 from fedtorch.kernels import gibbs_sweeps
-from fedtorch.models import device_posterior
 from fedtorch.models.gibbs import _interweaving as interweaving
 from fedtorch.models.gibbs._gaussian_conditional import (
     SIDE_BY_SIDE,
@@ -274,29 +273,6 @@ def hierarchy(
         return Heard(state.theta, state.centre, state.precision, state.noise)
 
     return GlobalKernel(init, send, update)
-
-
-def discoveries(inclusion: Tensor, rate: float = 0.05) -> Tensor:
-    """The coefficients to report so that of them an expected share of at most `rate` are zero, given the data.
-
-    The largest set of the most probable ones whose mean of 1 − inclusion is at most `rate`: see
-    `fedtorch.models.device_posterior.discoveries`.
-
-    Args:
-        inclusion: posterior inclusion probabilities, any shape.
-        rate: between 0 and 1.
-
-    Returns:
-        bool, in the shape of `inclusion`.
-
-    Raises:
-        ValueError: a rate out of range.
-
-    Example:
-        >>> discoveries(torch.tensor([0.99, 0.2, 0.93, 0.8]), 0.05)
-        tensor([ True, False,  True, False])
-    """
-    return device_posterior.discoveries(1 - inclusion, rate)
 
 
 def design(data: Any, intercept: bool = False) -> Design:

@@ -33,6 +33,7 @@ tensor([0.5000, 2.5000], dtype=torch.float64)
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ class Model(NamedTuple):
 def of(
     hierarchy: Hierarchy, likelihood: DeviceLikelihood, *, noise: Hyperprior | None = None, rule: Rule | None = None
 ) -> Model:
-    """The model of a hierarchy and a likelihood.
+    """Return the model of a hierarchy and a likelihood.
 
     Args:
         hierarchy: of θ_k given φ.
@@ -107,100 +108,143 @@ def of(
         noise: hyperprior of log σ², the last coordinate of φ, if the likelihood has one.
         rule: nodes over ζ.
     """
-    means = hierarchy.mean
-    features, m = means.shape
     names, prior = hierarchy.names, hierarchy.prior
     if noise is not None:
         names, prior = (*names, "log noise"), _extended(prior, noise)
-    scales = len(prior.normal.shift) - m
-    rule = default_rule(scales) if rule is None else rule
+    scales = len(prior.normal.shift) - hierarchy.mean.shape[1]
+    parts = _Parts(hierarchy, likelihood, noise is not None, default_rule(scales) if rule is None else rule)
+    return Model(
+        names=names,
+        prior=prior,
+        project=partial(_project, parts),
+        start=Start(partial(_summary, parts), partial(_estimate, parts)),
+        prepare=likelihood.prepare,
+        devices=partial(_devices, parts),
+        log_factor=partial(_log_factor, parts),
+        given=partial(_mixture_at, parts),
+    )
 
-    def split(zeta: Tensor) -> tuple[Tensor, Tensor | None]:
-        return (zeta[..., :-1], zeta[..., -1]) if noise is not None else (zeta, None)
 
-    def tilted(cavity: Moments, data: Any) -> tuple[Nodes, _Given]:
-        given = _Given.of(cavity, means.to(cavity.mean))
+class _Parts(NamedTuple):
+    """What the functions of a model compute with."""
 
-        def factor(zeta: Tensor) -> tuple[Tensor, Conditional]:
-            inner, log_noise = split(zeta)
-            mean, covariance = given.mean(zeta) @ given.design.mT, hierarchy.covariance(inner) + given.spread[:, None]
-            found = likelihood.local(data, mean, covariance, inner, log_noise)
-            return found.log_evidence, found
+    hierarchy: Hierarchy
+    likelihood: DeviceLikelihood
+    noise: bool  # whether the last coordinate of ζ is log σ²
+    rule: Rule
 
-        return tilt(given.scales, factor, rule), given
+    def split(self, zeta: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the hierarchy's part of ζ, and log σ²."""
+        return (zeta[..., :-1], zeta[..., -1]) if self.noise else (zeta, None)
 
-    def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
-        def moments(part: tuple[Moments, Any]) -> Moments:
-            return _moments(*tilted(*part))
+    def numbers(self, data: Any, nodes: int) -> int:
+        """Return how many numbers the nodes of a client take."""
+        return nodes * max(len(self.hierarchy.mean) ** 2, self.likelihood.size(data))
 
-        return Projected(_in_chunks(moments, (cavity, data), _numbers(data, len(rule.weights))), cavity)
 
-    def devices(cavity: Moments, data: Any) -> DevicePosterior:
-        def mixture(part: tuple[Moments, Any]) -> DevicePosterior:
-            nodes, _ = tilted(*part)
-            return mixed(nodes.weights, nodes.values, nodes.nodes)
+def _project(parts: _Parts, cavity: Moments, data: Any, key: Tensor) -> Projected:
+    numbers = parts.numbers(data, len(parts.rule.weights))
+    return Projected(_in_chunks(partial(_tilted_moments, parts), (cavity, data), numbers), cavity)
 
-        return _in_chunks(mixture, (cavity, data), _numbers(data, len(rule.weights)))
 
-    def mixed(weights: Tensor, found: Conditional, zeta: Tensor) -> DevicePosterior:
-        _, log_noise = split(zeta)
-        log_noise = torch.full_like(weights, torch.nan) if log_noise is None else log_noise
-        moments = found.moments()
-        return DevicePosterior(weights, moments.mean, moments.covariance, log_noise)
+def _devices(parts: _Parts, cavity: Moments, data: Any) -> DevicePosterior:
+    numbers = parts.numbers(data, len(parts.rule.weights))
+    return _in_chunks(partial(_tilted_mixture, parts), (cavity, data), numbers)
 
-    def at(phi: Tensor, data: Any) -> Conditional:
-        mu, (inner, log_noise) = phi[..., :m], split(phi[..., m:])
-        spread = hierarchy.covariance(inner)
-        fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
-        spread = spread + torch.diag_embed(fixed * torch.finfo(phi.dtype).eps)
-        return likelihood.local(data, mu @ means.to(phi).mT, spread, inner, log_noise)
 
-    def log_factor(phi: Tensor, data: Any) -> Tensor:
-        return _in_chunks(lambda part: at(*part).log_evidence, (phi, data), _numbers(data, phi.shape[1]))
+def _log_factor(parts: _Parts, phi: Tensor, data: Any) -> Tensor:
+    evidence = partial(_log_evidence, parts)
+    return _in_chunks(evidence, (phi, data), parts.numbers(data, phi.shape[1]))
 
-    def given(phi: Tensor, weights: Tensor, data: Any) -> DevicePosterior:
-        def mixture(part: tuple[Tensor, Tensor, Any]) -> DevicePosterior:
-            return mixed(part[1], at(part[0], part[2]), part[0][..., m:])
 
-        return _in_chunks(mixture, (phi, weights, data), _numbers(data, phi.shape[1]))
+def _mixture_at(parts: _Parts, phi: Tensor, weights: Tensor, data: Any) -> DevicePosterior:
+    mixture = partial(_mixture_of_phi, parts)
+    return _in_chunks(mixture, (phi, weights, data), parts.numbers(data, phi.shape[1]))
 
-    def _numbers(data: Any, nodes: int) -> int:
-        return nodes * max(features**2, likelihood.size(data))
 
-    def summary(data: Any, prior: Prior) -> dict[str, Tensor]:
-        """One step of expectation maximisation from the prior's mean."""
-        own = gaussian.moments(prior.completed())
-        zero = own.mean.new_zeros(())
-        if data is None:
-            return {"mean": zero.expand(features), "second": gaussian.pack(zero.expand(features, features)),
-                    "residual": zero, "count": zero}  # fmt: skip
-        count = len(tree.leaves(data)[0])
-        cavity = Moments(*tree.expand(own, count))
-        given = _Given.of(cavity, means.to(own.mean))
-        inner, log_noise = split(cavity.mean[:, None, m:])
-        found = likelihood.local(
-            data, given.mean(cavity.mean[:, None, m:]) @ given.design.mT,
-            hierarchy.covariance(inner) + given.spread[:, None], inner, log_noise,
-        )  # fmt: skip
-        mean, covariance = (part[:, 0] for part in found.moments())
-        residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
-        second = gaussian.pack(covariance + mean[:, :, None] * mean[:, None])
-        return {"mean": mean, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}
+def _tilted_moments(parts: _Parts, given: tuple[Moments, Any]) -> Moments:
+    return _moments(*_tilted(parts, *given))
 
-    def estimate(total: dict[str, Tensor], count: Tensor, prior: Prior) -> Natural:
-        average = total["mean"] / count
-        spread = gaussian.unpack(total["second"] / count)
-        if m:
-            spread = spread - average[:, None] * average
-        variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(average.dtype).tiny)
-        zeta = hierarchy.scales(spread, variance.log())
-        if noise is not None:
-            zeta = torch.cat([zeta, variance.log()[None]])
-        precision = torch.cat([1 / spread.diagonal()[:m], torch.ones_like(zeta)])
-        mean = torch.cat([average[:m], zeta])
-        return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
 
-    return Model(names, prior, project, Start(summary, estimate), likelihood.prepare, devices, log_factor, given)
+def _tilted_mixture(parts: _Parts, given: tuple[Moments, Any]) -> DevicePosterior:
+    nodes, _ = _tilted(parts, *given)
+    return _mixed(parts, nodes.weights, nodes.values, nodes.nodes)
+
+
+def _log_evidence(parts: _Parts, given: tuple[Tensor, Any]) -> Tensor:
+    return _conditional(parts, *given).log_evidence
+
+
+def _mixture_of_phi(parts: _Parts, given: tuple[Tensor, Tensor, Any]) -> DevicePosterior:
+    phi, weights, data = given
+    zeta = phi[..., parts.hierarchy.mean.shape[1] :]
+    return _mixed(parts, weights, _conditional(parts, phi, data), zeta)
+
+
+def _tilted(parts: _Parts, cavity: Moments, data: Any) -> tuple[Nodes, _Given]:
+    """Return nodes over ζ under cavity times factor, and μ given ζ under the cavity."""
+    given = _Given.of(cavity, parts.hierarchy.mean.to(cavity.mean))
+    return tilt(given.scales, partial(_factor, parts, given, data), parts.rule), given
+
+
+def _factor(parts: _Parts, given: _Given, data: Any, zeta: Tensor) -> tuple[Tensor, Conditional]:
+    """Return the evidence at ζ with μ integrated out, and what else the likelihood says there."""
+    inner, log_noise = parts.split(zeta)
+    covariance = parts.hierarchy.covariance(inner) + given.spread[:, None]
+    found = parts.likelihood.local(data, given.mean(zeta) @ given.design.mT, covariance, inner, log_noise)
+    return found.log_evidence, found
+
+
+def _conditional(parts: _Parts, phi: Tensor, data: Any) -> Conditional:
+    """Return what the likelihood says at φ = (μ, ζ)."""
+    means = parts.hierarchy.mean
+    m = means.shape[1]
+    mu, (inner, log_noise) = phi[..., :m], parts.split(phi[..., m:])
+    spread = parts.hierarchy.covariance(inner)
+    fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
+    spread = spread + torch.diag_embed(fixed * torch.finfo(phi.dtype).eps)
+    return parts.likelihood.local(data, mu @ means.to(phi).mT, spread, inner, log_noise)
+
+
+def _mixed(parts: _Parts, weights: Tensor, found: Conditional, zeta: Tensor) -> DevicePosterior:
+    _, log_noise = parts.split(zeta)
+    log_noise = torch.full_like(weights, torch.nan) if log_noise is None else log_noise
+    moments = found.moments()
+    return DevicePosterior(weights, moments.mean, moments.covariance, log_noise)
+
+
+def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
+    """Return what a step of expectation maximisation from the prior's mean needs of the devices."""
+    features, m = parts.hierarchy.mean.shape
+    start = gaussian.moments(prior.completed())
+    zero = start.mean.new_zeros(())
+    if data is None:
+        second = gaussian.pack(zero.expand(features, features))
+        return {"mean": zero.expand(features), "second": second, "residual": zero, "count": zero}
+    count, likelihood = len(tree.leaves(data)[0]), parts.likelihood
+    cavity = Moments(*tree.expand(start, count))
+    given = _Given.of(cavity, parts.hierarchy.mean.to(start.mean))
+    _, found = _factor(parts, given, data, cavity.mean[:, None, m:])
+    mean, covariance = (part[:, 0] for part in found.moments())
+    residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
+    second = gaussian.pack(covariance + mean[:, :, None] * mean[:, None])
+    return {"mean": mean, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}
+
+
+def _estimate(parts: _Parts, total: dict[str, Tensor], count: Tensor, prior: Prior) -> Natural:
+    """Return the estimate of that step, as all sites' sum."""
+    m = parts.hierarchy.mean.shape[1]
+    average = total["mean"] / count
+    spread = gaussian.unpack(total["second"] / count)
+    if m:
+        spread = spread - average[:, None] * average
+    variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(average.dtype).tiny)
+    zeta = parts.hierarchy.scales(spread, variance.log())
+    if parts.noise:
+        zeta = torch.cat([zeta, variance.log()[None]])
+    precision = torch.cat([1 / spread.diagonal()[:m], torch.ones_like(zeta)])
+    mean = torch.cat([average[:m], zeta])
+    return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
 
 
 class _Given(NamedTuple):

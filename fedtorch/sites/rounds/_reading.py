@@ -10,8 +10,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import rows_weight
-from fedtorch.federation.exchanges.exchange import Sum
-from fedtorch.federation.populations.finite import has_negative_weights, is_finite, not_finite, weights
+from fedtorch.federation.exchanges.exchange import Sum, has_negative_weights, is_finite, not_finite, weights
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.plan import Plan

@@ -14,8 +14,9 @@ from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
 from fedtorch.federation.exchanges.carry import Carry, check_need
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
-from fedtorch.federation.runs.evaluation import inputs_and_targets, stacked_metrics
+from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.protocol.versions import FIRST, Versions
+from fedtorch.scores import stacked_metrics
 from fedtorch.sites.envelopes.keyring import BOOK, SiteKeys
 from fedtorch.sites.envelopes.letters import SiteLetters
 from fedtorch.sites.identity.identity import Identity

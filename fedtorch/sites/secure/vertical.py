@@ -48,6 +48,7 @@ from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adve
 from fedtorch.sites.secure.grid import Grid
 from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.sites.secure.neighbours import Neighbourhoods
+from fedtorch.tree import Tree
 from fedtorch.vfl.nodes.node import Value
 
 
@@ -106,12 +107,7 @@ def masked_party(
     def mask(step: Send | Receive) -> Half:
         if isinstance(step, Receive):
             return (yield step)
-        if not isinstance(step.message, Value):
-            raise TypeError(
-                f"Expected parties that send values of a sum and nothing else, but got {type(step.message).__name__}; "
-                "use vfl.sums() with independent q, and evaluate the likelihood at the server"
-            )
-        value = step.message.value
+        value = _value(step.message)
         one = session._replace(round=next(number), size=value.numel())
         words = grid.encode(value.flatten().cpu())
         for other, key in shared.items():
@@ -132,6 +128,7 @@ def masked_server(half: Half, session: Session, grid: Grid) -> Half:
 
     Raises:
         Aborted: the half does not hear every party before it says something.
+        TypeError: the half expects something else than values of the sum.
     """
     parties = sorted(session.keys)
     empty = torch.zeros(most_up(session, ADVERT), dtype=torch.uint8)
@@ -149,7 +146,7 @@ def masked_server(half: Half, session: Session, grid: Grid) -> Half:
             if len(waiting) < len(parties):
                 raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are not there")
             return (yield step)
-        like = step.like.value
+        like = _value(step.like)
         words = yield Receive(step.sender, torch.zeros(like.numel(), dtype=torch.int64))
         if step.sender not in waiting:
             raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
@@ -162,6 +159,16 @@ def masked_server(half: Half, session: Session, grid: Grid) -> Half:
         return Value(found)
 
     return (yield from wrapped(half, add))
+
+
+def _value(message: Tree) -> Tensor:
+    """Return the number of a sum that a message holds; raise TypeError for another message."""
+    if not isinstance(message, Value):
+        raise TypeError(
+            f"Expected parties that send values of a sum and nothing else, but got {type(message).__name__}; "
+            "use vfl.sums() with independent q, and evaluate the likelihood at the server"
+        )
+    return message.value
 
 
 def _room(session: Session) -> Tensor:

@@ -104,7 +104,7 @@ def over_link(half: Half, link: Link, *, seconds: float = SECONDS) -> tuple[Any,
 
 
 def read_half(path: Path | str) -> Callable[[Any], Half]:
-    """The function `half` of a party's own file: from a `fedtorch.sites.vertical.journal.Journal` to the party's half.
+    """The function `half` of a party's own file: from a `fedtorch.protocol.journal.Journal` to the party's half.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -122,5 +122,5 @@ def read_half(path: Path | str) -> Callable[[Any], Half]:
         raise FileNotFoundError(f"Expected a file with the party's half, but {path} is not there")
     half = runpy.run_path(str(path)).get("half")
     if not callable(half):
-        raise ValueError(f"Expected {path} to define a function half(journal); see fedtorch.sites.vertical.journal")
+        raise ValueError(f"Expected {path} to define a function half(journal); see fedtorch.protocol.journal")
     return half

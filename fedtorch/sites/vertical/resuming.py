@@ -25,24 +25,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedtorch import expected
-from fedtorch.protocol.halves import Half, Receive, Send, Traffic
+from fedtorch.protocol import rollback
+from fedtorch.protocol.halves import Half, Traffic
+from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.versions import FIRST, alone_in, runs
 from fedtorch.sites.streams.hub import Hub, Link
 from fedtorch.sites.streams.patience import Patience
 from fedtorch.sites.vertical._peers import Lost, Peer, check_names, drive_with, give_up, meet
-from fedtorch.sites.vertical._rollback import DONE, ENTERED, FROM, HELD, Entered, From, Held
-from fedtorch.sites.vertical.journal import Journal
 from fedtorch.sites.vertical.remote import SECONDS, over_link
 from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
 FAREWELL = 10.0  # seconds in which a party that may have missed the last word can come back
-PROTOCOL = 1  # what is said may not be understood by another
 _TRIES = 100  # from one point, before it is said that it goes nowhere
-_MOST = 1000  # points that a party may have
 _LOG = logging.getLogger(__name__)
 
 
@@ -160,23 +156,13 @@ class _Party:
         self.result: Any = None
 
     def half(self) -> Half:
-        """From the point that the server says."""
-        told = yield Receive(0, ENTERED)
-        if (protocol := int(told.protocol)) != PROTOCOL:
-            raise PayloadError(
-                f"Expected a server that speaks protocol {PROTOCOL}, but got one of {protocol}; install the same "
-                "version of fedtorch on both sides"
-            )
+        """Take part from the point that the server names."""
+        yield from rollback.enter_run(self.journal)
         self.entered = True
-        self.journal.enter(bytes(told.run.tolist()).hex())
-        yield Send(0, Held(torch.tensor(sorted(self.journal.versions.numbers))), rows=True)
-        point = int((yield Receive(0, FROM)).point)
+        point = yield from rollback.agree_with_server(self.journal)
         _LOG.info("run %s has begun with all parties, from point %d", self.journal.run[:8], point)
-        self.journal.begin(point)
         result = yield from self.begin(self.journal)
-        yield Send(0, DONE)
-        yield Receive(0, DONE)
-        self.journal.versions.finish()
+        yield from rollback.end_with_server(self.journal)
         self.result, self.done = result, True
         _LOG.info("run %s is over", self.journal.run[:8])
 
@@ -240,24 +226,10 @@ class _Server:
         return result
 
     def half(self, parties: Sequence[str]) -> Half:
-        """From the last point that the server and these parties have."""
-        journal = self.journal
-        run = torch.tensor(list(bytes.fromhex(journal.run)), dtype=torch.uint8)
-        for name in parties:
-            yield Send(name, Entered(run, torch.tensor(PROTOCOL)))
-        common = journal.versions.numbers
-        for name in parties:
-            common &= set((yield Receive(name, HELD, rows=True, most=_MOST)).points.tolist())
-        point = max(common | {FIRST})
-        for name in parties:
-            yield Send(name, From(torch.tensor(point)))
-        journal.begin(point)
-        result = yield from self.begin(journal)
-        for name in parties:
-            yield Receive(name, DONE)
-        journal.versions.finish()
-        for name in parties:
-            yield Send(name, DONE)
+        """Go on from the last point that the server and these parties have."""
+        yield from rollback.agree_with_parties(self.journal, parties)
+        result = yield from self.begin(self.journal)
+        yield from rollback.end_with_parties(self.journal, parties)
         return result
 
     def say_farewell(self, parties: Sequence[str], seconds: float) -> None:

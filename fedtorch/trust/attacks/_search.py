@@ -15,7 +15,7 @@ _NOTHING = 1e-12  # of a squared distance, relative
 
 
 class Found(NamedTuple):
-    """Where a search has ended."""
+    """Hold where a search has ended."""
 
     point: Tensor
     value: float  # of the objective there
@@ -29,7 +29,7 @@ def least(
     iterations: int,
     seed: int,
 ) -> Found:
-    """The least of several searches from normal draws, the first that leaves nothing if one does."""
+    """Return the least of several searches from normal draws, the first that leaves nothing if one does."""
     lowest = Found(torch.zeros(shape, dtype=dtype), torch.inf)
     for restart in range(restarts):
         start = random.normal(random.fold_in(random.key(seed), restart), shape, torch.float64).to(dtype)
@@ -40,7 +40,7 @@ def least(
 
 
 def descended(objective: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> Found:
-    """Where L-BFGS from `start` has brought an objective at its least."""
+    """Minimise an objective by L-BFGS from `start`, and return the least that was reached."""
     point = start.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([point], max_iter=iterations, line_search_fn="strong_wolfe",
                                   tolerance_grad=1e-14, tolerance_change=1e-16, history_size=50)  # fmt: skip

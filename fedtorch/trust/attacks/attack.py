@@ -5,7 +5,7 @@ have said and a key of its own. *Together*, the attackers of a round know the me
 What clients tell for good is lied about in the same way: whatever an attacker's state, `told` is a lie, and the total
 is the sum of what has been said.
 
-An attack joins last, after what replaces an algorithm's exchange, such as `robust.totals` or `ft.unreliable_edges`.
+An attack joins first, before what its messages then go through, such as `privacy.client_level` or `robust.rule`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices
-from fedtorch.federation.exchanges.messages import kept, like, rows
+from fedtorch.federation.exchanges.messages import changed, like, rows
+from fedtorch.federation.wrapper import Stage, Wrapper, line
 from fedtorch.tree import Rows, Tree
 
 Lie = Callable[[Tree, Tensor], Tree]  # (what is said (K, ...), keys (K,)) -> what is said instead
@@ -31,7 +32,7 @@ Collusion = Callable[[Tensor, Tensor], Tensor]  # (honest messages (H, D), the a
 
 @dataclass(frozen=True)
 class Attack:
-    """Wrong messages of some clients.
+    """Replace the messages of some clients by wrong ones.
 
     Attributes:
         clients: who attacks, by number.
@@ -57,38 +58,43 @@ class Attack:
     together: Collusion | None = None
     weight: float = 1.0
 
-    def __ror__(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm, with wrong messages.
+    @property
+    def stage(self) -> Stage:
+        """Return the innermost, for an attack is what clients say."""
+        return Stage.LOCAL
+
+    def __call__(self, algorithm: Algorithm) -> Algorithm:
+        """Return the algorithm with wrong messages.
 
         Raises:
-            ValueError: clients that collude about the changes of totals; see `robust.totals`.
+            ValueError: another wrapper is there already; or, when a run begins, clients that collude about the changes
+                of totals, where no robust rule follows.
         """
-        if self.together is not None and algorithm.told is not None:
-            raise ValueError(
-                f"Expected fresh messages for {self.name}, but this algorithm tells only how its totals change; join "
-                "the attack to robust.totals(algorithm, rule), trimmed_mean(0.0) for no defence"
-            )
-        told = algorithm.told
-        return dataclasses.replace(
-            algorithm,
-            init=partial(_init, algorithm),
-            client=partial(_client, algorithm, self),
-            model=lambda inbox, state: algorithm.model(inbox.inbox, state.own),
-            exchange=_marking(_colluding(algorithm.exchange, self), self.clients),
-            told=None if told is None else told._replace(of=partial(_told, told.of, self)),
-            settings={**algorithm.settings, f"attack.{self.name}": self.clients},
-        )
+        name = f"attacks.{self.name}"
+        return Wrapper(self.stage, name, partial(_attacked, self), {"clients": self.clients})(algorithm)
+
+
+def _attacked(attack: Attack, algorithm: Algorithm) -> Algorithm:
+    told = algorithm.told
+    return dataclasses.replace(
+        algorithm,
+        init=partial(_init, algorithm),
+        client=partial(_client, algorithm, attack),
+        model=lambda inbox, state: algorithm.model(inbox.inbox, state.own),
+        exchange=_marking(_colluding(algorithm, attack), attack.clients),
+        told=None if told is None else told._replace(of=partial(_told, told.of, attack)),
+    )
 
 
 class _Marked(NamedTuple):
-    """An inbox, and who attacks."""
+    """Hold an inbox, and who attacks."""
 
     inbox: Tree
     attacks: Tensor  # (K,) bool
 
 
 class _State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
+    """Hold a client's own state; leaves `(K, ...)`."""
 
     own: Tree
     attacks: Tensor  # () bool, once it has taken part
@@ -103,7 +109,8 @@ def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, _
 def _client(algorithm: Algorithm, attack: Attack, marked: _Marked, state: _State, data: Any, turn: Turn) -> Reply:
     if not isinstance(marked, _Marked):
         raise TypeError(
-            "Expected the attack's own exchange, but it was replaced; join attacks last: algorithm | attack"
+            "Expected the attack's own exchange, but it was replaced; change exchanges by wrappers, such as "
+            "algorithm | attack | robust.rule(...)"
         )
     reply = algorithm.client(marked.inbox, state.own, data, turn)
     said = tree.map(partial(_lie, attack, marked.attacks, turn.key), reply.message, is_leaf=(Mean, Sum))
@@ -111,7 +118,7 @@ def _client(algorithm: Algorithm, attack: Attack, marked: _Marked, state: _State
 
 
 def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-    """What is said in a node of a message."""
+    """Replace what is said in a node of a message."""
     if isinstance(node, Tensor):
         return _instead(attack, attacks, key, node)
     value = _instead(attack, attacks, key, node.value)
@@ -132,7 +139,7 @@ def _told(told: Callable[[Tree], Tree], attack: Attack, state: _State) -> Tree:
 
 
 def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
-    """`exchange` that says beside every inbox whether it is an attacker's."""
+    """Mark beside every inbox whether it is an attacker's."""
     wrong = torch.tensor(clients, dtype=torch.int64)
 
     def scatter(outbox: Tree, ids: Rows) -> _Marked:
@@ -143,23 +150,31 @@ def _marking(exchange: Exchange, clients: tuple[int, ...]) -> Exchange:
     return exchange._replace(scatter=scatter)
 
 
-def _colluding(exchange: Exchange, attack: Attack) -> Exchange:
-    """`exchange` to which the attackers bring what they have agreed on."""
+def _colluding(algorithm: Algorithm, attack: Attack) -> Exchange:
+    """Return the algorithm's exchange, to which the attackers bring what they have agreed on."""
     if attack.together is None:
-        return exchange
-    return kept(exchange, partial(_agreed, exchange, attack))
+        return algorithm.exchange
+    refusal = "" if algorithm.told is None else _only_changes(attack)
+    return changed(algorithm.exchange, partial(_agreed, attack), refusal)
 
 
-def _agreed(exchange: Exchange, attack: Attack, found: RowsOf) -> Tree:
+def _only_changes(attack: Attack) -> str:
+    wanted = line({f"attacks.{attack.name}": Stage.LOCAL, "robust.rule": Stage.ROBUST})
+    return (
+        f"Expected fresh messages for {attack.name}, but this algorithm tells only how its totals change; write "
+        f"{wanted}, with the rule robust.trimmed_mean(0.0) for no defence"
+    )
+
+
+def _agreed(attack: Attack, found: RowsOf) -> RowsOf:
     wrong = torch.isin(found.ids, torch.tensor(attack.clients, dtype=torch.int64))
-    said = found.message
-    if bool(wrong.any()) and not bool(wrong.all()):
-        said = tree.map(partial(_replaced, attack, wrong), said, is_leaf=(Mean, Sum))
-    return exchange.finish(exchange.gather(said, found.ids))
+    if not bool(wrong.any()) or bool(wrong.all()):
+        return found
+    return found._replace(message=tree.map(partial(_replaced, attack, wrong), found.message, is_leaf=(Mean, Sum)))
 
 
 def _replaced(attack: Attack, wrong: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-    """A node of all clients' messages, with what the attackers have agreed on in place of their own."""
+    """Return a node of all clients' messages, with what the attackers have agreed on in place of their own."""
     assert attack.together is not None
     value = node if isinstance(node, Tensor) else node.value
     numbers = rows(value)

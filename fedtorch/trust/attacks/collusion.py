@@ -37,7 +37,7 @@ from fedtorch.trust.attacks.attack import Attack
 
 
 def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack:
-    """Says μ − zσ.
+    """Say μ − zσ.
 
     Args:
         clients: who colludes, by number.
@@ -48,19 +48,19 @@ def a_little_is_enough(clients: Sequence[int], z: float | None = None) -> Attack
 
 
 def inner_product_manipulation(clients: Sequence[int], epsilon: float) -> Attack:
-    """Says −εμ, against the direction in which the honest clients go."""
+    """Say −εμ, against the direction in which the honest clients go."""
     return Attack(
         tuple(clients), "inner_product_manipulation", together=lambda honest, own: _all(own, -epsilon * honest.mean(0))
     )
 
 
 def min_max(clients: Sequence[int]) -> Attack:
-    """Says μ − γσ with the largest γ that does not stand out by its distances."""
+    """Say μ − γσ with the largest γ that does not stand out by its distances."""
     return Attack(tuple(clients), "min_max", together=_min_max)
 
 
 def usual_z(clients: int, attackers: int) -> float:
-    """The z of `a_little_is_enough` among so many clients of a round: Φ⁻¹((n − f − s)/(n − f)), s = ⌊n/2 + 1⌋ − f.
+    """Return the z of `a_little_is_enough` for n clients of a round: Φ⁻¹((n − f − s)/(n − f)), s = ⌊n/2 + 1⌋ − f.
 
     >>> round(usual_z(clients=50, attackers=24), 3)  # Φ⁻¹(24/26)
     1.426

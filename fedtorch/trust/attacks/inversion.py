@@ -32,7 +32,7 @@ Predict = Callable[[Tensor], Tensor]  # rows (n, ...) -> outputs (n, ...)
 
 
 class Inversion(NamedTuple):
-    """What a search has found.
+    """Hold what a search has found.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ class Inversion(NamedTuple):
 
 
 def linear_inputs(weight: Tensor, bias: Tensor) -> Tensor:
-    """What each neuron of a linear layer with bias saw, of gradients or changes of its parameters.
+    """Recover what each neuron of a linear layer with bias saw, from gradients or changes of its parameters.
 
     Args:
         weight: `(..., o, d)`.
@@ -84,7 +84,7 @@ def gradient_inversion(
     iterations: int = 200,
     seed: int = 0,
 ) -> Inversion:
-    """Rows whose training changes a module as a client's message says.
+    """Search for rows whose training changes a module as a client's message says.
 
     Args:
         module: with the parameters that the client started from.
@@ -134,7 +134,7 @@ def _trained(
     lr: float,
     steps: int,
 ) -> dict[str, Tensor]:
-    """Parameters after gradient steps on all rows, with a graph back to the rows."""
+    """Return parameters after gradient steps on all rows, with a graph back to the rows."""
     weights = {name: value.detach().requires_grad_() for name, value in start.items()}
     for _ in range(steps):
         value = loss(functional_call(module, weights, (inputs,)), targets)
@@ -152,7 +152,7 @@ def model_inversion(
     log_likelihood: Callable[[Tensor, Tensor], Tensor],
     prior: Tensor | None = None,
 ) -> Tensor:
-    """How likely each value of a private attribute is, given what a model predicts for it.
+    """Compute how likely each value of a private attribute is, given what a model predicts for it.
 
     Args:
         predict: the model, of rows `(m, d)`.
@@ -190,7 +190,7 @@ def model_inversion(
 def representative(
     module: nn.Module, label: int, start: Tensor, *, ridge: float = 1e-3, iterations: int = 100
 ) -> Tensor:
-    """The row that a classifier takes most surely for a class, with a penalty on its squared distance from `start`.
+    """Find the row that a classifier takes most surely for a class, with a penalty on its distance from `start`.
 
     Args:
         module: rows `(n, ...)` to logits `(n, C)`.

@@ -31,22 +31,22 @@ from fedtorch.trust.attacks.attack import Attack
 
 
 def sign_flip(clients: Sequence[int], scale: float = 1.0) -> Attack:
-    """Says minus `scale` times what it would say."""
+    """Say minus `scale` times what it would say."""
     return Attack(tuple(clients), "sign_flip", alone=lambda said, key: tree.scale(said, -scale))
 
 
 def noise(clients: Sequence[int], sd: float) -> Attack:
-    """Adds independent normal noise to every number."""
+    """Add independent normal noise to every number."""
     return Attack(tuple(clients), "noise", alone=lambda said, key: tree.add(said, _normal(said, key, sd)))
 
 
 def free_rider(clients: Sequence[int], sd: float = 0.0) -> Attack:
-    """Does no work and says zeros: no change. With `sd` it hides behind normal noise (disguised free riding)."""
+    """Do no work and says zeros: no change. With `sd` it hides behind normal noise (disguised free riding)."""
     return Attack(tuple(clients), "free_rider", alone=lambda said, key: _normal(said, key, sd))
 
 
 def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack:
-    """Says the same number everywhere: one that is none, infinity, or one that is large."""
+    """Say the same number everywhere: one that is none, infinity, or one that is large."""
     return Attack(
         tuple(clients),
         "denial_of_service",
@@ -55,12 +55,12 @@ def denial_of_service(clients: Sequence[int], value: float = math.nan) -> Attack
 
 
 def claimed_rows(clients: Sequence[int], factor: float) -> Attack:
-    """Says that it has `factor` times as many rows as it has: multiplies the weights of its `Mean`s."""
+    """Say that it has `factor` times as many rows as it has: multiplies the weights of its `Mean`s."""
     return Attack(tuple(clients), "claimed_rows", weight=factor)
 
 
 def _normal(said: Tree, key: Tensor, sd: float) -> Tree:
-    """Normal numbers in the structure of what is said, a key for every leaf and client."""
+    """Draw normal numbers in the structure of what is said, a key for every leaf and client."""
     drawn = [
         sd * random.normal(random.fold_in(key, number), tuple(leaf.shape[1:]), leaf.dtype)
         for number, leaf in enumerate(tree.leaves(said))

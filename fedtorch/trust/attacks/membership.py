@@ -34,7 +34,7 @@ from fedtorch.trust.privacy.accounting.auditing import area, roc
 
 
 class Membership(NamedTuple):
-    """Attacks on S models about n rows.
+    """Hold attacks on S models about n rows.
 
     Example:
         >>> import torch
@@ -50,15 +50,15 @@ class Membership(NamedTuple):
     member: Tensor  # (S, n) bool, the truth
 
     def roc(self) -> tuple[Tensor, Tensor]:
-        """(false alarms, detections) of all attacks together, at every threshold."""
+        """Return (false alarms, detections) of all attacks together, at every threshold."""
         return roc(self.scores[self.member], self.scores[~self.member])
 
     def area(self) -> float:
-        """The area under the ROC: ½ is guessing."""
+        """Return the area under the ROC: ½ is guessing."""
         return area(self.scores[self.member], self.scores[~self.member])
 
     def detections(self, false_alarms: float) -> float:
-        """The part of the members that is found while at most this part of the others is taken for members."""
+        """Return the part of the members that is found while at most this part of the others is taken for members."""
         alarms, detections = self.roc()
         return float(detections[alarms <= false_alarms].max())
 
@@ -66,7 +66,7 @@ class Membership(NamedTuple):
 def membership(
     local: LocalSolver, inputs: Tensor, targets: Tensor, *, shadows: int = 32, rounds: int = 1, seed: int = 0
 ) -> Membership:
-    """Attacks models that `local` trains, with other such models.
+    """Attack models that `local` trains, with other such models.
 
     Args:
         local: trains a classifier; of its own budget it spends `rounds`.
@@ -101,7 +101,7 @@ def membership(
 
 
 def confidence(outputs: Tensor, targets: Tensor) -> Tensor:
-    """φ of every row's class, of logits `(S, n, C)` and classes `(n,)`, float64."""
+    """Return φ of every row's class, of logits `(S, n, C)` and classes `(n,)`, float64."""
     logits = outputs.to(torch.float64)
     own = targets.expand(len(logits), -1)[..., None]
     others = logits.scatter(2, own, -torch.inf)
@@ -109,7 +109,7 @@ def confidence(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
-    """The attack's scores `(S, n)` from values of the models and who has seen which row.
+    """Return the attack's scores `(S, n)` from values of the models and who has seen which row.
 
     Means and variances of a model's attack are those of all other models.
 
@@ -133,7 +133,7 @@ def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
 
 
 def _halves(seed: int, shadows: int, count: int) -> Tensor:
-    """Who has seen which row `(S, n)`: a half of the rows each, in pairs that share nothing."""
+    """Return who has seen which row `(S, n)`: a half of the rows each, in pairs that share nothing."""
     keys = random.fold_in(random.key(seed), torch.arange(shadows // 2))
     first = random.permutation(keys, count) < count // 2
     return torch.cat([first, ~first])

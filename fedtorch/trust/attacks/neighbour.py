@@ -21,14 +21,14 @@ from torch import Tensor
 
 
 class Quadratics(NamedTuple):
-    """Local losses wᵀQw − 2qᵀw, up to a constant."""
+    """Hold local losses wᵀQw − 2qᵀw, up to a constant."""
 
     q: Tensor  # (..., d, d) Q, such as X'X/m
     linear: Tensor  # (..., d) q, such as X'y/m
 
 
 def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Quadratics:
-    """A node's local problem, of the models that it and its only neighbour told each other.
+    """Recover a node's local problem from the models that it and its only neighbour told each other.
 
     Args:
         told: `(T + 1, d)` the node's models w_0 … w_T.
@@ -65,7 +65,7 @@ def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Qu
 
 
 def nearest_problem(found: Quadratics, known: Quadratics) -> Tensor:
-    """The known problems `(n, d, d)` from the nearest on, by relative distances of Q and q: indices `(n,)`.
+    """Rank known problems `(n, d, d)` from the nearest on, by relative distances of Q and q: indices `(n,)`.
 
     >>> import torch
     >>> known = Quadratics(q=torch.tensor([[[1.0]], [[2.0]], [[4.0]]]), linear=torch.tensor([[1.0], [1.0], [4.0]]))
@@ -80,7 +80,7 @@ def nearest_problem(found: Quadratics, known: Quadratics) -> Tensor:
 
 
 def learnt_attribute(models: Tensor, attributes: Tensor, ridge: float = 1e-3) -> Callable[[Tensor], Tensor]:
-    """A linear hypothesis from what nodes tell to their private attribute, learnt from nodes whose attribute is known.
+    """Learn a linear map from what nodes tell to their private attribute, from nodes whose attribute is known.
 
     Args:
         models: `(m, D)` what they tell, for example their models side by side over some rounds.

@@ -34,7 +34,7 @@ Trigger = Callable[[Tensor], Tensor]  # features (n, ...) -> features with the p
 
 @dataclass(frozen=True)
 class Poison:
-    """Wrong rows of some clients.
+    """Replace the rows of some clients by wrong ones.
 
     Attributes:
         clients: whose rows are changed, by number.
@@ -47,7 +47,7 @@ class Poison:
     seed: int = 0
 
     def __ror__(self, data: FederatedData) -> FederatedData:
-        """The data, with wrong rows."""
+        """Return the data, with wrong rows."""
         if not all(0 <= client < len(data) for client in self.clients):
             raise ValueError(f"Expected clients between 0 and {len(data) - 1}, but got {list(self.clients)}")
         keys, parts = random.key(self.seed), list(data)
@@ -59,7 +59,7 @@ class Poison:
 
 
 def flipped_labels(clients: Sequence[int], classes: int, *, fraction: float = 1.0, seed: int = 0) -> Poison:
-    """Labels y become C − 1 − y in a fraction of a client's rows.
+    """Replace labels y by C − 1 − y in a fraction of a client's rows.
 
     Args:
         clients: by number.
@@ -76,14 +76,14 @@ def flipped_labels(clients: Sequence[int], classes: int, *, fraction: float = 1.
 
 
 def shifted_labels(clients: Sequence[int], by: float, *, fraction: float = 1.0, seed: int = 0) -> Poison:
-    """Labels y become y + `by` in a fraction of a client's rows: the perturbation of section 10.3."""
+    """Replace labels y by y + `by` in a fraction of a client's rows, the perturbation of section 10.3."""
     return _of_some(clients, fraction, seed, lambda x, y: (x, y + by))
 
 
 def backdoor(
     clients: Sequence[int], trigger: Trigger, target: float, *, fraction: float = 0.5, seed: int = 0
 ) -> Poison:
-    """A fraction of a client's rows have the trigger in their features and the target for a label.
+    """Give a fraction of a client's rows the trigger in their features and the target for a label.
 
     Args:
         clients: by number.
@@ -108,7 +108,7 @@ def backdoor(
 def clean_label(
     clients: Sequence[int], trigger: Trigger, target: float, *, fraction: float = 1.0, seed: int = 0
 ) -> Poison:
-    """Labels stay: a fraction of the rows that have the target for a label get the trigger in their features."""
+    """Keep labels, and give a fraction of the rows with the target for a label the trigger in their features."""
 
     def change(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(tree.along(y == target, x), trigger(x), x), y
@@ -117,7 +117,7 @@ def clean_label(
 
 
 def zero_loss(clients: Sequence[int]) -> Poison:
-    """Nodes of a network that throw their rows away, and so copy their cluster's model to look into it (10.2).
+    """Let nodes of a network drop their rows, so that they copy their cluster's model and can look into it (10.2).
 
     Their local loss is zero; use it with `ft.unlabelled(local)`.
 
@@ -140,7 +140,7 @@ def _of_some(
 def _changed(
     fraction: float, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], rows: Tree, key: Tensor
 ) -> Tree:
-    """Rows of which `fraction`, rounded, are changed."""
+    """Return rows of which `fraction`, rounded, are changed."""
     count = round(fraction * len(rows[1]))
     chosen = random.uniform(key, (len(rows[1]),), torch.float64).argsort().argsort() < count
     return tree.where(chosen.to(rows[1].device), change(*rows), rows)

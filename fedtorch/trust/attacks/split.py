@@ -35,7 +35,7 @@ from fedtorch.trust.attacks.inversion import Inversion
 
 
 def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
-    """A node's half that does what it did, and shows every message to `heard`.
+    """Wrap a node's half so that it shows every message to `heard`, and does what it did.
 
     Args:
         half: from `fedtorch.vfl.nodes.iteration.server_half` or `party_half`.
@@ -68,7 +68,7 @@ def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
 
 
 def label_scores(gradients: Tensor) -> Tensor:
-    """What gradients say of the labels: large where a row's label is 1, or for each class.
+    """Score the labels by gradients: large where a row's label is 1, or for each class.
 
     Args:
         gradients: `(T, ..., C, n)` that a party was sent, of a log likelihood that is to be raised; their mean over the
@@ -86,7 +86,7 @@ def label_scores(gradients: Tensor) -> Tensor:
 
 
 def guessed_labels(gradients: Tensor) -> Tensor:
-    """The labels `(..., n)` that `label_scores` speaks for, int64.
+    """Return the labels `(..., n)` that `label_scores` speaks for, int64.
 
     >>> import torch
     >>> gradients = torch.tensor([[[0.4, -0.6]]])  # y - p of two rows, in one step
@@ -98,7 +98,7 @@ def guessed_labels(gradients: Tensor) -> Tensor:
 
 
 def values_error(rho: float, steps: int) -> float:
-    """ρ/√T: how far off the mean of T values, each with noise of its own, is from what the noise hides.
+    """Return ρ/√T: how far off the mean of T values, each with noise of its own, is from what the noise hides.
 
     >>> values_error(rho=1.0, steps=100)
     0.1
@@ -109,7 +109,7 @@ def values_error(rho: float, steps: int) -> float:
 
 
 def gram_matrix(values: Tensor, gradients: Tensor, lr: float) -> Tensor:
-    """X Xᵀ of the rows `(n, d)` of a party whose linear network learns by gradient steps of size `lr`.
+    """Recover X Xᵀ of the rows `(n, d)` of a party whose linear network learns by gradient steps of size `lr`.
 
     Args:
         values: `(T + 1, n)` that it sent, without noise.
@@ -146,7 +146,7 @@ def split_inversion(
     iterations: int = 200,
     seed: int = 0,
 ) -> Inversion:
-    """The rows of a party whose bottom network starts from known weights and learns by gradient steps.
+    """Recover the rows of a party whose bottom network starts from known weights and learns by gradient steps.
 
     Args:
         bottom: the network with the weights that it started from, rows `(n, ...)` to `(n, C)`.
@@ -174,7 +174,7 @@ def split_inversion(
 def _off(
     bottom: nn.Module, start: dict[str, Tensor], values: Tensor, gradients: Tensor, lr: float, rows: Tensor
 ) -> Tensor:
-    """How far off rows are from having been sent as `values`, squared and relative."""
+    """Return how far off rows are from having been sent as `values`, squared and relative."""
     weights = {name: weight.requires_grad_() for name, weight in start.items()}
     apart = values.new_zeros(())
     for step, value in enumerate(values):

@@ -9,31 +9,31 @@ from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip
 
 
 def check_noise(noise: float) -> None:
-    """Raises ValueError unless noise is positive and finite."""
+    """Raise ValueError unless noise is positive and finite."""
     if not 0 < noise < math.inf:
         raise ValueError(f"Expected positive finite noise, in units of the sensitivity, but got {noise}")
 
 
 def check_delta(delta: float) -> None:
-    """Raises ValueError unless δ is between 0 and 1."""
+    """Raise ValueError unless δ is between 0 and 1."""
     if not 0 < delta < 1:
         raise ValueError(f"Expected delta above 0 and below 1, but got {delta}")
 
 
 def check_rounds(rounds: int) -> None:
-    """Raises ValueError unless there is at least one round."""
+    """Raise ValueError unless there is at least one round."""
     if not (isinstance(rounds, int) and rounds >= 1):
         raise ValueError(f"Expected a whole number of rounds of at least 1, but got {rounds}")
 
 
-def check_rate(rate: float) -> None:
-    """Raises ValueError unless a sampling rate is above 0 and at most 1."""
-    if not 0 < rate <= 1:
-        raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
+def check_rate(sampling_rate: float) -> None:
+    """Raise ValueError unless a sampling rate is above 0 and at most 1."""
+    if not 0 < sampling_rate <= 1:
+        raise ValueError(f"Expected a rate above 0 and at most 1, but got {sampling_rate}")
 
 
 def check_clip(clip: Clip) -> None:
-    """Raises ValueError unless bounds are positive and finite, and an adaptive one's settings in range."""
+    """Raise ValueError unless bounds are positive and finite, and an adaptive one's settings in range."""
     if isinstance(clip, AdaptiveClip):
         if not (0 < clip.quantile < 1 and 0 < clip.share < 1 and 0 < clip.lr < math.inf):
             raise ValueError(f"Expected quantile and share between 0 and 1 and a positive lr, but got {clip}")

@@ -37,15 +37,14 @@ SLACK = 1 - 2.0**-20  # what float32 rounds up stays within the bound
 
 
 class AdaptiveClip(NamedTuple):
-    """A bound that follows a quantile of the norms.
+    """Follow a quantile of the norms with the bound.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([30.0, 40.0]))] * 20)
-        >>> private = privacy.client_level(
-        ...     ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), AdaptiveClip(start=0.1, lr=0.2), noise=0.01,
-        ...     delta=1e-2, entropy=privacy.from_seed(0))
+        >>> private = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))) | privacy.client_level(
+        ...     AdaptiveClip(start=0.1, lr=0.2), noise=0.01, delta=1e-2, entropy=privacy.from_seed(0))
         >>> run = ft.run(private, ft.InProcess(data), rounds=2)
         >>> round(float(run.history["clip"].iloc[-1]), 3)  # nobody is within it, so that it grows: 0.1 exp(2 · 0.2 · ½)
         0.122
@@ -61,7 +60,7 @@ Clip = float | Mapping[str, float] | AdaptiveClip
 
 
 def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple[Tree, Tensor]:
-    """(stacked trees, each client's scaled down to a norm of at most `bound`; the norms before that, `(K,)` float64).
+    """Scale stacked trees down to a norm of at most `bound` per client; also return the norms before, `(K,)` float64.
 
     A client with NaN, Inf or numbers that overflow is cut to zeros, and its norm is infinite. Numbers of 16 bits become
     float32, which the bound would not survive otherwise.
@@ -85,12 +84,12 @@ def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple
 
 
 def _numbers(leaves: list[Tensor]) -> Tensor:
-    """All numbers of each client, `(K, D)` float64."""
+    """Return all numbers of each client, `(K, D)` float64."""
     return torch.cat([leaf.reshape(len(leaf), math.prod(leaf.shape[1:])).to(torch.float64) for leaf in leaves], 1)
 
 
 def bounds_of(value: Tree, clip: Mapping[str, float]) -> list[float]:
-    """The bound of every leaf, by the shell pattern that its path matches.
+    """Return the bound of every leaf, by the shell pattern that its path matches.
 
     Raises:
         ValueError: a leaf that no pattern matches or several do, or a pattern that matches none.

@@ -13,7 +13,7 @@ Uniforms = Callable[[int], Tensor]  # count -> (count,) uniform numbers of (0, 1
 
 
 class Mechanism(NamedTuple):
-    """A kind of noise.
+    """Describe a kind of noise.
 
     Example:
         >>> row = torch.tensor([[3.0, -4.0]])  # what one unit adds to a sum
@@ -39,12 +39,12 @@ def _inverse_laplace(uniforms: Uniforms, count: int) -> Tensor:
     return -centred.sign() * torch.log1p(-2 * centred.abs())
 
 
-def _gaussian_losses(library: Any, noise: float, rate: float, interval: float) -> Any:
-    return library.from_gaussian_mechanism(noise, value_discretization_interval=interval, sampling_prob=rate)
+def _gaussian_losses(library: Any, noise: float, sampling_rate: float, interval: float) -> Any:
+    return library.from_gaussian_mechanism(noise, value_discretization_interval=interval, sampling_prob=sampling_rate)
 
 
-def _laplace_losses(library: Any, noise: float, rate: float, interval: float) -> Any:
-    return library.from_laplace_mechanism(noise, value_discretization_interval=interval, sampling_prob=rate)
+def _laplace_losses(library: Any, noise: float, sampling_rate: float, interval: float) -> Any:
+    return library.from_laplace_mechanism(noise, value_discretization_interval=interval, sampling_prob=sampling_rate)
 
 
 gaussian = Mechanism("gaussian", lambda rows: rows.norm(dim=1), _box_muller, math.sqrt, _gaussian_losses)

@@ -49,9 +49,10 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.fit.encoder import EncoderFactory, encoded, perceptron
-from fedtorch.vfl.fit.gaussians import Tensors
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
+
+Tensors = dict[str, Tensor]
 
 
 class Sampled(NamedTuple):

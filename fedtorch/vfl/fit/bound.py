@@ -20,8 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtorch.vfl.fit.draws import draw_theta, fixed
-from fedtorch.vfl.fit.guide import Guide, Parameters
+from fedtorch.vfl.fit.guide import Guide, Parameters, draw_theta, fixed
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
@@ -87,7 +86,7 @@ def server_bound(
 
 def shared_terms(model: VerticalModel, q: Groups, gamma: Tensor, data: VerticalData) -> tuple[Tensor, Tensor | None]:
     """The prior of γ and of learnt weights, `(B, M)`, and these weights `(B, J)`."""
-    own = model.shared_prior(gamma)
+    own = model.log_shared_prior(gamma)
     if model.concentration is None:
         return own, None
     logits = q["weights"]["logits"].log_softmax(-1)

@@ -1,13 +1,24 @@
 r"""The variational approximation: q(γ) ∏_j q(θ_j), or one joint q(γ, θ), and q(z | θ).
 
-The server (index 0) and the parties (1 … J) each hold parameters and noise of their own. A joint q(γ, θ) is
-:math:`\theta = \mu + L\varepsilon` over all coordinates, or :math:`\mu + D\varepsilon + W\eta` where it is of low rank:
-party j holds its own rows of (μ, L) or (μ, D, W), and everybody draws the same noise from the shared key, so that
-correlations between parties' parameters need no exchange of parameters.
+The server (index 0) and the parties (1 … J) each hold parameters and noise of their own, of a Gaussian family q(θ) by
+reparametrisation, :math:`\theta = \mu + L\varepsilon` with :math:`\Sigma = LL^\top`. L is a Cholesky factor; equation
+(8) of the source multiplies by Σ, which would make the covariance Σ². A joint q(γ, θ) is one such family over all
+coordinates, fitted in one graph. Tensors are stacked over the batch, `(B, ...)`, draws are `(B, M, d)`.
+
+Source: Hassan, Sutton, Mira, Mengersen, "Scalable Vertical Federated Learning via Data Augmentation and Amortized
+Inference", section 4.1.
+
+>>> import torch, fedtorch as ft
+>>> family = ft.vfl.diagonal()
+>>> q = family.init(1, 2, 0.1, torch.float64, "cpu")
+>>> family.covariance(q).diagonal(dim1=1, dim2=2)
+tensor([[0.0100, 0.0100]], dtype=torch.float64)
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,11 +26,155 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.vfl.fit.auxiliary import Auxiliary, amortised
-from fedtorch.vfl.fit.gaussians import GaussianFamily, full_covariance
+from fedtorch.vfl.fit.auxiliary import Auxiliary, Tensors, amortised
 from fedtorch.vfl.model.vertical import VerticalModel
 
 _ENCODER = 2  # purpose of a node's key
+
+
+@dataclass(frozen=True)
+class GaussianFamily:
+    """A family q(θ) on `d` coordinates.
+
+    Attributes:
+        init: (batch, d, standard deviation at the start, dtype, device) -> parameters.
+        noises: d -> how many standard normal numbers a draw takes.
+        draw: (parameters, noise `(B, M, noises)`) -> θ `(B, M, d)`, differentiable in the parameters.
+        log_density: (parameters, θ) -> log q(θ), `(B, M)`.
+        covariance: parameters -> Σ `(B, d, d)`.
+
+    >>> family = diagonal()
+    >>> q = {"mean": torch.tensor([[1.0, 2.0]]), "log_sd": torch.tensor([[1.0, 3.0]]).log()}
+    >>> theta = family.draw(q, torch.tensor([[[0.0, 0.0], [1.0, -1.0]]]))  # the mean, and a standard deviation away
+    >>> theta
+    tensor([[[ 1.,  2.], [ 2., -1.]]])
+    >>> density = family.log_density(q, theta)
+    >>> round(float(density[0, 0] - density[0, 1]), 3)  # half a squared standard deviation for each coordinate
+    1.0
+    """
+
+    init: Callable[[int, int, float, torch.dtype, torch.device], Tensors]
+    noises: Callable[[int], int]
+    draw: Callable[[Tensors, Tensor], Tensor]
+    log_density: Callable[[Tensors, Tensor], Tensor]
+    covariance: Callable[[Tensors], Tensor]
+
+
+def _start(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Tensors:
+    mean = torch.zeros(batch, size, dtype=dtype, device=device)
+    return {"mean": mean, "log_sd": torch.full_like(mean, math.log(sd))}
+
+
+def _normaliser(size: int) -> float:
+    return 0.5 * size * math.log(2 * math.pi)
+
+
+def diagonal() -> GaussianFamily:
+    """Independent coordinates: `2d` parameters."""
+
+    def log_density(q: Tensors, theta: Tensor) -> Tensor:
+        standard = (theta - q["mean"].unsqueeze(1)) * torch.exp(-q["log_sd"]).unsqueeze(1)
+        return -0.5 * standard.square().sum(-1) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
+
+    return GaussianFamily(
+        init=_start,
+        noises=lambda size: size,
+        draw=lambda q, noise: torch.addcmul(q["mean"].unsqueeze(1), q["log_sd"].exp().unsqueeze(1), noise),
+        log_density=log_density,
+        covariance=lambda q: torch.diag_embed((2 * q["log_sd"]).exp()),
+    )
+
+
+def point() -> GaussianFamily:
+    """No spread at all, for what is maximised over: log q counts as 0.
+
+    >>> point().draw({"mean": torch.tensor([[1.0, 2.0]])}, torch.zeros(1, 1, 0))
+    tensor([[[1., 2.]]])
+    """
+    return GaussianFamily(
+        init=lambda batch, size, sd, dtype, device: {"mean": torch.zeros(batch, size, dtype=dtype, device=device)},
+        noises=lambda size: 0,
+        draw=lambda q, noise: q["mean"].unsqueeze(1),
+        log_density=lambda q, theta: theta.new_zeros(theta.shape[:-1]),
+        covariance=lambda q: torch.zeros_like(torch.diag_embed(q["mean"])),
+    )
+
+
+def cholesky(q: Tensors) -> Tensor:
+    """L of `full_covariance`'s parameters, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
+
+    So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
+
+    >>> q = {"log_sd": torch.tensor([[1.0, 2.0]]).log(), "lower": torch.tensor([[[0.0, 0.0], [3.0, 0.0]]])}
+    >>> cholesky(q)  # the second row is 2 times (3, 1)
+    tensor([[[1., 0.], [6., 2.]]])
+    >>> full_covariance().covariance(q)
+    tensor([[[ 1.,  6.], [ 6., 40.]]])
+    """
+    eye = torch.eye(q["lower"].shape[-1], dtype=q["lower"].dtype, device=q["lower"].device)
+    return q["log_sd"].exp().unsqueeze(-1) * (q["lower"].tril(-1) + eye)
+
+
+def full_covariance() -> GaussianFamily:
+    """Any covariance by its Cholesky factor: `d + d(d + 1)/2` parameters (kept in a square)."""
+
+    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Tensors:
+        return {
+            **_start(batch, size, sd, dtype, device),
+            "lower": torch.zeros(batch, size, size, dtype=dtype, device=device),
+        }
+
+    def log_density(q: Tensors, theta: Tensor) -> Tensor:
+        centred = (theta - q["mean"].unsqueeze(1)).mT
+        standard = torch.linalg.solve_triangular(cholesky(q), centred, upper=False)
+        return -0.5 * standard.square().sum(-2) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
+
+    return GaussianFamily(
+        init=init,
+        noises=lambda size: size,
+        draw=lambda q, noise: q["mean"].unsqueeze(1) + noise @ cholesky(q).mT,
+        log_density=log_density,
+        covariance=lambda q: cholesky(q) @ cholesky(q).mT,
+    )
+
+
+def low_rank(rank: int) -> GaussianFamily:
+    r"""Covariance :math:`\mathrm{diag}(D^2) + WW^\top` with W `(d, rank)`: `d(rank + 2)` parameters.
+
+    A draw is μ + Dε + Wη; the density is by Woodbury's identity, at a cost of `d·rank²`.
+
+    Raises:
+        ValueError: `rank` is less than 1.
+    """
+    if rank < 1:
+        raise ValueError(f"Expected a rank of at least 1, but got {rank}; see `diagonal` for none")
+
+    def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Tensors:
+        # Not zero, where W's gradient would vanish: one column for every rank-th coordinate.
+        column = torch.arange(size, device=device)[:, None] % rank == torch.arange(rank, device=device)
+        factor = (0.1 * sd * column).to(dtype).expand(batch, size, rank).clone()
+        return {**_start(batch, size, sd, dtype, device), "factor": factor}
+
+    def draw(q: Tensors, noise: Tensor) -> Tensor:
+        own, common = noise.split([q["mean"].shape[-1], rank], -1)
+        return q["mean"].unsqueeze(1) + q["log_sd"].exp().unsqueeze(1) * own + common @ q["factor"].mT
+
+    def log_density(q: Tensors, theta: Tensor) -> Tensor:
+        scale = torch.exp(-q["log_sd"]).unsqueeze(1)
+        standard, factor = (theta - q["mean"].unsqueeze(1)) * scale, q["factor"] * scale.mT
+        alone = -0.5 * standard.square().sum(-1) - q["log_sd"].sum(-1, True) - _normaliser(theta.shape[-1])
+        eye = torch.eye(rank, dtype=factor.dtype, device=factor.device)
+        lower = torch.linalg.cholesky(eye + factor.mT @ factor)
+        inner = torch.linalg.solve_triangular(lower, (standard @ factor).mT, upper=False)
+        return alone + 0.5 * inner.square().sum(-2) - lower.diagonal(dim1=-2, dim2=-1).log().sum(-1, True)
+
+    return GaussianFamily(
+        init=init,
+        noises=lambda size: size + rank,
+        draw=draw,
+        log_density=log_density,
+        covariance=lambda q: torch.diag_embed((2 * q["log_sd"]).exp()) + q["factor"] @ q["factor"].mT,
+    )
 
 
 @dataclass(frozen=True)
@@ -114,3 +269,37 @@ def initial(
 def count_parameters(parameters: Parameters) -> int:
     """Variational parameters of one element of the batch."""
     return sum(leaf[0].numel() for leaf in tree.leaves(parameters))
+
+
+def draw_theta(
+    model: VerticalModel, guide: Guide, parameters: Parameters, noise: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor]:
+    """Draws (γ, θ_1, …, θ_J), `(B, M, d_j)` each, and log q of them, `(B, M)`."""
+    if guide.joint:
+        q = parameters.joint
+        assert q is not None
+        # The coordinates' noise in the order of the nodes, and the server's surplus last.
+        own, surplus = noise[0].split([model.sizes[0], noise[0].shape[-1] - model.sizes[0]], -1)
+        theta = guide.theta.draw(q, torch.cat([own, *noise[1:], surplus], -1))
+        return list(theta.split(model.sizes, -1)), guide.theta.log_density(fixed(guide, q), theta)
+    nodes = [node["theta"] for node in (parameters.server, *parameters.parties)]
+    thetas = [draw_own(model, guide, j, q, e) for j, (q, e) in enumerate(zip(nodes, noise))]
+    densities = [
+        guide.family(j).log_density(fixed(guide, q), theta)
+        for j, (q, theta) in enumerate(zip(nodes, thetas))
+        if theta.shape[-1]
+    ]
+    return thetas, model.masked(torch.stack(densities).sum(0), 0.0) if densities else thetas[0].new_zeros(1, 1)
+
+
+def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor], noise: Tensor) -> Tensor:
+    """Draws of node `index` alone, `(B, M, d)`: of q, or of its mean in elements without priors."""
+    theta = guide.family(index).draw(q, noise)
+    if model.active is None or not theta.shape[-1]:
+        return theta
+    return model.masked(theta, q["mean"].unsqueeze(1))
+
+
+def fixed(guide: Guide, q: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters for log q: detached to stick the landing."""
+    return {name: value.detach() for name, value in q.items()} if guide.sticking else q

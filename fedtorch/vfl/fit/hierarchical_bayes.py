@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedtorch.vfl.fit.auxiliary import Auxiliary, amortised, sums
 from fedtorch.vfl.fit.encoder import perceptron
-from fedtorch.vfl.fit.gaussians import GaussianFamily, diagonal, point
-from fedtorch.vfl.fit.guide import Guide
+from fedtorch.vfl.fit.guide import GaussianFamily, Guide, diagonal, point
 from fedtorch.vfl.model.predictors import Prior, normal_prior
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from fedtorch.vfl.fit.guide import Guide
 from fedtorch.vfl.model.vertical import VerticalModel
 
 _THETA, _Z = 0, 1  # purposes of a node's key in `draw_noise`
+_STEPS, _ROWS = 1, 2  # and of the key of `iterations`
+_NUMBERS = 2**18  # normal numbers that `iterations` draws at a time
 
 
 class Noise(NamedTuple):
@@ -59,3 +61,44 @@ def draw_noise(
         of_z = (draws, z_count * model.outputs[j], rows) if here else (draws, 0, 0)
         z.append(random.normal(random.fold_in(own, _Z), of_z, dtype))
     return Noise(tuple(theta), tuple(z))
+
+
+def iterations(
+    model: VerticalModel,
+    guide: Guide,
+    key: Tensor,
+    like: Tensor,
+    total: int,
+    steps: int,
+    draws: int,
+    rows: int | None,
+    begin: int = 0,
+) -> Iterator[tuple[Tensor | None, Noise]]:
+    """Rows and noise of each iteration, drawn for a block of iterations at a time.
+
+    Args:
+        model: the model.
+        guide: the family.
+        key: `()` or `(B,)`.
+        like: has the noise's dtype.
+        total: rows of the data.
+        steps: iterations.
+        draws: M.
+        rows: of a minibatch, drawn uniformly with replacement; None for all.
+        begin: the first iteration.
+    """
+    keys = key.reshape(-1)
+    count = rows or total
+    parties = len(model.predictors) if guide.auxiliary.party is not None or model.power else 1
+    block = max(1, _NUMBERS // (len(keys) * draws * count * model.likelihood.outputs * parties))
+    for start in range(begin, steps, block):
+        step = torch.arange(start, min(start + block, steps), device=key.device)[:, None]
+        of_block = random.fold_in(random.fold_in(keys, _STEPS), step)
+        theta, z, _ = draw_noise(model, guide, of_block, count, draws, like.dtype)
+        each = zip(zip(*(part.unbind(0) for part in theta)), zip(*(part.unbind(0) for part in z)))
+        chosen: list[Tensor | None] = [None] * len(step)
+        if rows is not None:
+            drawn = random.randint(random.fold_in(random.fold_in(keys[0], _ROWS), step[:, 0]), total, (rows,))
+            chosen = list(drawn)
+        for of_step, (own_theta, own_z) in zip(chosen, each):
+            yield of_step, Noise(own_theta, own_z)

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fedtorch import _files as files, random, wire
-from fedtorch.vfl.fit._blocks import NodeNoise
-from fedtorch.vfl.fit.draws import draw_own
-from fedtorch.vfl.fit.guide import Guide, Parameters
+from fedtorch.vfl.fit.guide import Guide, Parameters, draw_own
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.model.vertical import VerticalModel
+from fedtorch.vfl.rows.data import VerticalData
 
-_PREDICT = 3  # purpose of a node's key
+_DRAWS, _DROPOUT, _PREDICT = 0, 1, 3  # purposes of a node's key
+_BLOCK = 64  # steps whose noise a node draws at a time
+
+
+class NodeNoise:
+    """One node's noise by itself: a pure function of its key and the step, drawn for a block of steps.
+
+    Args:
+        key: of the node.
+        theta: numbers for its parameters.
+        z: numbers for a row.
+    """
+
+    def __init__(self, key: Tensor, theta: int, z: int) -> None:
+        self.key, self.theta, self.z = key, theta, z
+        self._blocks: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
+
+    def at(self, step: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise of the parameters `(1, 1, theta)` and of z `(1, 1, z, rows)`."""
+        count, block = self.theta + self.z * rows, step // _BLOCK
+        place = rows, like.dtype, like.device
+        if not count:
+            return like.new_zeros(1, 1, 0), like.new_zeros(1, 1, 0, rows)
+        if place not in self._blocks or self._blocks[place][0] != block:
+            steps = torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device=like.device)
+            keys = random.fold_in(random.fold_in(self.key.to(like.device), _DRAWS), steps)
+            self._blocks[place] = block, random.normal(keys, (count,), like.dtype)
+        own, rest = self._blocks[place][1][step % _BLOCK].split([self.theta, self.z * rows])
+        return own.reshape(1, 1, -1), rest.reshape(1, 1, self.z, rows)
+
+    def keys(self, step: int, like: Tensor) -> Callable[[], Tensor]:
+        """Makes the keys of a step's dropout, one for each element of `like` `(B, ...)`, where they are asked for."""
+        return partial(self._keys, step, len(like), like.device)
+
+    def _keys(self, step: int, size: int, device: torch.device) -> Tensor:
+        own = random.fold_in(random.fold_in(self.key.to(device), _DROPOUT), step)
+        return random.fold_in(own, torch.arange(size, device=device))
 
 
 class Part(nn.Module):
@@ -26,7 +62,7 @@ class Part(nn.Module):
         model: the model; of the predictors it uses its own.
         guide: the family.
         index: 0 for the server, 1 to J for the parties.
-        q: its parameters, as in `Parameters`, and its rows of a joint q as "joint".
+        q: its parameters, as in `Parameters`.
         name: of the node.
         key: of its noise; None where each iteration says the noise.
 
@@ -35,7 +71,7 @@ class Part(nn.Module):
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2)], rho=1.0)
-    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point())
+    >>> guide = Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point())
     >>> q = {"theta": {"mean": torch.tensor([[1.0, 2.0]])}}
     >>> clinic = Part(model, guide, 1, q, name="clinic", key=random.key(0))
     >>> clinic.propose(torch.ones(3, 2), random.key(1))  # of three new rows
@@ -76,7 +112,7 @@ class Part(nn.Module):
 
     @property
     def q(self) -> dict[str, dict[str, Tensor]]:
-        """Its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights", "joint"."""
+        """Its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights"."""
         return {name: dict(group._parameters) for name, group in self.groups.items()}  # type: ignore[arg-type]
 
     @property
@@ -103,17 +139,25 @@ class Part(nn.Module):
             draws: M; plain networks need only one.
             noise: whether to add ρε, which hides g_j and is part of the model.
         """
-        model, predictor = self.model, self.model.predictors[self.index - 1]
-        device, dtype, auxiliary = self.rho.device, self.rho.dtype, self.guide.auxiliary
-        own = random.fold_in(random.fold_in(self.noise.key.to(key.device), key), _PREDICT)
-        each = random.fold_in(own, torch.arange(draws, device=key.device))
-        of_theta = random.normal(random.fold_in(each, 0), (1, 1, self.noise.theta), dtype).to(device)
-        theta = draw_own(model, self.guide, self.index, self.q["theta"], of_theta.reshape(1, draws, -1))
-        etas = predictor.forward(theta.expand(-1, draws, -1), x)
+        model, predictor, auxiliary = self.model, self.model.predictors[self.index - 1], self.guide.auxiliary
+        etas = predictor.forward(self.draw_theta(key, draws).expand(-1, draws, -1), x)
         if not noise or (auxiliary.party is None and auxiliary.server is None):
             return etas
-        of_rows = random.normal(random.fold_in(each, 1), (self.outputs, x.shape[-1 - predictor.row_dims]), dtype)
-        return torch.addcmul(etas, model.masked(model.noise_sd, 0.0), of_rows.to(device))
+        shape = self.outputs, x.shape[-1 - predictor.row_dims]
+        of_rows = random.normal(random.fold_in(self._keys(key, draws), 1), shape, self.rho.dtype)
+        return torch.addcmul(etas, model.masked(model.noise_sd, 0.0), of_rows.to(self.rho.device))
+
+    @torch.no_grad()
+    def draw_theta(self, key: Tensor, draws: int = 1) -> Tensor:
+        """Draw θ_j, or γ, from q, `(B, draws or 1, d)`; the node folds its own number into the key."""
+        noise = random.normal(random.fold_in(self._keys(key, draws), 0), (1, 1, self.noise.theta), self.rho.dtype)
+        reshaped = noise.to(self.rho.device).reshape(1, draws, -1)
+        return draw_own(self.model, self.guide, self.index, self.q["theta"], reshaped)
+
+    def _keys(self, key: Tensor, draws: int) -> Tensor:
+        """Return the keys of draws for predictions."""
+        own = random.fold_in(random.fold_in(self.noise.key.to(key.device), key), _PREDICT)
+        return random.fold_in(own, torch.arange(draws, device=key.device))
 
     def save(self, file: str | Path) -> None:
         """Writes this node's parameters, and nobody else's, as a safetensors file that appears whole."""
@@ -154,7 +198,7 @@ def parts(
         key: of the noise, where a part draws its own; each node folds its number in.
 
     Raises:
-        ValueError: a joint q that is neither full nor of low rank.
+        ValueError: a joint q(γ, θ), which is fitted in one graph.
 
     >>> import tempfile, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
@@ -169,22 +213,70 @@ def parts(
     Traceback (most recent call last):
     ValueError: ...: Expected parameters of party 'laboratory', but got those of 'clinic'
     """
+    if parameters.joint is not None:
+        raise ValueError(
+            "Expected independent q(γ) and q(θ_j), of which each node holds its own, but got a joint one; fit it in "
+            "one graph by fedtorch.vfl.sfvi"
+        )
     called = ["server", *(names or (f"party {j}" for j in range(len(model.predictors))))]
-    found, stop = [], 0
-    for index, (q, name, size) in enumerate(zip((parameters.server, *parameters.parties), called, model.sizes)):
-        start, stop = stop, stop + size
-        if parameters.joint is not None:
-            rows = {name: value[:, start:stop] for name, value in parameters.joint.items()}
-            if guide.theta.shares is None:
-                if "lower" not in rows:
-                    raise ValueError(
-                        "Expected a full covariance or a low rank of a joint q(γ, θ), but got another family"
-                    )
-                rows["lower"] = rows["lower"][..., :stop]
-            q = {**q, "joint": rows}
-        own = None if key is None else random.fold_in(key, index)
-        found.append(Part(model, guide, index, q, name=name, key=own))
-    return found
+    keys = [None if key is None else random.fold_in(key, index) for index in range(len(called))]
+    groups = (parameters.server, *parameters.parties)
+    return [Part(model, guide, j, q, name=name, key=own) for j, (q, name, own) in enumerate(zip(groups, called, keys))]
+
+
+@torch.no_grad()
+def predicted(
+    server: Part,
+    parties: Sequence[Part],
+    features: Sequence[Tensor],
+    draws: int,
+    key: Tensor | None = None,
+    noise: bool = True,
+    data: VerticalData | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return draws of the likelihood's predictor of new rows, `(B, M, C, n)`, and its own parameters, `(B, M, S)`.
+
+    Args:
+        server: the server's part.
+        parties: all parties' parts.
+        features: `(n, ...)` or `(B, n, ...)`, one per party.
+        draws: M.
+        key: of the draws.
+        noise: whether with the model's noise on z.
+        data: the rows' offset, and which parties have them.
+
+    Raises:
+        ValueError: another number of parties, parties with other numbers of rows, or parts that draw no noise of their
+            own.
+
+    >>> import fedtorch as ft
+    >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], random.key(0).reshape(1)
+    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> predicted(network.server, network.parties, [torch.ones(4, 1), torch.ones(4, 2)], draws=1)[0].shape
+    torch.Size([1, 1, 1, 4])
+    """
+    model, everybody = server.model, (server, *parties)
+    if len(features) != len(parties):
+        raise ValueError(f"Expected features of {len(parties)} parties, but got {len(features)}")
+    rows = [x.shape[-1 - dims] for x, dims in zip(features, model.row_dims)]
+    if len(set(rows)) > 1:
+        raise ValueError(f"Expected the same rows of all parties, but got {rows} of them; align the rows")
+    if any(part.key is None for part in everybody):
+        raise ValueError("Expected parts that draw their own noise, but got others; give vfl.parts(..., key=)")
+    trained = [part for part in everybody if part.training]
+    try:
+        for part in trained:
+            part.eval()
+        key = random.key(0).to(server.rho.device) if key is None else key
+        values = [party.propose(x, key, draws, noise) for party, x in zip(parties, features)]
+        gamma = server.draw_theta(key, draws)
+    finally:
+        for part in trained:
+            part.train()
+    if data is not None and data.present is not None:
+        values = [value * data.present[:, j].to(value.dtype) for j, value in enumerate(values)]
+    offset = None if data is None or data.offset is None else data.offset.to(values[0].dtype)
+    return model.centre(gamma, model.cut(values), offset)
 
 
 def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:

@@ -28,22 +28,9 @@ from torch import Tensor
 
 from fedtorch.vfl.fit.sfvi import VariationalFit
 from fedtorch.vfl.model.checks import prepared
-from fedtorch.vfl.model.collapsed import collapsed_log_likelihood
+from fedtorch.vfl.model.collapsed import collapsed_log_likelihood, noise_variance
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
-
-
-def noise_variance(model: VerticalModel) -> Tensor:
-    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`.
-
-    >>> import fedtorch as ft
-    >>> of = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
-    >>> [float(noise_variance(make(*of))) for make in (ft.vfl.augmented, ft.vfl.power)]
-    [2.0, 0.5]
-    """
-    parties = len(model.predictors)
-    factor = (parties - 1) / parties if model.power else 1.0
-    return parties * (model.rho * factor).square()
 
 
 def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
@@ -122,12 +109,12 @@ def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 10
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point()), ft.random.key(0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point()), ft.random.key(0)
     >>> q = ft.vfl.fit.guide.initial(model, guide, 3, 1, key)
     >>> mean = q.parties[0]["theta"]["mean"].fill_(2.0)  # the second party's stays at 0
     >>> x = torch.tensor([[-1.0], [0.0], [1.0]])
-    >>> fit = VariationalFit(model, guide, q, bounds=torch.zeros(0, 1), drift=torch.zeros(1))
-    >>> spread(fit, VerticalData((x, x), torch.zeros(3)), key)
+    >>> data = VerticalData((x, x), torch.zeros(3))
+    >>> spread(VariationalFit(model, guide, data, key=key, steps=1, start=q), data, key)
     tensor([[2., 0.]])
     """
     batch = prepared(fit.model, data)

@@ -11,39 +11,62 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import checkpoint, random, tree
 from fedtorch.progress import Progress
-from fedtorch.vfl.fit._blocks import iterations
 from fedtorch.vfl.fit.adam import Drift, RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, bound, climb
 from fedtorch.vfl.fit.captured import CapturedBound
-from fedtorch.vfl.fit.draws import draw_theta
-from fedtorch.vfl.fit.guide import Guide, Parameters, initial
-from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.guide import Guide, Parameters, draw_theta, initial
+from fedtorch.vfl.fit.noise import draw_noise, iterations
+from fedtorch.vfl.fit.run import Iterated, VerticalRun
 from fedtorch.vfl.model.checks import prepared
+from fedtorch.vfl.model.collapsed import noise_variance
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 
-_START = 0  # purpose of the key
+_START, _PREDICT = 0, 1  # purposes of the key
 _TAIL = 8  # the last eighth of the steps, in which a learning rate that falls to zero has all but done so
 
 Schedule = Callable[[int], float]
 
 
-class VariationalFit(NamedTuple):
-    """What `sfvi` found.
+class VariationalFit(VerticalRun):
+    """A fit by variational inference, begun and not yet stepped, with the verbs of `ft.Run`; `sfvi` does all steps.
+
+    Args:
+        model: `augmented` or `power`.
+        guide: the approximation.
+        data: aligned rows; tensors with a leading `B` differ over the batch.
+        key: `()`, where the batch shares its noise (which makes comparisons within it sharper), or `(B,)`.
+        steps: iterations in all.
+        lr: Adam's learning rate, or a function of the step; decays to zero by half a cosine by default if a number.
+        draws: M, Monte Carlo draws per iteration.
+        batch_size: rows per iteration, drawn uniformly with replacement; all rows by default.
+        size: B.
+        every: over how many steps a value of `bounds` is averaged.
+        start: parameters to start from.
+        compile: True captures an iteration's operations once per shape and replays them, on a CUDA device as one graph;
+            networks that draw random numbers are not captured.
+
+    Attributes:
+        model: with the networks of its predictors, if any, as they are trained.
+
+    Raises:
+        ValueError: data that do not fit the model, or fewer than one step or draw.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
-    >>> fit = sfvi(model, Guide(ft.vfl.noiseless()), data, key=random.key(0), steps=4, every=2)
+    >>> fit = VariationalFit(model, Guide(ft.vfl.noiseless()), data, key=random.key(0), steps=4, every=2)
+    >>> [round.number for round in fit.rounds(4)]
+    [1, 2, 3, 4]
     >>> fit.bounds.shape, [part.shape for part in fit.moments()]  # of an intercept and three coefficients
     (torch.Size([2, 1]), [torch.Size([1, 4]), torch.Size([1, 4, 4])])
     >>> [theta.shape for theta in fit.sample(random.key(1), draws=100)]
@@ -52,14 +75,125 @@ class VariationalFit(NamedTuple):
     tensor([False])
     """
 
-    model: VerticalModel  # with the networks of its predictors, if any, as they were trained
-    guide: Guide
-    parameters: Parameters
-    bounds: Tensor  # (steps // every, B) mean of the sampled bound over each `every` steps
-    drift: Tensor  # (B,) the largest mean gradient of a parameter over the last steps, in standard errors
+    def __init__(
+        self,
+        model: VerticalModel,
+        guide: Guide,
+        data: VerticalData,
+        *,
+        key: Tensor,
+        steps: int,
+        lr: float | Schedule = 1e-2,
+        draws: int = 1,
+        batch_size: int | None = None,
+        size: int = 1,
+        every: int = 100,
+        start: Parameters | None = None,
+        compile: bool = False,
+    ) -> None:
+        if steps < 1 or draws < 1 or (batch_size is not None and batch_size < 1):
+            raise ValueError(
+                f"Expected positive steps, draws and batch_size, but got {steps}, {draws} and {batch_size}"
+            )
+        if key.ndim > 1 or (key.ndim == 1 and len(key) not in (1, size)):
+            raise ValueError(f"Expected one key or one for each of {size} problems, but got shape {tuple(key.shape)}")
+        settings = {
+            "algorithm": "sfvi", "model": model, "guide": guide, "key": key, "steps": steps, "lr": lr,
+            "draws": draws, "batch_size": batch_size, "size": size, "every": every,
+        }  # fmt: skip
+        super().__init__([f"party {j}" for j in range(len(model.predictors))], settings)
+        self._batch = prepared(model, data)
+        if any(True for predictor in model.predictors for _ in predictor.parameters()):
+            model = copy.deepcopy(model)  # whose networks are trained
+        like = self._batch.features[0]
+        self.model, self.guide, self.likelihood = model, guide, model.likelihood
+        self.steps, self.every, self.size, self.key = steps, every, size, key.to(like.device)
+        begin = start or initial(model, guide, self._rows, size, random.fold_in(self.key, _START), like.dtype)
+        self._parameters = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), begin)
+        networks = [weight for predictor in model.predictors for weight in predictor.parameters()]
+        self._leaves = [*tree.leaves(self._parameters), *networks]
+        self._optimizer, self._drift = RestartingAdam(self._leaves), Drift(self._leaves)
+        self._placed = dataclasses.replace(model, rho=model.rho.to(like))  # once, not in every iteration
+        self._means: list[Tensor] = []
+        self._recent = torch.zeros(size, dtype=torch.float64, device=like.device)
+        self._captured = CapturedBound(self._placed, guide, self._parameters) if compile else None
+        self._schedule, self._share = lr if callable(lr) else cosine(lr, steps), like.new_tensor(1 / draws)
+        self._drawn = partial(iterations, model, guide, self.key, like, self._rows, steps, draws, batch_size)
+        self._coming = self._drawn()
+        self._everybody = torch.arange(len(model.predictors))
+
+    @property
+    def _rows(self) -> int:
+        return self._batch.y.shape[-1]
+
+    @property
+    def parameters(self) -> Parameters:
+        """The parameters of q."""
+        return tree.map(torch.detach, self._parameters)
+
+    @property
+    def bounds(self) -> Tensor:
+        """The mean of the sampled bound over each `every` steps, `(steps // every, B)`."""
+        empty = self._recent.new_zeros(0, self.size)
+        return torch.stack(self._means) if self._means else empty
+
+    @property
+    def drift(self) -> Tensor:
+        """The largest mean gradient of a parameter over the last steps, in standard errors, `(B,)`."""
+        return self._drift.largest(self.size)
+
+    def _iterate(self, number: int) -> Iterated:
+        if number >= self.steps:
+            raise ValueError(f"Expected at most {self.steps} steps, but got one more; begin a fit with start=")
+        rows, noise = next(self._coming)
+        batch = self._batch if rows is None else self._batch.take(rows, self.model.row_dims)
+        if self._captured is None:
+            sampled = bound(self._placed, self.guide, self._parameters, batch, noise)
+            ascend(self._optimizer, sampled, self._schedule(number))
+        else:
+            sampled = self._captured.backward(batch, noise, self._share)
+            climb(self._optimizer, self._schedule(number))
+        if number >= self.steps - max(self.steps // _TAIL, 1):
+            self._drift.add()
+        mean = sampled.detach().mean(1)
+        self._recent += mean
+        if (number + 1) % self.every == 0 or number + 1 == self.steps:
+            self._means.append(self._recent / ((number % self.every) + 1))
+            self._recent = torch.zeros_like(self._recent)
+            if not bool(self._means[-1].isfinite().all()):
+                raise FloatingPointError(
+                    f"Expected a finite bound, but got {self._means[-1].tolist()} by step {number + 1}"
+                )
+        return Iterated({"train_loss": -mean.mean()}, self._everybody)
+
+    def _state(self) -> dict[str, Tensor]:
+        state = {
+            "leaves": self._leaves,
+            "optimizer": self._optimizer.state_dict(),
+            "drift": [self._drift.count, self._drift.sums, self._drift.squares],
+            "means": self._means,
+            "recent": self._recent,
+        }
+        return {name: leaf.detach().clone() for name, leaf in checkpoint.pack(state).items()}
+
+    def _load(self, flat: Mapping[str, Tensor]) -> None:
+        state = checkpoint.unpack(flat)
+        with torch.no_grad():
+            for leaf, value in zip(self._leaves, state["leaves"], strict=True):
+                leaf.copy_(value)
+        self._optimizer.load_state_dict(state["optimizer"])
+        placed = lambda values: [value.to(self._recent.device) for value in values]
+        self._drift.count, sums, squares = state["drift"]
+        self._drift.sums, self._drift.squares = placed(sums), placed(squares)
+        *self._means, self._recent = placed([*state["means"], state["recent"]])
+
+    def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
+        """Go on from what `state_dict` returned; see `VerticalRun.load_state_dict`."""
+        super().load_state_dict(flat, anyway=anyway)
+        self._coming = self._drawn(self.number)
 
     def converged(self, tolerance: float = 5.0) -> Tensor:
-        """Whether no parameter still has somewhere to go, `(B,)`.
+        """Return whether no parameter still has somewhere to go, `(B,)`.
 
         A bound that looks flat does not say so: gradients of counts, or a noise ρ far above the likelihood's, may hold
         the optimiser up. This asks whether the gradients of the last eighth of the steps are zero but for their noise.
@@ -69,8 +203,34 @@ class VariationalFit(NamedTuple):
         """
         return self.drift <= tolerance
 
+    @torch.no_grad()
+    def predict(
+        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+    ) -> Tensor:
+        """Return the predictive mean of new rows, averaged over draws of the parameters and of the noise.
+
+        Args:
+            features: `(n, p)` or `(B, n, p)`, one per party.
+            draws: of the parameters.
+            key: of the draws.
+            noise: whether with the model's noise on the predictor.
+
+        Returns:
+            `(B, n)`; of a categorical likelihood probabilities `(B, C, n)`.
+        """
+        key = random.fold_in(random.key(0), _PREDICT) if key is None else key
+        thetas = self.sample(key, draws)
+        rows = features[0].shape[-1 - self.model.row_dims[0]]
+        unknown = features[0].new_full((rows,), torch.nan)
+        total, shared = self.model.predictor(thetas, VerticalData(tuple(features), unknown))
+        if noise:
+            keys = random.fold_in(key.reshape(-1).to(total.device), torch.arange(draws, device=total.device))
+            drawn = random.normal(random.fold_in(keys, _PREDICT), total.shape[2:], total.dtype)
+            total = total + noise_variance(self.model).sqrt().to(total).reshape(-1, 1, 1, 1) * drawn
+        return self.model.likelihood.mean(total, shared).mean(1)
+
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Mean `(B, D)` and covariance `(B, D, D)` of q(γ, θ_1, …, θ_J), all coordinates one after the other."""
+        """Return mean `(B, D)` and covariance `(B, D, D)` of q(γ, θ_1, …, θ_J), all coordinates one after the other."""
         q, family = self.parameters, self.guide.theta
         if q.joint is not None:
             return q.joint["mean"], family.covariance(q.joint)
@@ -80,14 +240,14 @@ class VariationalFit(NamedTuple):
         return torch.cat([block["mean"] for block in blocks], -1), whole
 
     def sample(self, key: Tensor, draws: int) -> list[Tensor]:
-        """Draws of γ, θ_1, …, θ_J from q, `(B, draws, d_j)` each."""
+        """Return draws of γ, θ_1, …, θ_J from q, `(B, draws, d_j)` each."""
         like = tree.leaves(self.parameters)[0]
         noise = draw_noise(self.model, self.guide, key.reshape(-1).to(like.device), 0, draws, like.dtype)
         with torch.no_grad():
             return draw_theta(self.model, self.guide, self.parameters, noise.theta)[0]
 
     def weights(self) -> Tensor:
-        """The learnt weights of the parties' likelihoods, `(B, J)`; `power` says why they do not rank the parties.
+        """Return the learnt weights of the parties' likelihoods, `(B, J)`; `power` says why they do not rank parties.
 
         Raises:
             ValueError: the model's weights are fixed.
@@ -108,87 +268,30 @@ def cosine(rate: float, steps: int, floor: float = 0.0) -> Schedule:
 
 
 def sfvi(
-    model: VerticalModel,
-    guide: Guide,
-    data: VerticalData,
-    *,
-    key: Tensor,
-    steps: int,
-    lr: float | Schedule = 1e-2,
-    draws: int = 1,
-    batch_size: int | None = None,
-    size: int = 1,
-    every: int = 100,
-    start: Parameters | None = None,
-    compile: bool = False,
-    progress: bool = True,
+    model: VerticalModel, guide: Guide, data: VerticalData, *, progress: bool = True, **settings: Any
 ) -> VariationalFit:
-    """Maximises the bound by Adam, for a batch of independent problems at once.
+    """Maximise the bound by Adam, for a batch of independent problems at once; a `VariationalFit` of which all is done.
 
     Args:
         model: `augmented` or `power`.
         guide: the approximation.
         data: aligned rows; tensors with a leading `B` differ over the batch.
-        key: `()`, where the batch shares its noise (which makes comparisons within it sharper), or `(B,)`.
-        steps: iterations.
-        lr: Adam's learning rate, or a function of the step; decays to zero by half a cosine by default if a number.
-        draws: M, Monte Carlo draws per iteration.
-        batch_size: rows per iteration, drawn uniformly with replacement; all rows by default.
-        size: B.
-        every: over how many steps a value of `bounds` is averaged.
-        start: parameters to start from.
-        compile: True captures an iteration's operations once per shape and replays them, on a CUDA device as one graph;
-            networks that draw random numbers are not captured.
         progress: whether it is shown how far a fit is that takes longer than two seconds; see `fedtorch.progress`.
+        settings: of `VariationalFit`, `key` and `steps` among them.
 
     Ask the fit whether it has `converged`: a bound that looks flat does not say so.
 
     Raises:
-        ValueError: data that do not fit the model, or fewer than one step or draw.
+        ValueError: as `VariationalFit` does.
         FloatingPointError: the bound is not finite.
     """
-    if steps < 1 or draws < 1 or (batch_size is not None and batch_size < 1):
-        raise ValueError(f"Expected positive steps, draws and batch_size, but got {steps}, {draws} and {batch_size}")
-    if key.ndim > 1 or (key.ndim == 1 and len(key) not in (1, size)):
-        raise ValueError(f"Expected one key or one for each of {size} problems, but got shape {tuple(key.shape)}")
-    batch = prepared(model, data)
-    if any(True for predictor in model.predictors for _ in predictor.parameters()):
-        model = copy.deepcopy(model)  # whose networks are trained
-    like = batch.features[0]
-    key = key.to(like.device)
-    schedule = lr if callable(lr) else cosine(lr, steps)
-    begin = start or initial(model, guide, batch.y.shape[-1], size, random.fold_in(key, _START), like.dtype)
-    parameters = tree.map(lambda leaf: leaf.detach().clone().requires_grad_(), begin)
-    networks = [weight for predictor in model.predictors for weight in predictor.parameters()]
-    leaves = [*tree.leaves(parameters), *networks]
-    optimizer, drift = RestartingAdam(leaves), Drift(leaves)
-    placed = dataclasses.replace(model, rho=model.rho.to(like))  # once, not in every iteration
-    means, recent = [], torch.zeros(size, dtype=torch.float64, device=like.device)
-    captured, share = CapturedBound(placed, guide, parameters) if compile else None, like.new_tensor(1 / draws)
-    drawn = iterations(model, guide, key, like, batch.y.shape[-1], steps, draws, batch_size)
-    with Progress("SFVI", steps, unit="step", shown=progress) as shown:
-        for step, (rows, noise) in enumerate(drawn):
-            here = batch if rows is None else batch.take(rows, model.row_dims)
-            if captured is None:
-                sampled = bound(placed, guide, parameters, here, noise)
-                ascend(optimizer, sampled, schedule(step))
-            else:
-                sampled = captured.backward(here, noise, share)
-                climb(optimizer, schedule(step))
-            if step >= steps - max(steps // _TAIL, 1):
-                drift.add()
-            recent += sampled.detach().mean(1)
-            if (step + 1) % every == 0 or step + 1 == steps:
-                means.append(recent / ((step % every) + 1))
-                recent = torch.zeros_like(recent)
-                if not bool(means[-1].isfinite().all()):
-                    raise FloatingPointError(
-                        f"Expected a finite bound, but got {means[-1].tolist()} by step {step + 1}"
-                    )
-            shown.update(tell=partial(_bound_of, means))
-    return VariationalFit(model, guide, tree.map(torch.detach, parameters), torch.stack(means), drift.largest(size))
+    fit = VariationalFit(model, guide, data, **settings)
+    with Progress("SFVI", fit.steps, unit="step", shown=progress) as shown:
+        for _ in fit.rounds(fit.steps):
+            shown.update(tell=partial(_last_bound, fit))
+    return fit
 
 
-def _bound_of(means: list[Tensor]) -> dict[str, str]:
-    """What progress shows: the last mean bound, over the batch."""
-    return {"bound": f"{float(means[-1].mean()):.5g}"} if means else {}
+def _last_bound(fit: VariationalFit) -> dict[str, str]:
+    """Return what progress shows: the last mean bound, over the batch."""
+    return {"bound": f"{float(fit.bounds[-1].mean()):.5g}"} if len(fit.bounds) else {}

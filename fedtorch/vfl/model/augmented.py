@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model.predictors import NetworkPredictor, Predictor, Prior, normal_prior
+from fedtorch.vfl.model.predictors import Predictor, Prior, normal_prior
+from fedtorch.vfl.model.split_nn import NetworkPredictor
 from fedtorch.vfl.model.vertical import VerticalModel
 
 
@@ -53,7 +54,8 @@ def augmented(
         raise ValueError("Expected at least one party's predictor, but got none")
     if not bool(((noise > 0) & noise.isfinite()).all()):
         raise ValueError(f"Expected positive rho, but got {noise.tolist()}; towards 0 the model becomes the exact one")
-    return VerticalModel(likelihood, tuple(predictors), noise, False, intercept, shared_prior or normal_prior())
+    prior = shared_prior or normal_prior()
+    return VerticalModel(likelihood, tuple(predictors), noise, intercept=intercept, shared_prior=prior)
 
 
 def attenuation(variance: float | Tensor) -> float | Tensor:

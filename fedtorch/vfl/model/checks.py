@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model.predictors import NetworkPredictor, Predictor
+from fedtorch.vfl.model.predictors import Predictor
+from fedtorch.vfl.model.split_nn import NetworkPredictor
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 

@@ -9,36 +9,12 @@ The source has neither; both are exact up to the quadrature.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch.models.quadrature import gauss_hermite
 from fedtorch.vfl.model.vertical import VerticalModel
-
-
-@lru_cache(maxsize=32)
-def _rule(points: int) -> tuple[np.ndarray, np.ndarray]:
-    nodes, weights = np.polynomial.hermite_e.hermegauss(points)
-    return nodes, np.log(weights) - 0.5 * math.log(2 * math.pi)
-
-
-def gauss_hermite(points: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Nodes and logarithms of the weights for a standard normal, `(points,)` each.
-
-    Raises:
-        ValueError: fewer than one point.
-
-    >>> import torch
-    >>> nodes, log_weights = gauss_hermite(3, torch.zeros((), dtype=torch.float64))
-    >>> round(float((log_weights.exp() * nodes**4).sum()), 6)  # the fourth moment of a standard normal
-    3.0
-    """
-    if points < 1:
-        raise ValueError(f"Expected at least 1 quadrature point, but got {points}")
-    nodes, weights = _rule(points)
-    return torch.as_tensor(nodes).to(like), torch.as_tensor(weights).to(like)
 
 
 def collapsed_log_likelihood(
@@ -82,7 +58,8 @@ def collapsed_log_likelihood(
     if model.likelihood.outputs > 1:
         raise ValueError(f"Expected a likelihood of one output, but got {model.likelihood.outputs}; sample s instead")
     parties = len(model.predictors)
-    nodes, weights = gauss_hermite(points, centre)
+    rule = gauss_hermite(1, points)
+    nodes, weights = rule.nodes[:, 0].to(centre), rule.weights.log().to(centre)
     along = (-1, *(1,) * centre.ndim)
     if not (model.power if power is None else power):
         spread = model.noise_sd.to(centre).square() * parties if variance is None else variance.reshape(-1, 1, 1, 1)
@@ -108,6 +85,19 @@ def collapsed_log_likelihood(
         return shares(centre)
     common = shares(centre + rho * math.sqrt(parties - 2) * nodes.reshape(along))
     return (common + weights.reshape(along[:-1])).logsumexp(0)
+
+
+def noise_variance(model: VerticalModel) -> Tensor:
+    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`.
+
+    >>> import fedtorch as ft
+    >>> of = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
+    >>> [float(noise_variance(make(*of))) for make in (ft.vfl.augmented, ft.vfl.power)]
+    [2.0, 0.5]
+    """
+    parties = len(model.predictors)
+    factor = (parties - 1) / parties if model.power else 1.0
+    return parties * (model.rho * factor).square()
 
 
 def _mode(

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_LEAST = 1e-15  # probability that has a logit of its own
 _CHECKED = 2**16  # rows that are checked at a time, so that a check takes no memory that grows with the rows
 
 
@@ -45,6 +46,8 @@ class ResponseLikelihood:
         shared: names of what all rows share, on the log scale.
         normal: (response `(..., n)`, shared `(..., S)`) -> mode and curvature there of −log p as a function of the
             predictor, `(..., n)` each, curvature 0 where there is no mode; None for none at all, as of labels.
+        logits: of a likelihood of classes, from the mean in float64 to logits as metrics take them, `(..., n)` of two
+            classes and `(..., n, C)` of more; None for other responses.
     """
 
     log_prob: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,6 +57,7 @@ class ResponseLikelihood:
     outputs: int = 1
     shared: tuple[str, ...] = ()
     normal: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    logits: Callable[[Tensor], Tensor] | None = None
 
 
 def gaussian(sd: float | None = None) -> ResponseLikelihood:
@@ -89,6 +93,7 @@ def bernoulli() -> ResponseLikelihood:
         mean=lambda s, shared: s[..., 0, :].sigmoid(),
         check=partial(_check, expected="labels 0 and 1 for a Bernoulli response", fits=lambda y: (y == 0) | (y == 1)),
         features=lambda y, s: (2 * y - 1).unsqueeze(-2),
+        logits=partial(torch.logit, eps=_LEAST),
     )
 
 
@@ -166,6 +171,7 @@ def categorical(classes: int) -> ResponseLikelihood:
         ),
         features=lambda y, s: (y.unsqueeze(-2) == torch.arange(classes, device=y.device)[:, None]).to(y.dtype),
         outputs=classes,
+        logits=lambda mean: mean.clamp(min=_LEAST).log().mT,
     )
 
 

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from fedtorch.vfl.model.augmented import augmented
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model.predictors import NetworkPredictor, Predictor, Prior
+from fedtorch.vfl.model.predictors import Predictor, Prior
+from fedtorch.vfl.model.split_nn import NetworkPredictor
 from fedtorch.vfl.model.vertical import VerticalModel
 
 

@@ -2,6 +2,7 @@
 
 `Stacked` holds `B` copies of any module's parameters with `B` in front (folds × models × seeds) and evaluates them in
 one batched call; `mlp` is the plain network of the split-network literature, whose last layer has a name of its own.
+`NetworkPredictor` is a stack as a party's predictor.
 
 >>> import torch
 >>> from fedtorch import random
@@ -13,6 +14,7 @@ torch.Size([3, 10, 2])
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,7 +24,8 @@ from torch.func import vmap
 
 from fedtorch import functional, random
 from fedtorch._untrained import refuse_untrained
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.vfl.model.predictors import Prior
 
 
 def mlp(
@@ -141,7 +144,7 @@ class Stacked(nn.Module):
         )  # fmt: skip
         if not self.training or self._draws is False:
             return call(x, *weights)
-        drawn = Drawn(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
+        drawn = KeyedRandomness(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
         with drawn:
             result = call(x, *weights)
         if self._draws is None:
@@ -161,6 +164,97 @@ class Stacked(nn.Module):
     def _one(self, x: Tensor, *weights: Tensor) -> Tensor:
         with self._swap(weights):
             return self._template[0](x)
+
+
+class NetworkPredictor(nn.Module):
+    r"""A predictor that is a network, :math:`g(x, \theta) = f(x; \varphi, \theta)`: one for each element of a batch.
+
+    θ are the weights that match `random`; the module holds the others, φ, which training maximises over.
+
+    Args:
+        stack: the networks, of rows `(n, ...)` to `(B, n, C)`; the random weights are taken out of it.
+        outputs: C.
+        random: shell patterns of the weights that are random; none by default.
+        prior: of θ; flat by default.
+        weight_sd: standard deviation of a normal prior on φ, `()` or `(B,)`; flat by default.
+        name: of the party, for error messages.
+
+    Attributes:
+        start: θ of the networks as they were given, `(B, size)`.
+
+    >>> import torch, fedtorch as ft
+    >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))  # of three networks
+    >>> network = NetworkPredictor(Stacked(ft.vfl.model.split_nn.mlp(2, [4]), keys), outputs=1, random="last.*")
+    >>> network.size, network.start.shape  # four weights of the last layer and its bias are random
+    (5, torch.Size([3, 5]))
+    >>> network(torch.zeros(3, 10, 5), torch.ones(6, 2)).shape  # of ten draws, on six rows
+    torch.Size([3, 10, 1, 6])
+    """
+
+    start: Tensor
+    precision: Tensor  # (B, 1) of the prior of φ
+
+    def __init__(
+        self,
+        stack: Stacked,
+        outputs: int,
+        *,
+        random: str | Sequence[str] = (),
+        prior: Prior | None = None,
+        weight_sd: Tensor | None = None,
+        name: str = "party",
+    ) -> None:
+        super().__init__()
+        self.stack, self.outputs, self.name, self.row_dims, self.width = stack, outputs, name, stack.row_dims, None
+        names = functional.split(dict.fromkeys(stack.names, torch.empty(0)), random)[0]
+        released = stack.release(list(names))
+        self.prior, self.regular = prior, weight_sd is not None
+        self.shapes = {name: value.shape[1:] for name, value in released.items()}
+        self.size = sum(shape.numel() for shape in self.shapes.values())
+        flat = [value.flatten(1) for value in released.values()]
+        like = flat[0] if flat else stack.weights[0]
+        self.register_buffer("start", torch.cat([like.detach().new_zeros(stack.size, 0), *flat], 1), persistent=False)
+        sd = torch.as_tensor(math.inf if weight_sd is None else weight_sd).expand(stack.size).to(like, copy=True)
+        self.register_buffer("precision", sd.square().reciprocal().reshape(-1, 1).detach(), persistent=False)
+
+    def forward(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
+        """g of each draw of θ `(B, M, size)` on rows `(n, ...)` or `(B, n, ...)`, `(B, M, C, n)`.
+
+        Args:
+            theta: θ.
+            x: features.
+            keys: makes the keys `(B,)` of dropout and other draws in training mode.
+
+        Raises:
+            ValueError: features that the networks cannot take, or networks of another number of outputs.
+        """
+        try:
+            each = [self.stack(x, self._named(one), keys) for one in theta.unbind(1)]
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"Expected features that the network of {self.name!r} takes, but got {x.dtype} of shape "
+                f"{tuple(x.shape)}: {error}; give the network their width"
+            ) from error
+        found = torch.stack(each, 1) if len(each) > 1 else each[0].unsqueeze(1)
+        if found.ndim != 4 or found.shape[-1] != self.outputs:
+            raise ValueError(
+                f"Expected networks of {self.name!r} that map rows (n, ...) to (n, {self.outputs}), but got "
+                f"{(found.shape[2], *found.shape[3:])}; see `widths`"
+            )
+        return found.mT
+
+    def log_prior(self, theta: Tensor) -> Tensor:
+        """log p(θ) + log p(φ) up to a constant, `(B, M)`."""
+        of_theta = theta.new_zeros(theta.shape[:-1]) if self.prior is None else self.prior(theta)
+        if not self.regular or not len(self.stack.weights):
+            return of_theta
+        squares = torch.stack([weight.square().flatten(1).sum(1) for weight in self.stack.weights]).sum(0)
+        return of_theta - 0.5 * self.precision * squares.unsqueeze(1)
+
+    def _named(self, theta: Tensor) -> dict[str, Tensor]:
+        """The random weights by name of θ `(B, size)`."""
+        parts = theta.split([shape.numel() for shape in self.shapes.values()], -1) if self.shapes else ()
+        return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
 
 def _initialised(module: nn.Module, key: Tensor) -> nn.Module:

@@ -9,14 +9,14 @@ and priors (`active`) are then the plain networks: a split network is a vertical
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
-from fedtorch.vfl.model.predictors import NetworkPredictor, Predictor, Prior
-from fedtorch.vfl.model.split_nn import Stacked
+from fedtorch.vfl.model.predictors import Predictor, Prior
+from fedtorch.vfl.model.split_nn import NetworkPredictor, Stacked
 from fedtorch.vfl.rows.data import VerticalData
 
 
@@ -50,7 +50,7 @@ class VerticalModel:
         rho: standard deviation of z_j given θ_j, `(1,)` or `(B,)`.
         power: whether every party has a likelihood of its own, with its own η_j in place of z_j.
         intercept: whether the server has one for each output.
-        shared_prior: of the server's γ = (intercepts, the likelihood's shared parameters).
+        shared_prior: of the server's γ = (intercepts, the likelihood's shared parameters); None is a flat one.
         concentration: of the Dirichlet prior of learnt weights, per row and party; None for weights 1/J.
         active: which elements of the batch have noise and priors, `(B,)`; all by default. The others are plain.
         combine: of what the parties send at the cut layer, a sum or `concatenated`.
@@ -69,9 +69,10 @@ class VerticalModel:
     likelihood: ResponseLikelihood
     predictors: tuple[Predictor | NetworkPredictor, ...]
     rho: Tensor
-    power: bool
-    intercept: bool
-    shared_prior: Prior
+    _: KW_ONLY
+    power: bool = False
+    intercept: bool = True
+    shared_prior: Prior | None = None
     concentration: float | None = None
     active: Tensor | None = None
     combine: Callable[[Sequence[Tensor]], Tensor] = summed
@@ -98,6 +99,10 @@ class VerticalModel:
     def noise_sd(self) -> Tensor:
         """ρ, shaped to multiply predictors: `(1 or B, 1, 1, 1)`."""
         return self.rho.reshape(-1, 1, 1, 1)
+
+    def log_shared_prior(self, gamma: Tensor) -> Tensor:
+        """Return log p(γ) of draws `(B, M, S)`, `(B, M)`."""
+        return gamma.new_zeros(gamma.shape[:-1]) if self.shared_prior is None else self.shared_prior(gamma)
 
     def masked(self, value: Tensor, plain: Tensor | float) -> Tensor:
         """`value` `(B, ...)` in elements with noise and priors, `plain` in the others."""

@@ -1,91 +1,80 @@
 r"""Training a vertical model among its nodes: values go up, gradients come down; the numbers are those of one graph.
 
-`party_half` and `server_half` are the protocol; any driver runs them: `exchange` runs one iteration in one process and
+`party_half` and `server_half` are the two ends; any driver runs them: `exchange` runs one iteration in one process and
 `fedtorch.protocol.ranks.over_ranks` a node's half on its own rank, where all know every `Iteration` beforehand. The
-same halves train `augmented` and `power` models and split networks, plain and hierarchical Bayes.
+same halves train `augmented` and `power` models and split networks, plain and hierarchical Bayes. An iteration begins
+with every party's z_j (or η_j with `sums`) going up, and goes on by one of three protocols:
 
-- *Response at the server* (augmented model): up z_j (or η_j with `sums`), down ∂L₀/∂z_j, with a sum at the cut layer
-  the same for everybody.
-- *Response with the parties* (augmented model, `response_shared=True`): up z_j, down the predictor b + o + Σ z and the
-  likelihood's shared parameters; every party finds the gradient itself, and can do so again for further local steps
-  with the others' z held.
-- *Power model*, two exchanges: up z_j; down b + o + Σ_{k≠j} z_k and the shared parameters; up ∂L_{0,j}/∂ of these; down
-  Σ_{k≠j} ∂L_{0,k}/∂z_j. The source sends all of z and J − 1 gradients; the sums are enough and are smaller.
+- *Values and gradients*, of a response at the server: down ∂L₀/∂z_j, with a sum at the cut layer the same for
+  everybody.
+- *A shared response* (augmented model, `response_shared=True`): down the predictor b + o + Σ z and the likelihood's
+  shared parameters; every party finds the gradient itself, and can do so again for further local steps with the
+  others' z held.
+- *Power*, two exchanges: down b + o + Σ_{k≠j} z_k and the shared parameters; up ∂L_{0,j}/∂ of these; down Σ_{k≠j}
+  ∂L_{0,k}/∂z_j. The source sends all of z and J − 1 gradients; the sums are enough and are smaller.
 
-With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ: put a secure sum there.
-
-A joint q(γ, θ) of full covariance adds one short message per party and iteration, of as many numbers as there are
-coordinates before its own, in the order of the parties from last to first: the gradient of log q by back substitution
-of L. One of low rank adds two, up and down, of r² + Mr numbers: each node has its rows of (μ, D, W) and all draw the
-same noise of the factor, so that log q needs sums over the nodes only, by Woodbury's identity.
+With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ: put a secure sum there. A joint q(γ,
+θ) is fitted in one graph, by `fedtorch.vfl.sfvi`.
 
 Several local steps per exchange keep the iteration's draws: with the response at the server the party moves along the
-gradient that it was told (first order), with the response shared it computes it anew. (Plain networks can do it, too,
+gradient that it received (first order), with the response shared it computes it anew. (Plain networks can do it, too,
 but nothing then holds z_j near what was sent.)
 
-A party need not wait for the server in every iteration: `ahead` has halves of a bounded delay.
+*Bounded delay.* A party waits for the gradient of what it sent before it goes on: over a line of 50 ms, 100 ms an
+iteration. With `delay=s` it sends its values of up to s iterations more before it takes the first gradient, so that s
++ 1 round trips are under way at once, and an iteration takes the time of one over s + 1, or that of its computation
+if that is longer. In iteration t the party's parameters then have had the gradients up to iteration t − s − 1. The
+gradient with respect to what it sent, :math:`\partial L_0 / \partial z_j^{(t)}`, comes s iterations later; it is
+taken through the party's network as that is now, with the rows and noise of iteration t, whose contribution is
+computed once more. So this is asynchronous: for s > 0 its numbers are its own, the same whatever the lines' speed,
+since it is the numbering of iterations that says what is late, and no clock. It has the same stationary points; a
+step that is near the largest for s = 0 has to be smaller, for a quadratic of curvature L below :math:`2 \sin(\pi /
+(4s + 2)) / L` in place of :math:`2 / L`. The link's `Limits.ahead` frames that wait in each direction are room for s
+of twice as many.
 
-Who is idle is part of an `Iteration`: all know it beforehand (`bounded_delay` is a function of its key). An idle party
-sends nothing, but for its link in the chain of a joint q, and the server goes on with what it last heard. The server
-does not decide by the clock whom it goes on without, since numbers would depend on the machines' load.
+*Idle parties.* `Iteration.active` says who takes part, and all know it beforehand (`bounded_delay` is a function of
+its key). An idle party sends nothing, and the server goes on with what it last heard. The server does not decide by
+the clock whom it goes on without, since numbers would depend on the machines' load.
 
 Noise and dropout are functions of keys and steps. Who knows a key knows its noise: as long as all share the keys, it
 hides nothing of z_j from the other nodes. Who does not know it sees g_j with other noise in every step, and the mean
 over T steps has 1/√T of it: ρ hides little from who keeps what it was sent. Gradients go the other way: that of a row
 has the sign of its residual, so that parties of a plain split network are as good as told the labels.
 
-What a server makes of the messages of a power model and of a joint q(γ, θ), full and of low rank:
-
->>> import fedtorch as ft
->>> from fedtorch.vfl.nodes.node import Pooled, Share, Value
->>> def begun(make, guide):
-...     key, model = random.key(0), make(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-...     part = ft.vfl.parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key))[0]
-...     server = ServerNode(part, ft.vfl.VerticalData((), torch.tensor([0.0, 1.0, 1.0])))
-...     server.begin(Iteration(noise=ft.vfl.fit.noise.draw_noise(model, guide, key.reshape(1), rows=3, draws=1)))
-...     return server
->>> server, rows = begun(ft.vfl.power, ft.vfl.Guide()), torch.ones(1, 1, 1, 3)
->>> server.values = [Value(rows), Value(rows)]
->>> asked = server.share()  # the parties answer with gradients, of 1 and of 2 in every row
->>> server.answers = [Share(each * rows, torch.zeros(1, 1, 0), None) for each in (1, 2)]
->>> [told.gradient.flatten().tolist() for told in server.collect(rate=0.1)]  # each the others'
-[[2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]
->>> server = begun(ft.vfl.augmented, ft.vfl.Guide(ft.vfl.noiseless(), joint=True, sd=0.5))
->>> nobody_before = server.back_substitute(Backward(server.noise.theta[0] - 1))
->>> server.pull.round()  # (ε − what it was told) / L, with L = 0.5
-tensor([[[2.]]])
->>> server = begun(ft.vfl.augmented, ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.low_rank(1), joint=True))
->>> own = server.pool()
->>> server.hear(Pooled(own.gram + 3, own.moment))  # the sums over all nodes
->>> server.rest.gram.round()  # of the parties
-tensor([[[3.]]])
-
-Source: Hassan et al., algorithms 1 and 2.
+Sources: Hassan et al., algorithms 1 and 2. Chen, Jin, Sun, Yin, "VAFL: a method of vertical asynchronous federated
+learning", 2020, arXiv:2007.06081, whose clients' delay is bounded; the largest step is that at which
+:math:`x_{t+1} = x_t - \eta L x_{t-s}` is still stable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch import random
+from fedtorch import random, tree
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
-from fedtorch.vfl.nodes.node import Backward, Gradient, Iteration, PartyNode, ServerNode
+from fedtorch.vfl.fit.bound import ascend, server_bound, shared_terms
+from fedtorch.vfl.model.vertical import summed
+from fedtorch.vfl.nodes.node import Drawn, Gradient, Iteration, PartyNode, Proposal, ServerNode, Share, Value
 
 
-def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1) -> Half:
-    """A party's side of every iteration.
+def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1, delay: int = 0) -> Half:
+    """Run a party's side of every iteration.
 
     Args:
         party: the node, trained in place.
         iterations: the same at every node.
         local_steps: steps that a party takes per exchange.
+        delay: s, iterations by which a gradient is late at most; at the end all are taken.
 
     Raises:
-        ValueError: an idle party in the first iteration or with minibatches, whose rows would differ.
+        ValueError: an idle party in the first iteration or with minibatches, whose rows would differ; a negative delay,
+            or a delay in the power model's protocol, where an iteration cannot begin before the last has ended.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
@@ -98,74 +87,57 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
     >>> results, traffic = together(halves | {party.index: party_half(party, iterations) for party in parties})
     >>> bool(network.losses(data, 0) < before), traffic.up == traffic.down  # as many gradients as values
     (True, True)
+    >>> half = party_half(parties[0], [Iteration(step=step) for step in range(3, 13)], delay=2)
+    >>> [type(next(half)).__name__ for _ in range(4)]  # the values of three iterations go before the first gradient
+    ['Send', 'Send', 'Send', 'Receive']
     """
-    model, own = party.model, party.index - 1
-    for iteration in iterations:
-        here = iteration.taking_part([party.values[own] is not None] * len(party.values))[own]
-        if here:
-            yield Send(0, party.propose(iteration))
-        value = party.values[own].value  # type: ignore[union-attr]
-        if here and party.pooled:
-            yield Send(0, party.pool())
-            party.hear((yield Receive(0, party.mine)))
-        if party.chained:
-            # The noise of this iteration, also where the rest is that of the last one.
-            party.noise = iteration.noise or party.noise
-            last = party.index == len(model.predictors)
-            told = None if last else (yield Receive(0, _backward(value, sum(model.sizes[: party.index + 1]))))
-            yield Send(0, party.back_substitute(told))
-        if not here:
-            continue
-        share = None
-        if party.apart and (model.power or party.response_shared):
-            share = yield Receive(0, party.share_like())
-        if share is not None and model.power:
-            yield Send(0, party.answer(share))
-        gradient = (yield Receive(0, Gradient(value))) if share is None or model.power else None
-        party.update(gradient, share, iteration.rate, local_steps)
+    if delay < 0:
+        raise ValueError(f"Expected delay of at least 0, but got {delay}")
+    protocol = protocol_of(party)
+    if delay and protocol is POWER:
+        raise ValueError("Expected an iteration of one message up and one down, but got a power model")
+    waiting: deque[tuple[int, Iteration, Proposal]] = deque()  # for their gradients
+    for number, iteration in enumerate(iterations):
+        if party.takes_part(iteration):
+            proposal = party.propose(iteration)
+            yield Send(0, Value(proposal.sent))
+            party.heard = True
+            waiting.append((number, iteration, proposal))
+        while waiting and waiting[0][0] <= number - delay:
+            yield from _finish(party, protocol, *waiting.popleft()[1:], local_steps, bool(delay))
+    while waiting:
+        yield from _finish(party, protocol, *waiting.popleft()[1:], local_steps, bool(delay))
+
+
+def _finish(
+    party: PartyNode, protocol: Protocol, iteration: Iteration, proposal: Proposal, local_steps: int, late: bool
+) -> Half:
+    """Hear of the others and move, from the parameters as they are now where that is `late`."""
+    if late:
+        proposal = party.propose(iteration)._replace(sent=proposal.sent)
+    yield from protocol.party(party, proposal, iteration.rate, local_steps)
 
 
 def server_half(server: ServerNode, iterations: Iterable[Iteration]) -> Half:
-    """The server's side of every iteration; see `party_half`."""
-    model, ranks = server.model, range(1, len(server.model.predictors) + 1)
+    """Run the server's side of every iteration; see `party_half`."""
     for iteration in tracked(iterations, "Vertical training", unit="iteration"):
-        here = iteration.taking_part([value is not None for value in server.values])
-        awake = [rank for rank, takes_part in zip(ranks, here) if takes_part]
-        server.begin(iteration)
-        for rank in awake:
-            server.values[rank - 1] = yield Receive(rank, server.expected(rank - 1))
-        if server.pooled:
-            mine = server.pool()
-            for rank in awake:
-                server.pools[rank - 1] = yield Receive(rank, mine)
-            sums = server.pooled_over()
-            server.hear(sums)
-            for rank in awake:
-                yield Send(rank, sums)
-        if server.chained:
-            told: Backward | None = None
-            for rank in reversed(ranks):
-                if told is not None:
-                    yield Send(rank, told)
-                told = yield Receive(rank, _backward(server.theta, sum(model.sizes[:rank])))
-            server.back_substitute(told)
-        shares = server.share() if server.apart and (model.power or server.response_shared) else []
-        for rank in awake if shares else ():
-            yield Send(rank, shares[rank - 1])
-        if shares and model.power:
-            for rank in awake:
-                server.answers[rank - 1] = yield Receive(rank, shares[rank - 1])
-            gradients = server.collect(iteration.rate)
-        else:
-            gradients = server.evaluate(iteration.rate)
-        for rank in awake if model.power or not shares else ():
-            yield Send(rank, gradients[rank - 1])
+        yield from _iterated(server, iteration)
+
+
+def _iterated(server: ServerNode, iteration: Iteration) -> Half:
+    """Run the server's side of one iteration."""
+    active = iteration.taking_part([value is not None for value in server.values])
+    ranks = [rank for rank, takes_part in enumerate(active, start=1) if takes_part]
+    drawn = server.draw(iteration)
+    for rank in ranks:
+        server.values[rank - 1] = yield Receive(rank, server.expected(rank - 1, drawn))
+    yield from protocol_of(server).server(server, drawn, ranks, iteration.rate)
 
 
 def exchange(
     server: ServerNode, parties: Sequence[PartyNode], iteration: Iteration, *, local_steps: int = 1
 ) -> Traffic:
-    """One iteration among nodes in one process; returns the bytes that it would send.
+    """Run one iteration among nodes in one process; return the bytes that it would send.
 
     Args:
         server: the server.
@@ -178,13 +150,13 @@ def exchange(
     """
     if any(party.response_shared != server.response_shared for party in parties):
         raise ValueError("Expected one answer to response_shared from server and parties, but got different ones")
-    halves = {0: server_half(server, [iteration])}
+    halves = {0: _iterated(server, iteration)}
     halves |= {party.index: party_half(party, [iteration], local_steps) for party in parties}
     return together(halves)[1]
 
 
 def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> Iterator[list[bool]]:
-    """Which parties take part in each iteration: at random, but nobody is away more than `delay` times running.
+    """Draw which parties take part in each iteration: at random, but nobody is away more than `delay` times running.
 
     Args:
         parties: J.
@@ -211,6 +183,124 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
         yield present.tolist()
 
 
-def _backward(like: Tensor, count: int) -> Backward:
-    """What a message of the chain looks like, `(B, M, count)`."""
-    return Backward(like.new_zeros(*like.shape[:2], count))
+class Protocol(NamedTuple):
+    """How an iteration goes on once the parties' values are at the server, at both ends."""
+
+    party: Callable[[PartyNode, Proposal, float | None, int], Half]  # node, what it sent, learning rate, local steps
+    server: Callable[[ServerNode, Drawn, Sequence[int], float | None], Half]  # node, draws, who takes part, rate
+
+
+def protocol_of(node: PartyNode | ServerNode) -> Protocol:
+    """Return the protocol of a node's model and guide.
+
+    >>> import torch, fedtorch as ft
+    >>> keys = ft.random.key(0).reshape(1)
+    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> server, _ = network.nodes(ft.vfl.VerticalData((torch.ones(2, 1),), torch.ones(2)))
+    >>> protocol_of(server) is VALUES_AND_GRADIENTS
+    True
+    """
+    if node.guide.auxiliary.party is None:  # the server evaluates the whole likelihood
+        return VALUES_AND_GRADIENTS
+    if node.model.power:
+        return POWER
+    return SHARED_RESPONSE if node.response_shared else VALUES_AND_GRADIENTS
+
+
+def _take_gradient(party: PartyNode, proposal: Proposal, rate: float | None, local_steps: int) -> Half:
+    answer = yield Receive(0, Gradient(proposal.sent))
+    party.climb(proposal, gradient=answer.gradient, rate=rate, local_steps=local_steps)
+
+
+def _send_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate: float | None) -> Half:
+    gradients = _evaluated(server, drawn, rate)
+    for rank in ranks:
+        yield Send(rank, gradients[rank - 1])
+
+
+def _evaluated(server: ServerNode, drawn: Drawn, rate: float | None) -> list[Gradient]:
+    """Evaluate the likelihood at the server: move γ, and return the gradient of what each party sent."""
+    values = [value.detach().requires_grad_() for value in server.last_values()]
+    bound = server_bound(server.model, server.guide, server.q, drawn.theta, values, None, drawn.rows, drawn.noise)
+    objective = server.scaled(bound + server.minus_log_q(drawn.theta))
+    server.terms = objective.detach()
+    return [Gradient(gradient) for gradient in ascend(server.optimizer, objective, rate, values)]
+
+
+def _take_share(party: PartyNode, proposal: Proposal, rate: float | None, local_steps: int) -> Half:
+    share = yield Receive(0, _share_like(party, proposal))
+    # The predictor includes the z_j that was sent.
+    likelihood = lambda now: _likelihood(party, now, share, now.value - now.sent)
+    party.climb(proposal, likelihood=likelihood, rate=rate, local_steps=local_steps)
+
+
+def _send_shares(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate: float | None) -> Half:
+    centre, shared = _centre(server, drawn)
+    for rank in ranks:
+        yield Send(rank, Share(centre.detach(), shared.detach(), None))
+    _evaluated(server, drawn, rate)
+
+
+def _take_share_and_gradient(party: PartyNode, proposal: Proposal, rate: float | None, local_steps: int) -> Half:
+    share = yield Receive(0, _share_like(party, proposal))
+    likelihood = lambda now, share=share: _weighted(party, _likelihood(party, now, share, now.eta), share)
+    leaves = tree.map(lambda leaf: leaf.detach().requires_grad_(), share)
+    value = likelihood(proposal, leaves).sum()
+    gradients = torch.autograd.grad(value, tree.leaves(leaves), retain_graph=True, allow_unused=True)
+    zeros = [torch.zeros_like(leaf) for leaf in tree.leaves(leaves)]
+    yield Send(0, tree.refill(share, [zero if g is None else g for g, zero in zip(gradients, zeros)]))
+    answer = yield Receive(0, Gradient(proposal.sent))
+    party.climb(proposal, gradient=answer.gradient, likelihood=likelihood, rate=rate, local_steps=local_steps)
+
+
+def _send_shares_and_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate: float | None) -> Half:
+    """Run the power model's two exchanges: each party hears of the others alone, in predictors and in gradients."""
+    centre, shared = _centre(server, drawn)
+    terms, weights = shared_terms(server.model, server.q, drawn.theta, drawn.rows)
+    heard = server.last_values()
+    each = [None] * len(heard) if weights is None else list(weights.unbind(1))
+    shares = [Share(centre - value, shared, weight) for value, weight in zip(heard, each)]
+    for rank in ranks:
+        yield Send(rank, tree.map(torch.detach, shares[rank - 1]))
+    for rank in ranks:
+        server.answers[rank - 1] = yield Receive(rank, shares[rank - 1])
+    answers = [answer for answer in server.answers if answer is not None]
+    objective = terms + server.minus_log_q(drawn.theta)
+    for share, answer in zip(shares, answers):
+        for value, gradient in zip(tree.leaves(share), tree.leaves(answer)):
+            # A weight has no draws: its gradient is the sum over them.
+            inner = (value * gradient).flatten(2).sum(2) if value.ndim > 1 else (value * gradient)[:, None]
+            objective = objective + (inner if value.ndim > 1 else inner / objective.shape[1])
+    ascend(server.optimizer, server.scaled(objective), rate)
+    total = summed([answer.predictor for answer in answers])
+    for rank in ranks:
+        yield Send(rank, Gradient(total - answers[rank - 1].predictor))
+
+
+def _centre(server: ServerNode, drawn: Drawn) -> tuple[Tensor, Tensor]:
+    """Return intercept + offset + Σ z, `(B, M, C, n)`, and the likelihood's own parameters."""
+    combined = server.model.cut(server.last_values(), *drawn.noise.keys[:1])
+    return server.model.centre(drawn.theta, combined, drawn.rows.offset)
+
+
+def _share_like(party: PartyNode, proposal: Proposal) -> Share:
+    """Return the shapes of a `Share` for this party."""
+    value, model = proposal.sent, party.model
+    weight = None if model.concentration is None else value[:, 0, 0, 0]
+    return Share(value, value.new_zeros(*value.shape[:2], len(model.likelihood.shared)), weight)
+
+
+def _likelihood(party: PartyNode, proposal: Proposal, share: Share, added: Tensor) -> Tensor:
+    """Return the likelihood of a predictor with something `added` to it, `(B, M)`."""
+    rows = proposal.drawn.rows
+    return rows.weighted_sum(party.model.likelihood.log_prob(rows.y, share.predictor + added, share.shared))
+
+
+def _weighted(party: PartyNode, total: Tensor, share: Share) -> Tensor:
+    """Return a party's part of the power model's likelihood."""
+    return total / len(party.model.predictors) if share.weight is None else share.weight[:, None] * total
+
+
+VALUES_AND_GRADIENTS = Protocol(_take_gradient, _send_gradients)
+SHARED_RESPONSE = Protocol(_take_share, _send_shares)
+POWER = Protocol(_take_share_and_gradient, _send_shares_and_gradients)

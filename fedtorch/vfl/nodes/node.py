@@ -1,25 +1,25 @@
 """Server and parties: each with its part of the model, its own data and optimiser, and nothing of the others'.
 
-Messages are `NamedTuple`s of tensors; who sends which to whom and when is in `iteration`.
-"""
+Messages are `NamedTuple`s of tensors; who sends which to whom and when is in `iteration`. What a node draws and
+computes in an iteration is a value (`Drawn`, `Proposal`); a node itself keeps its parameters, its optimiser's state
+and the messages that outlive an iteration, and all of that is its `state_dict`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import tree
+from fedtorch import checkpoint, tree
+from fedtorch.checkpoint import below
 from fedtorch.vfl.fit.adam import RestartingAdam
-from fedtorch.vfl.fit.bound import ascend, party_bound, server_bound, shared_terms
-from fedtorch.vfl.fit.draws import draw_own, fixed
-from fedtorch.vfl.fit.gaussians import Shares, cholesky
+from fedtorch.vfl.fit.bound import ascend, party_bound
+from fedtorch.vfl.fit.guide import draw_own, fixed
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.fit.part import Part
 from fedtorch.vfl.model.checks import check_response, check_rows
-from fedtorch.vfl.model.vertical import summed
 from fedtorch.vfl.rows.data import VerticalData
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -35,15 +35,15 @@ class Iteration(NamedTuple):
     step: int = 0
 
     def taking_part(self, heard: Sequence[bool]) -> list[bool]:
-        """Which parties take part, of which the server has `heard` before or not.
+        """Return which parties take part, given from which of them the server has `heard` before.
 
         Raises:
             ValueError: an idle party that was never heard, or idle parties with minibatches, whose rows would differ.
         """
-        here = [True] * len(heard) if self.active is None else list(self.active)
-        if not all(here) and (self.rows is not None or not all(h or known for h, known in zip(here, heard))):
+        active = [True] * len(heard) if self.active is None else list(self.active)
+        if not all(active) and (self.rows is not None or not all(a or known for a, known in zip(active, heard))):
             raise ValueError("Expected all parties in the first iteration and with minibatches, but got idle ones")
-        return here
+        return active
 
 
 class Value(NamedTuple):
@@ -66,17 +66,22 @@ class Share(NamedTuple):
     weight: Tensor | None  # (B,) of the party's likelihood, where weights are learnt
 
 
-class Backward(NamedTuple):
-    """Along the chain of nodes where q(γ, θ) is joint: part of L⁻ᵀε for the nodes before."""
+class Drawn(NamedTuple):
+    """What a node has drawn for an iteration."""
 
-    told: Tensor  # (B, M, coordinates up to the receiver's last)
+    rows: VerticalData
+    noise: Noise
+    theta: Tensor  # (B, M, d) θ_j, or γ at the server
 
 
-class Pooled(NamedTuple):
-    """Where q(γ, θ) is joint and of low rank: up a node's part of WᵀD⁻²W and WᵀD⁻²(θ − μ), down the sum over nodes."""
+class Proposal(NamedTuple):
+    """What a party computes in an iteration before it hears of the others, with a graph to its parameters."""
 
-    gram: Tensor  # (B, rank, rank)
-    moment: Tensor  # (B, M, rank)
+    drawn: Drawn
+    value: Tensor  # (B, M, C, n) what it contributes
+    eta: Tensor  # (B, M, C, n) η_j
+    terms: Tensor  # (B, M) its terms of the bound, without log q(θ_j)
+    sent: Tensor  # (B, M, C, n) the value that the server has heard, without a graph
 
 
 class _Node:
@@ -91,95 +96,58 @@ class _Node:
         optimizer: Optimizers = RestartingAdam,
         per_row: bool = False,
     ) -> None:
-        self.part, self.index, self.model, self.guide = part, part.index, part.model, part.guide
+        self.part, self.index, self.model, self.guide, self.q = part, part.index, part.model, part.guide, part.q
         self.response_shared, self.per_row = response_shared, per_row
-        self.q = part.q
-        self.rows = self.q.get("joint")
-        # A joint family either has sums that all nodes need, or is a factor by rows with a chain from node to node.
-        self.pooled = self.guide.joint and self.guide.theta.shares is not None
-        self.chained = self.guide.joint and self.guide.sticking and not self.pooled
-        self.apart = self.guide.auxiliary.party is not None  # whether every party draws its z
         self.check(data)
         self.data = data.to_dtype(tree.leaves(self.q)[0].dtype)
-        stop = sum(self.model.sizes[: self.index + 1])
-        self.own = slice(stop - self.model.sizes[self.index], stop)
         self.optimizer = optimizer(part.parameters())
-        parties = len(self.model.predictors)
-        self.values: list[Value | None] = [None] * parties  # what was last sent, at the server by each party
-        self.pools: list[Pooled | None] = [None] * parties
-        self.answers: list[Share | None] = [None] * parties
+        self._total = self.data.total
 
-    def begin(self, iteration: Iteration) -> None:
-        """Takes an iteration's rows, and draws its noise and θ (or γ)."""
+    def draw(self, iteration: Iteration) -> Drawn:
+        """Return an iteration's rows, noise and draw of θ (or γ)."""
         dims = self.model.row_dims[self.index - 1 : self.index] if self.index else []
-        self.now = self.data if iteration.rows is None else self.data.take(iteration.rows, dims)
-        count = self.now.response.shape[-1]
-        self.noise = iteration.noise or self.part.draw_noise(iteration.step, count)
-        self.pull: Tensor | None = None
-        self.theta = self.draw()
+        rows = self.data if iteration.rows is None else self.data.take(iteration.rows, dims)
+        noise = iteration.noise or self.part.draw_noise(iteration.step, rows.response.shape[-1])
+        return Drawn(rows, noise, self.draw_theta(noise))
 
-    def draw(self) -> Tensor:
-        """θ of this node; where q is joint, from the noise of all nodes up to it."""
-        noise = self.noise.theta
-        if self.rows is None:
-            return draw_own(self.model, self.guide, self.index, self.q["theta"], noise[self.index])
-        if self.pooled:
-            mine = noise[self.index][..., : self.own.stop - self.own.start]
-            common = noise[0][..., self.model.sizes[0] :]
-            return self.guide.theta.draw(self.rows, torch.cat([mine, common], -1))
-        before = torch.cat(list(noise[: self.index + 1]), -1)
-        return self.rows["mean"].unsqueeze(1) + before @ self._factor().mT
+    def draw_theta(self, noise: Noise) -> Tensor:
+        """Return θ (or γ) for this noise, by the parameters as they are."""
+        return draw_own(self.model, self.guide, self.index, self.q["theta"], noise.theta[self.index])
 
-    def _factor(self) -> Tensor:
-        """This node's rows of L, `(B, d, coordinates up to its last)`."""
-        assert self.rows is not None
-        left, own = self.rows["lower"][..., : self.own.start], self.rows["lower"][..., self.own]
-        scale = self.rows["log_sd"].exp().unsqueeze(-1)
-        return torch.cat([scale * left, cholesky({"lower": own, "log_sd": self.rows["log_sd"]})], -1)
-
-    def minus_log_q(self) -> Tensor:
-        """−log q(θ) as far as its gradient goes at this node, `(B, M)`."""
-        if self.rows is None:
-            family = self.guide.family(self.index)
-            return self.model.masked(-family.log_density(fixed(self.guide, self.q["theta"]), self.theta), 0.0)
-        if self.pooled:
-            shares = self._shares(fixed(self.guide, self.rows))
-            return -Shares(shares.alone, shares.gram + self.rest.gram, shares.moment + self.rest.moment).log_density()
-        if self.pull is None:
-            return self.rows["log_sd"].sum(-1, True).expand(self.theta.shape[:2])
-        return (self.pull * self.theta).sum(-1)
-
-    def _shares(self, q: dict[str, Tensor]) -> Shares:
-        assert self.guide.theta.shares is not None
-        return self.guide.theta.shares(q, self.theta)
-
-    def pool(self) -> Pooled:
-        """This node's part of the sums that log q of a low rank needs."""
-        assert self.rows is not None
-        shares = self._shares(self.rows)
-        self.mine = Pooled(shares.gram.detach(), shares.moment.detach())
-        return self.mine
-
-    def hear(self, sums: Pooled) -> None:
-        """Keeps the other nodes' part of these sums over all."""
-        self.rest = Pooled(sums.gram - self.mine.gram, sums.moment - self.mine.moment)
-
-    def back_substitute(self, backward: Backward | None) -> Backward:
-        """Finds this node's coordinates of L⁻ᵀε, and says what the nodes before it have to know."""
-        factor, noise = self._factor().detach(), self.noise.theta[self.index]
-        right = noise if backward is None else noise - backward.told[..., self.own]
-        right = right.expand(len(factor), *right.shape[1:])
-        self.pull = torch.linalg.solve_triangular(factor[..., self.own].mT, right.mT, upper=True).mT
-        told = self.pull @ factor[..., : self.own.start]
-        return Backward(told if backward is None else told + backward.told[..., : self.own.start])
+    def minus_log_q(self, theta: Tensor) -> Tensor:
+        """Return −log q(θ), `(B, M)`."""
+        family = self.guide.family(self.index)
+        return self.model.masked(-family.log_density(fixed(self.guide, self.q["theta"]), theta), 0.0)
 
     def check(self, data: VerticalData) -> None:
-        """Raises `ValueError` unless the data are what this node needs."""
+        """Raise `ValueError` unless the data are what this node needs."""
         raise NotImplementedError
 
     def scaled(self, objective: Tensor) -> Tensor:
-        """The objective, or what there is of it for every row that counts, where that is what is raised."""
-        return objective / self.now.total.to(objective).reshape(-1, 1) if self.per_row else objective
+        """Return the objective, divided by the sum of the rows' weights where the node maximises it per row."""
+        return objective / self._total.to(objective).reshape(-1, 1) if self.per_row else objective
+
+    def messages(self) -> dict[str, Tensor]:
+        """Return the tensors of the messages that outlive an iteration, by name."""
+        raise NotImplementedError
+
+    def load_messages(self, flat: Mapping[str, Tensor]) -> None:
+        """Replace the messages that outlive an iteration by those that `messages` returned."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all that changes at this node while it is trained, flat, in memory of its own."""
+        flat = {f"part.{name}": leaf for name, leaf in self.part.state_dict().items()}
+        flat |= {f"optimizer.{name}": leaf for name, leaf in checkpoint.pack(self.optimizer.state_dict()).items()}
+        flat |= {f"messages.{name}": leaf for name, leaf in self.messages().items()}
+        return {name: leaf.detach().clone() for name, leaf in flat.items()}
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Go on, bit by bit, from what `state_dict` of a node like this one returned."""
+        device = next(self.part.buffers()).device
+        self.part.load_state_dict(below("part.", flat))
+        self.optimizer.load_state_dict(checkpoint.unpack(below("optimizer.", flat)))
+        self.load_messages({name: leaf.to(device) for name, leaf in below("messages.", flat).items()})
 
 
 class PartyNode(_Node):
@@ -193,86 +161,87 @@ class PartyNode(_Node):
         optimizer: from parameters to an optimiser.
         per_row: whether the bound is divided by the weights' sum; as at the server.
 
+    Attributes:
+        heard: whether the server has heard of this party.
+
     Raises:
         ValueError: features that do not fit the model or its weights, or a response that is needed and not given.
 
     >>> import torch, fedtorch as ft
     >>> flat = ft.vfl.model.predictors.flat_prior()
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1, flat)], rho=1.0)
-    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point()), ft.random.key(0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point()), ft.random.key(0)
     >>> part = ft.vfl.parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key), key=key)[1]
     >>> data = VerticalData((torch.tensor([[1.0], [0.0], [1.0]]),), torch.full((3,), torch.nan))
     >>> party = PartyNode(part, data, optimizer=lambda leaves: torch.optim.SGD(leaves, lr=0.1))
-    >>> party.propose(Iteration()).value  # x θ, at θ = 0
+    >>> proposal = party.propose(Iteration())
+    >>> proposal.sent  # x θ, at θ = 0
     tensor([[[[0., 0., 0.]]]])
-    >>> party.update(Gradient(torch.tensor([[[[1.0, 2.0, 3.0]]]])), None, rate=None)
+    >>> party.climb(proposal, gradient=torch.tensor([[[[1.0, 2.0, 3.0]]]]))
     >>> part.q["theta"]["mean"].data  # 0.1 times 1 + 3
     tensor([[0.4000]])
     """
 
+    heard = False
+
     def check(self, data: VerticalData) -> None:
-        """Raises `ValueError` unless the data are what this party needs."""
+        """Raise `ValueError` unless the data are what this party needs."""
         data.check_known()
         check_rows(self.model.predictors[self.index - 1], data.features[0], data.response.shape[-1], self.part.name)
-        needed = self.response_shared or self.guide.auxiliary.sees_response or (self.model.power and self.apart)
-        if needed and bool(data.response.isnan().all()):
+        evaluates = self.response_shared or (self.model.power and self.guide.auxiliary.party is not None)
+        if (evaluates or self.guide.auxiliary.sees_response) and bool(data.response.isnan().all()):
             raise ValueError("Expected the response at the party, which its likelihood or encoder needs, but got NaN")
 
-    def propose(self, iteration: Iteration) -> Value:
-        """Draws θ_j and z_j and says what this party contributes."""
-        self.begin(iteration)
-        self.now = self.now.of_party(0)
-        self._contribute()
-        self.told = self.sent.detach()
-        value = Value(self.told)
-        self.values[self.index - 1] = value
-        return value
+    def takes_part(self, iteration: Iteration) -> bool:
+        """Return whether this party takes part; raises like `Iteration.taking_part`."""
+        return iteration.taking_part([self.heard] * len(self.model.predictors))[self.index - 1]
 
-    def recall(self, iteration: Iteration, value: Value) -> None:
-        """Goes back to an iteration in which it sent this value, with its parameters as they are now."""
-        self.begin(iteration)
-        self.now = self.now.of_party(0)
-        self._contribute()
-        self.told = value.value
+    def propose(self, iteration: Iteration) -> Proposal:
+        """Draw θ_j and z_j, and compute what this party contributes."""
+        drawn = self.draw(iteration)
+        return self._proposed(drawn._replace(rows=drawn.rows.of_party(0)))
 
-    def share_like(self) -> Share:
-        """What a `Share` for this party looks like."""
-        value = self.told
-        weight = None if self.model.concentration is None else value[:, 0, 0, 0]
-        return Share(value, value.new_zeros(*value.shape[:2], len(self.model.likelihood.shared)), weight)
+    def _proposed(self, drawn: Drawn, sent: Tensor | None = None) -> Proposal:
+        value, eta, terms = party_bound(
+            self.model, self.guide, self.index, self.q, drawn.theta, drawn.rows, drawn.noise
+        )
+        return Proposal(drawn, value, eta, terms, value.detach() if sent is None else sent)
 
-    def _contribute(self) -> None:
-        found = party_bound(self.model, self.guide, self.index, self.q, self.theta, self.now, self.noise)
-        self.sent, self.eta, self.terms = found
+    def climb(
+        self,
+        proposal: Proposal,
+        *,
+        gradient: Tensor | None = None,
+        likelihood: Callable[[Proposal], Tensor] | None = None,
+        rate: float | None = None,
+        local_steps: int = 1,
+    ) -> None:
+        """Move up the bound, once or several times with this iteration's draws.
 
-    def _likelihood(self, share: Share) -> Tensor:
-        """This party's copy of the likelihood, `(B, M)`: in the power model with its own η, else with its own z."""
-        own = self.eta if self.model.power else self.sent - self.told
-        rows = self.model.likelihood.log_prob(self.now.y, share.predictor + own, share.shared)
-        total = self.now.weighted_sum(rows)
-        if not self.model.power:
-            return total
-        return total / len(self.model.predictors) if share.weight is None else share.weight[:, None] * total
-
-    def answer(self, share: Share) -> Share:
-        """The power model's first half: the gradients of this party's likelihood with respect to its inputs."""
-        leaves = tree.map(lambda leaf: leaf.detach().requires_grad_(), share)
-        value = self._likelihood(leaves).sum()
-        found = torch.autograd.grad(value, tree.leaves(leaves), retain_graph=True, allow_unused=True)
-        zeros = [torch.zeros_like(leaf) for leaf in tree.leaves(leaves)]
-        return tree.refill(share, [z if g is None else g for g, z in zip(found, zeros)])
-
-    def update(self, gradient: Gradient | None, share: Share | None, rate: float | None, local_steps: int = 1) -> None:
-        """Moves up the bound, once or several times with this iteration's draws."""
+        Args:
+            proposal: of the iteration.
+            gradient: of the others' terms by what this party sent, which they have divided by the weights' sum.
+            likelihood: this party's copy of the likelihood, `(B, M)`.
+            rate: learning rate; the optimiser's own by default.
+            local_steps: how many steps it takes.
+        """
         for step in range(local_steps):
             if step:
-                self.theta = self.draw()
-                self._contribute()
-            objective = self.terms + self.minus_log_q()
-            objective = self.scaled(objective if share is None else objective + self._likelihood(share))
+                again = proposal.drawn._replace(theta=self.draw_theta(proposal.drawn.noise))
+                proposal = self._proposed(again, proposal.sent)
+            objective = proposal.terms + self.minus_log_q(proposal.drawn.theta)
+            objective = self.scaled(objective if likelihood is None else objective + likelihood(proposal))
             if gradient is not None:
-                objective = objective + (self.sent * gradient.gradient).sum((-2, -1))
+                objective = objective + (proposal.value * gradient).sum((-2, -1))
             ascend(self.optimizer, objective, rate)
+
+    def messages(self) -> dict[str, Tensor]:
+        """Return whether the server has heard of this party, which is all that outlives an iteration."""
+        return {"heard": torch.tensor(self.heard)}
+
+    def load_messages(self, flat: Mapping[str, Tensor]) -> None:
+        """Replace what `messages` returned."""
+        self.heard = bool(flat["heard"])
 
 
 class ServerNode(_Node):
@@ -285,59 +254,63 @@ class ServerNode(_Node):
         optimizer: from parameters to an optimiser.
         per_row: whether the bound is divided by the weights' sum.
 
+    Attributes:
+        values: the last value of each party, None before.
+        answers: the last gradients of each party's likelihood, in the power model's protocol.
+        terms: its terms of the bound in the last iteration, `(B, M)`; None where the parties evaluate the likelihood.
+
     Raises:
         ValueError: a response that the likelihood does not have.
 
     >>> import torch, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1)], rho=1.0)
-    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.gaussians.point()), ft.random.key(0)
+    >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point()), ft.random.key(0)
     >>> part = ft.vfl.parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key), key=key)[0]
     >>> server = ServerNode(part, VerticalData((), torch.tensor([1.0, 2.0, 3.0])))
-    >>> server.begin(Iteration())
-    >>> server.values = [Value(torch.ones(1, 1, 1, 3))]  # what the party has sent
-    >>> server.evaluate(rate=0.1)[0].gradient  # residuals: whoever is told them knows the response
-    tensor([[[[0., 1., 2.]]]])
+    >>> server.expected(0, server.draw(Iteration())).value.shape  # what the party has to send
+    torch.Size([1, 1, 1, 3])
     """
 
+    def __init__(
+        self,
+        part: Part,
+        data: VerticalData,
+        *,
+        response_shared: bool = False,
+        optimizer: Optimizers = RestartingAdam,
+        per_row: bool = False,
+    ) -> None:
+        super().__init__(part, data, response_shared=response_shared, optimizer=optimizer, per_row=per_row)
+        parties = len(self.model.predictors)
+        self.values: list[Value | None] = [None] * parties
+        self.answers: list[Share | None] = [None] * parties
+        self.terms: Tensor | None = None
+
     def check(self, data: VerticalData) -> None:
-        """Raises `ValueError` unless the likelihood has the response."""
+        """Raise `ValueError` unless the likelihood has the response."""
         check_response(self.model.likelihood, data)
 
-    def expected(self, party: int) -> Value:
-        """What the value of a party, from 0 on, looks like."""
-        outputs, rows = self.model.outputs[party + 1], self.now.response.shape[-1]
-        return Value(self.theta.new_zeros(*self.theta.shape[:2], outputs, rows))
+    def expected(self, party: int, drawn: Drawn) -> Value:
+        """Return the shapes of the value of a party, from 0 on."""
+        outputs, rows = self.model.outputs[party + 1], drawn.rows.response.shape[-1]
+        return Value(drawn.theta.new_zeros(*drawn.theta.shape[:2], outputs, rows))
 
-    def evaluate(self, rate: float | None) -> list[Gradient]:
-        """The likelihood at the server: moves γ, and says every party the gradient of what it sent."""
-        values = [value.value.detach().requires_grad_() for value in self.values if value is not None]
-        own = server_bound(self.model, self.guide, self.q, self.theta, values, None, self.now, self.noise)
-        objective = self.scaled(own + self.minus_log_q())
-        return [Gradient(found) for found in ascend(self.optimizer, objective, rate, values)]
+    def last_values(self) -> list[Tensor]:
+        """Return the last values of all parties."""
+        return [value.value for value in self.values if value is not None]
 
-    def share(self) -> list[Share]:
-        """The predictor for parties that evaluate the likelihood; in the power model without their own z."""
-        values = [value.value for value in self.values if value is not None]
-        centre, shared = self.model.centre(self.theta, self.model.cut(values, *self.noise.keys[:1]), self.now.offset)
-        self.terms, weights = shared_terms(self.model, self.q, self.theta, self.now)
-        heard = [centre - value if self.model.power else centre for value in values]
-        each = [None] * len(heard) if weights is None else list(weights.unbind(1))
-        self.shares = [Share(predictor, shared, weight) for predictor, weight in zip(heard, each)]
-        return [tree.map(torch.detach, share) for share in self.shares]
+    def messages(self) -> dict[str, Tensor]:
+        """Return the last messages of all parties, with which an iteration without some of them goes on."""
+        flat: dict[str, Tensor] = {}
+        for name, kept in (("values", self.values), ("answers", self.answers)):
+            for j, message in enumerate(kept):
+                fields = {} if message is None else message._asdict()
+                flat |= {f"{name}.{j}.{field}": leaf for field, leaf in fields.items() if leaf is not None}
+        return flat
 
-    def collect(self, rate: float | None) -> list[Gradient]:
-        """The power model's second half: moves γ and the weights, and passes on the sums of the others' gradients."""
-        answers = [answer for answer in self.answers if answer is not None]
-        whole = summed([answer.predictor for answer in answers])
-        objective = self.terms + self.minus_log_q()
-        for share, answer in zip(self.shares, answers):
-            for value, gradient in zip(tree.leaves(share), tree.leaves(answer)):
-                # A weight has no draws: its gradient is the sum over them.
-                inner = (value * gradient).flatten(2).sum(2) if value.ndim > 1 else (value * gradient)[:, None]
-                objective = objective + (inner if value.ndim > 1 else inner / objective.shape[1])
-        ascend(self.optimizer, self.scaled(objective), rate)
-        return [Gradient(whole - answer.predictor) for answer in answers]
-
-    def pooled_over(self) -> Pooled:
-        """The sums over all nodes' parts, in their order."""
-        return Pooled(*(summed(parts) for parts in zip(self.mine, *(part for part in self.pools if part is not None))))
+    def load_messages(self, flat: Mapping[str, Tensor]) -> None:
+        """Replace what `messages` returned."""
+        for j in range(len(self.values)):
+            value, answer = below(f"values.{j}.", flat), below(f"answers.{j}.", flat)
+            self.values[j] = Value(**value) if value else None
+            self.answers[j] = Share(answer["predictor"], answer["shared"], answer.get("weight")) if answer else None

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.exchanges.exchange import Sent
-from fedtorch.federation.exchanges.unreliable_edges import unreliable_edges
 from fedtorch.networks import solvers
 
 SIZES = [7, 4, 9, 5, 12, 6, 8, 5]
@@ -213,7 +212,7 @@ def test_traffic_is_counted_over_edges() -> None:
     ("loss", "delay", "cohort"), [(0.5, 0, 5), pytest.param(0.0, 2, None, marks=pytest.mark.slow), (0.2, 2, 6)]
 )
 def test_messages_lost_and_late_on_single_edges_do_no_harm(loss: float, delay: int, cohort: int | None) -> None:
-    algorithm = unreliable_edges(relax(0.1), NETWORK, loss=loss, delay=delay)
+    algorithm = relax(0.1) | ft.unreliable_edges(NETWORK, loss=loss, delay=delay)
     start = {"weight": torch.full((1, 3), 1.0, dtype=torch.float64)}
     for done in ft.Run(algorithm, ft.InProcess(BARE, 3), start, cohort=cohort, seed=4).rounds(150):  # noqa: B007
         pass
@@ -221,7 +220,7 @@ def test_messages_lost_and_late_on_single_edges_do_no_harm(loss: float, delay: i
 
 
 def test_a_sum_is_always_that_of_the_last_values_heard() -> None:
-    algorithm = unreliable_edges(relax(), NETWORK, loss=0.4, delay=2)
+    algorithm = relax() | ft.unreliable_edges(NETWORK, loss=0.4, delay=2)
     low, high = NETWORK.edges.unbind(1)
     receiver, weight = torch.cat((high, low)), NETWORK.weights.repeat(2)
     numbers = torch.zeros(2 * len(NETWORK.edges), dtype=torch.int64)
@@ -239,7 +238,7 @@ def test_a_sum_is_always_that_of_the_last_values_heard() -> None:
 
 
 def test_edges_that_lose_nothing_change_nothing() -> None:
-    plain, watched = relax(), unreliable_edges(relax(), NETWORK)
+    plain, watched = relax(), relax() | ft.unreliable_edges(NETWORK)
     rounds = [list(ft.Run(a, ft.InProcess(BARE, 3), cohort=4, seed=2).rounds(6)) for a in (plain, watched)]
     for one, two in zip(*rounds):
         assert distance(models(one, plain), models(two, watched)) < ROUNDING
@@ -248,7 +247,7 @@ def test_edges_that_lose_nothing_change_nothing() -> None:
 
 
 def test_lossy_edges_in_blocks_and_with_messages_twice() -> None:
-    algorithm = unreliable_edges(relax(), NETWORK, loss=0.3, delay=1)
+    algorithm = relax() | ft.unreliable_edges(NETWORK, loss=0.3, delay=1)
     runs = [
         ft.run(algorithm, ft.InProcess(BARE, chunk), cohort=5, faults=faults, rounds=8).last
         for chunk, faults in ((None, None), (1, None), (None, ft.duplicated(0.7)))
@@ -260,7 +259,7 @@ def test_lossy_edges_in_blocks_and_with_messages_twice() -> None:
 def test_losses_are_as_frequent_as_they_should_be() -> None:
     network = weighted_network(60, p=0.8)
     data = bare_linear_clients([2] * 60)
-    algorithm = unreliable_edges(ft.gtv(ft.least_squares(bare()), network, 0.1), network, loss=0.25)
+    algorithm = ft.gtv(ft.least_squares(bare()), network, 0.1) | ft.unreliable_edges(network, loss=0.25)
     done = ft.Run(algorithm, ft.InProcess(data)).step()
     heard, edges = int((done.server.sequence == 1).sum()), 2 * len(network.edges)
     assert abs(heard / edges - 0.75) < 4 * (0.25 * 0.75 / edges) ** 0.5  # four standard errors
@@ -268,7 +267,7 @@ def test_losses_are_as_frequent_as_they_should_be() -> None:
 
 
 def test_runs_of_a_graph_go_on_from_a_checkpoint() -> None:
-    algorithm = unreliable_edges(relax(), NETWORK, loss=0.3, delay=2)
+    algorithm = relax() | ft.unreliable_edges(NETWORK, loss=0.3, delay=2)
     whole = ft.run(algorithm, ft.InProcess(BARE), cohort=5, rounds=9).last
     half = ft.run(algorithm, ft.InProcess(BARE), cohort=5, rounds=4)
     resumed = ft.Run(algorithm, ft.InProcess(BARE), cohort=5)
@@ -299,11 +298,11 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="Expected trainable parameters to couple, but got buffers"):
         ft.gtv(sgd(0.1, norm, buffers="average"), NETWORK, 1.0)
     with pytest.raises(ValueError, match=r"Expected a probability of loss of at least 0 and below 1, but got 1\.0"):
-        unreliable_edges(relax(), NETWORK, loss=1.0)
+        ft.unreliable_edges(NETWORK, loss=1.0)
     with pytest.raises(ValueError, match="Expected a delay of at least 0 rounds, but got -1"):
-        unreliable_edges(relax(), NETWORK, delay=-1)
+        ft.unreliable_edges(NETWORK, delay=-1)
     with pytest.raises(ValueError, match="Expected an algorithm with `told`"):
-        unreliable_edges(ft.fedavg(ft.least_squares(bare())), NETWORK)
+        ft.fedavg(ft.least_squares(bare())) | ft.unreliable_edges(NETWORK)
 
 
 def test_a_key_draws_the_active_sets() -> None:

@@ -348,8 +348,8 @@ def test_copies_of_a_unit_average_to_that_unit() -> None:
     data, algorithm = signals([20]), ft.fedmgp_average(module(), units=4, steps=3)
     copies = ft.data.from_tensors([data[0]] * 4)
     one = ft.run(algorithm, ft.InProcess(data), rounds=3).last
-    for exchange in (None, robust.star(robust.median()), robust.star(robust.trimmed_mean(0.25))):
-        averaged = ft.fedmgp_average(module(), units=4, steps=3, exchange=exchange)
+    for rule in (None, robust.median(), robust.trimmed_mean(0.25)):
+        averaged = algorithm if rule is None else algorithm | robust.rule(rule)
         many = ft.run(averaged, ft.InProcess(copies), rounds=3).last
         assert distance(many.server, one.server) < CLOSE
 

@@ -12,16 +12,10 @@ from support.oracles.closed_forms import ROUNDING, copy_of, distance, same_bits
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.exchanges.exchange import (
-    Exchange,
-    Mean,
-    RowsOf,
-    Sum,
-    client_count,
-    indices,
-    private_rows,
-    star,
-)
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, client_count, indices
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
+from fedtorch.federation.exchanges.rows import private_rows
+from fedtorch.federation.exchanges.star import star
 from fedtorch.tree import Tree
 from fedtorch.trust import robust
 
@@ -124,7 +118,7 @@ def test_weights_of_any_size_weigh_alike(size: float, dtype: torch.dtype) -> Non
         given = (size * share).to(kind)
         exact = given.double() @ value.double() / given.double().sum() if size > 1e-300 else expected
         for blocks in ([slice(0, K)], [torch.tensor([k]) for k in range(K)], [slice(0, 5), slice(5, K), slice(0, 0)]):
-            for exchange in (star(), robust.star(robust.trimmed_mean(0.0), spread=math.inf)):
+            for exchange in (star(), robust_star(robust.trimmed_mean(0.0), spread=math.inf)):
                 found = aggregate(exchange, Mean(value, given), blocks)
                 assert distance(found.value.double(), exact) < (1e-5 if dtype is torch.float32 else 1e-12)
                 assert float(found.weight) == pytest.approx(float(given.double().sum()), rel=1e-12)

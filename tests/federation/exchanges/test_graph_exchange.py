@@ -11,7 +11,8 @@ from support.oracles.gtv_problems import weighted_network
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, graph
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum
+from fedtorch.federation.exchanges.graph import graph
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Mean, Sum, star
+from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.federation.exchanges.robust import Rule
-from fedtorch.federation.exchanges.robust.exchange import bounded
+from fedtorch.federation.exchanges.robust.exchange import bounded, star as robust_star
+from fedtorch.federation.exchanges.star import star
 from fedtorch.trust import robust
 
 M, F = 11, 2
@@ -41,7 +42,7 @@ every_rule = pytest.mark.parametrize("name", RULES)
 
 
 def aggregate(rule: Rule, value: Tensor, weight: Tensor, spread: float = 1.0) -> Tensor:
-    exchange = robust.star(rule, spread=spread)
+    exchange = robust_star(rule, spread=spread)
     return exchange.finish(exchange.gather(Mean({"w": value}, weight), slice(0, len(value)))).value["w"]
 
 
@@ -162,7 +163,7 @@ def test_batched_is_looped(name: str) -> None:
 @every_rule
 def test_blocks_of_columns_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = aggregate(RULES[name], VALUES, ONES)
-    monkeypatch.setattr("fedtorch.federation.exchanges.robust.rule._NUMBERS", 2 * M)
+    monkeypatch.setattr("fedtorch.federation.exchanges.robust.rules._NUMBERS", 2 * M)
     assert distance(aggregate(RULES[name], VALUES, ONES), whole) < ROUNDING
 
 
@@ -251,7 +252,7 @@ def test_fedavg_with_a_median_withstands_a_wrong_client() -> None:
     honest = ft.fedavg(sgd(0.1, steps=5))
     start = honest.start
     attacked = ft.data.from_tensors([*clients, (x, 1e6 * y)])
-    defended = dataclasses.replace(honest, exchange=robust.star(robust.median()))
+    defended = honest | robust.rule(robust.median())
     best = ft.run(honest, ft.InProcess(ft.data.from_tensors(clients)), start, rounds=50).last
     found = ft.run(defended, ft.InProcess(attacked), start, rounds=50).last
     assert distance(joined(found.server), joined(best.server)) < ROUNDING
@@ -264,12 +265,12 @@ def test_fedavg_with_a_median_withstands_a_wrong_client() -> None:
 
 def test_increments_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match="Expected messages that are Mean for median, but got a Sum"):
-        robust.star(robust.median()).gather(Sum({"w": VALUES}), slice(0, M))
-    algorithm = dataclasses.replace(ft.scaffold(sgd(0.1)), exchange=robust.star(robust.trimmed_mean(0.1)))
+        robust_star(robust.median()).gather(Sum({"w": VALUES}), slice(0, M))
+    algorithm = dataclasses.replace(ft.scaffold(sgd(0.1)), exchange=robust_star(robust.trimmed_mean(0.1)))
     with pytest.raises(TypeError, match="for trimmed_mean"):
         ft.Run(algorithm, ft.InProcess(linear_clients([5, 6])))
     with pytest.raises(TypeError, match="bare tensor"):
-        robust.star(robust.median()).gather({"w": VALUES}, slice(0, M))
+        robust_star(robust.median()).gather({"w": VALUES}, slice(0, M))
 
 
 @pytest.mark.parametrize(("rule", "least"), [(robust.krum(3), 9), (robust.bulyan(2), 11)])
@@ -294,7 +295,7 @@ def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one step, but got 0"):
         robust.centred_clipping(steps=0)
     with pytest.raises(ValueError, match=r"spread of at least 1, but got 0\.5"):
-        robust.star(robust.median(), spread=0.5)
+        robust.rule(robust.median(), spread=0.5)
     with pytest.raises(ValueError, match="Expected a rule without a reference, but got fltrust"):
         robust.nearest_neighbour_mixing(1, robust.fltrust(0))
     with pytest.raises(ValueError, match="Expected client 20, whom fltrust trusts, in every round"):
@@ -302,10 +303,13 @@ def test_wrong_settings_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", [robust.median(), robust.trimmed_mean(0.1)])
-def test_gtv_is_refused_when_its_run_begins(rule: Rule) -> None:
+def test_gtv_is_refused_over_a_star(rule: Rule) -> None:
     algorithm = ft.gtv(sgd(0.1), ft.Network.from_edges([(0, 1), (1, 2)]), 0.3)
+    with pytest.raises(ValueError, match=r"Expected an algorithm over a plain star, .* pass the algorithm's network"):
+        algorithm | robust.rule(rule)
+    replaced = dataclasses.replace(algorithm, exchange=robust_star(rule))
     with pytest.raises(TypeError, match=r"Expected messages that are Mean for .* use an algorithm .* ft\.fedavg"):
-        ft.Run(dataclasses.replace(algorithm, exchange=robust.star(rule)), ft.InProcess(linear_clients([4, 5, 6])))
+        ft.Run(replaced, ft.InProcess(linear_clients([4, 5, 6])))
     run = ft.Run(dataclasses.replace(algorithm, exchange=star()), ft.InProcess(linear_clients([4, 5, 6])))
     with pytest.raises(TypeError, match="Expected to hear neighbours, but got dict; leave GTV its exchange"):
         run.step()

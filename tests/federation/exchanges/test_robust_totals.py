@@ -34,7 +34,7 @@ def test_the_mean_gives_the_plain_algorithm() -> None:
     algorithm = relaxation(data, NETWORK)
     settings = {"cohort": 6, "faults": ft.dropouts(0.2) | ft.lost_messages(after=0.2), "seed": 3, "rounds": 12}
     plain = ft.run(algorithm, ft.InProcess(data), **settings)
-    defended = robust.totals(algorithm, PLAIN, NETWORK)
+    defended = algorithm | robust.rule(PLAIN, NETWORK)
     for chunk in (None, 2):
         run = ft.run(defended, ft.InProcess(data, chunk), **settings)
         assert distance(run.server.algorithm.total, plain.server.total) < ROUNDING
@@ -45,7 +45,7 @@ def test_the_mean_on_a_star_gives_the_plain_algorithm() -> None:
     data = linear_clients([6] * 5)
     for algorithm in (ft.scaffold(sgd(0.05, steps=3)), ft.feddyn(ft.least_squares(linear()), 3.0)):
         plain = ft.run(algorithm, ft.InProcess(data), rounds=6)
-        run = ft.run(robust.totals(algorithm, PLAIN), ft.InProcess(data), rounds=6)
+        run = ft.run(algorithm | robust.rule(PLAIN), ft.InProcess(data), rounds=6)
         assert distance(run.server.algorithm, plain.server) < ROUNDING
 
 
@@ -54,7 +54,7 @@ def test_the_mean_on_a_star_gives_the_plain_algorithm() -> None:
 )
 def test_a_neighbourhood_is_averaged_as_a_star_would(rule: robust.Rule) -> None:
     data = bare_linear_clients([8] * N)
-    run = ft.run(robust.totals(relaxation(data, NETWORK), rule, NETWORK), ft.InProcess(data), rounds=2)
+    run = ft.run(relaxation(data, NETWORK) | robust.rule(rule, NETWORK), ft.InProcess(data), rounds=2)
     adjacency, told = NETWORK.adjacency().to_dense(), run.server.told["weight"][:, 0]
     for node in range(N):
         near = adjacency[node].nonzero()[:, 0]
@@ -72,14 +72,14 @@ def test_nodes_next_to_a_liar_stay_with_their_cluster() -> None:
     moved = ft.run(relaxation(attacked, NETWORK), ft.InProcess(attacked), rounds=100)
     assert float((weights(moved) - expected)[:-1].abs().min()) > 10
     for rule in (robust.median(), robust.krum(1)):
-        defended = robust.totals(relaxation(attacked, NETWORK), rule, NETWORK)
+        defended = relaxation(attacked, NETWORK) | robust.rule(rule, NETWORK)
         found = ft.run(defended, ft.InProcess(attacked), rounds=100)
         assert distance(weights(found)[:-1], expected[:-1]) < 1e-3  # of the start 100 rounds leave so much
 
 
 def test_what_is_not_credible_is_not_taken_into_the_table() -> None:
     data = bare_linear_clients([8] * N)
-    defended = robust.totals(relaxation(data, NETWORK), robust.median(), NETWORK)
+    defended = relaxation(data, NETWORK) | robust.rule(robust.median(), NETWORK)
 
     def lying(inbox, state, rows, turn):  # type: ignore[no-untyped-def]
         reply = defended.client(inbox, state, rows, turn)
@@ -93,7 +93,7 @@ def test_what_is_not_credible_is_not_taken_into_the_table() -> None:
 
 def test_it_resumes_bit_for_bit() -> None:
     data = bare_linear_clients([8] * N)
-    make = lambda: ft.Run(robust.totals(relaxation(data, NETWORK), robust.median(), NETWORK), ft.InProcess(data))
+    make = lambda: ft.Run(relaxation(data, NETWORK) | robust.rule(robust.median(), NETWORK), ft.InProcess(data))
     whole, first, second = make(), make(), make()
     for run, rounds in ((whole, 4), (first, 2)):
         for _ in run.rounds(rounds):
@@ -113,20 +113,20 @@ def test_matrices_stay_positive_definite_or_the_rule_is_refused() -> None:
     )
     algorithm = ft.fedmgp(ConvolvedGP(grid), steps=1, accept_disclosure=True)
     for rule in (robust.geometric_median(), robust.krum(1)):
-        run = ft.run(robust.totals(algorithm, rule), ft.InProcess(data), rounds=3)
+        run = ft.run(algorithm | robust.rule(rule), ft.InProcess(data), rounds=3)
         assert bool(run.server.algorithm.bound.isfinite())  # a factorisation of I + B that is not definite has none
     with pytest.raises(ValueError, match="Expected a rule on whole messages, but got median"):
-        robust.totals(algorithm, robust.median())
+        algorithm | robust.rule(robust.median())
 
 
 def test_secure_sums_are_refused() -> None:
     clients = ft.InProcess(linear_clients([5] * N), carry=secure.masked())
     with pytest.raises(ValueError, match=r"more than the sum of messages, or changes it \(a robust rule"):
-        ft.Run(robust.totals(ft.scaffold(sgd(0.1)), robust.median()), clients)
+        ft.Run(ft.scaffold(sgd(0.1)) | robust.rule(robust.median()), clients)
 
 
 def test_another_exchange_in_place_of_theirs_is_refused() -> None:
-    algorithm = robust.totals(ft.scaffold(sgd(0.1)), robust.median())
+    algorithm = ft.scaffold(sgd(0.1)) | robust.rule(robust.median())
     later = dataclasses.replace(algorithm, exchange=ft.star())
     with pytest.raises(TypeError, match="Expected every client's message, but got what another exchange"):
         ft.Run(later, ft.InProcess(linear_clients([5] * N))).step()
@@ -136,17 +136,19 @@ def test_what_makes_no_sense_is_refused() -> None:
     data, ring = bare_linear_clients([8] * N), ft.Network.ring(N)
     algorithm = relaxation(data, NETWORK)
     with pytest.raises(ValueError, match="at least 5 nodes for krum, but 14 nodes have fewer, '0' only 2"):
-        robust.totals(relaxation(data, ring), robust.krum(1), ring)
+        relaxation(data, ring) | robust.rule(robust.krum(1), ring)
     with pytest.raises(ValueError, match="neighbourhoods of at least 15 nodes for bulyan"):
-        robust.totals(algorithm, robust.bulyan(3), NETWORK)
-    with pytest.raises(ValueError, match="Expected an algorithm with totals"):
-        robust.totals(ft.fedavg(sgd(0.1)), robust.median())
+        algorithm | robust.rule(robust.bulyan(3), NETWORK)
+    with pytest.raises(ValueError, match="but got an algorithm of fresh messages only"):
+        ft.fedavg(sgd(0.1)) | robust.rule(robust.median(), NETWORK)
     exact = ft.gibbs(sparse.regression(), sparse.hierarchy())
     with pytest.raises(ValueError, match="those of gibbs are sums and nothing else"):
-        robust.totals(exact, robust.median())
+        exact | robust.rule(robust.median())
     with pytest.raises(ValueError, match="Expected a rule without a reference"):
-        robust.totals(algorithm, robust.fltrust(0), NETWORK)
+        algorithm | robust.rule(robust.fltrust(0), NETWORK)
     with pytest.raises(ValueError, match="pass the algorithm's network"):
-        ft.Run(robust.totals(algorithm, robust.median()), ft.InProcess(data))
+        algorithm | robust.rule(robust.median())
+    with pytest.raises(ValueError, match="pass the algorithm's network"):
+        ft.Run(algorithm | robust.rule(robust.median(), ft.Network.ring(N + 1)), ft.InProcess(data))
     with pytest.raises(ValueError, match="Expected at least 17 clients for krum, but got 14"):
-        ft.Run(robust.totals(ft.scaffold(sgd(0.1)), robust.krum(7)), ft.InProcess(linear_clients([5] * N)))
+        ft.Run(ft.scaffold(sgd(0.1)) | robust.rule(robust.krum(7)), ft.InProcess(linear_clients([5] * N)))

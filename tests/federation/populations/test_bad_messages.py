@@ -14,8 +14,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.algorithm import Turn
-from fedtorch.federation.exchanges.exchange import Mean, Sum
-from fedtorch.federation.populations.finite import not_finite
+from fedtorch.federation.exchanges.exchange import Mean, Sum, not_finite
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.trust import robust
 
 SIZES = [5, 4, 7, 6]
@@ -128,7 +128,7 @@ def test_rows_and_fields_are_found_also_where_sums_overflow() -> None:
 
 
 def test_a_trimmed_mean_leaves_out_what_is_not_finite() -> None:
-    exchange = robust.star(robust.trimmed_mean(0.3))
+    exchange = robust_star(robust.trimmed_mean(0.3))
     values = torch.tensor([[1.0], [math.nan], [2.0], [3.0]], dtype=torch.float64)
     mean = exchange.finish(exchange.gather(Mean({"w": values}, torch.ones(4)), slice(0, 4)))
     assert bool(mean.value["w"].isfinite().all())

@@ -1,11 +1,10 @@
-"""Two ranks give what one process gives: one start of torchrun, whose script writes what it found."""
+"""Two ranks give what one process gives, and ranks that differ are refused: one script starts them all."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,14 +26,10 @@ TESTS = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks have left findings and checkpoints."""
+    """Where ranks have left findings and checkpoints."""
     path = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-    command += [f"--master-port={port}", str(TESTS / "support" / "scripts" / "distributed_script.py"), str(path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(TESTS / "support" / "scripts" / "odd_ranks.py"), str(path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-5000:]
     return path
@@ -137,14 +132,9 @@ def test_a_file_of_one_process_goes_on_sharded(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def odd(folder: Path) -> dict[str, Any]:
     """What ranks say that differ, are too many, or get lost."""
-    path = tmp_path_factory.mktemp("odd")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(TESTS / "support" / "scripts" / "odd_ranks.py"), str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads((path / "findings.json").read_text())
+    return json.loads((folder / "findings.json").read_text())
 
 
 @pytest.mark.parametrize("clients", [1, 2])

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.runs.evaluation import Score, evaluate, inputs_and_targets
+from fedtorch.federation.runs.evaluation import evaluate, inputs_and_targets
+from fedtorch.scores import Score
 
 SIZES = [7, 3, 12, 5]
 DATA = linear_clients(SIZES)
@@ -66,6 +67,30 @@ def test_a_client_without_rows_is_nan_and_counts_for_nothing() -> None:
     assert score.overall == pytest.approx(float((weights * score.clients[rest]).sum() / weights.sum()))
     assert score.mean() == pytest.approx(float(score.clients[rest].mean()))
     assert score.worst() == float(score.clients[rest].max())
+
+
+def test_a_client_whose_predictions_are_nan_is_not_left_out() -> None:
+    """Its model has diverged: a mean or a worst value over the others would hide it."""
+    _, validation = linear_clients([7, 1, 12, 5]).split(0.7, seed=0)
+    clients, outbox = trained(ft.InProcess(DATA))
+    first = iter([True])
+
+    def diverged(tensors: Any, inputs: Tensor) -> Tensor:
+        prediction = predict(tensors, inputs)
+        if next(first, False):
+            prediction[0] = torch.nan
+        return prediction
+
+    scores = evaluate(clients, outbox, diverged, validation, METRICS)
+    for score in scores.values():
+        assert score.failed is not None
+        assert int(score.failed.sum()) == 1
+        assert bool(score.clients[score.failed].isnan().all())
+        assert all(value != value for value in (score.mean(), score.worst(), score.worst_decile()))
+    finite = evaluate(clients, outbox, predict, validation, METRICS)["mse"]
+    assert finite.failed is not None
+    assert not bool(finite.failed.any())
+    assert int(finite.clients.isnan().sum()) == 1  # without rows
 
 
 def test_a_federation_without_rows_is_nan() -> None:

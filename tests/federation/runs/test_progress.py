@@ -111,7 +111,7 @@ OTHERS: dict[str, Callable[[], object]] = {
     "Representing the nodes": lambda: discrepancy.maximum_likelihood(DATA),
     "Blinding identifiers": lambda: alignment.intersect({"clinic": ["a", "b"], "lab": ["b", "c"]}, "clinic"),
     "Audit": lambda: privacy.audit(
-        partial(privacy.example_level, clip=1.0, noise=3.0, rate=1.0, steps=1, delta=1e-5),
+        partial(privacy.example_level, clip=1.0, noise=3.0, sampling_rate=1.0, steps=1, delta=1e-5),
         runs=20,
         choosing=10,
         block=20,

@@ -15,7 +15,9 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.federation.exchanges.exchange import graph, star
+from fedtorch.federation.exchanges.graph import graph
+from fedtorch.federation.exchanges.robust.exchange import star as robust_star
+from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.runs.cohorts import RoundKeys
 from fedtorch.tree import Tree
 from fedtorch.trust import robust
@@ -288,7 +290,7 @@ RING = ft.Network.from_edges([(k, (k + 1) % 6) for k in range(6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     ("exchange", "nodes"),
-    [(star(), 0), (robust.star(robust.median()), 1), (robust.star(robust.trimmed_mean(0.2)), 1), (graph(RING), 6)],
+    [(star(), 0), (robust_star(robust.median()), 1), (robust_star(robust.trimmed_mean(0.2)), 1), (graph(RING), 6)],
     ids=["star", "median", "trimmed mean", "graph"],
 )
 def test_an_aggregate_adds_to_parameters_of_any_dtype(exchange: ft.Exchange, nodes: int, dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ def watched(local: ft.LocalSolver, rates: list[list[float]]) -> ft.LocalSolver:
 
     def solve(start: Tree, state: Tree, data: Any, quadratic: Any, turn: ft.Turn) -> ft.Local:
         solved = local.solve(start, state, data, quadratic, turn)
-        rates.append([round(rate, 6) for rate in solved.steps.tolist()])
+        rates.append([round(rate, 6) for rate in solved.lr_sum.tolist()])
         return solved
 
     return dataclasses.replace(local, solve=solve)

@@ -82,7 +82,7 @@ def test_no_clients(reset, buffers, batched):
     )
     result = solve(local, tree.take(stacked_data(), slice(0, 0)), keys(0))
     some = solve(local, stacked_data((4, 5)), keys(2))
-    shapes = lambda found: tree.map(lambda leaf: leaf[:0], (found.parameters, found.state, found.steps))
+    shapes = lambda found: tree.map(lambda leaf: leaf[:0], (found.parameters, found.state, found.lr_sum))
     torch.testing.assert_close(shapes(result), shapes(some), rtol=0, atol=0)
 
 

@@ -59,7 +59,7 @@ def test_solves_the_normal_equations_with_a_quadratic(outputs: int) -> None:
         loss = nn.functional.mse_loss(output, y.reshape(output.shape))
         assert float(found.info["loss"][k]) == pytest.approx(float(loss), rel=ROUNDING)
     assert list(found.parameters) == list(start)
-    assert found.steps.tolist() == [0.0] * len(SIZES)
+    assert found.lr_sum.tolist() == [0.0] * len(SIZES)
 
 
 def test_the_gradient_vanishes_at_the_solution() -> None:
@@ -155,7 +155,7 @@ def test_no_clients_and_blocks_of_one() -> None:
     assert distance(tree.concatenate([one.info for one in alone]), whole.info) < ROUNDING
     nobody = part(slice(2, 2))
     assert nobody.parameters["weight"].shape == (0, 1, 3)
-    assert nobody.info["loss"].shape == nobody.steps.shape == (0,)
+    assert nobody.info["loss"].shape == nobody.lr_sum.shape == (0,)
     assert local.prepare(data.stack([])).vectors.shape == (0, 4, 4)
     assert same_bits((prepared, start, quadratic), before)
 
@@ -218,7 +218,7 @@ def test_gradient_steps_in_closed_form_are_those_of_the_loop(steps: int, outputs
         state = tree.expand(local.init(local.parameters), len(SIZES))
         ends.append(local.solve(start, state, local.prepare(block), added, TURN))
     assert distance(ends[0].parameters, ends[1].parameters) < ROUNDING
-    assert distance(ends[0].steps, ends[1].steps) < ROUNDING
+    assert distance(ends[0].lr_sum, ends[1].lr_sum) < ROUNDING
 
 
 def test_many_gradient_steps_end_at_the_minimiser_and_too_long_ones_diverge_as_the_loop_does() -> None:
@@ -274,7 +274,7 @@ def test_a_linear_head_is_a_linear_layer_of_its_features(steps: int | None) -> N
     prepared = two.prepare(data.stack(range(len(SIZES))))
     found = two.solve({"coefficients": joined(start)[..., 0]}, state, prepared, mine, TURN)
     assert distance(found.parameters["coefficients"], joined(expected.parameters)[..., 0]) < ROUNDING
-    assert distance((found.steps, found.info), (expected.steps, expected.info)) < ROUNDING
+    assert distance((found.lr_sum, found.info), (expected.lr_sum, expected.info)) < ROUNDING
     squares = ft.least_squares(ft.LinearHead(6, lambda x: torch.cat([x, x.square()], -1), dtype=torch.float64))
     theta = squares.solve(
         tree.expand(squares.parameters, 1), state, squares.prepare(data.stack([2])), None, KEYS[:1]

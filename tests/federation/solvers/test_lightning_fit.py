@@ -36,7 +36,7 @@ class TestAgainstGradientDescent:
         added = pull(fit) if quadratic else None
         found, expected = solve(fit, added), solve(descent, added)
         assert_same(found.parameters, expected.parameters)
-        assert_same(found.steps, expected.steps)
+        assert_same(found.lr_sum, expected.lr_sum)
         assert_same(found.info["loss"], expected.info["loss"])
 
     def test_max_steps(self) -> None:
@@ -117,7 +117,7 @@ class TestQuadratic:
 
         found = solve(local, pull(local))
         assert_same(found.parameters, looped(step, Net(), pull(local), data))
-        assert_same(found.steps, torch.tensor([0.1, 0.3, 0.3], dtype=torch.float64))
+        assert_same(found.lr_sum, torch.tensor([0.1, 0.3, 0.3], dtype=torch.float64))
         plain = solve(ft.lightning_fit(Net(), batch_size=1, max_steps=1, accumulate_grad_batches=3, shuffle=False))
         x, y = data.batch[0][:, :3], data.batch[1][:, :3]
         assert_same(plain.info["loss"], (Net()(x) - y).square().mean((1, 2)).detach())
@@ -156,7 +156,7 @@ class TestQuadratic:
         local = ft.lightning_fit(Two(), max_epochs=1)
         found = solve(local, pull(local))
         assert_same(found.parameters, looped(step, Two(), pull(local), block(clients())))
-        assert_same(found.steps, torch.full((3,), 0.2, dtype=torch.float64))
+        assert_same(found.lr_sum, torch.full((3,), 0.2, dtype=torch.float64))
         assert "loss" not in found.info
 
     def test_closures(self) -> None:
@@ -178,7 +178,7 @@ class TestQuadratic:
         local = ft.lightning_fit(Newton(), max_epochs=1)
         found = solve(local, pull(local))
         assert_same(found.parameters, looped(step, Newton(), pull(local), block(clients())))
-        assert_same(found.steps, torch.full((3,), 0.1, dtype=torch.float64))
+        assert_same(found.lr_sum, torch.full((3,), 0.1, dtype=torch.float64))
 
     def test_line_searches_are_refused(self) -> None:
         class Search(Net):
@@ -221,7 +221,7 @@ class TestAnyModule:
         local = ft.lightning_fit(Everything(), max_epochs=9, callbacks=stop, gradient_clip_val=1.0)
         first = solve(local)
         # Epochs 1 and 2 are without improvement, and halve the rate after each.
-        assert_same(first.steps, torch.full((3,), 0.1 + 0.1 + 0.05, dtype=torch.float64))
+        assert_same(first.lr_sum, torch.full((3,), 0.1 + 0.1 + 0.05, dtype=torch.float64))
         assert_same(first.info["epoch"], torch.full((3,), 2.0, dtype=torch.float64))
         assert first.info["small"].isnan().tolist() == [False, True, True]
         assert stop.wait_count == 0
@@ -292,7 +292,7 @@ class TestAnyModule:
         local = ft.lightning_fit(Net(), batch_size=2, max_epochs=1)
         found = solve(local, data=block(data))
         assert_same(tree.take(found.parameters, slice(0, 1)), tree.expand(local.parameters, 1), 0.0)
-        assert found.steps[0] == 0
+        assert found.lr_sum[0] == 0
         assert found.info["loss"].isnan().tolist() == [True, False]
 
     def test_arguments_are_not_changed(self) -> None:

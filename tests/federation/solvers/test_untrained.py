@@ -46,7 +46,15 @@ def compiled(module: nn.Module, **settings: Any) -> ft.Run:
 def private(module: nn.Module, **settings: Any) -> ft.Run:
     plain = {} if isinstance(module, L.LightningModule) else {"optimizer": SGD}
     local = privacy.example_level(
-        module, clip=1.0, noise=1.0, rate=0.5, steps=1, delta=1e-3, entropy=privacy.from_seed(0), **plain, **settings
+        module,
+        clip=1.0,
+        noise=1.0,
+        sampling_rate=0.5,
+        steps=1,
+        delta=1e-3,
+        entropy=privacy.from_seed(0),
+        **plain,
+        **settings,
     )
     return ft.Run(ft.fedavg(local), ft.InProcess(DATA))
 

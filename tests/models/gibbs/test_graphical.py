@@ -99,11 +99,11 @@ def test_each_client_has_one_gram_matrix_and_no_copies_of_its_rows() -> None:
 
 def test_the_gaussian_posterior() -> None:
     """All variances known, of the noise to a relative 3e-5; errors from the spread over independent chains."""
-    data, sure, tau, chains = normal_rows(CHAIN[:3, :3], [12, 9, 20]), 1e9, 0.5, 50
+    data, sure, tau, chains = normal_rows(CHAIN[:3, :3], [12, 9, 20]), 1e9, 0.5, 60
     local = graphical.neighbourhoods(deviation=deviations.normal(), noise_shape=sure)
     shared = sparse.hierarchy(global_priors.gaussian(1.5), scale=tau, noise_scale=sure)
     algorithm = ft.gibbs(local, graphical.every_response(shared), sweeps=3, chains=chains)
-    sampler = sampled(algorithm, ft.InProcess(data), graphical.start(3), rounds=90, burn_in=15, keep=False)
+    sampler = sampled(algorithm, ft.InProcess(data), graphical.start(3), rounds=45, burn_in=12, keep=False)
     found = sampler.moments["theta"].mean
     bound = float(stats.norm.ppf(1 - 1e-3 / 12))
     for j, others in enumerate(graphical.other_variables(3)):
@@ -168,7 +168,7 @@ def test_permuted_variables() -> None:
     data, order = normal_rows(CHAIN, [40, 60, 50]), [3, 1, 4, 0, 2]
     means = []
     for turned in (data, data.map(lambda y: y[:, order])):
-        sampler = sampled(field(4, 8), ft.InProcess(turned), graphical.start(5), rounds=40, burn_in=15, keep=False)
+        sampler = sampled(field(4, 8), ft.InProcess(turned), graphical.start(5), rounds=26, burn_in=10, keep=False)
         means.append(graphical.square(sampler.moments["theta"].mean))
     first, second = means[0][:, order][:, :, order], means[1]
     off = ~torch.eye(5, dtype=torch.bool)

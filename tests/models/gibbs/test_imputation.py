@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
+from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.models.gibbs import global_priors, imputation, logistic, sparse
 
 
@@ -92,7 +92,7 @@ def test_without_gaps_imputing_is_the_regression() -> None:
         (sparse.regression(), ft.data.from_tensors(rows)),
     ):
         algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=3, chains=12)
-        sampler = sampled(algorithm, ft.InProcess(data), torch.zeros(3), rounds=60, burn_in=15, keep=False)
+        sampler = sampled(algorithm, ft.InProcess(data), torch.zeros(3), rounds=36, burn_in=12, keep=False)
         means.append(sampler.moments["theta"].mean)
     error = ((means[0].var(0) + means[1].var(0)) / 12).sqrt()
     assert float(((means[0].mean(0) - means[1].mean(0)) / error).abs().max()) < 4
@@ -134,14 +134,14 @@ def test_bad_rows_are_refused() -> None:
     pair = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
     gibbs = ft.gibbs(imputation.imputing(sparse.regression(), pair), sparse.hierarchy())
     for use in (
-        lambda: ft.Run(pooled_covariance(), ft.InProcess(complete), pair).step(),
+        lambda: ft.Run(normal_em(), ft.InProcess(complete), pair).step(),
         lambda: ft.Run(gibbs, ft.InProcess(complete), torch.zeros(1)).step(),
         lambda: imputation.impute(complete, pair),
     ):
         with pytest.raises(ValueError, match=r"Expected rows of imputation\.incomplete\(\.\.\.\), but got a tuple"):
             use()
     for use in (
-        lambda: ft.Run(pooled_covariance(), ft.InProcess(gaps), START).step(),
+        lambda: ft.Run(normal_em(), ft.InProcess(gaps), START).step(),
         lambda: imputation.impute(gaps, START),
         lambda: imputation.imputing(sparse.regression(), START).prepare(gaps.stack([0])),
     ):

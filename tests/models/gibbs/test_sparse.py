@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
+from fedtorch.federation.algorithms.normal_em import normal_em
+from fedtorch.models.device_posterior import discoveries
 from fedtorch.models.gibbs import deviations, directed, global_priors, graphical, imputation, logistic, sparse, splines
 
 
@@ -101,7 +102,7 @@ def test_imputed_covariates_keep_an_effect() -> None:
     rows[1][0][:, 0] = torch.nan
     gaps = imputation.incomplete(rows)
     start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
-    final = ft.run(pooled_covariance(), ft.InProcess(gaps), start, rounds=60).last
+    final = ft.run(normal_em(), ft.InProcess(gaps), start, rounds=60).last
     found = sample(imputation.impute(gaps, final.server, random.key(1)))
     assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
 
@@ -199,7 +200,7 @@ def test_inclusion_at_the_sizes_of_the_paper(seeds: int) -> None:
     inclusion = torch.stack(found)
     assert float(inclusion[:, :3].mean()) > 0.9
     assert float(inclusion[:, 3:].mean()) < 0.2
-    chosen = torch.stack([sparse.discoveries(each, 0.1) for each in inclusion])
+    chosen = torch.stack([discoveries(1 - each, 0.1) for each in inclusion])
     false = chosen[:, 3:].sum(1) / chosen.sum(1).clamp(min=1)
     assert float(false.mean()) <= 0.1 + 3 * 0.1 / seeds**0.5  # a share in each of `seeds` repetitions
 
@@ -264,14 +265,14 @@ def test_a_start_of_another_size_is_refused(kernels: Any, coefficients: int) -> 
 def test_discoveries_keep_their_rate() -> None:
     inclusion = random.uniform(random.key(0), (5, 8), torch.float64)
     for rate in (0.0, 0.05, 0.3, 1.0):
-        chosen = sparse.discoveries(inclusion, rate)
+        chosen = discoveries(1 - inclusion, rate)
         assert not bool(chosen.any()) or float((1 - inclusion[chosen]).mean()) <= rate
         left = inclusion[~chosen]
         if left.numel():
             more = torch.cat([inclusion[chosen], left.max()[None]])
             assert float((1 - more).mean()) > rate
     with pytest.raises(ValueError, match="Expected a rate between 0 and 1"):
-        sparse.discoveries(inclusion, 2.0)
+        discoveries(1 - inclusion, 2.0)
 
 
 def test_hyperparameters_are_checked() -> None:

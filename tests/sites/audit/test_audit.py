@@ -156,7 +156,7 @@ def test_epsilon_is_on_record(place: Place) -> None:
     def make() -> ft.Algorithm:
         more = {"entropy": privacy.from_seed(1), "loss": F.mse_loss, "optimizer": partial(torch.optim.SGD, lr=0.1)}
         private = privacy.example_level(
-            Column(), clip=1.0, noise=2.0, rate=0.5, steps=1, delta=1e-3, ghost=False, **more
+            Column(), clip=1.0, noise=2.0, sampling_rate=0.5, steps=1, delta=1e-3, ghost=False, **more
         )
         return ft.fedavg(private)
 
@@ -295,10 +295,10 @@ def test_a_record_that_is_cut_or_lost_while_it_is_used_is_refused(place: Place) 
     record = place.record("a")
     record.note("one")
     os.truncate(place.path("a"), 50)
-    with pytest.raises(ValueError, match="only grow"):
+    with pytest.raises(ValueError, match="only to grow"):
         record.note("two")
     place.path("a").unlink()
-    with pytest.raises(ValueError, match="only grow"):
+    with pytest.raises(ValueError, match="only to grow"):
         record.note("two")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ def gtv(network: ft.Network = NETWORK) -> ft.Algorithm:
 
 
 def noised(quorum: int) -> ft.Algorithm:
-    return privacy.local_level(ft.fedavg(sgd(0.1)), clip=1.0, noise=2.0, delta=1e-3, quorum=quorum)
+    return ft.fedavg(sgd(0.1)) | privacy.local_level(clip=1.0, noise=2.0, delta=1e-3, quorum=quorum)
 
 
 MAKE: dict[str, tuple[Callable[[], ft.Algorithm], set[str]]] = {  # and under what each runs in one process
@@ -47,11 +46,11 @@ MAKE: dict[str, tuple[Callable[[], ft.Algorithm], set[str]]] = {  # and under wh
     "an attack": (lambda: ft.fedavg(sgd(0.1)) | attacks.sign_flip([0]), {"plain", "masked"}),
     "gtv": (gtv, {"plain", "masked_graph", "sealed"}),
     "another network": (lambda: gtv(ft.Network.ring(6)), {"plain"}),
-    "unreliable edges": (lambda: ft.unreliable_edges(gtv(), NETWORK, loss=0.1), {"plain"}),
+    "unreliable edges": (lambda: gtv() | ft.unreliable_edges(NETWORK, loss=0.1), {"plain"}),
     "without server": (lambda: ft.without_server(ft.fedavg(sgd(0.1)), NETWORK, 1e-9), {"plain"}),
-    "robust": (lambda: replace(ft.fedavg(sgd(0.1)), exchange=robust.star(robust.median())), {"plain"}),
-    "robust totals": (lambda: robust.totals(ft.scaffold(sgd(0.1)), robust.median()), {"plain"}),
-    "noise of the server": (lambda: privacy.client_level(ft.fedavg(sgd(0.1)), 1.0, 2.0, delta=1e-3), {"plain"}),
+    "robust": (lambda: ft.fedavg(sgd(0.1)) | robust.rule(robust.median()), {"plain"}),
+    "robust totals": (lambda: ft.scaffold(sgd(0.1)) | robust.rule(robust.median()), {"plain"}),
+    "noise of the server": (lambda: ft.fedavg(sgd(0.1)) | privacy.client_level(1.0, 2.0, delta=1e-3), {"plain"}),
     "private rows": (ALGORITHMS["matrix_normal"], {"plain"}),
 }
 

@@ -423,7 +423,7 @@ def test_what_a_site_does_not_run(make: Callable[[], ft.Algorithm], more: dict[s
 
 def test_settings_come_as_data() -> None:
     made = Federation(make=fedavg)
-    sites = Remote(made.host, ["a", "b", "c"], "it", {"rate": 0.25})
+    sites = Remote(made.host, ["a", "b", "c"], "it", {"sampling_rate": 0.25})
     run = ft.run(fedavg(0.25), sites, rounds=2, seed=3)
     assert distance(run.server, alone(2, lambda: fedavg(0.25)).server) < ROUNDING
 
@@ -470,7 +470,7 @@ def test_rounds_are_counted_over_restarts_and_runs(tmp_path: Path) -> None:
 def example_level(folder: Path | None, **more: Any) -> ft.Algorithm:
     path = None if folder is None else folder / f"{secrets.token_hex(4)}.ledger"
     local = privacy.example_level(
-        linear(), clip=1.0, noise=1.0, rate=0.1, steps=5, delta=1e-2, ledger=path,
+        linear(), clip=1.0, noise=1.0, sampling_rate=0.1, steps=5, delta=1e-2, ledger=path,
         loss=lambda output, target: torch.nn.functional.mse_loss(output[:, 0], target),
         optimizer=one_step, **more,
     )  # fmt: skip

@@ -111,8 +111,8 @@ class Federation:
 # -- the same sums -----------------------------------------------------------------------------------------------------
 
 EXACT = {"gibbs"}
-SUMS = ["fedavg", "scaffold", "personal_layers", "feddyn", "fedadam", "ep", "fedmgp", "pooled_covariance", "gibbs"]
-FAST = {"gibbs", "pooled_covariance"}
+SUMS = ["fedavg", "scaffold", "personal_layers", "feddyn", "fedadam", "ep", "fedmgp", "normal_em", "gibbs"]
+FAST = {"gibbs", "normal_em"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in SUMS])

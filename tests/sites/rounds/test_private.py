@@ -52,19 +52,19 @@ class Ledgers:
 
 def clients(ledgers: Ledgers, noise: float = 2.0, rate: float = 0.0, **more: Any) -> ft.Algorithm:
     settings = {"clip": 0.5, "delta": DELTA, "ledger": ledgers.next(), **more}
-    return privacy.local_level(ft.fedavg(sgd(rate, linear(D))), noise=noise, **settings)
+    return ft.fedavg(sgd(rate, linear(D))) | privacy.local_level(noise=noise, **settings)
 
 
 def several(ledgers: Ledgers, noise: float = 2.0) -> ft.Algorithm:
     plain = ft.fedavg(sgd(0.0, linear(D)))
-    return privacy.local_level(plain, 0.5, noise, delta=DELTA, quorum=3, ledger=ledgers.next())
+    return plain | privacy.local_level(0.5, noise, delta=DELTA, quorum=3, ledger=ledgers.next())
 
 
 quorum = Carried(several, secure.masked(GRID, dropouts=0))
 
 
 def server(ledgers: Ledgers) -> ft.Algorithm:
-    return privacy.client_level(ft.fedavg(sgd(0.1, linear(D))), 1.0, 2.0, delta=DELTA, ledger=ledgers.next())
+    return ft.fedavg(sgd(0.1, linear(D))) | privacy.client_level(1.0, 2.0, delta=DELTA, ledger=ledgers.next())
 
 
 @pytest.mark.parametrize(("make", "count"), [(clients, 1), (quorum, 3)])
@@ -85,7 +85,7 @@ def test_noise_is_added_at_sites_and_counted_there(make: Any, count: int, tmp_pa
 
 def node_level(ledgers: Ledgers) -> ft.Algorithm:
     gtv = ft.gtv(sgd(0.05), NETWORK, 0.1)
-    return privacy.node_level(gtv, clip=1e3, noise=1e-12, delta=DELTA, ledger=ledgers.next())
+    return gtv | privacy.node_level(clip=1e3, noise=1e-12, delta=DELTA, ledger=ledgers.next())
 
 
 def hm1(ledgers: Ledgers, noise: float = 2.0) -> ft.Algorithm:

@@ -93,7 +93,7 @@ def test_what_is_the_same_for_all_clients_travels_once() -> None:
 
 def test_robust_rules_hear_every_client() -> None:
     def make() -> ft.Algorithm:
-        return replace(ft.fedavg(sgd(0.1)), exchange=robust.star(robust.median()))
+        return ft.fedavg(sgd(0.1)) | robust.rule(robust.median())
 
     with joined(offers(DATA, make)) as (sites, _):
         runs = [ft.run(make(), clients, rounds=3) for clients in (ft.InProcess(DATA), sites)]
@@ -103,7 +103,7 @@ def test_robust_rules_hear_every_client() -> None:
 def test_privacy_of_clients_adds_noise_at_the_server() -> None:
     def make() -> ft.Algorithm:
         settings = {"clip": 1.0, "noise": 2.0, "delta": 1e-3, "entropy": privacy.from_seed(1)}
-        return privacy.client_level(ft.fedavg(sgd(0.1)), **settings)
+        return ft.fedavg(sgd(0.1)) | privacy.client_level(**settings)
 
     with joined(offers(DATA, make)) as (sites, _):
         runs = [ft.run(make(), clients, rounds=3) for clients in (ft.InProcess(DATA), sites)]

@@ -240,7 +240,7 @@ def test_letters_for_keys_that_are_gone() -> None:
             lambda: ft.without_server(ft.gibbs(sparse.regression(), sparse.hierarchy()), NETWORK),
             "needs everybody's sum",
         ),
-        (lambda: ft.unreliable_edges(ft.gtv(sgd(0.1), NETWORK, 0.5), NETWORK, loss=0.1), "needs everybody's sum"),
+        (lambda: ft.gtv(sgd(0.1), NETWORK, 0.5) | ft.unreliable_edges(NETWORK, loss=0.1), "needs everybody's sum"),
         (lambda: ALGORITHMS["matrix_normal"](), "needs everybody's sum"),
     ],
     ids=["star", "without_server", "unreliable_edges", "private_rows"],
@@ -274,7 +274,7 @@ def test_sites_that_seal_take_part_in_nothing_else() -> None:
 
 def test_nodes_that_add_noise_seal_it_too() -> None:
     """So little noise that numbers are those without it, but for the clipping, which does nothing here."""
-    make = lambda: privacy.node_level(ft.gtv(sgd(0.05, steps=2), NETWORK, 0.02), clip=1e3, noise=1e-12, delta=1e-3)
+    make = lambda: ft.gtv(sgd(0.05, steps=2), NETWORK, 0.02) | privacy.node_level(clip=1e3, noise=1e-12, delta=1e-3)
     made = Federation(Carried(make, sealed(NETWORK)))
     run = made.run()
     [run.step() for _ in range(3)]

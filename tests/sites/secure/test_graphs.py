@@ -9,7 +9,8 @@ import torch
 from support.oracles.closed_forms import linear, linear_clients
 
 import fedtorch as ft
-from fedtorch.federation.exchanges.exchange import Mean, Sum, graph
+from fedtorch.federation.exchanges.exchange import Mean, Sum
+from fedtorch.federation.exchanges.graph import graph
 from fedtorch.sites.secure import Aborted, Grid
 from fedtorch.sites.secure.graphs import check_neighbourhoods
 from fedtorch.trust import privacy, secure

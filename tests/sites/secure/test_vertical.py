@@ -30,7 +30,7 @@ def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None
         made[0] = secure.masked_server(made[0], SESSION, grid)
         for k in SIGNING:
             made[k] = secure.masked_party(made[k], k, SESSION, SIGNING[k], grid, privacy.from_seed(k))
-    return made, lambda: gathered(family, server, parties)
+    return made, lambda: gathered(server, parties)
 
 
 @pytest.mark.parametrize("guide", ["sums", "noiseless"])
@@ -78,7 +78,14 @@ def test_masked_halves_go_over_the_wire() -> None:
 
 
 def test_models_that_need_more_than_a_sum_are_refused() -> None:
-    made, _ = halves("sums, low rank, joint", True, 1)
+    model, data = some_model("power", "bernoulli")
+    family = GUIDES["mean field"]()
+    server, parties = nodes(model, family, some_parameters(model, family, data), data, shared=True)
+    iterations = [Iteration(noise, 0.05) for noise in noises(model, family, ROWS, 1)]
+    made = {0: secure.masked_server(server_half(server, iterations), SESSION, GRID)}
+    for k, party in enumerate(parties, start=1):
+        half = party_half(party, iterations)
+        made[k] = secure.masked_party(half, k, SESSION, SIGNING[k], GRID, privacy.from_seed(k))
     with pytest.raises((TypeError, Aborted), match=r"values of a sum and nothing else|all parties in every iteration"):
         together(made)
 

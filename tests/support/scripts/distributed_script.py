@@ -1,13 +1,12 @@
-"""What two ranks compute beside what one process computes; started by torchrun, writes findings as JSON.
+"""What two ranks compute beside what one process computes; written as JSON by each of two ranks.
 
-Usage: distributed_script.py FOLDER. Every finding is a distance, relative to the size of the numbers, or a message.
+`main(folder)` runs on a rank, with the environment of `torchrun`. Every finding is a distance, relative to the size of
+the numbers, or a message.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -102,8 +101,8 @@ def rounds() -> dict[str, float]:
     running.TOTAL_ANEW = 2
     personal = ft.personal_layers(solver("adam", torch.float64, reset="never"), "head.*")
     fedavg = ft.fedavg(sgd(0.05, steps=3, batch_size=4), mu=0.1)
-    robust_star = dataclasses.replace(fedavg, exchange=robust.star(robust.krum(1)))
-    robust_gtv = robust.totals(ft.gtv(sgd(0.05), NETWORK, 0.3), robust.median(), NETWORK)
+    robust_star = fedavg | robust.rule(robust.krum(1))
+    robust_gtv = ft.gtv(sgd(0.05), NETWORK, 0.3) | robust.rule(robust.median(), NETWORK)
     half = ft.Faults(after=lambda key, ids: ids % 2 == 0)
     faults = ft.dropouts(0.2) | ft.stragglers(1.0, 0.1 * LINEAR.counts) | ft.lost_messages(after=0.2)
     cases: dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, Any]]] = {
@@ -130,7 +129,7 @@ def rounds() -> dict[str, float]:
         "GTV with faults": (ft.gtv(ft.least_squares(linear()), NETWORK, 0.3), LINEAR, {"faults": faults}),
         "GTV on rank 1": (ft.gtv(sgd(0.05, steps=2), NETWORK, 0.3), LINEAR, {"cohort": only(1, 5)}),
         "GTV over lossy edges": (
-            unreliable_edges(ft.gtv(sgd(0.05, steps=2), NETWORK, 0.3), NETWORK, loss=0.3, delay=1),
+            ft.gtv(sgd(0.05, steps=2), NETWORK, 0.3) | unreliable_edges(NETWORK, loss=0.3, delay=1),
             LINEAR,
             {"cohort": 4},
         ),
@@ -150,7 +149,7 @@ def rounds() -> dict[str, float]:
         "robust star": (robust_star, LINEAR, {"cohort": 5}),
         "robust totals": (robust_gtv, LINEAR, {"cohort": 4}),
         "liars": (ft.scaffold(sgd(0.05)) | attacks.noise([0, 3], 1.0), LINEAR, {"cohort": 3}),
-        "attackers on rank 1": (robust_star | attacks.min_max([1, 5]), LINEAR, {}),
+        "attackers on rank 1": (fedavg | attacks.min_max([1, 5]) | robust.rule(robust.krum(1)), LINEAR, {}),
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),
@@ -281,7 +280,3 @@ def main(folder: Path) -> None:
     (folder / f"findings-{dist.get_rank()}.json").write_text(json.dumps(findings))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -93,7 +93,7 @@ def privacy() -> None:
     """ε by privacy-loss distributions, beside the value that dp-accounting and prv-accountant agree on."""
     from fedtorch.trust import privacy as fedtorch_privacy
 
-    epsilon = fedtorch_privacy.epsilon(noise=1.0, rate=0.01, rounds=1000, delta=1e-5)
+    epsilon = fedtorch_privacy.epsilon(noise=1.0, sampling_rate=0.01, rounds=1000, delta=1e-5)
     assert abs(epsilon - 1.8283) < 1e-3, epsilon  # prv-accountant's interval is 1.8182 to 1.8383
 
 

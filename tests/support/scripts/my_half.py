@@ -8,11 +8,10 @@ import torch
 
 from fedtorch import random, vfl
 from fedtorch.protocol.halves import Half
-from fedtorch.sites.vertical.journal import Journal
+from fedtorch.protocol.journal import Journal
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
-from fedtorch.vfl.nodes.ahead import ahead_half
-from fedtorch.vfl.nodes.iteration import server_half
+from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
 from fedtorch.vfl.rows.alignment import Holder, following, leading
 
@@ -57,5 +56,5 @@ def half(journal: Journal, name: str = os.environ.get("SITE", "clinic")) -> Half
     rows = yield from journal.once(following(Holder(IDENTIFIERS[name], name), "leader"))
     part, unknown = network().parties[PARTIES.index(name)], torch.full((len(rows),), torch.nan, dtype=torch.float64)
     node = PartyNode(part, vfl.VerticalData((features(name)[rows],), unknown), optimizer=sgd, per_row=True)
-    yield from journal.through(partial(ahead_half, node, delay=DELAY), node, ITERATIONS, EVERY)
+    yield from journal.through(partial(party_half, node, delay=DELAY), node, ITERATIONS, EVERY)
     return rows, {key: value.detach() for key, value in part.named_parameters()}

@@ -1,4 +1,6 @@
-"""Ranks that differ, are too many, or get lost; each case is forked from this process. Writes findings as JSON.
+"""Two ranks as `torchrun` starts them, and ranks that differ, are too many, or get lost: all forked from this process.
+
+Cases of as many ranks share a process group, as long as all ranks refuse. Writes findings as JSON.
 
 Usage: odd_ranks.py FOLDER
 """
@@ -9,6 +11,7 @@ import functools
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import fedtorch as ft
-from experiments.benchmarks.parts.forked import warm
+from experiments.benchmarks.parts.forked import fork, warm
 from fedtorch import tree
 from support.forked import over_ranks
 from support.oracles.closed_forms import linear, linear_clients, mean_squared_error
+from support.scripts import distributed_script
 
 SIZES = [3, 12, 5, 9]
 SHORT = timedelta(seconds=1)
@@ -127,29 +131,66 @@ def late(rank: int) -> Any:
     return "not noticed"
 
 
-CASES: dict[str, tuple[int, Callable[[int], Any]]] = {
-    "one client": (4, few(1)),
-    "two clients": (4, few(2)),
-    "data": (3, odd(1, data=lambda: 1)),
-    "names": (3, odd(0, names=lambda: ["a", "b", "c", "d"])),
-    "sizes": (3, odd(2, sizes=lambda: [3, 12, 5, 10])),
-    "seed": (3, odd(2, seed=lambda: 1)),
-    "cohort": (3, odd(1, cohort=lambda: 2)),
-    "rate": (2, odd(1, rate=lambda: 0.1)),
-    "start": (3, odd(0, start=lambda: 1)),
-    "layers": (3, other_layers),
-    "evaluation first": (2, first_evaluates),
-    "round": (3, other_rounds),
-    "lost": (3, lost),
-    "late": (3, late),
+def in_turn(**cases: Callable[[int], Any]) -> Callable[[int], Any]:
+    """What each of several cases returns or raises, in one process group."""
+
+    def body(rank: int) -> Any:
+        findings: dict[str, Any] = {}
+        for name, case in cases.items():
+            try:
+                findings[name] = case(rank)
+            except ValueError as error:
+                findings[name] = f"{type(error).__name__}: {error}"
+        return findings
+
+    return body
+
+
+GROUPS: dict[str, tuple[int, Callable[[int], Any]]] = {
+    "few": (4, in_turn(**{"one client": few(1), "two clients": few(2)})),
+    "three": (
+        3,
+        in_turn(
+            data=odd(1, data=lambda: 1),
+            names=odd(0, names=lambda: ["a", "b", "c", "d"]),
+            sizes=odd(2, sizes=lambda: [3, 12, 5, 10]),
+            seed=odd(2, seed=lambda: 1),
+            cohort=odd(1, cohort=lambda: 2),
+            start=odd(0, start=lambda: 1),
+            layers=other_layers,
+            round=other_rounds,
+        ),
+    ),
+    "two": (2, in_turn(**{"rate": odd(1, rate=lambda: 0.1), "evaluation first": first_evaluates})),
 }
+
+
+def torchrun(folder: Path, count: int) -> list[int]:
+    """The process ids of ranks with the environment that `torchrun` gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "TORCHELASTIC_RUN_ID": "none"}
+    sizes = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+
+    def body(rank: int) -> None:
+        os.environ.update({**address, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        distributed_script.main(folder)
+
+    return [fork(functools.partial(body, rank)) for rank in range(count)]
 
 
 def main(folder: Path) -> None:
     warm()
-    found: dict[str, Any] = {name: over_ranks(folder / name, *case) for name, case in CASES.items()}
-    found["alone"] = [alone(1), alone(2)]
-    (folder / "findings.json").write_text(json.dumps(found))
+    ended = [os.waitpid(pid, 0)[1] for pid in torchrun(folder, 2)]
+    assert ended == [0, 0], "a rank of two has failed"
+    findings: dict[str, Any] = {}
+    for name, group in GROUPS.items():
+        ranks = over_ranks(folder / name, *group)
+        assert all(isinstance(rank, dict) for rank in ranks), ranks
+        findings |= {case: [rank[case] for rank in ranks] for case in ranks[0]}
+    findings |= {name: over_ranks(folder / name, 3, body) for name, body in (("lost", lost), ("late", late))}
+    findings["alone"] = [alone(1), alone(2)]
+    (folder / "findings.json").write_text(json.dumps(findings))
 
 
 if __name__ == "__main__":

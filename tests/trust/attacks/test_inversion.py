@@ -25,7 +25,7 @@ def sent(rows: int, steps: int, noise: float = 0.0, lr: float = 0.3) -> dict[str
     settings = {"steps": steps, "loss": nn.functional.cross_entropy, "optimizer": lambda p: torch.optim.SGD(p, lr=lr)}
     if noise:
         local = privacy.example_level(
-            network(), clip=1.0, noise=noise, rate=1.0, delta=1e-3, entropy=privacy.from_seed(0), **settings
+            network(), clip=1.0, noise=noise, sampling_rate=1.0, delta=1e-3, entropy=privacy.from_seed(0), **settings
         )
     else:
         local = ft.gradient_descent(network(), **settings)

@@ -35,9 +35,9 @@ def test_an_overfitted_model_tells_its_rows() -> None:
 def test_a_private_model_tells_no_more_than_its_epsilon() -> None:
     """ε = 0.5 leaves an area of some per cent above one half; there are 32·40 nearly independent scores a side."""
     delta = 1e-3
-    noise = privacy.noise_for(epsilon=0.5, rate=0.5, rounds=20, delta=delta)
+    noise = privacy.noise_for(epsilon=0.5, sampling_rate=0.5, rounds=20, delta=delta)
     local = privacy.example_level(
-        network(), clip=1.0, noise=noise, rate=0.5, steps=20, delta=delta, entropy=privacy.from_seed(0),
+        network(), clip=1.0, noise=noise, sampling_rate=0.5, steps=20, delta=delta, entropy=privacy.from_seed(0),
         loss=nn.functional.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
     )  # fmt: skip
     found = attacks.membership(local, X, Y, shadows=32)

@@ -8,7 +8,7 @@ from support.oracles.closed_forms import ROUNDING
 from support.verticals import draw
 
 from fedtorch import tree, vfl
-from fedtorch.vfl.fit.gaussians import GaussianFamily
+from fedtorch.vfl.fit.guide import GaussianFamily
 
 FAMILIES = {"diagonal": vfl.diagonal(), "full": vfl.full_covariance(), "low rank": vfl.low_rank(2)}
 B, D = 3, 5

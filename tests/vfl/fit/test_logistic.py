@@ -9,8 +9,8 @@ import torch
 from support.oracles.closed_forms import ROUNDING
 from support.verticals import KEY, MODELS, draw, logistic_data, predictors
 
+from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl import oracles
 from fedtorch.vfl.fit.prediction import log_score, lost_score
 from fedtorch.vfl.model import likelihoods
 

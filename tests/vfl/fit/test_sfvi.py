@@ -26,6 +26,7 @@ from support.verticals import (
 )
 from torch import Tensor
 
+from experiments.vfl.oracles import log_joint
 from fedtorch import random, tree, vfl
 from fedtorch.vfl.fit import encoder
 from fedtorch.vfl.fit.adam import RestartingAdam
@@ -34,7 +35,6 @@ from fedtorch.vfl.fit.guide import initial
 from fedtorch.vfl.fit.noise import draw_noise
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.checks import prepared
-from fedtorch.vfl.oracles import log_joint
 
 KEY = random.key(0)
 

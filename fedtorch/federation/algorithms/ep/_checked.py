@@ -23,7 +23,7 @@ _WHYS = {
 
 
 class Checked(NamedTuple):
-    """What a run has found that can be used."""
+    """Hold what a run has found that can be used."""
 
     model: Any
     server: Server  # of a run without a server, a node's copy or the mean of all
@@ -31,7 +31,7 @@ class Checked(NamedTuple):
 
 
 def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
-    """The model and server of a run whose q can be used; raises and warns like `posterior`, for its caller's caller."""
+    """Return the model and server of a run whose q can be used; raise and warn as `posterior`, for the caller."""
     if run.algorithm.settings.get("algorithm") != "ep":
         raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
     copies, server = run.server.version.ndim > 0, run.server
@@ -55,7 +55,7 @@ def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
 
 
 def _warnings(run: Run, server: Server, tolerance: float) -> Iterator[str]:
-    """What a user must know: that q still moves, and whose sites are not renewed any more."""
+    """List what a user must know: that q still moves, and which sites are no longer renewed."""
     moved = server.moved
     if not converged(run, tolerance):
         yield (

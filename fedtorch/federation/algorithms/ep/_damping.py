@@ -38,7 +38,7 @@ _STILL = 1e-9  # sds, a change that is rounding, which need not shrink
 
 
 class Pace(NamedTuple):
-    """How the next round goes; scalars."""
+    """Hold the settings of the next round; scalars."""
 
     damping: Tensor  # δ of its steps
     speed: Tensor  # the greatest change of a mean or sd of q in the last round, divided by δ
@@ -48,7 +48,7 @@ class Pace(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a round has moved; scalars."""
+    """Hold how far a round has moved q; scalars."""
 
     mean_change: Tensor  # the greatest change of a mean of q, in its sd; NaN where q was no density
     sd_change: Tensor  # the greatest relative change of an sd of q
@@ -58,7 +58,7 @@ class Moved(NamedTuple):
 
 
 def begun(damping: float) -> tuple[Pace, Moved]:
-    """Before the first round, with the damping of undisturbed rounds."""
+    """Return the pace before the first round, with the damping of undisturbed rounds."""
     number = lambda value: torch.tensor(value, dtype=torch.float64)
     far, nothing = torch.inf, 0.0
     pace = Pace(number(damping), number(far), torch.tensor(False), torch.tensor(-1), torch.tensor(0))
@@ -68,7 +68,7 @@ def begun(damping: float) -> tuple[Pace, Moved]:
 def update(
     pace: Pace, change: Tensor, *, version: int, proper: Tensor, improper: Tensor, everybody: Tensor, most: float
 ) -> tuple[Pace, Moved]:
-    """After a round.
+    """Return the pace after a round.
 
     Args:
         pace: of the round.
@@ -103,14 +103,14 @@ def update(
 
 
 def changes(before: Natural, after: Natural) -> Tensor:
-    """The greatest changes of a mean of q, in sd, and of an sd, relative `(2,)`; NaN where one is no density."""
+    """Return the greatest changes of a mean of q, in sd, and of an sd, relative `(2,)`; NaN where one is no density."""
     old, new = gaussian.moments(before), gaussian.moments(after)
     sd, old_sd = (m.covariance.diagonal(dim1=-2, dim2=-1).sqrt() for m in (new, old))
     return torch.stack([((new.mean - old.mean).abs() / sd).amax(), ((sd - old_sd).abs() / sd).amax()])
 
 
 def is_near(trusted: Natural, posterior: Natural) -> Tensor:
-    """() whether no mean of q has moved far, in the larger of the sds that it had and has; true where it had none.
+    """Return whether no mean of q has moved far, `()`, in units of the larger sd of both; true where it had none.
 
     In the sd that it had alone, a first estimate that is too narrow could never be left.
     """
@@ -121,7 +121,7 @@ def is_near(trusted: Natural, posterior: Natural) -> Tensor:
 
 
 def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, version: Tensor) -> Natural:
-    """Each client's site to go back to.
+    """Return each client's site to go back to.
 
     Args:
         site: as it is now, good where there has been no step.
@@ -134,5 +134,5 @@ def last_good(site: Natural, before: Natural, good: Natural, stepped: Tensor, ve
 
 
 def halfway(site: Natural, good: Natural) -> Natural:
-    """Half the way back."""
+    """Return the point half the way back."""
     return tree.scale(tree.add(site, good), 0.5)

@@ -22,7 +22,7 @@ AnyPrior = Prior | Natural | MultivariateNormal
 
 
 class Factors(NamedTuple):
-    """Factors f_k(φ) of the user's own, ready for `ft.ep`."""
+    """Hold factors f_k(φ) of the user's own, ready for `ft.ep`."""
 
     project: Projection  # see `fedtorch.models.hierarchical.projections`
     prior: AnyPrior  # of φ
@@ -32,7 +32,7 @@ class Factors(NamedTuple):
 
 
 class Completed(NamedTuple):
-    """Factors with nothing left open."""
+    """Hold factors whose defaults have been filled in."""
 
     project: Projection
     prior: Prior
@@ -40,13 +40,13 @@ class Completed(NamedTuple):
 
 
 def completed(model: Model | Factors) -> Completed:
-    """The model's factors, its prior in float64 and a start."""
+    """Return the model's factors, its prior in float64 and a start."""
     expected.kind(model, (Model, Factors), "a hierarchical model", "such as hierarchical.linear(prior)")
     return Completed(model.project, as_prior(model.prior), model.start or from_the_prior(model.project))
 
 
 def as_prior(prior: AnyPrior) -> Prior:
-    """A prior of any of these forms, in float64.
+    """Return a prior of any of these forms, in float64.
 
     Raises:
         TypeError: of another form.
@@ -64,7 +64,7 @@ def as_prior(prior: AnyPrior) -> Prior:
 
 
 def from_the_prior(project: Projection) -> Start:
-    """Each client's projection of the whole prior; the first estimate is their mean with the prior's precision."""
+    """Project the whole prior at each client; the mean with the prior's precision is the first estimate."""
 
     def summary(data: Any, prior: Prior) -> Tree:
         own = prior.completed()

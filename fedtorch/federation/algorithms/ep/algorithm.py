@@ -24,7 +24,7 @@ from fedtorch.tree import Tree
 
 
 class _Told(NamedTuple):
-    """All that a client has told, or the sum over clients."""
+    """Hold all that a client has told, or the sum over clients."""
 
     site: Natural
     summary: Tree
@@ -32,7 +32,7 @@ class _Told(NamedTuple):
 
 
 class _State(NamedTuple):
-    """A client's own; leaves `(K, ...)`."""
+    """Hold a client's own state; leaves `(K, ...)`."""
 
     told: _Told
     before: Natural  # its site before its last step
@@ -41,7 +41,7 @@ class _State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What the server keeps.
+    """Hold what the server keeps.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -69,7 +69,7 @@ class Server(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out."""
+    """Hold what the server sends out."""
 
     posterior: Natural
     share: Natural
@@ -80,13 +80,13 @@ class _Outbox(NamedTuple):
 
 
 class _Message(NamedTuple):
-    """What a client tells the server of the round."""
+    """Hold what a client tells the server of the round."""
 
     improper: Mean  # 1 if its cavity is no density
 
 
 def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
-    """Expectation propagation.
+    """Build expectation propagation.
 
     Args:
         model: a `hierarchical.Model`; or `Factors(project, prior)` of your own, such as those of a Pyro model.
@@ -131,7 +131,7 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
 
 
 def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -> tuple[Server, _State]:
-    """q is the prior, and no client has a site."""
+    """Start with the prior as q, and no site at any client."""
     prior = model.prior.replaced(Natural(parameters["shift"], parameters["precision"]))
     nothing, posterior = tree.zeros_like(prior.normal), _product(prior.normal, prior.sites, prior)
     pace, moved = pacing.begun(damping)
@@ -151,13 +151,13 @@ def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -
 
 
 def _outbox(server: Server) -> _Outbox:
-    """q, and how to go on from it."""
+    """Return q, and the settings of the next round."""
     pace = server.pace
     return _Outbox(server.posterior, server.share, server.version, pace.good, pace.back, pace.damping)
 
 
 def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, model: Completed) -> Reply:
-    """Tells a summary, goes back, or takes a step, whatever the round is for."""
+    """Tell a summary, goes back, or takes a step, whatever the round is for."""
     none = torch.zeros_like(state.told.waiting)
     first, back = torch.stack([(inbox.version == 0).all(), inbox.back.any()]).tolist()
     if first and len(none):
@@ -173,7 +173,7 @@ def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, model: Comp
 
 
 def _server(state: Server, aggregate: _Message, key: Tensor, *, model: Completed, damping: float) -> Server:
-    """q from the prior and the sum of the sites, and how the next round goes; the first round makes the shares."""
+    """Update q from the prior and the sum of the sites, and plan the next round; the first round makes the shares."""
     version, total = int(state.version), state.total
     prior, share = model.prior.replaced(state.prior), state.share
     if version == 0:
@@ -203,12 +203,12 @@ def _server(state: Server, aggregate: _Message, key: Tensor, *, model: Completed
 
 
 def _site(inbox: _Outbox, state: _State) -> Natural:
-    """The clients' sites as the server sees them: shares of the first estimate while they wait."""
+    """Return the clients' sites as the server sees them: shares of the first estimate while they wait."""
     return tree.where(state.told.waiting > 0, inbox.share, state.told.site)
 
 
 def _target(inbox: _Outbox, site: Natural, project: Projection, data: Any, key: Tensor) -> tuple[Tensor, Natural]:
-    """(whether cavities are densities, the sites that make q the projections of cavities times factors)."""
+    """Return (whether cavities are densities, the sites that make q the projections of cavities times factors)."""
     cavity = tree.subtract(inbox.posterior, site)
     proper = gaussian.is_proper(cavity)
     projected = project(gaussian.moments(tree.where(proper, cavity, inbox.posterior)), data, key)
@@ -216,7 +216,7 @@ def _target(inbox: _Outbox, site: Natural, project: Projection, data: Any, key: 
 
 
 def _stepped(inbox: _Outbox, state: _State, site: Natural, good: Natural, target: tuple[Tensor, Natural]) -> Reply:
-    """A step towards the target; who has no cavity or found no moments stays."""
+    """Return a step towards the target; who has no cavity or found no moments stays."""
     proper, wanted = target
     done = proper & wanted.shift.isfinite().all(-1) & wanted.precision.isfinite().all(-1)
     step = tree.scale(tree.subtract(wanted, site), inbox.damping)
@@ -233,7 +233,7 @@ def _stepped(inbox: _Outbox, state: _State, site: Natural, good: Natural, target
 
 
 def _product(base: Natural, sites: Natural, prior: Prior) -> Natural:
-    """`base` times the sites of the prior's factors."""
+    """Return `base` times the sites of the prior's factors."""
     place = torch.tensor([factor.coordinate for factor in prior.factors], dtype=torch.int64, device=base.shift.device)
     diagonal = torch.zeros_like(base.shift).index_add(0, place, sites.precision)
     return Natural(base.shift.index_add(0, place, sites.shift), base.precision + gaussian.pack(torch.diag(diagonal)))

@@ -31,7 +31,8 @@ from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep._start import as_prior
-from fedtorch.federation.exchanges.exchange import Sum, star
+from fedtorch.federation.exchanges.exchange import Sum
+from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical.hyperpriors import Prior
@@ -45,7 +46,7 @@ _NOWHERE = -1e30  # log density of nodes without weight
 
 
 class Corrected(NamedTuple):
-    """Weighted nodes of the posterior of φ.
+    """Hold weighted nodes of the posterior of φ.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -70,7 +71,7 @@ class Corrected(NamedTuple):
     effective: float  # how many nodes of equal weight would tell as much of each mean and variance, at the least
 
     def quantile(self, probability: float) -> Tensor:
-        """Quantiles of each coordinate, `(p,)`: the least node with at least this probability below or at it."""
+        """Return quantiles of each coordinate, `(p,)`: the least node with at least this probability below or at it."""
         ordered, order = self.nodes.sort(0)
         below = self.weights[order].cumsum(0)
         place = (below < probability).sum(0).clamp(max=len(ordered) - 1)
@@ -78,7 +79,7 @@ class Corrected(NamedTuple):
 
 
 def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: int | None = None) -> Corrected:
-    """Moments of the posterior itself, from one more summed round of a run's clients, all of whom must answer.
+    """Compute moments of the posterior itself, in one more summed round of a run's clients, all of whom must answer.
 
     A `RuntimeWarning` says so where fewer than a hundred nodes' worth of weight is left: q is too far from the
     posterior for this correction.
@@ -115,7 +116,7 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: in
 def _summed(
     log_factor: LogFactor, nodes: Tensor, run: Run, prepare: Callable[[Any], Any], networked: int | None
 ) -> Tensor:
-    """Σ_k log f_k at the nodes `(R,)`, by a round in which clients tell nothing else; a row of each of a network.
+    """Sum log f_k over clients at the nodes, `(R,)`, in a round of its own; on a network a row per node.
 
     Student's nodes may lie a hundred standard deviations out, where covariances have no Cholesky factor in float64;
     a node at which a client cannot compute its factor has no weight.
@@ -143,7 +144,7 @@ def _summed(
 
 
 def _log_prior(prior: Prior, nodes: Tensor) -> Tensor:
-    """log p at the nodes, up to a constant."""
+    """Return log p at the nodes, up to a constant."""
     normal = tree.to(prior.normal, nodes.device)
     quadratic = (nodes @ gaussian.unpack(normal.precision) * nodes).sum(1)
     factors = [factor.log_density(nodes[:, factor.coordinate]) for factor in prior.factors]
@@ -151,7 +152,7 @@ def _log_prior(prior: Prior, nodes: Tensor) -> Tensor:
 
 
 def _proposed(size: int, points: int) -> Tensor:
-    """Nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's in turn, and the negatives of all."""
+    """Draw nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's in turn, and the negatives of all."""
     normal, last = quasi_random(size + 1, points).nodes.split([size, 1], 1)
     chi_square = -2 * torch.special.log_ndtr(last)  # of two degrees of freedom, the only one with so short an inverse
     scale = torch.where(torch.arange(len(normal))[:, None] % 2 == 0, 1.0, (_FREEDOM / chi_square).sqrt())
@@ -159,7 +160,7 @@ def _proposed(size: int, points: int) -> Tensor:
 
 
 def _log_mixture(white: Tensor) -> Tensor:
-    """log g at m + Lz, up to a constant, for z `(R, p)`."""
+    """Return log g at m + Lz, up to a constant, for z `(R, p)`."""
     square, size = white.square().sum(1), white.shape[1]
     student = -0.5 * (_FREEDOM + size) * (square / _FREEDOM).log1p()
     student = student + math.lgamma(0.5 * (_FREEDOM + size)) - math.lgamma(0.5 * _FREEDOM)
@@ -167,7 +168,7 @@ def _log_mixture(white: Tensor) -> Tensor:
 
 
 def effective(weights: Tensor, away: Tensor) -> float:
-    """The least effective number of nodes of the mass and of each coordinate's variance (Owen 2013, section 9.3).
+    """Return the least effective sample size of the mass and of each coordinate's variance (Owen 2013, section 9.3).
 
     Of a variance it counts 3 for each node, since equal weights of normal draws tell n / 3 there.
 

@@ -16,7 +16,7 @@ from fedtorch.models.hierarchical import Model
 
 
 def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01) -> DevicePosterior:
-    """Each device's own posterior given all devices' rows (section 4.2.1), made where its rows are.
+    """Compute each device's own posterior given all devices' rows (section 4.2.1), where its rows are.
 
     From its cavity, in which what the others know of φ is normal: with five devices that is good to one per cent of an
     sd. Or from the posterior of φ as `corrected` has found it, p(θ_k | all) = ∫ p(θ_k | φ, y_k) p(φ | all) dφ being a

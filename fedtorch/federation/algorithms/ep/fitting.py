@@ -16,7 +16,7 @@ _READ = "mean_change", "sd_change", "damping", "remaining"
 
 
 def settled(tolerance: float = 0.01, patience: int = 1) -> Callable[[Any], bool]:
-    """A function of a run's history, for `until=`: whether q stands still.
+    """Return a function of a run's history, for `until=`: whether q stands still.
 
     Args:
         tolerance: on what the coming rounds would still add up to, in sd, if the changes of means (in sd) and sds
@@ -41,5 +41,5 @@ def _still(history: Any, row: int, tolerance: float) -> bool:
 
 
 def converged(run: Run, tolerance: float = 0.01, patience: int = 1) -> bool:
-    """Whether a run's last rounds have `settled`."""
+    """Return whether a run's last rounds have `settled`."""
     return run.number > 0 and settled(tolerance, patience)(run.log)

@@ -10,7 +10,7 @@ from fedtorch.models import gaussian
 
 
 def posterior(run: Run, *, tolerance: float = 0.01, node: int | None = None) -> MultivariateNormal:
-    """q(φ), which a run has found.
+    """Return q(φ), which a run has found.
 
     A `RuntimeWarning` says so where the run has not converged, where clients keep old sites, and where q is
     more than four sds of the prior from its mean.

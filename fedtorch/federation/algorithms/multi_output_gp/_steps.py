@@ -18,7 +18,7 @@ _BETAS = 0.9, 0.99
 
 
 class UnitSteps(NamedTuple):
-    """What a unit does in a round; see the arguments of `fedmgp` of these names."""
+    """Hold what a unit does in a round; see the arguments of `fedmgp` of these names."""
 
     steps: int
     lr: float
@@ -27,7 +27,7 @@ class UnitSteps(NamedTuple):
     damping: float = 1.0
 
     def checked(self, server_lr: float, exact_units: bool) -> UnitSteps:
-        """These, if they and the server's rate are in their ranges and fit together; else raises ValueError."""
+        """Return these settings; raise ValueError unless they and the server's rate are in range and fit together."""
         steps, lr, damping = self.steps, self.lr, self.damping
         expected.not_negative(steps=steps, server_lr=server_lr)
         expected.positive(lr=lr)
@@ -46,7 +46,7 @@ class UnitSteps(NamedTuple):
 
 
 class AdamMoments(NamedTuple):
-    """What `adam` keeps; leaves `(K, ...)` or of one value."""
+    """Hold what `adam` keeps; leaves `(K, ...)` or of one value."""
 
     first: Tree
     second: Tree
@@ -54,7 +54,7 @@ class AdamMoments(NamedTuple):
 
 
 def in_parts(function: Callable[..., Any], numbers: int, *stacked: Tree) -> Any:
-    """`function(*stacked)` on as many units at a time as stay in the cache or fit a device, results side by side.
+    """Apply `function(*stacked)` to as many units at a time as the cache or the device holds, and join the results.
 
     Args:
         function: of stacked trees `(K, ...)`.
@@ -71,7 +71,7 @@ def in_parts(function: Callable[..., Any], numbers: int, *stacked: Tree) -> Any:
 
 
 def some_rows(rows: Tree, mask: Tensor, size: int | None, key: Tensor) -> tuple[Tree, Tensor, Tensor]:
-    """(rows, mask, by what a sum over them stands for that over all `(K,)`): `size` rows of each unit, or all."""
+    """Draw `size` rows of each unit, or take all: (rows, mask, the factor `(K,)` from their sum to that over all)."""
     if size is None or size >= mask.shape[1]:
         return rows, mask, mask.new_ones(len(mask))
     count = mask.sum(-1).long()
@@ -88,7 +88,7 @@ def some_rows(rows: Tree, mask: Tensor, size: int | None, key: Tensor) -> tuple[
 def adam(
     parameters: dict[str, Tensor], gradient: dict[str, Tensor], moments: AdamMoments, lr: float, active: Tensor
 ) -> tuple[dict[str, Tensor], AdamMoments]:
-    """One step uphill of those that are `active` `(K,)` or `()`; the others and their moments stay.
+    """Take one step uphill with those that are `active` `(K,)` or `()`; the others and their moments stay.
 
     `torch.optim.Adam` counts the steps of all rows of a stack together, and here each unit's own count.
     """
@@ -107,6 +107,6 @@ def adam(
 
 
 def no_moments(parameters: dict[str, Tensor]) -> AdamMoments:
-    """The moments of parameters that have taken no step."""
+    """Return the moments of parameters that have taken no step."""
     zeros = tree.zeros_like(parameters)
     return AdamMoments(zeros, zeros, torch.zeros((), dtype=torch.float64))

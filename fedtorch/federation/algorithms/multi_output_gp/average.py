@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,6 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
-from fedtorch.federation.exchanges.exchange import Exchange, star
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Unit(NamedTuple):
-    """What a unit keeps between rounds; leaves `(K, ...)`."""
+    """Hold what a unit keeps between rounds; leaves `(K, ...)`."""
 
     moments: AdamMoments
     scales: dict[str, Tensor]  # its hyperparameters that are not trained
@@ -45,10 +43,9 @@ def fedmgp_average(
     server_lr: float = 1.0,
     batch_size: int | None = None,
     units: int,
-    exchange: Exchange | None = None,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """Algorithm 2 of the source: FedAvg on pseudo-gradients of θ = (hyperparameters, μ, Cholesky factor of M).
+    """Build Algorithm 2 of the source: FedAvg on pseudo-gradients of θ = (hyperparameters, μ, Cholesky factor of M).
 
     Each unit takes Adam steps on its risk (14), −E_q[log p(y_m | f_m)] + p_m KL(q ‖ p), in all parameters; the server
     averages the changes of the shared ones. Priors of hyperparameters are no part of that risk and do not count. Kept
@@ -61,8 +58,6 @@ def fedmgp_average(
         server_lr: the global step η.
         batch_size: rows of a step; default: all.
         units: how many units there are, M: p_m = 1/M.
-        exchange: how changes are averaged; default: the weighted mean of `star()`; see
-            `fedtorch.federation.exchanges.robust`.
         weight: data -> `(K,)` positive weights.
 
     Example:
@@ -89,12 +84,11 @@ def fedmgp_average(
         module=gp.module,
         settings={"fixed": gp.fixed, "units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
     )
-    algorithm = personal_layers(local, gp.trained, lr=server_lr, weight=weight)
-    return replace(algorithm, exchange=star() if exchange is None else exchange)
+    return personal_layers(local, gp.trained, lr=server_lr, weight=weight)
 
 
 def _init(parameters: Tree, *, gp: StackedGP) -> _Unit:
-    """A unit that has not begun."""
+    """Return a unit that has not begun."""
     return _Unit(no_moments(parameters), {name: gp.values[name].clone() for name in gp.scales}, torch.tensor(False))
 
 
@@ -102,7 +96,7 @@ def _solve(
     start: Tree, state: _Unit, data: Any, quadratic: Quadratic | None, turn: Turn, *, gp: StackedGP, work: UnitSteps,
     units: int,
 ) -> Local:  # fmt: skip
-    """Adam steps on the units' risks, some units at a time."""
+    """Take Adam steps on the units' risks, some units at a time."""
     part = partial(_part, gp=gp, work=work, units=units)
     return gp.at_first_go(
         in_parts, part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic
@@ -132,5 +126,5 @@ def _part(
 
 
 def _pull(quadratic: Quadratic, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Minus the quadratic's gradient."""
+    """Return minus the quadratic's gradient."""
     return {n: quadratic.shift[n] - v * tree.along(quadratic.precision_of(n), v) for n, v in values.items()}

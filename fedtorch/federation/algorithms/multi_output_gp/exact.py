@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
 
-class Message(NamedTuple):
-    """What a unit tells the server of the round.
+class UnitMessage(NamedTuple):
+    """Hold what a unit tells the server of the round.
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.algorithms.multi_output_gp.exact import Message
+        >>> from fedtorch.federation.algorithms.multi_output_gp.exact import UnitMessage
         >>> star, gradients = ft.star(), {"kernel.raw_variance": torch.tensor([[1.0], [3.0]])}  # of two units
-        >>> aggregate = star.finish(star.gather(Message(ft.Mean(gradients, torch.ones(2))), slice(0, 2)))
+        >>> aggregate = star.finish(star.gather(UnitMessage(ft.Mean(gradients, torch.ones(2))), slice(0, 2)))
         >>> aggregate.gradient.value  # the server multiplies it by the number of units
         {'kernel.raw_variance': tensor([2.], dtype=torch.float64)}
     """
@@ -44,8 +44,8 @@ class Message(NamedTuple):
     gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
 
 
-class State(NamedTuple):
-    """A unit's own; leaves `(K, ...)`.
+class UnitState(NamedTuple):
+    """Hold a unit's own state; leaves `(K, ...)`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -65,7 +65,7 @@ class State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """What the server keeps.
+    """Hold what the server keeps.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -90,7 +90,7 @@ class Server(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out."""
+    """Hold what the server sends out."""
 
     shared: dict[str, Tensor]
     told_at: dict[str, Tensor]
@@ -111,8 +111,9 @@ def fedmgp(
     exact_units: bool = False,
     accept_disclosure: bool = False,
 ) -> Algorithm:
-    """A multi-output Gaussian process over units that keep their data; rows are (x `(d,)`, y) and what the likelihood
-    wants besides.
+    """Build a multi-output Gaussian process over units that keep their data.
+
+    Rows are (x `(d,)`, y) and what the likelihood wants besides.
 
     `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior, and has observed the unit's rows where
     their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate`
@@ -132,7 +133,7 @@ def fedmgp(
         exact_units: whether a unit's residual covariance is kept whole, in O(N³); for Gaussian noise.
         accept_disclosure: whether units with no more rows than inducing values may take part without a warning.
 
-    Shapes: server state is `Server`, of which the outbox is a part; client state is `State`, `(K, ...)`.
+    Shapes: server state is `Server`, of which the outbox is a part; client state is `UnitState`, `(K, ...)`.
 
     Raises:
         ValueError: a setting out of range, a module with a batch shape, or rows that do not fit it.
@@ -168,8 +169,8 @@ def fedmgp(
     )
 
 
-def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, State]:
-    """q(t) is the prior N(0, I), and no unit has told anything."""
+def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, UnitState]:
+    """Start with the prior N(0, I) as q(t), before any unit has told anything."""
     shared = {name: parameters[name] for name in gp.shared}
     own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
     like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
@@ -184,27 +185,27 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, Sta
         moments=no_moments(shared),
         bound=zero,
     )
-    return server, State(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
+    return server, UnitState(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
 
 
 def _outbox(server: Server, *, gp: StackedGP) -> _Outbox:
-    """Hyperparameters, and q(t) in the units' precision."""
+    """Return the hyperparameters, and q(t) in the units' precision."""
     like = gp.values["posterior_mean"].dtype
     return _Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
 
 
-def _client(inbox: _Outbox, state: State, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
-    """The units' steps, gradients and sites, some units at a time."""
+def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
+    """Compute the units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp, work=work)
     return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
-def _server(state: Server, aggregate: Message, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
-    """q(t) from the sum of the sites, and a step of the shared hyperparameters at the q that the units have heard."""
+def _server(state: Server, aggregate: UnitMessage, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
+    """Update q(t) from the sum of the sites, and take a step of the shared hyperparameters at the q that was sent."""
     return gp.at_first_go(partial(_server_step, gp=gp, lr=lr), state, aggregate)
 
 
-def _server_step(state: Server, aggregate: Message, *, gp: StackedGP, lr: float) -> Server:
+def _server_step(state: Server, aggregate: UnitMessage, *, gp: StackedGP, lr: float) -> Server:
     mean, root, bound = gp.combine(state.total)
     shared, moments = state.shared, state.moments
     if lr > 0 and shared:
@@ -217,15 +218,15 @@ def _server_step(state: Server, aggregate: Message, *, gp: StackedGP, lr: float)
     return new._replace(shared=shared, told_at=state.shared, moments=moments)
 
 
-def _model(inbox: _Outbox, state: State, *, gp: StackedGP) -> dict[str, Tensor]:
-    """The tensors of each unit's `ConvolvedGP`."""
+def _model(inbox: _Outbox, state: UnitState, *, gp: StackedGP) -> dict[str, Tensor]:
+    """Return the tensors of each unit's `ConvolvedGP`."""
     posterior = _posterior(_once(inbox), gp)
     everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
     return {**inbox.told_at, **state.own, **everybody}
 
 
 def _prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
-    """Checks the rows; warns of units whose message tells their outputs."""
+    """Check the rows; warns of units whose message tells their outputs."""
     gp.check(data)
     size = gp.module.points
     few = (data.count <= size).nonzero()[:, 0]
@@ -239,7 +240,7 @@ def _prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
     return data
 
 
-def _part(inbox: _Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
+def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: StackedGP, work: UnitSteps) -> Reply:
     x, y, *extra = data.batch
     mask, once = data.mask.to(y.dtype), _once(inbox)
     posterior = _posterior(once, gp)
@@ -259,16 +260,16 @@ def _part(inbox: _Outbox, state: State, data: Any, key: Tensor, *, gp: StackedGP
     share = torch.where(state.told.units > 0, work.damping, 1.0).to(y.dtype)
     told = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
     info = {"loss": -bound / data.count.clamp(min=1)}
-    message = Message(Mean(gradient, torch.ones_like(data.count)))
-    return Reply(message, State(own, moments, told, torch.ones_like(state.started)), info)
+    message = UnitMessage(Mean(gradient, torch.ones_like(data.count)))
+    return Reply(message, UnitState(own, moments, told, torch.ones_like(state.started)), info)
 
 
 def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:
-    """q(t) and its basis, by the names of the module's buffers."""
+    """Return q(t) and its basis, by the names of the module's buffers."""
     return gp.posterior(inbox.shared, inbox.mean, unpack(inbox.root).tril())
 
 
 def _once(inbox: Tree) -> Tree:
-    """Views of one value for all units as `(1, ...)`, so that what depends on nothing else is computed once."""
+    """Shrink views of one value for all units to `(1, ...)`, so that what depends on nothing else is computed once."""
     shared = all(len(leaf) > 1 and leaf.stride(0) == 0 for leaf in tree.leaves(inbox))
     return tree.take(inbox, slice(0, 1)) if shared else inbox

@@ -31,7 +31,7 @@ class Contribution(NamedTuple):
 
 
 class StackedGP:
-    """The module as functions of stacked tensors `(K, ...)`; shared ones may be `(1, ...)`.
+    """Evaluate the module as functions of stacked tensors `(K, ...)`; shared ones may be `(1, ...)`.
 
     Example:
         >>> import torch
@@ -73,7 +73,7 @@ class StackedGP:
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What all sites and the server must have alike beside the hyperparameters: inducing inputs, columns, kernels.
+        """Return what must agree between sites and server beside hyperparameters: inducing inputs, columns, kernels.
 
         Numbers are rounded, so that another processor's `linspace` gives the same.
         """
@@ -84,11 +84,11 @@ class StackedGP:
         return {"parts": [type(part).__qualname__ for part in self.module.modules()], **rounded}
 
     def start(self, *more: str) -> dict[str, Tensor]:
-        """Where training starts: shared and trained tensors, and `more` of them."""
+        """Return where training starts: shared and trained tensors, and `more` of them."""
         return {name: self.values[name].clone() for name in [*self.shared, *self.trained, *more]}
 
     def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
-        """`function()` with `values` in the places of the module's tensors."""
+        """Call `function()` with `values` in the places of the module's tensors."""
         names = [name for name in values if name in self.values]
         with functional.Swap(self.module, names)([values[name] for name in names]):
             return function()
@@ -103,7 +103,7 @@ class StackedGP:
         factor: Tensor,
         units: int | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(each unit's part of the bound plus its priors `(K,)`, gradients with respect to `names` of `free`).
+        """Return (each unit's part of the bound plus its priors `(K,)`, gradients with respect to `names` of `free`).
 
         With `units`, its risk (14) instead, with the sign turned: minus a share of the divergence.
         """
@@ -124,21 +124,21 @@ class StackedGP:
         return value.detach(), gradient
 
     def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Contribution:
-        """What units tell, `(K, ...)`."""
+        """Return what units tell, `(K, ...)`."""
         x, y, extra = rows
         found: Site = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
         told = Contribution(pack(found.precision), found.shift, found.constant, torch.ones_like(found.constant))
         return tree.scale(told, factor)._replace(units=told.units)
 
     def posterior(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
-        """q(t) and its basis, by the names of the module's buffers: t is white under the prior at `shared`."""
+        """Return q(t) and its basis, by the names of the module's buffers: t is white under the prior at `shared`."""
         with torch.no_grad():
             basis = self.on(shared, self.module.root)
             basis = basis.expand(*mean.shape[:-1], *self.values["basis"].shape)
         return {"basis": basis, "posterior_mean": mean, "posterior_root": root}
 
     def combine(self, heard: Contribution) -> tuple[Tensor, Tensor, Tensor]:
-        """(mean, root, bound) of q(t) from the prior and the sum of the sites."""
+        """Return (mean, root, bound) of q(t) from the prior and the sum of the sites."""
         from fedtorch.models.gaussian_process import posterior
 
         precision = unpack(heard.precision)
@@ -147,14 +147,14 @@ class StackedGP:
     def carry(
         self, mean: Tensor, root: Tensor, before: dict[str, Tensor], after: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The same q(g) in values t that are white under the prior at other shared hyperparameters."""
+        """Return the same q(g) in values t that are white under the prior at other shared hyperparameters."""
         with torch.no_grad():
             basis = self.on(before, self.module.root)
             change = self.on({**after, "basis": basis}, self.module.change).to(mean)
         return change @ mean, change @ root
 
     def shared_gradient(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
-        """The gradient of −KL(q ‖ p) and of the shared priors."""
+        """Return the gradient of −KL(q ‖ p) and of the shared priors."""
         moving = {name: value.detach().clone().requires_grad_() for name, value in shared.items()}
         like = self.values["posterior_mean"].dtype
         posterior = self.posterior(shared, mean.to(like), root.to(like))
@@ -164,7 +164,7 @@ class StackedGP:
         return {n: torch.zeros_like(shared[n]) if g is None else g for n, g in zip(shared, found)}
 
     def predict(self, tensors: Tree, inputs: Tree) -> Tensor:
-        """Means of f, `(K, N)`."""
+        """Return means of f, `(K, N)`."""
 
         def means(tensors: Tree, inputs: Tensor) -> Tensor:
             return self.on(tensors, lambda: self.module.marginals(inputs)[0])
@@ -173,12 +173,12 @@ class StackedGP:
             return in_parts(means, inputs.shape[1] * self.module.points, tensors, inputs)
 
     def finish(self, module: ConvolvedGP, rows: Tree) -> None:
-        """Shows a unit's module its own rows (x, y, …)."""
+        """Show a unit's module its own rows (x, y, …)."""
         x, y = tree.to(rows[:2], module.inducing.device)
         module.observe(x, y, exact_units=self.exact_units)
 
     def check(self, data: Any) -> Any:
-        """Raises unless the rows are (x `(d,)`, y, …) as the module wants them, and every unit has some."""
+        """Raise unless the rows are (x `(d,)`, y, …) as the module wants them, and every unit has some."""
         from fedtorch.models.gaussian_process.checks import check_values
 
         rows = data.batch

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import Average, by_columns
+from fedtorch.federation.exchanges.robust.rules import Average, by_columns
 
 
 def by_order(equally: Callable[[Tensor], Tensor], weighted: Callable[[Tensor, Tensor], Tensor]) -> Average:
-    """A coordinatewise average.
+    """Average coordinate by coordinate.
 
     Args:
         equally: numbers in ascending order `(..., D, M)` of equal weights -> `(..., D)`; on a CPU.
@@ -31,13 +31,13 @@ def by_order(equally: Callable[[Tensor], Tensor], weighted: Callable[[Tensor, Te
 
 
 def middle(ordered: Tensor) -> Tensor:
-    """The median of numbers in ascending order `(..., M)`, float64: between two in the middle it is their mean."""
+    """Return the median of numbers in ascending order `(..., M)`, float64; of two in the middle the mean."""
     count = ordered.shape[-1]
     return 0.5 * (ordered[..., (count - 1) // 2].double() + ordered[..., count // 2].double())
 
 
 def ascending(values: Tensor) -> Tensor:
-    """Values `(..., M)` in ascending order; on a CPU by NumPy, whose sort of numbers alone is vectorised."""
+    """Sort values `(..., M)` in ascending order; on a CPU by NumPy, whose sort of numbers alone is vectorised."""
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.sort(values.numpy(), -1))
     return values.sort(-1).values

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedtorch.federation.exchanges.robust._order import ascending, middle
 from fedtorch.federation.exchanges.robust.krum import scores
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_columns,
     check_faulty,
@@ -32,7 +32,7 @@ from fedtorch.federation.exchanges.robust.rule import (
 
 
 def bulyan(faulty: int) -> Rule:
-    """Bulyan, which needs 4f + 3 messages and takes all weights as equal.
+    """Build Bulyan, which needs 4f + 3 messages and takes all weights as equal.
 
     Args:
         faulty: how many messages may be wrong, f.
@@ -57,7 +57,7 @@ def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _nearest_to_median(nearest: int, values: Tensor, weights: Tensor) -> Tensor:
-    """The mean of every coordinate's `nearest` values to the median; in order, they stand side by side."""
+    """Return the mean of every coordinate's `nearest` values to the median; in order, they stand side by side."""
     found, count = ascending(values), values.shape[-1]
     centre = middle(found)[..., None]
     first, last = centre - found[..., : count - nearest + 1], found[..., nearest - 1 :] - centre

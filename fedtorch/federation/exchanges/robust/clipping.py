@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedtorch.federation.exchanges.robust._order import ascending, middle
 from fedtorch.federation.exchanges.robust.median import coordinatewise_median
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_inner_products,
     combined,
@@ -37,7 +37,7 @@ from fedtorch.federation.exchanges.robust.rule import (
 
 
 def norm_bounding(radius: float | None = None) -> Rule:
-    """The mean of messages whose norms are at most `radius`.
+    """Return the mean of messages whose norms are at most `radius`.
 
     Args:
         radius: C; default: the median of the messages' norms, of an even number the mean of both in the middle.
@@ -50,7 +50,7 @@ def norm_bounding(radius: float | None = None) -> Rule:
 
 
 def centred_clipping(radius: float | None = None, steps: int = 3) -> Rule:
-    """The mean of messages that are clipped around a centre, which begins as the median of every coordinate.
+    """Return the mean of messages that are clipped around a centre, which begins as the median of every coordinate.
 
     Args:
         radius: τ; default: in every step the median of the messages' distances from the centre.
@@ -71,7 +71,7 @@ def _check(radius: float | None) -> None:
 
 
 def _shortened(lengths: Tensor, radius: float | None) -> Tensor:
-    """min(1, radius / length) of lengths `(..., M)`."""
+    """Return min(1, radius / length) of lengths `(..., M)`."""
     bound = middle(ascending(lengths))[..., None] if radius is None else torch.full_like(lengths[..., :1], radius)
     return torch.where(lengths > bound, bound / lengths, 1.0)
 

@@ -22,17 +22,18 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices, star as plain_star
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices
 from fedtorch.federation.exchanges.messages import in_order, kept, like, rows
 from fedtorch.federation.exchanges.robust._order import ascending, middle
-from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.exchanges.robust.rules import Rule
+from fedtorch.federation.exchanges.star import star as plain_star
 from fedtorch.tree import Rows, Tree
 
 _LARGEST = 1e100  # squares of numbers beyond would not be finite when they are added up
 
 
 def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
-    """A star whose server takes a robust average of every `Mean`.
+    """Return a star whose server takes a robust average of every `Mean`.
 
     Args:
         rule: the average, such as `median()` or `krum(3)`.
@@ -41,6 +42,16 @@ def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
     Raises:
         ValueError: a spread below 1; or in a round with too few messages for the rule.
         TypeError: in a round with `Sum`s.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.trust import robust
+        >>> messages = ft.Mean(torch.tensor([[1.0], [2.0], [9.0]]), weight=torch.tensor([1.0, 1.0, 100.0]))
+        >>> for spread in (1.0, 100.0):  # the third client says that it has a hundred times as many rows
+        ...     exchange = star(robust.median(), spread=spread)
+        ...     print(exchange.finish(exchange.gather(messages, slice(0, 3))).value)
+        tensor([2.], dtype=torch.float64)
+        tensor([9.], dtype=torch.float64)
     """
     if not spread >= 1:
         raise ValueError(f"Expected a spread of at least 1, but got {spread}; 1 takes all weights as equal")
@@ -49,7 +60,7 @@ def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
 
 
 def bounded(weights: Tensor, spread: float) -> Tensor:
-    """Weights `(..., M)` between 1/spread and spread times their median, float64.
+    """Return weights `(..., M)` between 1/spread and spread times their median, float64.
 
     >>> import torch
     >>> bounded(torch.tensor([1.0, 2.0, 300.0]), spread=2.0)
@@ -61,7 +72,7 @@ def bounded(weights: Tensor, spread: float) -> Tensor:
 
 
 def credible(values: Tensor) -> Tensor:
-    """Which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool.
+    """Return which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool.
 
     >>> import torch
     >>> credible(torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [0.0, -1e200]], dtype=torch.float64))
@@ -80,8 +91,7 @@ def _only_mean(name: str, node: Mean | Sum | Tensor) -> Mean:
     if isinstance(node, Sum):
         raise TypeError(
             f"Expected messages that are Mean for {name}, but got a Sum, a sum that cannot leave clients "
-            "out; use an algorithm whose messages are averaged, such as ft.fedavg, or the exchange that this one "
-            "comes with, or robust.totals"
+            "out; use an algorithm whose messages are averaged, such as ft.fedavg, or leave robust.rule out"
         )
     return node
 

@@ -21,11 +21,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import Rule, by_inner_products, one_hot
+from fedtorch.federation.exchanges.robust.rules import Rule, by_inner_products, one_hot
 
 
 def fltrust(trusted: int) -> Rule:
-    """FLTrust, which takes the weights of the other clients as equal.
+    """Build FLTrust, which takes the weights of the other clients as equal.
 
     Args:
         trusted: the number of the client whose rows are the server's own; it must answer in every round.
@@ -34,7 +34,7 @@ def fltrust(trusted: int) -> Rule:
 
 
 def _trust(products: Tensor, weights: Tensor) -> Tensor:
-    """The coefficients; where nobody is trusted, the reference alone."""
+    """Return the coefficients; where nobody is trusted, the reference alone."""
     lengths = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = torch.where(lengths > 0, lengths[..., :1] / lengths, 0.0)
     cosine = torch.where(lengths > 0, products[..., 0, :] / (lengths * lengths[..., :1]), 0.0)

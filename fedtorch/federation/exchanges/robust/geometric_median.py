@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_inner_products,
     distances_from,
@@ -34,12 +34,12 @@ _SMOOTHING = 1e-8  # of distances, relative to the messages' norms: the rounding
 
 
 def geometric_median() -> Rule:
-    """The geometric median of whole messages; it stays bounded while less than half of the weight is wrong."""
+    """Return the geometric median of whole messages; it stays bounded while less than half of the weight is wrong."""
     return Rule("geometric_median", by_inner_products(_weiszfeld), convex=True)
 
 
 def _weiszfeld(products: Tensor, weights: Tensor) -> Tensor:
-    """The coefficients of the geometric median, `(..., M)`."""
+    """Return the coefficients of the geometric median, `(..., M)`."""
     spread = squared_distances(products).sqrt().sum(-1)
     near = spread <= spread.median(-1, keepdim=True).values
     smallest = _SMOOTHING * products.diagonal(dim1=-2, dim2=-1).median(-1, keepdim=True).values.sqrt()

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import (
+from fedtorch.federation.exchanges.robust.rules import (
     Rule,
     by_inner_products,
     check_faulty,
@@ -31,7 +31,7 @@ from fedtorch.federation.exchanges.robust.rule import (
 
 
 def krum(faulty: int, chosen: int = 1) -> Rule:
-    """Krum, and multi-Krum for `chosen` > 1; it needs 2f + 3 messages.
+    """Build Krum, and multi-Krum for `chosen` > 1; it needs 2f + 3 messages.
 
     Args:
         faulty: how many messages may be wrong, f.
@@ -49,7 +49,7 @@ def krum(faulty: int, chosen: int = 1) -> Rule:
 
 
 def scores(distances: Tensor, faulty: int, alive: Tensor | None = None) -> Tensor:
-    """Krum's scores `(..., M)` of squared distances `(..., M, M)`, infinite for messages that are not `alive`.
+    """Compute Krum's scores `(..., M)` of squared distances `(..., M, M)`, infinite for messages not `alive`.
 
     Args:
         distances: squared.

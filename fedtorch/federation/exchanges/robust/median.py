@@ -14,12 +14,12 @@ tensor([3.], dtype=torch.float64)
 from __future__ import annotations
 
 from fedtorch.federation.exchanges.robust._order import by_order, middle
-from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.exchanges.robust.rules import Rule
 from fedtorch.kernels import order_statistics
 
 
 def median() -> Rule:
-    """The weighted median of every coordinate: with less than half of the weight wrong, it is among the right values.
+    """Return the weighted median of each coordinate, among the right values while less than half the weight is wrong.
 
     Between two values that halve the weight it is their middle, so equal weights give the usual median.
     """

@@ -20,11 +20,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch.federation.exchanges.robust.rule import Rule, check_faulty, combined, inner_products, squared_distances
+from fedtorch.federation.exchanges.robust.rules import Rule, check_faulty, combined, inner_products, squared_distances
 
 
 def nearest_neighbour_mixing(faulty: int, rule: Rule) -> Rule:
-    """`rule` on mixed messages; it needs 2f + 1 messages, or as many as `rule`.
+    """Return `rule` on mixed messages; it needs 2f + 1 messages, or as many as `rule`.
 
     Args:
         faulty: how many messages may be wrong, f.

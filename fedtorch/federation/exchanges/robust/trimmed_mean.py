@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from fedtorch.federation.exchanges.robust._order import by_order
-from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.exchanges.robust.rules import Rule
 from fedtorch.kernels import order_statistics
 
 
 def trimmed_mean(fraction: float) -> Rule:
-    """The mean of every coordinate without the lowest and the highest `fraction` of the weight.
+    """Return the mean of every coordinate without the lowest and the highest `fraction` of the weight.
 
     A value on the border counts with the part of its weight that is inside.
 

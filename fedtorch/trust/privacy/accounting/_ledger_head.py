@@ -17,13 +17,13 @@ _LOG = logging.getLogger(__name__)
 
 
 def note(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
-    """Writes down the last entry."""
+    """Write down the last entry."""
     content = {"ledger": identity.hex(), "entries": len(digests), "last": digests[-1] if digests else ""}
     files.replace(_head(ledger), json.dumps(content).encode())
 
 
 def check(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
-    """Raises ValueError unless the ledger has the entries that were noted; notes those of one that has no head."""
+    """Raise ValueError unless the ledger has the entries that were noted; notes those of one that has no head."""
     head = _head(ledger)
     if not head.exists():
         if digests:
@@ -42,7 +42,7 @@ def check(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
 
 
 def check_entries(digests: Sequence[str], entries: int, last: str, where: str) -> None:
-    """Raises ValueError unless a ledger has so many entries, and this one at that place."""
+    """Raise ValueError unless a ledger has so many entries, and this one at that place."""
     if len(digests) < entries:
         raise ValueError(
             f"Expected a ledger of at least {entries} rounds in {where}, but got one of {len(digests)}: it was cut, or "
@@ -58,27 +58,13 @@ def check_entries(digests: Sequence[str], entries: int, last: str, where: str) -
 
 
 def check_not_lost(ledger: Path) -> None:
-    """Raises ValueError where a ledger is not there that had entries."""
+    """Raise ValueError where a ledger is not there that had entries."""
     head = _head(ledger)
-    if head.exists() and (known := json.loads(head.read_bytes()))["entries"]:
+    if not ledger.exists() and head.exists() and (known := json.loads(head.read_bytes()))["entries"]:
         raise ValueError(
             f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; "
             f"bring it back, or remove {head.name} to begin a ledger that knows nothing of them"
         )
-
-
-def set_aside(ledger: Path, begun: bytes) -> None:
-    """Keeps the part of a line that was written of a round that never began, beside the ledger, and says so."""
-    aside = ledger.with_name(f"{ledger.name}.partial")
-    with aside.open("ab") as file:
-        file.write(begun + b"\n")
-    _LOG.warning(
-        "the last line of the ledger %s was not whole (%d bytes), of a round that never began, as after a kill or on a "
-        "full disk; it was moved to %s",
-        ledger,
-        len(begun),
-        aside,
-    )
 
 
 def _head(ledger: Path) -> Path:

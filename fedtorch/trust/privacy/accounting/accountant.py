@@ -4,7 +4,7 @@ Accounts are privacy-loss distributions (Google's `dp-accounting`, rounded again
 sums are not sampled. Noise is in units of the sensitivity: the standard deviation of a Gaussian divided by the largest
 Euclidean norm with which one unit enters the sum, or the scale of a Laplace by the largest sum of absolute values.
 Neighbours differ in one unit (a client, an example) that takes part or leaves the sum with zeros; for replaced units
-halve the noise. A `rate` below one says that every round draws each unit independently, in secret: against somebody who
+halve the noise. A `sampling_rate` below one says that every round draws each unit independently, in secret: for who
 can compute the draws, the rate is one.
 
 Where a batch with more units than fit is cut, the release is that of the whole batch but for a probability τ. All of
@@ -12,9 +12,9 @@ them together, with η = Σ τ, then are (ε, δ + (1 + e^ε) η)-private where 
 2024, "Scalable DP-SGD: shuffling vs. Poisson subsampling", section 3); ε is found so that this is the δ asked for.
 
 >>> from fedtorch.trust import privacy
->>> round(privacy.epsilon(noise=1.0, rate=0.01, rounds=1000, delta=1e-5), 3)
+>>> round(privacy.epsilon(noise=1.0, sampling_rate=0.01, rounds=1000, delta=1e-5), 3)
 1.828
->>> privacy.rounds_for(epsilon=1.828, noise=1.0, rate=0.01, delta=1e-5)
+>>> privacy.rounds_for(epsilon=1.828, noise=1.0, sampling_rate=0.01, delta=1e-5)
 999
 """
 
@@ -38,35 +38,35 @@ _PRECISION = 1e-3  # to which `noise_for` finds the least noise, from above
 
 
 class Release(NamedTuple):
-    """A noised sum that somebody saw."""
+    """Describe a noised sum that somebody saw."""
 
     noise: float  # in units of the sensitivity
-    rate: float = 1.0  # with which each unit took part
+    sampling_rate: float = 1.0  # with which each unit took part
     mechanism: Mechanism = gaussian
     excess: float = 0.0  # τ, at most the probability that not all units that were drawn took part
 
 
 def epsilon(
-    *, noise: float, delta: float, rounds: int = 1, rate: float = 1.0, mechanism: Mechanism = gaussian
+    *, noise: float, delta: float, rounds: int = 1, sampling_rate: float = 1.0, mechanism: Mechanism = gaussian
 ) -> float:
-    """The ε at which `rounds` releases are (ε, δ)-private together.
+    """Return the ε at which `rounds` releases are (ε, δ)-private together.
 
     Args:
         noise: of each release, in units of the sensitivity.
         delta: between 0 and 1, below one over the number of units.
         rounds: of releases of one noise.
-        rate: with which every round draws each unit, independently and in secret.
+        sampling_rate: with which every round draws each unit, independently and in secret.
         mechanism: `gaussian` or `laplace`.
 
     Raises:
         ValueError: noise, δ, rounds or rate out of range.
     """
     check_rounds(rounds)
-    return spent({Release(noise, rate, mechanism): rounds}, delta)
+    return spent({Release(noise, sampling_rate, mechanism): rounds}, delta)
 
 
 def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
-    """The ε of releases of all kinds together, each as often as it says; 0 of none.
+    """Return the ε of releases of all kinds together, each as often as it says; 0 of none.
 
     Args:
         releases: of any kinds.
@@ -84,7 +84,7 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> f
     releases = {release: count for release, count in releases.items() if count}
     for release in releases:
         check_noise(release.noise)
-        check_rate(release.rate)
+        check_rate(release.sampling_rate)
     whole: Counter[Release] = Counter()
     for release, count in releases.items():
         whole[release._replace(excess=0.0)] += count
@@ -102,17 +102,17 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> f
 
 
 def _curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], float]:
-    """δ -> ε of releases whose batches are whole."""
+    """Return δ -> ε of releases whose batches are whole."""
     if not releases:
         return lambda delta: 0.0
-    if all(release.rate == 1 and release.mechanism is gaussian for release in releases):
+    if all(release.sampling_rate == 1 and release.mechanism is gaussian for release in releases):
         one = composed_noise((release.noise, count) for release, count in releases.items())
         return partial(gaussian_epsilon, one)
     return _pld_curve(releases, cells)
 
 
 def pld_epsilon(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
-    """`spent` by privacy-loss distributions, also where there is a closed form; infinite for noise below 1e-3.
+    """Return `spent` by privacy-loss distributions, also where there is a closed form; infinite for noise below 1e-3.
 
     Example:
         >>> releases = {Release(noise=1.0): 1}
@@ -135,9 +135,9 @@ def _pld_curve(releases: Mapping[Release, int], cells: int) -> Callable[[float],
 
 
 def noise_for(
-    *, epsilon: float, delta: float, rounds: int = 1, rate: float = 1.0, mechanism: Mechanism = gaussian
+    *, epsilon: float, delta: float, rounds: int = 1, sampling_rate: float = 1.0, mechanism: Mechanism = gaussian
 ) -> float:
-    """The least noise, to 0.1 % from above, with which `rounds` releases are (ε, δ)-private.
+    """Find the least noise, to 0.1 % from above, with which `rounds` releases are (ε, δ)-private.
 
     Raises:
         ValueError: an ε that is not positive, or δ, rounds or rate out of range.
@@ -145,7 +145,7 @@ def noise_for(
     if not epsilon > 0:
         raise ValueError(f"Expected a positive epsilon, but got {epsilon}")
     check_rounds(rounds)
-    enough = lambda noise: spent({Release(noise, rate, mechanism): rounds}, delta) <= epsilon
+    enough = lambda noise: spent({Release(noise, sampling_rate, mechanism): rounds}, delta) <= epsilon
     high = 1.0
     while not enough(high):
         high *= 2
@@ -159,21 +159,21 @@ def noise_for(
 
 
 def rounds_for(
-    *, epsilon: float, noise: float, delta: float, rate: float = 1.0, mechanism: Mechanism = gaussian
+    *, epsilon: float, noise: float, delta: float, sampling_rate: float = 1.0, mechanism: Mechanism = gaussian
 ) -> int:
-    """How many releases with this noise stay (ε, δ)-private; 0 where the first would not.
+    """Return how many releases with this noise stay (ε, δ)-private; 0 where the first would not.
 
     Raises:
         ValueError: an ε that is not positive, or noise, δ or rate out of range.
     """
     if not epsilon > 0:
         raise ValueError(f"Expected a positive epsilon, but got {epsilon}")
-    fits = lambda rounds: spent({Release(noise, rate, mechanism): rounds}, delta) <= epsilon
+    fits = lambda rounds: spent({Release(noise, sampling_rate, mechanism): rounds}, delta) <= epsilon
     return _last(fits)
 
 
 def _last(fits: Callable[[int], bool]) -> int:
-    """The largest whole number for which a property holds that all smaller ones have, 0 if not even one has it."""
+    """Return the largest whole number with a property that all smaller ones share, 0 if not even one has it."""
     if not fits(1):
         return 0
     low, high = 1, 2
@@ -186,7 +186,7 @@ def _last(fits: Callable[[int], bool]) -> int:
 
 
 def _largest(noise: float) -> float:
-    """About the largest privacy loss of a release."""
+    """Estimate the largest privacy loss of a release."""
     return 12 / noise + 0.5 / noise**2
 
 
@@ -199,4 +199,4 @@ def _loss(release: Release, interval: float) -> Any:
             "Expected dp-accounting with privacy-loss distributions, but it does not import: "
             "pip install 'fedtorch[privacy]' (an old dp-accounting, below 0.6, has none)"
         ) from error
-    return release.mechanism.losses(distributions, release.noise, release.rate, interval)
+    return release.mechanism.losses(distributions, release.noise, release.sampling_rate, interval)

@@ -23,7 +23,7 @@ from fedtorch.trust.privacy._checks import check_delta, check_noise, check_round
 
 
 def gaussian_delta(noise: float, epsilon: float) -> float:
-    """The least δ at which noise of standard deviation `noise` sensitivities is (ε, δ)-private.
+    """Return the least δ at which noise of standard deviation `noise` sensitivities is (ε, δ)-private.
 
     Raises:
         ValueError: noise that is not positive, or a negative ε.
@@ -41,7 +41,7 @@ def gaussian_delta(noise: float, epsilon: float) -> float:
 
 
 def gaussian_epsilon(noise: float, delta: float, rounds: int = 1) -> float:
-    """The least ε at which `rounds` releases with this noise are (ε, δ)-private together.
+    """Return the least ε at which `rounds` releases with this noise are (ε, δ)-private together.
 
     Raises:
         ValueError: noise that is not positive, δ outside (0, 1), or fewer than one round.
@@ -63,7 +63,7 @@ def gaussian_epsilon(noise: float, delta: float, rounds: int = 1) -> float:
 
 
 def gaussian_noise(epsilon: float, delta: float, rounds: int = 1) -> float:
-    """The least noise, in sensitivities, with which `rounds` releases are (ε, δ)-private together: Algorithm 1.
+    """Return the least noise, in sensitivities, with which `rounds` releases are (ε, δ)-private together: Algorithm 1.
 
     Raises:
         ValueError: an ε that is not positive, δ outside (0, 1), or fewer than one round.
@@ -83,7 +83,7 @@ def gaussian_noise(epsilon: float, delta: float, rounds: int = 1) -> float:
 
 
 def composed_noise(releases: Iterable[tuple[float, int]]) -> float:
-    """The noise of the one release that says as much as releases of (noise, how often) together.
+    """Return the noise of the one release that says as much as releases of (noise, how often) together.
 
     Example:
         >>> round(composed_noise([(3.0, 1), (4.0, 1)]), 6), composed_noise([(2.0, 4)])  # 12 / 5, and 2 / √4
@@ -93,7 +93,7 @@ def composed_noise(releases: Iterable[tuple[float, int]]) -> float:
 
 
 def _crossing(increasing: Callable[[float], float]) -> float:
-    """Where a function that is not positive at 0 becomes so."""
+    """Find where a function that is not positive at 0 becomes so."""
     high = 1.0
     while increasing(high) < 0:
         high *= 2

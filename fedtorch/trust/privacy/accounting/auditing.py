@@ -46,7 +46,7 @@ _CHOICES = 200  # thresholds among which one is chosen
 
 
 class Region(NamedTuple):
-    """Where a score speaks for one of two neighbours; see `Audit`."""
+    """Hold the scores that speak for one of two neighbours; see `Audit`."""
 
     threshold: float
     above: bool  # whether it is the scores above the threshold
@@ -54,7 +54,7 @@ class Region(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What an audit has found.
+    """Hold what an audit has found.
 
     Example:
         >>> from fedtorch.trust import privacy
@@ -76,7 +76,7 @@ class Audit(NamedTuple):
 
 
 def clopper_pearson(count: int, trials: int, confidence: float) -> tuple[float, float]:
-    """The exact interval of a probability, each end of which holds with `confidence`."""
+    """Return the exact interval of a probability, each end of which holds with `confidence`."""
     low = float(betaincinv(count, trials - count + 1, 1 - confidence)) if count > 0 else 0.0
     high = float(betaincinv(count + 1, trials - count, confidence)) if count < trials else 1.0
     return low, high
@@ -94,14 +94,14 @@ def audit(
     confidence: float = 0.95,
     score: Score | None = None,
 ) -> Audit:
-    """Audits a solver that claims to protect rows, with a canary whose gradient is as bad as can be.
+    """Audit a solver that claims to protect rows, with a canary whose gradient is as bad as can be.
 
     One client is one run: with the canary, a row whose gradient is a thousand in the first direction, or with a row of
     zero gradient in its place; all others have gradients of zero. The runs go through `ft.run`, stacked.
 
     Args:
         solver: `(module, loss=, optimizer=) -> LocalSolver`, such as
-            `functools.partial(privacy.example_level, clip=1.0, noise=3.73, rate=1.0, steps=1, delta=1e-5)`.
+            `functools.partial(privacy.example_level, clip=1.0, noise=3.73, sampling_rate=1.0, steps=1, delta=1e-5)`.
         runs: counted of either neighbour.
         choosing: of either, on which the region, and without a score the attack, is chosen.
         rounds: of each run.
@@ -121,7 +121,8 @@ def audit(
         >>> from functools import partial
         >>> from fedtorch.trust import privacy
         >>> solver = partial(
-        ...     privacy.example_level, clip=1.0, noise=1.0, rate=1.0, steps=1, delta=1e-5, entropy=privacy.from_seed(0))
+        ...     privacy.example_level, clip=1.0, noise=1.0, sampling_rate=1.0, steps=1, delta=1e-5,
+        ...     entropy=privacy.from_seed(0))
         >>> found = audit(solver, runs=200, choosing=200, block=800)
         >>> 0 < found.epsilon < privacy.gaussian_epsilon(1.0, delta=1e-5)
         True
@@ -155,7 +156,7 @@ def audit_outputs(
     confidence: float = 0.95,
     score: Score | None = None,
 ) -> Audit:
-    """Audits any mechanism by what it has released on two neighbouring data sets.
+    """Audit any mechanism by what it has released on two neighbouring data sets.
 
     Args:
         inside: `(R, D)` released with the canary, a row a run.
@@ -192,7 +193,7 @@ def audit_outputs(
 def learnt_attack(
     inside: Tensor, outside: Tensor, ridge: float = 1e-6, features: Callable[[Tensor], Tensor] = identity
 ) -> Score:
-    """A score that is learnt from runs of known neighbours: Fisher's linear discriminant of what was released.
+    """Learn a score from runs of known neighbours: Fisher's linear discriminant of what was released.
 
     Args:
         inside: `(R, D)` released with the canary.
@@ -217,7 +218,7 @@ def learnt_attack(
 
 
 def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """The neighbour test at every threshold: (false alarms, detections), both ascending, from scores `(R,)` each.
+    """Compute (false alarms, detections) of a neighbour test at every threshold, ascending, from scores `(R,)` each.
 
     >>> import torch
     >>> inside, outside = torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0])
@@ -234,13 +235,13 @@ def roc(inside: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def area(inside: Tensor, outside: Tensor) -> float:
-    """The area under the ROC of scores `(R,)` each: ½ is guessing."""
+    """Return the area under the ROC of scores `(R,)` each: ½ is guessing."""
     alarms, detections = roc(inside, outside)
     return float(torch.trapezoid(detections, alarms))
 
 
 def most_detections(false_alarms: Tensor, epsilon: float, delta: float) -> Tensor:
-    """The largest rate of detections that (9.5) leaves at these rates of false alarms, if a claim holds.
+    """Return the largest rate of detections that (9.5) leaves at these rates of false alarms, if a claim holds.
 
     >>> import torch
     >>> alarms = torch.tensor([0.0, 0.25, 0.5, 1.0])
@@ -254,13 +255,13 @@ def most_detections(false_alarms: Tensor, epsilon: float, delta: float) -> Tenso
 
 
 def gaussian_detections(false_alarms: Tensor, noise: float) -> Tensor:
-    """The ROC of the best test against one release of Gaussian noise: Φ(Φ⁻¹(α) + 1/z)."""
+    """Return the ROC of the best test against one release of Gaussian noise: Φ(Φ⁻¹(α) + 1/z)."""
     check_noise(noise)
     return torch.from_numpy(ndtr(ndtri(false_alarms.to(torch.float64).numpy()) + 1 / noise))
 
 
 def _choose(inside: Tensor, outside: Tensor, delta: float, confidence: float) -> Region:
-    """The region with the best bound among thresholds at quantiles, denser in the tails, on either side."""
+    """Return the region with the best bound among thresholds at quantiles, denser in the tails, on either side."""
     both = torch.cat([inside, outside]).to(torch.float64).sort().values
     tails = torch.logspace(-4, math.log10(0.5), _CHOICES // 2, dtype=torch.float64)
     at = (torch.cat([tails, 1 - tails]) * (len(both) - 1)).long()
@@ -275,7 +276,7 @@ def _choose(inside: Tensor, outside: Tensor, delta: float, confidence: float) ->
 
 
 def _counts(region: Region, inside: Tensor, outside: Tensor) -> tuple[int, int]:
-    """(hits, false alarms) of a region."""
+    """Return (hits, false alarms) of a region."""
     found = [int(((scores > region.threshold) == region.above).sum()) for scores in (inside, outside)]
     return (found[0], found[1]) if region.canary else (found[1], found[0])
 
@@ -287,7 +288,7 @@ def _bound(hits: int, false_alarms: int, runs: int, delta: float, confidence: fl
 
 
 def _linear(width: int) -> nn.Module:
-    """A linear model at zero, whose gradient is what it is fed."""
+    """Return a linear model at zero, whose gradient is what it is fed."""
     module = nn.Linear(width, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(module.weight)
     return module

@@ -1,9 +1,9 @@
 """A ledger: what has been released about some people, in memory and in a file of its own that only grows.
 
-A file has a line of JSON for the claim and one for every round that began, written and forced to the disk before
-anything of the round is computed. Each line holds a digest of the one before, so that nothing in between goes missing.
-Several runs on the same people share a file, one after the other or at once, and what they release adds up. Going
-back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows, or the file `LEDGER.head`
+A file is a `fedtorch.chained_log` with an entry for the claim and one for every round that began, written and forced to
+the disk before anything of the round is computed; each holds the hash of the one before, so that none in between goes
+missing. Several runs on the same people share a file, one after the other or at once, and what they release adds up.
+Going back to an earlier checkpoint spends again; it refunds nothing. What a checkpoint knows, or the file `LEDGER.head`
 beside the ledger, and the ledger does not is an error: without the ledger nobody can say what was released. A last line
 that is not whole, as after a kill or on a full disk, is of a round that never began, and is moved to `LEDGER.partial`.
 
@@ -21,17 +21,13 @@ they are, together; in one whose claim does not, a sampled round counts like one
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import secrets
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock
-
-from fedtorch import _files as files
+from fedtorch.chained_log import REPAIRED, ChainedLog, Entry
 from fedtorch.trust.privacy._checks import check_delta
 from fedtorch.trust.privacy.accounting import _ledger_head
 from fedtorch.trust.privacy.accounting.accountant import COARSE, Release, spent
@@ -43,7 +39,7 @@ NO_GUARANTEE = "no guarantee: the noise comes from a seed, and whoever knows it 
 
 
 class Claim(NamedTuple):
-    """What is protected, and from whom."""
+    """Hold what is protected, and from whom."""
 
     unit: str  # "client", "example"
     adjacency: str  # in what two neighbouring federations differ
@@ -52,7 +48,7 @@ class Claim(NamedTuple):
 
 
 class Ledger:
-    """What has been released.
+    """Keep what has been released.
 
     Args:
         path: of the file; None keeps the ledger in memory, so that a checkpoint cannot be resumed in another process
@@ -75,61 +71,64 @@ class Ledger:
         check_delta(delta)
         if budget is not None and not budget > 0:
             raise ValueError(f"Expected a positive budget, but got {budget}")
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(path).resolve()
         self.claim, self.delta, self.budget = claim, delta, budget
         self.identity, self.entries = secrets.token_bytes(16), 0
         self.releases: Counter[Release] = Counter()
         self._digests: list[str] = []  # of the entries
         self._unamplified = False  # who knows which clients were asked is an adversary of the file's claim
-        self._read, self._last = 0, ""  # bytes of the file that are taken in, and a digest of its last line
         self._known: dict[frozenset[tuple[Release, int]], float] = {}
-        if self.path is not None:
-            self.path = self.path.resolve()
-            with self._lock():
-                if not self.path.exists():
-                    _ledger_head.check_not_lost(self.path)
-                    self.path.touch()
-                self._catch_up()
-                if self._read == 0:
-                    self._write({"ledger": self.identity.hex(), "delta": delta, **claim._asdict()})
-                _ledger_head.check(self.path, self.identity, self._digests)
+        self._log = None if self.path is None else self._opened(self.path)
+
+    def _opened(self, path: Path) -> ChainedLog:
+        """Return the log of the file, whose entries are taken in."""
+        _ledger_head.check_not_lost(path)
+        _refuse_earlier_form(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        first = {"ledger": self.identity.hex(), "delta": self.delta, **self.claim._asdict()}
+        log = ChainedLog(path, first, take=self._take, durable=True)
+        with log.exclusive():
+            _ledger_head.check(path, self.identity, self._digests)
+        return log
 
     @property
     def epsilon(self) -> float:
-        """What everything released so far costs."""
+        """Return what everything released so far costs."""
         return self._epsilon(self.releases)
 
     def after(self, release: Release, count: int = 1) -> float:
-        """What it would cost after `count` further releases."""
+        """Return what it would cost after `count` further releases."""
         return self._epsilon(self.releases + Counter({self._counted(release): count}))
 
     def allows(self, release: Release, count: int = 1) -> bool:
-        """Whether the budget has room for `count` further releases."""
+        """Return whether the budget has room for `count` further releases."""
         return self.budget is None or self.after(release, count) <= self.budget
 
     def spend(self, round: int, release: Release, count: int = 1) -> None:
-        """Writes down a round with `count` releases that is about to begin.
+        """Write down a round with `count` releases that is about to begin.
 
         Raises:
             RuntimeError: it would exceed the budget.
             ValueError: the file is gone, or not what it was.
         """
-        if self.path is None:
-            self._take(round, release, count)
+        if self._log is None:
+            self._check_budget(round, release, count)
+            self._count(self._counted(release), count, "")
             return
-        with self._lock():
-            if not self.path.exists():
-                raise ValueError(f"Expected the ledger {self.path} that this run has spent from, but it is lost")
-            self._catch_up()
-            self._take(round, release, count)
+        with self._log.exclusive():
+            self._check_budget(round, release, count)
             counted = self._counted(release)
-            kind = {"mechanism": release.mechanism.name, "noise": release.noise, "rate": counted.rate}
-            kind |= {"sampled": release.rate} if counted.rate != release.rate else {}
-            kind |= {"excess": release.excess} if release.excess else {}
-            row = {"entry": self.entries, "round": round, **kind, "releases": count, "epsilon": self.epsilon}
-            self._write(row)
-            self._digests.append(self._last)
-            _ledger_head.note(self.path, self.identity, self._digests)
+            row = {
+                "round": round,
+                "mechanism": release.mechanism.name,
+                "noise": release.noise,
+                "rate": counted.sampling_rate,
+            }
+            row |= {"sampled": release.sampling_rate} if counted.sampling_rate != release.sampling_rate else {}
+            row |= {"excess": release.excess} if release.excess else {}
+            self._log.append({**row, "releases": count, "epsilon": self.after(release, count)})
+            _ledger_head.note(self._log.path, self.identity, self._digests)
 
     @property
     def last(self) -> str:
@@ -137,7 +136,7 @@ class Ledger:
         return self._digests[-1] if self._digests else ""
 
     def expect(self, identity: bytes, entries: int, release: Release, count: int, last: str = "") -> None:
-        """Checks that all is here that a checkpoint knows of.
+        """Check that all is here that a checkpoint knows of.
 
         Args:
             identity: of the ledger from which was spent.
@@ -160,21 +159,23 @@ class Ledger:
                 f"Expected the ledger {identity.hex()}, from which the checkpoint's run has spent, but got "
                 f"{self.identity.hex()} ({place}); pass the file that belongs to it as ledger="
             )
-        digests = [""] * self.entries if self.path is None else self._digests
-        _ledger_head.check_entries(digests, entries, last, f"{place}, as the checkpoint knows it")
+        _ledger_head.check_entries(self._digests, entries, last, f"{place}, as the checkpoint knows it")
 
-    def _take(self, round: int, release: Release, count: int) -> None:
+    def _check_budget(self, round: int, release: Release, count: int) -> None:
         if not self.allows(release, count):
             raise RuntimeError(
                 f"Round {round + 1} would bring epsilon from {self.epsilon:.4g} to {self.after(release, count):.4g} at "
                 f"delta {self.delta}, above the budget of {self.budget}; run.rounds(...) and ft.run stop before it"
             )
+
+    def _count(self, release: Release, count: int, digest: str) -> None:
         self.entries += 1
-        self.releases[self._counted(release)] += count
+        self.releases[release] += count
+        self._digests.append(digest)
 
     def _counted(self, release: Release) -> Release:
         """Return what a release is to the claim's adversary."""
-        return release._replace(rate=1.0) if self._unamplified else release
+        return release._replace(sampling_rate=1.0) if self._unamplified else release
 
     def _epsilon(self, releases: Counter[Release]) -> float:
         key = frozenset(releases.items())
@@ -182,55 +183,17 @@ class Ledger:
             self._known = {**dict(list(self._known.items())[-1:]), key: spent(releases, self.delta, COARSE)}
         return self._known[key]
 
-    def _lock(self) -> FileLock:
-        return FileLock(f"{self.path}.lock")
-
-    def _write(self, row: dict[str, Any]) -> None:
-        assert self.path is not None
-        line = json.dumps({**row, "previous": self._last}).encode() + b"\n"
-        files.append(self.path, line)
-        self._read, self._last = self._read + len(line), _digest(line)
-
-    def _catch_up(self) -> None:
-        """Takes in what the file has beyond what is known: all of it at first, later what other runs have spent."""
-        assert self.path is not None
-        with self.path.open("rb") as file:
-            file.seek(self._read)
-            news = file.read()
-            size = os.fstat(file.fileno()).st_size
-        if size < self._read:
-            raise ValueError(
-                f"Expected the ledger {self.path} only to grow, but it has {size} bytes, and had {self._read}; bring "
-                "back what was cut off"
-            )
-        whole = news.rfind(b"\n") + 1
-        if begun := news[whole:]:
-            _ledger_head.set_aside(self.path, begun)
-            os.truncate(self.path, self._read + whole)
-            news = news[:whole]
-        for line in news.splitlines(keepends=True):
-            self._check(line)
-
-    def _check(self, line: bytes) -> None:
-        """Takes in a line of the file."""
-        try:
-            row = json.loads(line)
-            if row["previous"] != self._last:
-                raise ValueError("it does not follow the line before")
-            if self._read == 0:
-                self._begin(row)
-            else:
-                release = Release(row["noise"], row["rate"], MECHANISMS[row["mechanism"]], row.get("excess", 0.0))
-                self.entries += 1
-                self.releases[release] += row["releases"]
-        except (KeyError, TypeError, ValueError) as error:
-            number = self.entries + 2 if self._read else 1
-            raise ValueError(f"Line {number} of the ledger {self.path} cannot be used: {error}") from error
-        self._digests += [_digest(line)] if self._read else []
-        self._read, self._last = self._read + len(line), _digest(line)
+    def _take(self, entry: Entry) -> None:
+        """Take in an entry of the file."""
+        row = entry.content
+        if entry.number == 1:
+            self._begin(row)
+        elif row.get("event") != REPAIRED:
+            release = Release(row["noise"], row["rate"], MECHANISMS[row["mechanism"]], row.get("excess", 0.0))
+            self._count(release, row["releases"], entry.digest)
 
     def _begin(self, row: dict[str, Any]) -> None:
-        """Takes in the line of the claim."""
+        """Take in the line of the claim."""
         mine = {"delta": self.delta, **self.claim._asdict()}
         theirs = {name: row[name] for name in mine}
         adversaries = mine["adversary"], theirs["adversary"]
@@ -247,5 +210,19 @@ class Ledger:
         self.identity = bytes.fromhex(row["ledger"])
 
 
-def _digest(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()[:32]
+def _refuse_earlier_form(path: Path) -> None:
+    """Raise ValueError where a file is a ledger of a version before its entries were those of a chained log."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    try:
+        first, last = json.loads(lines[0]), json.loads(lines[-1])
+        earlier = "ledger" in first and "entry" not in first
+    except (IndexError, TypeError, ValueError):
+        return  # which the log refuses, or mends
+    if earlier:
+        raise ValueError(
+            f"Expected a ledger of this version in {path}, but got one of an earlier version, which has spent epsilon "
+            f"{last.get('epsilon', 0.0)} at delta {first['delta']} in {len(lines) - 1} entries. Keep it, begin a "
+            "ledger in another file, and subtract what was spent, epsilon and delta, from the budget"
+        )

@@ -28,55 +28,59 @@ ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 65), 80, 96, 
 _TAIL, _STEP = 12.0, 1 / 32  # in standard deviations; Gaussian integrands need no finer steps
 
 
-def renyi_divergence(noise: float, rate: float, order: float) -> float:
-    """The divergence of one release at an order above 1.
+def renyi_divergence(noise: float, sampling_rate: float, order: float) -> float:
+    """Return the divergence of one release at an order above 1.
 
-    >>> renyi_divergence(2.0, rate=1.0, order=8)  # α / 2σ²
+    >>> renyi_divergence(2.0, sampling_rate=1.0, order=8)  # α / 2σ²
     1.0
-    >>> round(renyi_divergence(2.0, rate=0.5, order=2), 4) == round(math.log(1 + 0.5**2 * (math.exp(1 / 4) - 1)), 4)
+    >>> round(renyi_divergence(2.0, 0.5, order=2), 4) == round(math.log(1 + 0.5**2 * (math.exp(1 / 4) - 1)), 4)
     True
     """
-    if rate == 1:
+    if sampling_rate == 1:
         return order / (2 * noise**2)
-    moment = _binomial(noise, rate, int(order)) if order == int(order) else _quadrature(noise, rate, order)
+    moment = (
+        _binomial(noise, sampling_rate, int(order)) if order == int(order) else _quadrature(noise, sampling_rate, order)
+    )
     return moment / (order - 1)
 
 
-def _binomial(noise: float, rate: float, order: int) -> float:
-    """The logarithm of the moment of a whole order."""
+def _binomial(noise: float, sampling_rate: float, order: int) -> float:
+    """Return the logarithm of the moment of a whole order."""
     k = np.arange(order + 1, dtype=np.float64)
     binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
-    terms = binomial + (order - k) * math.log1p(-rate) + k * math.log(rate) + (k * k - k) / (2 * noise**2)
+    terms = (
+        binomial + (order - k) * math.log1p(-sampling_rate) + k * math.log(sampling_rate) + (k * k - k) / (2 * noise**2)
+    )
     return float(logsumexp(terms))
 
 
-def _quadrature(noise: float, rate: float, order: float) -> float:
-    """The logarithm of the moment of any order, by the trapezoidal rule in z/σ."""
+def _quadrature(noise: float, sampling_rate: float, order: float) -> float:
+    """Return the logarithm of the moment of any order, by the trapezoidal rule in z/σ."""
     x = np.arange(-_TAIL, order / noise + _TAIL, _STEP)
-    ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + x / noise - 1 / (2 * noise**2))
+    ratio = np.logaddexp(math.log1p(-sampling_rate), math.log(sampling_rate) + x / noise - 1 / (2 * noise**2))
     density = -x * x / 2 - math.log(2 * math.pi) / 2
     return float(logsumexp(order * ratio + density)) + math.log(_STEP)
 
 
-def renyi_epsilon(noise: float, delta: float, rounds: int = 1, rate: float = 1.0) -> float:
-    """An ε at which `rounds` releases of a Gaussian sum, each unit taking part with probability `rate`, are private.
+def renyi_epsilon(noise: float, delta: float, rounds: int = 1, sampling_rate: float = 1.0) -> float:
+    """Return an ε at which so many releases of a Gaussian sum, each unit sampled at this rate, are private.
 
     Raises:
         ValueError: noise, δ, rounds or rate out of range.
 
     Example:
-        >>> round(renyi_epsilon(1.0, 1e-5, rounds=1000, rate=0.01), 2)
+        >>> round(renyi_epsilon(1.0, 1e-5, rounds=1000, sampling_rate=0.01), 2)
         2.1
     """
     check_noise(noise)
     check_delta(delta)
     check_rounds(rounds)
-    check_rate(rate)
-    return best_epsilon([(order, rounds * renyi_divergence(noise, rate, order)) for order in ORDERS], delta)
+    check_rate(sampling_rate)
+    return best_epsilon([(order, rounds * renyi_divergence(noise, sampling_rate, order)) for order in ORDERS], delta)
 
 
 def best_epsilon(divergences: Sequence[tuple[float, float]], delta: float) -> float:
-    """The least ε that (order, divergence) pairs give, such as those of any mechanisms, added up.
+    """Return the least ε that (order, divergence) pairs give, such as those of any mechanisms, added up.
 
     >>> orders = (2, 4, 8)
     >>> both = [(order, renyi_divergence(3.0, 1.0, order) + renyi_divergence(4.0, 1.0, order)) for order in orders]

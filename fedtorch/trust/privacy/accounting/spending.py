@@ -22,7 +22,7 @@ _NONE = bytes(16)
 
 
 class Spending:
-    """The budget of an algorithm, see `fedtorch.federation.algorithm.Budget`, and the source of its noise.
+    """Keep the budget of an algorithm, see `fedtorch.federation.budget.Budget`, and draw its noise.
 
     Args:
         ledger: where rounds are written down.
@@ -30,7 +30,7 @@ class Spending:
         count: how often in each round.
         entropy: where noise and cohorts come from.
         check: (the run's cohort, number of clients) -> None; raises where the claim would not hold.
-        rate: with which clients are asked, each independently and in secret.
+        sampling_rate: with which clients are asked, each independently and in secret.
         size: of a cohort drawn uniformly, instead of a rate; None leaves the cohort to the run.
         quorum: of how many clients the noise is counted together; 1 for each one's own, None for a server's.
         need: how messages have to be carried for the claim to hold.
@@ -46,14 +46,14 @@ class Spending:
         count: int,
         entropy: Entropy,
         check: Callable[[Any, int], None],
-        rate: float = 1.0,
+        sampling_rate: float = 1.0,
         size: int | None = None,
         quorum: int | None = 1,
         need: Need | None = None,
     ) -> None:
         self.quorum, self.need = quorum, need
         self.ledger, self.release, self.count, self.entropy = ledger, release, count, entropy
-        self._check, self._rate, self._size, self.expected = check, rate, size, 0.0
+        self._check, self._rate, self._size, self.expected = check, sampling_rate, size, 0.0
         self._clients = 0
         self._purpose: Purpose | None = None
         self._turns: tuple[Tensor, Tensor] | None = None  # the open round's key and its clients
@@ -62,16 +62,16 @@ class Spending:
 
     @property
     def claim(self) -> Claim:
-        """What is protected, and from whom."""
+        """Return what is protected, and from whom."""
         return self.ledger.claim
 
     @property
     def lasting(self) -> bool:
-        """Whether noise that nobody can compute is counted in a file; see `Budget.lasting`."""
+        """Return whether noise that nobody can compute is counted in a file; see `Budget.lasting`."""
         return self.ledger.path is not None and self.claim.entropy == SYSTEM
 
     def cohort(self, cohort: Any, clients: int) -> Any:
-        """Clients drawn in secret, or so many of them, or what the run says; see `Budget.cohort`."""
+        """Return clients drawn in secret, or so many of them, or what the run says; see `Budget.cohort`."""
         self._check(cohort, clients)
         self._clients = clients
         self.expected = self._rate * clients if self._size is None else float(self._size)
@@ -80,11 +80,11 @@ class Spending:
         return cohort if self._size is None else self._size
 
     def allows(self) -> bool:
-        """Whether the ledger's budget has room for another round."""
+        """Return whether the ledger's budget has room for another round."""
         return self.ledger.allows(self.release, self.count)
 
     def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
-        """Writes a round down; from here on its noise can be drawn, once; see `Budget.spend`."""
+        """Write a round down; from here on its noise can be drawn, once; see `Budget.spend`."""
         self._purpose = None
         self.ledger.spend(round, self.release, self.count)
         ids = torch.arange(self._clients) if asked is None else asked
@@ -93,7 +93,7 @@ class Spending:
         self._turns, self._begun = (key, ids), torch.zeros(0, dtype=torch.int64)
 
     def begin(self, keys: Tensor, purpose: int | None = None) -> None:
-        """Notes that the clients with these keys `(K,)` begin their work of the open round, which each may do once.
+        """Note that the clients with these keys `(K,)` begin their work of the open round, which each may do once.
 
         Args:
             keys: `(K,)` what the run has given them.
@@ -115,20 +115,20 @@ class Spending:
         self._begun = torch.cat([self._begun, keys])
 
     def report(self) -> dict[str, float]:
-        """`epsilon` and `delta` of all that the ledger knows."""
+        """Return `epsilon` and `delta` of all that the ledger knows."""
         return {"epsilon": self.ledger.epsilon, "delta": self.ledger.delta}
 
     def record(self, round: Any) -> None:
-        """The ledger has been written before the round."""
+        """Do nothing: the ledger has been written before the round."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Which ledger, how many of its rounds have begun, and the digest of the last."""
+        """Return which ledger, how many of its rounds have begun, and the digest of the last."""
         identity = torch.tensor(list(self.ledger.identity), dtype=torch.uint8)
         last = torch.tensor(list(bytes.fromhex(self.ledger.last)), dtype=torch.uint8)
         return {"ledger": identity, "entries": torch.tensor(self.ledger.entries), "last": last}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Refuses a checkpoint of another ledger, or of one that has lost rounds."""
+        """Refuse a checkpoint of another ledger, or of one that has lost rounds."""
         if "ledger" not in flat:
             raise ValueError("Expected a checkpoint of a run with a ledger, but got one of a run without")
         identity = bytes(flat["ledger"].tolist())
@@ -136,12 +136,12 @@ class Spending:
         self.ledger.expect(identity, int(flat["entries"]), self.release, self.count, last)
 
     def purpose(self, round: int, phase: str, roster: bytes) -> Purpose:
-        """What numbers of the attempt that is open are for."""
+        """Return what numbers of the attempt that is open are for."""
         run = self.ledger.identity if self.claim.entropy != NO_GUARANTEE else _NONE
         return Purpose(run, round, self.ledger.entries, phase, roster)
 
     def open(self, phase: str, roster: bytes = b"") -> Purpose:
-        """What numbers of the open round are for, which can be had once for each phase and roster.
+        """Return what numbers of the open round are for, which can be had once for each phase and roster.
 
         Raises:
             RuntimeError: no round is open, or its numbers have been drawn.
@@ -160,7 +160,7 @@ class Spending:
         return self.release.mechanism.draw(uniforms, len(scales)).mul_(scales)
 
     def noised(self, phase: str, keys: Tensor, numbers: Tensor, scale: float) -> Tensor:
-        """Numbers `(K, D)` float64 of the clients with these keys `(K,)`, each with noise of its own of this scale."""
+        """Add noise of this scale to numbers `(K, D)` float64 of the clients with these keys `(K,)`, each its own."""
         roster = hashlib.sha256(keys.cpu().numpy().tobytes()).digest()
         uniforms, size = partial(self.entropy.uniforms, self.open(phase, roster)), torch.tensor(scale).double()
         noise = self.release.mechanism.draw(uniforms, numbers.numel()).reshape(numbers.shape) * size
@@ -170,25 +170,25 @@ class Spending:
         return f"Spending({self.release}, epsilon={self.ledger.epsilon:.4g} at {self.ledger.delta}, {self.entropy})"
 
 
-def secret_cohort(spending: Spending, rate: float, clients: int) -> Cohort:
-    """Each client independently with probability `rate`, from the entropy of `spending`, whatever the seed."""
+def secret_cohort(spending: Spending, sampling_rate: float, clients: int) -> Cohort:
+    """Draw each client independently with this probability from the entropy of `spending`, whatever the seed."""
 
     def draw(key: Tensor) -> Tensor:
         purpose = spending.purpose(int(key), "cohort", b"")
-        return (spending.entropy.uniforms(purpose, clients) < rate).nonzero()[:, 0]
+        return (spending.entropy.uniforms(purpose, clients) < sampling_rate).nonzero()[:, 0]
 
     return draw
 
 
 def one_process(cohort: Any, clients: int) -> None:
-    """Raises ValueError in one of several ranks."""
+    """Raise ValueError in one of several ranks."""
     ranks = torch.distributed
     if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
         raise ValueError("Expected a single process, but got several ranks: each would draw noise and write of its own")
 
 
 def check_delta_of(delta: float, units: str, cohort: Any, count: int) -> None:
-    """Raises ValueError where δ lets one of so many units be published, or there are several ranks."""
+    """Raise ValueError where δ lets one of so many units be published, or there are several ranks."""
     if not delta < 1 / count:
         raise ValueError(
             f"Expected delta below one over the {count} {units}, but got {delta}: publishing one of them whole would "
@@ -198,7 +198,7 @@ def check_delta_of(delta: float, units: str, cohort: Any, count: int) -> None:
 
 
 def on_grid(noised: Tensor, scales: Tensor) -> Tensor:
-    """Noised numbers rounded to a power of two, some 2⁻²⁰ of their noise.
+    """Round noised numbers to a power of two, some 2⁻²⁰ of their noise.
 
     The low bits of a sum with floating-point noise tell which value the noise was added to (Mironov 2012, "On
     significance of the least significant bits for differential privacy"); these are rounded away.

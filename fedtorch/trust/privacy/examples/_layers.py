@@ -32,7 +32,7 @@ from fedtorch import functional
 
 
 class Layer:
-    """A layer, the names of what is trained in it, and its parts by position.
+    """Hold a layer, the names of what is trained in it, and its parts by position.
 
     Args:
         module: the layer.
@@ -69,7 +69,7 @@ class Layer:
 
 
 def linear_layers(module: nn.Module, tensors: Sequence[str]) -> list[Layer] | None:
-    """The layers of which `tensors` are the weights and biases; None unless all are, and each in one layer only."""
+    """Return the layers whose weights and biases `tensors` are; None unless all are, each in one layer only."""
     names = {id(tensor): name for name, tensor in zip(tensors, map(dict(module.named_parameters()).get, tensors))}
     layers: list[Layer] = []
     for part in module.modules():
@@ -88,7 +88,7 @@ def linear_layers(module: nn.Module, tensors: Sequence[str]) -> list[Layer] | No
 
 
 def _ways(part: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None:
-    """How a layer's inputs and outputs go by position; None for other modules than these layers."""
+    """Return how to lay out a layer's inputs and outputs by position; None for other modules."""
     if not vars(part).keys().isdisjoint({"forward", "_conv_forward"}):
         return None
     if type(part) is nn.Linear:
@@ -99,8 +99,8 @@ def _ways(part: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor
     return None
 
 
-class Recorder:
-    """Records one call of each layer; all others compute with the tensors that the module holds.
+class LayerRecorder:
+    """Record one call of each layer; all others compute with the tensors that the module holds.
 
     Args:
         layers: of the module.
@@ -127,7 +127,7 @@ class Recorder:
         self._depth = _transforms()
 
     def _forward(self, number: int, input: Tensor) -> Tensor:
-        """What is called in place of `forward` of a layer."""
+        """Return what is called in place of `forward` of a layer."""
         layer = self._layers[number]
         # Inside a further transform, such as torch.func.grad, the loss depends on the weight by derivatives also.
         recordable = number not in self.shapes and layer.holds(self._tensors) and _transforms() == self._depth
@@ -142,7 +142,7 @@ class Recorder:
         self.inputs[number] = input.detach().clone()
         return output + zeros.to(output.dtype)
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> LayerRecorder:
         for number, layer in enumerate(self._layers):
             vars(layer.module)["forward"] = partial(self._forward, number)
         return self
@@ -153,7 +153,7 @@ class Recorder:
 
 
 def _transforms() -> int:
-    """How many transforms of `torch.func` are active."""
+    """Return how many transforms of `torch.func` are active."""
     return len(torch._C._functorch.get_interpreter_stack() or ())
 
 
@@ -204,7 +204,7 @@ def ghost_squares(a: Tensor, g: Tensor, bias: bool) -> Tensor:
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each example's numbers `(K, B, T, d)` relative to the largest, whose squares are in range, and that, float64."""
+    """Divide each example's numbers `(K, B, T, d)` by the largest, so that squares are in range; also return that."""
     size = x.abs().amax((2, 3))
     size = torch.where(size == 0, 1.0, size)
     return x / size[:, :, None, None], size.to(torch.float64)

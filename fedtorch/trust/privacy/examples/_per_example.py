@@ -34,23 +34,23 @@ from fedtorch import random, tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.federation.solvers.objective import Objective
 from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
-from fedtorch.trust.privacy.examples._layers import Layer, Recorder, ghost_squares, linear_layers
+from fedtorch.trust.privacy.examples._layers import Layer, LayerRecorder, ghost_squares, linear_layers
 
 _LOG = logging.getLogger(__name__)
 
 
 class PrivateLoss(StackedLoss):
-    """A stacked loss whose gradients are clipped by example, and noised.
+    """Compute a stacked loss with gradients that are clipped by example, and noised.
 
     Args:
         objective: one client's loss.
         tensors: names of what is trained.
         clip: the bound C on an example's gradient.
-        rate: q, with which every row is drawn.
+        sampling_rate: q, with which every row is drawn.
         spending: where noise comes from, whose release has the noise z.
         ghost: whether layers may be worth it: False makes every example's gradient.
         most: rows of a client's batch, beyond which it is cut; None never cuts.
@@ -61,13 +61,13 @@ class PrivateLoss(StackedLoss):
         objective: Objective,
         tensors: Sequence[str],
         clip: float,
-        rate: float,
+        sampling_rate: float,
         spending: Spending,
         ghost: bool,
         most: int | None = None,
     ) -> None:
         super().__init__(objective, tensors, [], batched=True)
-        self.clip, self.rate, self.spending, self.most = clip, rate, spending, most
+        self.clip, self.sampling_rate, self.spending, self.most = clip, sampling_rate, spending, most
         self.layers = linear_layers(objective.module, tensors) if ghost else None
         if ghost and self.layers is None:
             self._say("ghost=False: expected nothing but linear layers and convolutions to be trained")
@@ -77,7 +77,7 @@ class PrivateLoss(StackedLoss):
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
     ) -> Gradients:
-        """The private gradients of one step; losses are NaN unless the noise is seeded. See `StackedLoss.gradients`.
+        """Compute the private gradients of a step; losses are NaN unless noise is seeded. See `StackedLoss.gradients`.
 
         Args:
             tensors: what is trained, `(K, ...)`.
@@ -101,7 +101,7 @@ class PrivateLoss(StackedLoss):
     def clipped(
         self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None
     ) -> tuple[list[Tensor], Tensor]:
-        """(Σ of clipped gradients `(K, ...)` of each tensor, mean losses `(K,)`) over rows `(K, B)` that are taken."""
+        """Sum clipped gradients of each tensor, `(K, ...)`, over rows `(K, B)`; also return mean losses `(K,)`."""
         if self.layers is not None:
             try:
                 return self._by_layer(self.layers, values, rows, taken, index, key)
@@ -118,7 +118,7 @@ class PrivateLoss(StackedLoss):
     ) -> tuple[Sequence[Tensor], Tensor]:
         """Return every example's gradients `(K, B, ...)` of each tensor, and its loss, `(K, B)`."""
         one = lambda own, row: self._of_example(own, row, index)
-        with nullcontext() if key is None else Drawn(key):
+        with nullcontext() if key is None else KeyedRandomness(key):
             return self._each(grad_and_value(one), (None, 0), key)(tuple(values), rows)
 
     def _by_layer(
@@ -130,7 +130,7 @@ class PrivateLoss(StackedLoss):
         index: int,
         key: Tensor | None,
     ) -> tuple[list[Tensor], Tensor]:
-        """`clipped`, from inputs and outputs' gradients of the layers.
+        """Compute `clipped` from inputs and outputs' gradients of the layers.
 
         Raises:
             RuntimeError: the loss depends on their weights and biases not only by one call of each.
@@ -146,10 +146,10 @@ class PrivateLoss(StackedLoss):
         def one(
             own: Sequence[Tensor], detached: Sequence[Tensor], zeros: dict[int, Tensor], row: Tree
         ) -> tuple[Tensor, dict[int, Tensor]]:
-            with Recorder(layers, self._named(own), self._named(detached), zeros) as recorder:
+            with LayerRecorder(layers, self._named(own), self._named(detached), zeros) as recorder:
                 return self._of_example(own, row, index), recorder.inputs
 
-        with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
+        with torch.enable_grad(), nullcontext() if key is None else KeyedRandomness(key):
             each = self._each(one, (None, None, 0, 0), key)
             losses, inputs = each(tuple(own), tuple(detached), zeros, rows)
             found = torch.autograd.grad(losses.sum(), [*zeros.values(), *own], allow_unused=True)
@@ -167,7 +167,7 @@ class PrivateLoss(StackedLoss):
         backs: Mapping[int, Tensor | None],
         taken: Tensor,
     ) -> list[Tensor]:
-        """The sums of clipped gradients, from what went into the layers and the gradients of what came out."""
+        """Return the sums of clipped gradients, from what went into the layers and the gradients of what came out."""
         pairs = {}
         for number, layer in enumerate(layers):
             back = backs.get(number)
@@ -191,24 +191,24 @@ class PrivateLoss(StackedLoss):
     def _learn_shapes(
         self, layers: Sequence[Layer], values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
     ) -> None:
-        """Finds out the shapes of the layers' outputs for one example."""
+        """Find out the shapes of the layers' outputs for one example."""
 
         def one(own: Sequence[Tensor], row: Tree) -> Tensor:
-            with Recorder(layers, self._named(own), {}, {}) as recorder:
+            with LayerRecorder(layers, self._named(own), {}, {}) as recorder:
                 loss = self._of_example(own, row, index)
             self._shapes = recorder.shapes
             return loss
 
         first = tree.map(lambda leaf: leaf[:, :1], rows)
-        with torch.no_grad(), nullcontext() if key is None else Drawn(key):
+        with torch.no_grad(), nullcontext() if key is None else KeyedRandomness(key):
             self._each(one, (None, 0), key)(tuple(values), first)
 
     def _of_example(self, own: Sequence[Tensor], row: Tree, index: int) -> Tensor:
-        """The loss of one example by itself, so that it cannot depend on others."""
+        """Return the loss of one example by itself, so that it cannot depend on others."""
         return self.single(own, tree.map(lambda leaf: leaf[None], row), None, index)[0]
 
     def _each(self, one: Callable[..., Any], in_dims: tuple[int | None, ...], key: Tensor | None) -> Callable[..., Any]:
-        """`one` for all clients and their examples."""
+        """Map `one` over all clients and their examples."""
         randomness = "error" if key is None else "different"
         return vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
 
@@ -219,16 +219,16 @@ class PrivateLoss(StackedLoss):
         return dict(zip(self.tensors, values))
 
     def _share(self, squares: Tensor, taken: Tensor) -> Tensor:
-        """By how much each example's gradient is scaled, `(K, B)` float64; 0 for what is not taken or not finite."""
+        """Return the factor of each example's gradient, `(K, B)` float64; 0 for what is not taken or not finite."""
         norm = torch.where(squares.isfinite() & taken, squares, torch.inf).sqrt()
         return (self.clip * SLACK / norm).clamp(max=1)
 
     def _draw(self, batch: Batch, index: int, roster: bytes) -> Tensor:
-        """Which rows take part, `(K, N)` bool on the CPU."""
+        """Return which rows take part, `(K, N)` bool on the CPU."""
         clients, width = batch.leaves[0].shape[:2]
         purpose = self.spending.open(f"rows of step {index}", roster)
         coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width)
-        drawn = (coins < self.rate) & (torch.arange(width) < batch.size[:, None])
+        drawn = (coins < self.sampling_rate) & (torch.arange(width) < batch.size[:, None])
         if self.most is None or width <= self.most:
             return drawn
         last = torch.where(drawn, coins, 1.0).kthvalue(self.most, 1, keepdim=True).values
@@ -237,19 +237,19 @@ class PrivateLoss(StackedLoss):
     def _noised(
         self, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype], counts: Tensor, index: int, roster: bytes
     ) -> list[Tensor]:
-        """Sums with noise, divided by the expected numbers of rows, each in its tensor's dtype."""
+        """Return sums with noise, divided by the expected numbers of rows, each in its tensor's dtype."""
         sizes = [leaf[0].numel() for leaf in sums]
         flat = torch.cat([leaf.flatten(1).to("cpu", torch.float64) for leaf in sums], 1)
         scale = torch.tensor(self.spending.release.noise * self.clip, dtype=torch.float64)
         uniforms = partial(self.spending.entropy.uniforms, self.spending.open(f"noise of step {index}", roster))
         noise = self.spending.release.mechanism.draw(uniforms, flat.numel()).reshape(flat.shape)
-        noised = on_grid(flat + scale * noise, scale) / (self.rate * counts[:, None])
+        noised = on_grid(flat + scale * noise, scale) / (self.sampling_rate * counts[:, None])
         parts = noised.split(sizes, 1)
         return [part.reshape(leaf.shape).to(leaf.device, d) for part, leaf, d in zip(parts, sums, dtypes)]
 
 
 def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
-    """(rows `(K, B, ...)` that were drawn, in front, and which they are, `(K, B)` bool); B is what the largest needs.
+    """Gather the rows that were drawn in front, `(K, B, ...)`, with their mask `(K, B)`; the largest batch gives B.
 
     The others repeat a client's first row.
     """
@@ -266,7 +266,7 @@ def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
 
 
 def _weighted(share: Tensor, gradient: Tensor) -> Tensor:
-    """Σ_i share_i g_i: `(K, B)` and `(K, B, ...)` -> `(K, ...)`; what has no share is left out, also if not finite."""
+    """Sum share_i g_i: `(K, B)` and `(K, B, ...)` -> `(K, ...)`; a share of 0 leaves g_i out, also if not finite."""
     gradient = _wide(gradient)
     share = share.to(gradient.dtype)
     kept = torch.where(tree.along(share > 0, gradient), gradient, 0.0).flatten(2)
@@ -274,10 +274,10 @@ def _weighted(share: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Numbers of 16 bits as float32: their own rounding would take a clipped gradient beyond its bound."""
+    """Return numbers of 16 bits as float32: their own rounding would take a clipped gradient beyond its bound."""
     return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.float32)
 
 
 def _mean(losses: Tensor, taken: Tensor) -> Tensor:
-    """Mean losses over the rows that are taken; NaN where there are none."""
+    """Return mean losses over the rows that are taken; NaN where there are none."""
     return torch.where(taken, losses, 0.0).sum(1) / taken.sum(1)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random, tree
 from fedtorch.federation.solvers.objective import Loss, Objective
-from fedtorch.module_randomness import Drawn
+from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss
@@ -32,7 +32,7 @@ _AWAY = 0.1  # relative size of the random steps away from the initial values
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
-    """Raises ValueError if the module normalises over the examples of a batch."""
+    """Raise ValueError if the module normalises over the examples of a batch."""
     for part in module.modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             raise _mixing(type(part).__name__)
@@ -45,13 +45,13 @@ def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> P
         criterion = copy.deepcopy(criterion).to(device, torch.float64)
     objective = Objective(module.to(device, torch.float64), criterion)
     objective.trainer.answers = loss.objective.trainer.answers
-    double = PrivateLoss(objective, loss.tensors, loss.clip, loss.rate, loss.spending, loss.layers is not None)
+    double = PrivateLoss(objective, loss.tensors, loss.clip, loss.sampling_rate, loss.spending, loss.layers is not None)
     double.random = loss.random
     return double
 
 
 def check_separable(loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> None:
-    """Checks that the loss of a batch `(1, B, ...)` is the mean of its examples', by gradients.
+    """Check that the loss of a batch `(1, B, ...)` is the mean of its examples', by gradients.
 
     Layers are given up where they do not clip as the examples' own gradients do.
 
@@ -79,7 +79,7 @@ def check_separable(loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str
 
 
 class _Point(NamedTuple):
-    """Gradients at some values of the parameters."""
+    """Hold gradients at some values of the parameters."""
 
     loss: PrivateLoss
     values: list[Tensor]  # (1, ...)
@@ -91,7 +91,7 @@ class _Point(NamedTuple):
 
 
 def _some_point(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> _Point | None:
-    """Gradients away from the initial values, or at them; None where none is finite."""
+    """Return gradients away from the initial values, or at them; None where none is finite."""
     like = next(loss.objective.parameters())
     rows = tree.map(lambda leaf: leaf.to(like.dtype) if leaf.is_floating_point() else leaf, rows)
     values = [tensors[name].detach().to(like)[None] for name in loss.tensors]
@@ -102,7 +102,7 @@ def _some_point(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) ->
 
 
 def _point(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | None) -> _Point | None:
-    """The gradients at `values`, of the rows where they are finite.
+    """Return the gradients at `values`, of the rows where they are finite.
 
     Raises:
         ValueError: those of a batch are, of single examples never.
@@ -127,7 +127,7 @@ def _point(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | No
 
 
 def _layers_agree(point: _Point, size: float) -> bool:
-    """Whether ghost norms clip as the examples' own gradients do, tensor by tensor; a warning says so if not."""
+    """Return whether ghost norms clip as the examples' own gradients do, tensor by tensor; a warning says so if not."""
     loss, examples, bound = point.loss, point.examples, point.bound
     sizes = _norms(examples)
     taken = torch.ones_like(sizes, dtype=torch.bool)
@@ -155,7 +155,7 @@ def _mixing(what: str) -> ValueError:
 
 def _batch_gradient(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | None) -> Sequence[Tensor]:
     own = [value.clone().requires_grad_() for value in values]
-    with torch.enable_grad(), nullcontext() if key is None else Drawn(key):
+    with torch.enable_grad(), nullcontext() if key is None else KeyedRandomness(key):
         randomness = "error" if key is None else "different"
         losses, *_ = loss.stacked([*own, *tree.leaves(rows)], rows, 0, randomness)
         found = torch.autograd.grad(losses.sum(), own, allow_unused=True)
@@ -163,12 +163,12 @@ def _batch_gradient(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Te
 
 
 def _norms(examples: list[Tensor]) -> Tensor:
-    """Of each example's whole gradient, `(1, B)`."""
+    """Return the norm of each example's whole gradient, `(1, B)`."""
     return torch.stack([leaf.flatten(2).square().sum(2) for leaf in examples]).sum(0).sqrt()
 
 
 def _perturbed(value: Tensor, key: Tensor) -> Tensor:
-    """A random step away, in which signs are kept."""
+    """Return a random step away, in which signs are kept."""
     step = _AWAY * random.normal(key, value.shape, torch.float64).to(value).clamp(-3, 3)
     return torch.where(value == 0, step, value * (1 + step))
 
@@ -178,7 +178,7 @@ def _close(first: Tensor, second: Tensor, bound: float | Tensor) -> bool:
 
 
 class _Precision(TorchDispatchMode):
-    """Takes note of the coarsest real numbers that are computed with.
+    """Take note of the coarsest real numbers that are computed with.
 
     Attributes:
         eps: their rounding.

@@ -42,22 +42,22 @@ _LOOKED_AT = 8  # rows, to find out whether a loss mixes them
 
 
 class Cut(NamedTuple):
-    """Batches of at most so many rows, so that a step never takes more memory than was planned.
+    """Cut batches to at most so many rows, so that a step never takes more memory than was planned.
 
     A batch that would be larger keeps a random part of its rows. That is accounted for in δ: with n rows a batch is
     cut with the probability τ = P(Binomial(n, q) > batch), see `fedtorch.trust.privacy.accounting.accountant`.
 
     Example:
-        >>> Cut(batch=2, rows=3).excess(rate=0.5)  # all three rows are drawn in one of eight batches
+        >>> Cut(batch=2, rows=3).excess(sampling_rate=0.5)  # all three rows are drawn in one of eight batches
         0.125
     """
 
     batch: int  # rows of a client in a step
     rows: int  # the most that any client has, n
 
-    def excess(self, rate: float) -> float:
-        """τ, with which a step's batch is cut."""
-        return 0.0 if self.rows <= self.batch else float(bdtrc(self.batch, self.rows, rate))
+    def excess(self, sampling_rate: float) -> float:
+        """Return τ, with which a step's batch is cut."""
+        return 0.0 if self.rows <= self.batch else float(bdtrc(self.batch, self.rows, sampling_rate))
 
 
 def example_level(
@@ -65,7 +65,7 @@ def example_level(
     *,
     clip: float,
     noise: float,
-    rate: float,
+    sampling_rate: float,
     steps: int,
     delta: float,
     loss: Loss | None = None,
@@ -80,7 +80,7 @@ def example_level(
     project: Callable[[Tree], Tree] | None = None,
     ignore_hooks: Sequence[str] = (),
 ) -> LocalSolver:
-    """A local solver that trains `module` by DP-SGD, for any algorithm whose clients solve once a round.
+    """Build a local solver that trains `module` by DP-SGD, for any algorithm whose clients solve once a round.
 
     Optimiser, schedule, `reset`, `rounds`, `project` and `ignore_hooks` are those of `ft.gradient_descent`.
 
@@ -88,8 +88,8 @@ def example_level(
         module: an unmodified LightningModule, or an `nn.Module` with `loss` and `optimizer`.
         clip: the bound C on the Euclidean norm of an example's gradient.
         noise: z, so that the sum of a step's clipped gradients has noise of z·C.
-        rate: q, with which every step draws each of a client's rows, independently and in secret. Sums are divided by
-            q times the client's rows. In the history of a seeded simulation a step without rows has no loss.
+        sampling_rate: q, with which every step draws each of a client's rows, independently and in secret. Sums are
+            divided by q times the client's rows. In the history of a seeded simulation a step without rows has no loss.
         steps: in each round.
         delta: δ of all ε, below one over any client's rows.
         loss: (output, target) -> mean loss of a batch.
@@ -116,33 +116,43 @@ def example_level(
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> local = privacy.example_level(
-        ...     torch.nn.Linear(10, 1), clip=1.0, noise=1.0, rate=0.1, steps=5, delta=1e-3,
+        ...     torch.nn.Linear(10, 1), clip=1.0, noise=1.0, sampling_rate=0.1, steps=5, delta=1e-3,
         ...     loss=lambda output, target: torch.nn.functional.mse_loss(output[:, 0], target),
         ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
         >>> run = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=3)
         >>> float(run.history["epsilon"].iloc[-1].round(2))
         1.87
-        >>> round(privacy.epsilon(noise=1.0, rate=0.1, rounds=15, delta=1e-3), 2)
+        >>> round(privacy.epsilon(noise=1.0, sampling_rate=0.1, rounds=15, delta=1e-3), 2)
         1.87
     """
     check_clip(clip)
     check_noise(noise)
-    check_rate(rate)
+    check_rate(sampling_rate)
     check_rounds(steps)
     if cut is not None and not (cut.batch >= 1 and cut.rows >= 1):
         raise ValueError(f"Expected a cut at a batch of at least 1, of at least 1 rows, but got {cut}")
-    excess = 0.0 if cut is None else cut.excess(rate)
+    excess = 0.0 if cut is None else cut.excess(sampling_rate)
     entropy = from_system() if entropy is None else entropy
     claim = Claim("example", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     own = Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, Release(float(noise), float(rate), excess=excess), steps, entropy, one_process)
+    spending = Spending(own, Release(float(noise), float(sampling_rate), excess=excess), steps, entropy, one_process)
     descent = Descent(
         module, None, steps, rounds, None, loss, optimizer, reset, "refuse", True, False, None, "32", project,
         ignore_hooks,
     )  # fmt: skip
-    descent.loss = PrivateLoss(descent.objective, descent.trained, clip, rate, spending, ghost, cut and cut.batch)
-    told = {"clip": clip, "noise": noise, "rate": rate, "steps": steps, "delta": delta, "reset": reset, "cut": cut}
+    descent.loss = PrivateLoss(
+        descent.objective, descent.trained, clip, sampling_rate, spending, ghost, cut and cut.batch
+    )
+    told = {
+        "clip": clip,
+        "noise": noise,
+        "sampling_rate": sampling_rate,
+        "steps": steps,
+        "delta": delta,
+        "reset": reset,
+        "cut": cut,
+    }
     return LocalSolver(
         solve=descent.solve,
         parameters=descent.parameters,
@@ -165,7 +175,7 @@ def _prepare(
     cut: Cut | None,
     data: Any,
 ) -> Any:
-    """The data, if single rows of them can be protected."""
+    """Return the data, if single rows of them can be protected."""
     refuse_batch_norm(descent.objective.module)
     descent.prepare(data)
     small = (data.count * delta >= 1).nonzero()[:, 0].cpu()

@@ -36,7 +36,7 @@ _ROUNDING = 1e-10  # of singular values and lengths, relative
 
 
 class Discriminant(NamedTuple):
-    """z = ⟨direction, x⟩, of variance one within the classes.
+    """Hold a map z = ⟨direction, x⟩ of variance one within the classes.
 
     Example:
         >>> import torch
@@ -55,7 +55,7 @@ class Discriminant(NamedTuple):
 
 
 def private_discriminant(means: Tensor, covariances: Tensor, private: Tensor, leak: float) -> Discriminant:
-    """The direction that tells two classes apart best, of those that leak at most so much of s = F x.
+    """Return the direction that tells two classes apart best, of those that leak at most so much of s = F x.
 
     Args:
         means: `(2, d)` of x in each class.

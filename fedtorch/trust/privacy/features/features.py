@@ -34,7 +34,7 @@ _ABOVE = 1 + 1e-9  # by which asking for all information may be rounded up
 
 
 def private_projection(features: Tensor, private: Tensor) -> Tensor:
-    """F of (9.10), with covariances estimated by (9.11)–(9.13): `F x` is uncorrelated with the private attributes.
+    """Return F of (9.10), with covariances by (9.11)–(9.13): `F x` is uncorrelated with the private attributes.
 
     Args:
         features: `(m, d)`.
@@ -69,7 +69,7 @@ def private_projection(features: Tensor, private: Tensor) -> Tensor:
 
 
 def reconstruction_error(features: Tensor, private: Tensor, map: Tensor) -> float:
-    """ε(F) of (9.9): the mean squared error of the best affine reconstruction of `private` `(m,)` from `map x`."""
+    """Return ε(F) of (9.9), the mean squared error of the best affine reconstruction of `private` from `map x`."""
     x, s = (
         part.to(torch.float64) - part.to(torch.float64).mean(0) for part in (features @ map.T.to(features), private)
     )
@@ -77,7 +77,7 @@ def reconstruction_error(features: Tensor, private: Tensor, map: Tensor) -> floa
 
 
 class Funnel(NamedTuple):
-    """A map z = ⟨direction, x⟩ + N(0, noise), which leaks least for what it tells.
+    """Hold a map z = ⟨direction, x⟩ + N(0, noise), which leaks least for what it tells.
 
     Example:
         >>> import math, torch
@@ -98,7 +98,7 @@ class Funnel(NamedTuple):
 
 
 def privacy_funnel(covariance: Tensor, private: Tensor, label: Tensor, information: float) -> Funnel:
-    """The linear Gaussian map of x with the least I(s; z) among those with I(y; z) of at least `information` (9.8).
+    """Find the linear Gaussian map of x of least I(s; z) among those with I(y; z) of at least `information` (9.8).
 
     Args:
         covariance: `(d, d)` of x, positive definite.

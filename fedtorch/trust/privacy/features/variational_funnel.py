@@ -34,12 +34,12 @@ from fedtorch.vfl.model.split_nn import mlp
 _STIFF, _LEARNT = 10.0, 0.1  # by how much a missing nat raises λ at once, and for good
 
 
-class Encoder(nn.Module):
-    """z of rows `(n, d)`, `(n, k)`: a network of standardised features, with noise of variance one for a key.
+class FunnelEncoder(nn.Module):
+    """Encode rows `(n, d)` as z `(n, k)`: a network of standardised features, with noise of variance one for a key.
 
     Example:
         >>> x = torch.tensor([[3.0], [7.0]])
-        >>> encoder = Encoder(nn.Identity(), centre=torch.tensor([5.0]), scale=torch.tensor([2.0]))
+        >>> encoder = FunnelEncoder(nn.Identity(), centre=torch.tensor([5.0]), scale=torch.tensor([2.0]))
         >>> encoder(x).flatten().tolist(), encoder(x, random.key(0)).shape  # f(x), and a draw of z
         ([-1.0, 1.0], torch.Size([2, 1]))
     """
@@ -54,13 +54,13 @@ class Encoder(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
-        """f(x), or a draw of z."""
+        """Return f(x), or a draw of z."""
         told = self.network((x.to(self.centre) - self.centre) / self.scale)
         return told if key is None else told + random.normal(key, told.shape, told.dtype)
 
 
 class LearntFunnel(NamedTuple):
-    """An encoder, and what new heads found on rows that they were not trained on.
+    """Hold an encoder, and what new heads found on rows that they were not trained on.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -71,13 +71,13 @@ class LearntFunnel(NamedTuple):
         (torch.Size([100, 1]), True)
     """
 
-    encoder: Encoder
+    encoder: FunnelEncoder
     leak: float  # Î(s; z) in nats
     information: float  # Î(y; z) in nats
 
 
 class _Head(nn.Module):
-    """q(t | z): logits of classes, or a mean beside one standard deviation."""
+    """Model q(t | z): logits of classes, or a mean beside one standard deviation."""
 
     def __init__(self, target: Tensor, width: int, hidden: Sequence[int]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Head(nn.Module):
         self.log_sd = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def information(self, z: Tensor, target: Tensor) -> Tensor:
-        """Î(t; z)."""
+        """Return Î(t; z)."""
         said = self.network(z)
         if self.classes:
             shares = torch.bincount(target, minlength=self.classes) / len(target)
@@ -111,7 +111,7 @@ def variational_funnel(
     lr: float = 3e-2,
     seed: int = 0,
 ) -> LearntFunnel:
-    """A map of features that tells `information` of a label, and as little of a private attribute as it can.
+    """Train a map of features that tells `information` of a label, and as little of a private attribute as it can.
 
     Args:
         features: `(n, d)`.
@@ -143,7 +143,7 @@ def variational_funnel(
         torch.manual_seed(int(random.bits(key, 1)))
         network = mlp(x.shape[1], hidden, width, activation=nn.Tanh).double()
         scale = x.std(0, correction=0)
-        encoder = Encoder(network, x.mean(0), torch.where(scale > 0, scale, 1.0))
+        encoder = FunnelEncoder(network, x.mean(0), torch.where(scale > 0, scale, 1.0))
         heads = [_Head(each, width, hidden) for each in (s, y)]
         fresh = [_Head(each, width, hidden) for each in (s, y)]
     _play(encoder, heads, (x, s, y), information, (steps, inner, lr), key)
@@ -153,14 +153,14 @@ def variational_funnel(
 
 
 def _play(
-    encoder: Encoder,
+    encoder: FunnelEncoder,
     heads: list[_Head],
     rows: tuple[Tensor, Tensor, Tensor],
     information: float,
     settings: tuple[int, int, float],
     key: Tensor,
 ) -> None:
-    """Encoder against heads, in place."""
+    """Train encoder and heads against each other, in place."""
     (x, s, y), (steps, inner, lr), width = rows, settings, encoder(rows[0][:1]).shape[1]
     own = torch.optim.Adam(encoder.parameters(), lr=lr)
     theirs = torch.optim.Adam([value for head in heads for value in head.parameters()], lr=3 * lr)
@@ -186,14 +186,14 @@ def _play(
 
 
 def _measured(
-    encoder: Encoder,
+    encoder: FunnelEncoder,
     heads: list[_Head],
     rows: tuple[Tensor, Tensor, Tensor],
     half: Tensor,
     settings: tuple[int, float],
     key: Tensor,
 ) -> list[float]:
-    """Î(s; z) and Î(y; z) of new heads, trained on one half of the rows and counted on the other, at least 0."""
+    """Return Î(s; z) and Î(y; z) of new heads, trained on one half of the rows and counted on the other, at least 0."""
     (x, *targets), (steps, lr) = rows, settings
     theirs = torch.optim.Adam([value for head in heads for value in head.parameters()], lr=lr)
     for step in range(steps):
@@ -208,7 +208,7 @@ def _measured(
 
 
 def _in_units(target: Tensor) -> Tensor:
-    """Classes as they are, numbers in units of their spread, which changes nothing of what is known of them."""
+    """Return classes as they are and numbers in units of their spread, which keeps what is known of them."""
     if not target.is_floating_point():
         return target.to(torch.int64)
     numbers = target.to(torch.float64)

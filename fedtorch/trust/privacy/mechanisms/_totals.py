@@ -36,7 +36,7 @@ from fedtorch.trust.privacy.noise import Mechanism
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """Hold the server's state."""
 
     inner: Tree  # of the algorithm; its `total` has the noise of the last round
     total: Tree = None  # without noise, which nothing is made of but the next release
@@ -53,7 +53,7 @@ def check_total(told: Told) -> None:
 
 
 def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spending) -> Algorithm:
-    """`algorithm` that sees its total with noise only.
+    """Show the algorithm its total with noise only.
 
     Args:
         algorithm: with `told`, which `check_total` lets pass.
@@ -80,7 +80,7 @@ def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spe
 
 
 def numbers_of(counts: tuple[str, ...], whole: Tree) -> dict[str, Tensor]:
-    """What clients tell for good `(K, ...)` by name, in float64, without the counts.
+    """Return what clients tell for good `(K, ...)` by name, in float64, without the counts.
 
     Raises:
         ValueError: counts that are not 0 or 1.
@@ -95,7 +95,7 @@ def numbers_of(counts: tuple[str, ...], whole: Tree) -> dict[str, Tensor]:
 
 
 def with_numbers(whole: Tree, numbers: dict[str, Tensor]) -> Tree:
-    """What clients tell for good with other numbers beside its counts."""
+    """Return what clients tell for good with other numbers beside its counts."""
     return tree.refill(whole, [numbers.get(name, leaf) for name, leaf in tree.items(whole)])
 
 
@@ -106,7 +106,7 @@ def _clipped(told: Told, clip: float, mechanism: Mechanism, state: Tree) -> Tree
 
 
 def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spending) -> Tree:
-    """A total with noise of `scale` on every number but those that count."""
+    """Return a total with noise of `scale` on every number but those that count."""
     values = {name: leaf for name, leaf in tree.items(total) if name not in counts}
     flat = torch.cat([leaf.flatten().cpu() for leaf in values.values()])
     scales = torch.full_like(flat, scale)
@@ -116,7 +116,7 @@ def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spen
 
 
 def _init(clipped: Algorithm, parameters: Tree, clients: int) -> tuple[State, Tree]:
-    """The first total is of initial states, which say nothing of anybody."""
+    """Start with the total of initial states, which says nothing of anybody."""
     inner, state = clipped.init(parameters, clients)
     return State(inner._replace(total=first_total(clipped, state, clients))), state
 
@@ -130,6 +130,6 @@ def _server(
     aggregate: Tree,
     key: Tensor,
 ) -> State:
-    """The algorithm's step, with the total as it is released in this round."""
+    """Take the algorithm's step, with the total as it is released in this round."""
     inner = state.inner._replace(total=_released(state.total, counts, scale, spending))
     return state._replace(inner=algorithm.server(inner, aggregate, key))

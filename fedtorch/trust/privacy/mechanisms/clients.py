@@ -8,7 +8,7 @@ of clients that it *expects*, m, never by how many or how heavy they are:
 *Who is protected:* one client, all its rows in all rounds; two neighbouring federations differ in one client whose
 messages are zeros in one of them (zero-out). *From whom:* everybody who sees the server's states, models and all that
 is made of them. Not from the server itself, which sees messages; not what a client keeps to itself (personal layers),
-nor the history's lists of who answered. With a `rate`, not from somebody who can compute the cohort: it is drawn from
+nor the history's lists of who answered. With a `sampling_rate`, not from who can compute the cohort: it is drawn from
 the operating system's entropy, whatever the seed.
 
 Of an algorithm whose clients tell something for good besides (`ft.scaffold`, `ft.feddyn`), every round also releases
@@ -21,7 +21,7 @@ Algorithm 1; zero-out: Kairouz et al. (2021), "Practical and private (deep) lear
 >>> from fedtorch.trust import privacy
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 20)
 >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
->>> private = privacy.client_level(average, clip=1.0, noise=1.0, rate=0.5, delta=1e-2, budget=6.0)
+>>> private = average | privacy.client_level(clip=1.0, noise=1.0, sampling_rate=0.5, delta=1e-2, budget=6.0)
 >>> run = ft.run(private, ft.InProcess(data), rounds=100)  # ends when the budget is spent
 >>> run.number < 100, bool(run.history["epsilon"].iloc[-1] <= 6.0)
 (True, True)
@@ -41,7 +41,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sent, Sum
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sent, Sum, client_count
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Rows, Tree
 from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate
@@ -61,14 +62,14 @@ LISTENERS = (
 SAMPLED = f"{ADVERSARY}{UNSEEN}"
 
 
-class State(NamedTuple):
-    """The server's state with an adaptive clip.
+class AdaptiveState(NamedTuple):
+    """Hold the server's state with an adaptive clip.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> private = privacy.client_level(average, privacy.AdaptiveClip(start=0.1), noise=1.0, delta=1e-2)
+        >>> private = average | privacy.client_level(privacy.AdaptiveClip(start=0.1), noise=1.0, delta=1e-2)
         >>> state, _ = private.init({"weight": torch.zeros(1, 2)}, 20)
         >>> state.inner["weight"], float(state.clip)
         (tensor([[0., 0.]]), 0.1)
@@ -79,57 +80,62 @@ class State(NamedTuple):
 
 
 class _Outbox(NamedTuple):
-    """What the server sends out with an adaptive clip."""
+    """Hold what the server sends out with an adaptive clip, and what clients hear of it."""
 
     parameters: Tree  # of the algorithm
-    clip: Tensor  # () float64
+    clip: Tensor  # () float64, (K,) at clients
 
 
 class _Told(NamedTuple):
-    """A client's message with an adaptive clip."""
+    """Hold a client's message with an adaptive clip."""
 
     message: Tree
     within: Mean  # ½ where the norm was within the bound, −½ elsewhere
 
 
 class _Settings(NamedTuple):
-    """What `client_level` was called with."""
+    """Hold what `client_level` was called with."""
 
     clip: Clip
     noise: float
-    mechanism: Mechanism
-    rate: float
+    delta: float
+    sampling_rate: float
     size: int | None
-    share: float  # how many times the noise of a release of messages alone
+    clip_told: float | None
+    mechanism: Mechanism
+
+    @property
+    def share(self) -> float:
+        """Return how many times the noise of a release of messages alone."""
+        return self.mechanism.join(1 if self.clip_told is None else 2)
 
 
 def client_level(
-    algorithm: Algorithm,
     clip: Clip,
     noise: float,
     *,
     delta: float,
-    rate: float = 1.0,
+    sampling_rate: float = 1.0,
     size: int | None = None,
     clip_told: float | None = None,
     mechanism: Mechanism = gaussian,
     budget: float | None = None,
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
-) -> Algorithm:
-    """`algorithm` with messages clipped and noised, so that no client's can be told from zeros beyond (ε, δ).
+) -> Wrapper:
+    """Clip and noise messages, so that no client's can be told from zeros beyond (ε, δ).
 
+    For algorithms whose clients tell `Mean`s on a star, such as `ft.fedavg`, `ft.fedadam`, `ft.personal_layers`.
     Weights of messages, which depend on the clients' data, are set to one. The history has `epsilon` after every round;
     losses, which clients would tell without noise, are left out unless the noise is seeded.
 
     Args:
-        algorithm: whose clients tell `Mean`s on a star, such as `ft.fedavg`, `ft.fedadam`, `ft.personal_layers`.
         clip: the bound C on a message's norm (Euclidean, or the sum of absolute values for `laplace`); bounds by shell
             pattern of parameter names; or `AdaptiveClip()`, which spends a share of the budget.
         noise: z, in units of the sensitivity: the server adds z·C to every number of the sum, for L bounds by name
             z·√L·C_l (`laplace`: z·L·C_l).
         delta: δ of all ε, below one over the number of clients.
-        rate: every round draws each client with this probability, in secret; 1 asks everybody.
+        sampling_rate: every round draws each client with this probability, in secret; 1 asks everybody.
         size: instead of a rate, a fixed number of clients in each round, uniformly; its rounds count as if everybody
             had been asked.
         clip_told: the bound on the norm of what a client tells for good, where the algorithm has such; then the sum of
@@ -143,47 +149,65 @@ def client_level(
             and guarantees nothing, as its ledger says.
 
     Returns:
-        An algorithm whose runs take no `cohort=`: the accountant has to know how clients are drawn.
+        A wrapper, whose algorithms' runs take no `cohort=`: the accountant has to know how clients are drawn.
 
     Raises:
-        ValueError: clip, noise, δ, rate, size or budget out of range; an algorithm whose totals bear no noise; an
-            exchange that does not add up.
+        ValueError: clip, noise, δ, rate, size or budget out of range. When it is joined: an algorithm whose totals bear
+            no noise; an exchange that does not add up; another privacy.
     """
-    parts = 1 if algorithm.told is None else 2
-    settings = _Settings(clip, noise, mechanism, rate, size, mechanism.join(parts))
-    _check(algorithm, settings, clip_told)
+    settings = _Settings(clip, noise, delta, sampling_rate, size, clip_told, mechanism)
+    _check_settings(settings)
     entropy = from_system() if entropy is None else entropy
-    adversary = LISTENERS if clip_told is not None else SAMPLED if rate < 1 else ADVERSARY
+    adversary = LISTENERS if clip_told is not None else SAMPLED if sampling_rate < 1 else ADVERSARY
     claim = Claim("client", ADJACENCY, adversary, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    release, own = Release(float(noise), float(rate), mechanism), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), rate, size, quorum=None)
-    adaptive = isinstance(clip, AdaptiveClip)
-    told = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "rate": rate, "size": size, "delta": delta}
-    if clip_told is not None:
-        told["clip_told"] = clip_told
-        algorithm = noised_totals(algorithm, clip_told, noise * settings.share, spending)
+    release, own = Release(float(noise), float(sampling_rate), mechanism), Ledger(ledger, claim, delta, budget)
+
+    def wrap(algorithm: Algorithm) -> Algorithm:
+        _check(algorithm, clip_told)
+        spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), sampling_rate, size, quorum=None)
+        return _private(algorithm, settings, spending)
+
+    told = settings._replace(mechanism=mechanism.name)._asdict()  # type: ignore[arg-type]
+    return Wrapper(Stage.PRIVACY, "privacy.client_level", wrap, told)
+
+
+def _private(algorithm: Algorithm, settings: _Settings, spending: Spending) -> Algorithm:
+    adaptive = isinstance(settings.clip, AdaptiveClip)
+    if settings.clip_told is not None:
+        algorithm = noised_totals(algorithm, settings.clip_told, settings.noise * settings.share, spending)
     return dataclasses.replace(
         algorithm,
         init=partial(_init, algorithm, settings),
         outbox=(lambda state: _Outbox(algorithm.outbox(state.inner), state.clip)) if adaptive else algorithm.outbox,
-        client=partial(_client, algorithm, settings, not entropy.guarantees),
+        client=partial(_client, algorithm, settings, not spending.entropy.guarantees),
         server=partial(_server, algorithm, settings),
         model=(lambda inbox, state: algorithm.model(inbox.parameters, state)) if adaptive else algorithm.model,
         exchange=_noised(algorithm.exchange, settings, spending),
         report=partial(_report, algorithm) if adaptive else algorithm.report,
-        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in told.items()}},
         budget=spending,
     )
 
 
-def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -> None:
+def _check_settings(settings: _Settings) -> None:
     check_clip(settings.clip)
     check_noise(settings.noise)
-    check_rate(settings.rate)
-    if settings.size is not None and (settings.rate != 1 or settings.size < 1):
-        raise ValueError(f"Expected either a rate or a size of at least 1, but got {settings.rate} and {settings.size}")
+    check_rate(settings.sampling_rate)
+    if settings.size is not None and (settings.sampling_rate != 1 or settings.size < 1):
+        raise ValueError(
+            f"Expected either a rate or a size of at least 1, but got {settings.sampling_rate} and {settings.size}"
+        )
     if isinstance(settings.clip, AdaptiveClip) and settings.mechanism is not gaussian:
         raise ValueError("Expected gaussian noise for an adaptive clip, whose share is one of Gaussian releases")
+    if settings.clip_told is not None:
+        check_clip(settings.clip_told)
+        if settings.sampling_rate < 1 or isinstance(settings.clip, AdaptiveClip):
+            raise ValueError(
+                "Expected neither a rate nor an adaptive clip with a total, but got one: a client that is silent stays "
+                "in every total, so that sampling amplifies nothing; ask some by size="
+            )
+
+
+def _check(algorithm: Algorithm, clip_told: float | None) -> None:
     if algorithm.told is not None:
         check_total(algorithm.told)
     if (algorithm.told is None) != (clip_told is None):
@@ -191,13 +215,6 @@ def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -
             f"Expected clip_told= where clients tell something for good, and only there, but got {clip_told}: their "
             "running total is released in every round; ft.fedavg and its kin tell nothing for good"
         )
-    if clip_told is not None:
-        check_clip(clip_told)
-        if settings.rate < 1 or isinstance(settings.clip, AdaptiveClip):
-            raise ValueError(
-                "Expected neither a rate nor an adaptive clip with a total, but got one: a client that is silent stays "
-                "in every total, so that sampling amplifies nothing; ask some by size="
-            )
     if not algorithm.exchange.additive:
         raise ValueError(
             "Expected an exchange that adds messages up, such as ft.star(), but got one that keeps them apart (a "
@@ -208,11 +225,11 @@ def _check(algorithm: Algorithm, settings: _Settings, clip_told: float | None) -
 
 
 def _check_clients(delta: float, cohort: Any, clients: int) -> None:
-    """Raises ValueError where a run's cohort or population is not what was accounted for."""
+    """Raise ValueError where a run's cohort or population is not what was accounted for."""
     if cohort is not None:
         raise ValueError(
-            f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say rate= or "
-            "size= of client_level, which brings its own cohort"
+            f"Expected no cohort=, but got {cohort}: the accountant has to know how clients are drawn, so say "
+            "sampling_rate= or size= of client_level, which brings its own cohort"
         )
     check_delta_of(delta, "clients", cohort, clients)
 
@@ -220,14 +237,14 @@ def _check_clients(delta: float, cohort: Any, clients: int) -> None:
 def _init(algorithm: Algorithm, settings: _Settings, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
     inner, state = algorithm.init(parameters, clients)
     if isinstance(settings.clip, AdaptiveClip):
-        return State(inner, torch.tensor(settings.clip.start, dtype=torch.float64)), state
+        return AdaptiveState(inner, torch.tensor(settings.clip.start, dtype=torch.float64)), state
     return inner, state
 
 
 def _client(
     algorithm: Algorithm, settings: _Settings, losses: bool, inbox: Tree, state: Tree, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply, its message clipped and in units of the bounds, its weights one."""
+    """Return the algorithm's reply, its message clipped and in units of the bounds, its weights one."""
     clip = settings.clip
     adaptive = isinstance(clip, AdaptiveClip)
     reply = algorithm.client(inbox.parameters if adaptive else inbox, state, data, turn)
@@ -249,17 +266,17 @@ def _client(
 
 
 def _server(algorithm: Algorithm, settings: _Settings, state: Tree, aggregate: Tree, key: Tensor) -> Tree:
-    """The algorithm's step with the noised means in their own units."""
+    """Take the algorithm's step with the noised means in their own units."""
     clip = settings.clip
     if isinstance(clip, AdaptiveClip):
         within = float(aggregate.within.value) + 0.5
         inner = algorithm.server(state.inner, _in_units(aggregate.message, float(state.clip)), key)
-        return State(inner, state.clip * math.exp(-clip.lr * (within - clip.quantile)))
+        return AdaptiveState(inner, state.clip * math.exp(-clip.lr * (within - clip.quantile)))
     return algorithm.server(state, _in_units(aggregate, clip), key)
 
 
 def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
-    """Means of numbers that were divided by their bounds, times these."""
+    """Return means of numbers that were divided by their bounds, times these."""
 
     def scaled(mean: Mean) -> Mean:
         bounds = bounds_of(mean.value, clip) if isinstance(clip, Mapping) else [clip] * len(tree.leaves(mean.value))
@@ -269,8 +286,13 @@ def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
 
 
 def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exchange:
-    """The exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
+    """Return the exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
     clip, noise = settings.clip, settings.noise * settings.share
+
+    def scatter(outbox: Tree, ids: Rows) -> Tree:
+        if not isinstance(clip, AdaptiveClip):
+            return exchange.scatter(outbox, ids)
+        return _Outbox(exchange.scatter(outbox.parameters, ids), tree.expand(outbox.clip, client_count(ids)))
 
     def gather(messages: Tree, ids: Rows) -> Tree:
         return exchange.gather(tree.to(messages, torch.float64), ids)
@@ -290,11 +312,11 @@ def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exch
         parts = len(tree.leaves(tuple(mean.value for mean in _means(aggregate)))) if isinstance(clip, Mapping) else 1
         return _released(aggregate, noise * spending.release.mechanism.join(parts), "values", spending)
 
-    return exchange._replace(gather=gather, finish=finish)
+    return exchange._replace(scatter=scatter, gather=gather, finish=finish)
 
 
 def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> Tree:
-    """The aggregate's sums with noise, divided by the clients that were expected."""
+    """Return the aggregate's sums with noise, divided by the clients that were expected."""
     means, expected = _means(aggregate), spending.expected
     sums = tuple(tree.scale(mean.value, float(mean.weight)) for mean in means)
     leaves = tree.leaves(sums)
@@ -307,8 +329,8 @@ def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> 
     return _map(lambda mean: Mean(next(values), weight.to(mean.weight.device)), aggregate)
 
 
-def _report(algorithm: Algorithm, state: State) -> dict[str, float | Tensor]:
-    """What the algorithm reports, and the bound."""
+def _report(algorithm: Algorithm, state: AdaptiveState) -> dict[str, float | Tensor]:
+    """Return what the algorithm reports, and the bound."""
     return {**({} if algorithm.report is None else algorithm.report(state.inner)), "clip": state.clip}
 
 

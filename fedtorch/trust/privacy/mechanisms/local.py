@@ -33,6 +33,7 @@ from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.budget import Need
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.federation.exchanges.messages import like, rows
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy._checks import check_clip, check_noise
@@ -47,7 +48,6 @@ ADVERSARY = "everybody who sees what clients send, the server included"
 
 
 def local_level(
-    algorithm: Algorithm,
     clip: float,
     noise: float,
     *,
@@ -56,11 +56,12 @@ def local_level(
     budget: float | None = None,
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
-) -> Algorithm:
-    """`algorithm` whose clients clip and noise their own messages, so that no server has to be trusted with them.
+) -> Wrapper:
+    """Clip and noise messages at the clients, so that no server has to be trusted with them.
+
+    For algorithms whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`.
 
     Args:
-        algorithm: whose clients send fresh messages and tell nothing for good, such as `ft.fedavg`.
         clip: the bound C on the Euclidean norm of a client's message.
         noise: z, in units of C.
         delta: δ of all ε, below one over the number of clients.
@@ -71,31 +72,25 @@ def local_level(
         entropy: of the noise; default: the operating system's.
 
     Returns:
-        An algorithm for runs with any `cohort=`, whose rounds all count for all clients.
+        A wrapper for runs with any `cohort=`, whose rounds all count for all clients.
 
     Raises:
-        ValueError: clip, noise, δ, quorum or budget out of range; an algorithm with a budget, or whose clients tell
-            something for good. When a run begins: a population whose sums under masks may be of fewer than the
-            quorum, or that has none; shares of noise below the masks' grid.
+        ValueError: clip, noise, δ, quorum or budget out of range. When it is joined: an algorithm with a budget, or
+            whose clients tell something for good. When a run begins: a population whose sums under masks may be of
+            fewer than the quorum, or that has none; shares of noise below the masks' grid.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
         >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
-        >>> run = ft.run(privacy.local_level(plain, clip=1.0, noise=4.0, delta=1e-3), ft.InProcess(data), rounds=5)
+        >>> private = plain | privacy.local_level(clip=1.0, noise=4.0, delta=1e-3)
+        >>> run = ft.run(private, ft.InProcess(data), rounds=5)
         >>> round(float(run.history["epsilon"].iloc[-1]), 2)
         1.55
     """
     check_clip(clip)
     check_noise(noise)
-    if algorithm.told is not None:
-        raise ValueError(
-            "Expected clients that send fresh messages, but got an algorithm that tells something for good: on a graph "
-            "use privacy.node_level; over a star privacy.client_level with clip_told="
-        )
-    if algorithm.budget is not None:
-        raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
     if quorum < 1:
         raise ValueError(f"Expected a quorum of at least 1, but got {quorum}")
     share = noise * clip / math.sqrt(quorum)
@@ -104,20 +99,32 @@ def local_level(
     seen = ADVERSARY if quorum == 1 else f"everybody who sees sums of at least {quorum} clients that add noise, no less"
     claim = Claim("client", ADJACENCY, seen, SYSTEM if entropy.guarantees else NO_GUARANTEE)
     release, own = Release(float(noise), 1.0, gaussian), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "clients"), 1.0, None, quorum, need)
+
+    def wrap(algorithm: Algorithm) -> Algorithm:
+        _check(algorithm)
+        check = partial(check_delta_of, delta, "clients")
+        spending = Spending(own, release, 1, entropy, check, quorum=quorum, need=need)
+        client = partial(_client, algorithm, float(clip), share, spending)
+        return dataclasses.replace(algorithm, client=client, budget=spending)
+
     told = {"clip": clip, "noise": noise, "quorum": quorum, "delta": delta}
-    return dataclasses.replace(
-        algorithm,
-        client=partial(_client, algorithm, float(clip), share, spending),
-        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in told.items()}},
-        budget=spending,
-    )
+    return Wrapper(Stage.PRIVACY, "privacy.local_level", wrap, told)
+
+
+def _check(algorithm: Algorithm) -> None:
+    if algorithm.told is not None:
+        raise ValueError(
+            "Expected clients that send fresh messages, but got an algorithm that tells something for good: on a graph "
+            "use privacy.node_level; over a star privacy.client_level with clip_told="
+        )
+    if algorithm.budget is not None:
+        raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
 
 
 def _client(
     algorithm: Algorithm, clip: float, share: float, spending: Spending, inbox: Tree, state: Tree, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply, its message clipped and noised, its weights one."""
+    """Return the algorithm's reply, its message clipped and noised, its weights one."""
     spending.begin(turn.key)
     reply = algorithm.client(inbox, state, data, turn)
     nodes: list[Mean | Sum] = []

@@ -29,6 +29,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchanges.messages import like, rows
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy._checks import check_clip, check_noise
@@ -43,15 +44,15 @@ ADJACENCY = "one node tells the common start with noise instead of what it has f
 ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node together; not the node itself"
 
 
-class State(NamedTuple):
-    """A node's own; leaves `(K, ...)`.
+class NodeState(NamedTuple):
+    """Hold a node's own state; leaves `(K, ...)`.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.trust import privacy
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y])) for y in (30.0, -30.0)])
         >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), ft.Network([[0, 1]]), alpha=0.5)
-        >>> private = privacy.node_level(exact, clip=1.0, noise=0.01, delta=1e-3, entropy=privacy.from_seed(0))
+        >>> private = exact | privacy.node_level(clip=1.0, noise=0.01, delta=1e-3, entropy=privacy.from_seed(0))
         >>> state = ft.run(private, ft.InProcess(data), rounds=1).clients.table.read(slice(0, 2))
         >>> (state.told["weight"] - state.start["weight"]).flatten().round()  # models are ±30
         tensor([ 1., -1.])
@@ -63,7 +64,6 @@ class State(NamedTuple):
 
 
 def node_level(
-    algorithm: Algorithm,
     clip: float,
     noise: float,
     *,
@@ -72,11 +72,12 @@ def node_level(
     budget: float | None = None,
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
-) -> Algorithm:
-    """`algorithm` whose nodes tell their neighbours nothing that could not be the start, beyond (ε, δ).
+) -> Wrapper:
+    """Clip and noise what nodes tell their neighbours, so that nobody can tell it from the start beyond (ε, δ).
+
+    For algorithms whose clients tell something for good and nothing else, such as `ft.gtv`.
 
     Args:
-        algorithm: whose clients tell something for good and nothing else, such as `ft.gtv`.
         clip: the bound C on how far what a node tells goes from the start (Euclidean, or for `laplace` the sum of
             absolute values).
         noise: z, in units of the sensitivity: a node adds z·C to every number that it tells.
@@ -87,11 +88,12 @@ def node_level(
         entropy: of the noise; default: the operating system's.
 
     Returns:
-        An algorithm for runs with any `cohort=`, whose rounds all count for all nodes.
+        A wrapper for runs with any `cohort=`, whose rounds all count for all nodes.
 
     Raises:
-        ValueError: clip, noise, δ or budget out of range; an algorithm with a budget, or one that tells nothing for
-            good. TypeError: in the first round, one with fresh messages besides.
+        ValueError: clip, noise, δ or budget out of range. When it is joined: an algorithm with a budget, or one that
+            tells nothing for good.
+        TypeError: in the first round, an algorithm with fresh messages besides.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -99,7 +101,7 @@ def node_level(
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.ones(1, 1), -torch.ones(1))])
         >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
         >>> exact = ft.gtv(local, ft.Network.from_edges([(0, 1)]), alpha=0.5)
-        >>> run = ft.run(privacy.node_level(exact, clip=1.0, noise=4.0, delta=1e-3), ft.InProcess(data), rounds=5)
+        >>> run = ft.run(exact | privacy.node_level(clip=1.0, noise=4.0, delta=1e-3), ft.InProcess(data), rounds=5)
         >>> round(float(run.history["epsilon"].iloc[-1]), 2)
         1.55
         >>> round(privacy.epsilon(noise=4.0, rounds=5, delta=1e-3), 2)
@@ -107,6 +109,19 @@ def node_level(
     """
     check_clip(clip)
     check_noise(noise)
+    entropy = from_system() if entropy is None else entropy
+    claim = Claim("node", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
+    release, own = Release(float(noise), 1.0, mechanism), Ledger(ledger, claim, delta, budget)
+
+    def wrap(algorithm: Algorithm) -> Algorithm:
+        spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "nodes"))
+        return _private(algorithm, float(clip), spending)
+
+    told = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "delta": delta}
+    return Wrapper(Stage.PRIVACY, "privacy.node_level", wrap, told)
+
+
+def _private(algorithm: Algorithm, clip: float, spending: Spending) -> Algorithm:
     if algorithm.told is None:
         raise ValueError(
             "Expected an algorithm whose nodes tell something for good, such as ft.gtv, but got one of fresh messages; "
@@ -114,33 +129,27 @@ def node_level(
         )
     if algorithm.budget is not None:
         raise ValueError("Expected an algorithm without a budget of its own, but got one: choose one level of privacy")
-    entropy = from_system() if entropy is None else entropy
-    claim = Claim("node", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    release, own = Release(float(noise), 1.0, mechanism), Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "nodes"))
-    settings = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "delta": delta}
     return dataclasses.replace(
         algorithm,
         init=partial(_init, algorithm),
-        client=partial(_client, algorithm, float(clip), spending),
+        client=partial(_client, algorithm, clip, spending),
         model=lambda inbox, state: algorithm.model(inbox, state.inner),
         told=algorithm.told._replace(of=lambda state: state.told),
-        settings={**algorithm.settings, **{f"privacy.{name}": value for name, value in settings.items()}},
         budget=spending,
     )
 
 
-def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, State]:
+def _init(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, NodeState]:
     assert algorithm.told is not None
     server, state = algorithm.init(parameters, clients)
     start = tree.map(lambda leaf: leaf[0], algorithm.told.of(tree.expand(state, 1)))
-    return server, State(state, start, start)
+    return server, NodeState(state, start, start)
 
 
 def _client(
-    algorithm: Algorithm, clip: float, spending: Spending, inbox: Tree, state: State, data: Any, turn: Turn
+    algorithm: Algorithm, clip: float, spending: Spending, inbox: Tree, state: NodeState, data: Any, turn: Turn
 ) -> Reply:
-    """The algorithm's reply; what it tells is clipped about the start, and noised."""
+    """Return the algorithm's reply; what it tells is clipped about the start, and noised."""
     assert algorithm.told is not None
     spending.begin(turn.key)
     reply = algorithm.client(inbox, state.inner, data, turn)
@@ -157,10 +166,10 @@ def _client(
     noised = tree.map(_beside, start, like(flat, cut))
     told = tree.map(lambda new, old: new.to(old.dtype), with_numbers(whole, noised), whole)
     return Reply(
-        reply.message, State(reply.state, state.start, told), {} if spending.entropy.guarantees else reply.info
+        reply.message, NodeState(reply.state, state.start, told), {} if spending.entropy.guarantees else reply.info
     )
 
 
 def _beside(start: Tensor, change: Tensor) -> Tensor:
-    """The start plus a change, where the start is."""
+    """Return the start plus a change, where the start is."""
     return start + change.to(start.device)

@@ -44,7 +44,7 @@ _CALLS = itertools.count()  # a seed repeats within a call only if the caller ma
 
 
 def keeping(epsilon: float, classes: int) -> tuple[float, float]:
-    """(p of the true label, q of each other) of randomised response.
+    """Return (p of the true label, q of each other) of randomised response.
 
     Raises:
         ValueError: an ε that is not positive, or fewer than two classes.
@@ -62,7 +62,7 @@ def keeping(epsilon: float, classes: int) -> tuple[float, float]:
 
 
 def randomised_response(labels: Tensor, classes: int, epsilon: float, entropy: Entropy | None = None) -> Tensor:
-    """Labels of which each is ε-private, against any other label in its place.
+    """Randomise labels so that each is ε-private against any other in its place.
 
     Args:
         labels: integers from 0 to `classes` − 1, any shape.
@@ -98,7 +98,7 @@ def replaced_rows(
     ratio: float = 1.0,
     entropy: Entropy | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of which some are replaced whole, so that features and label together tell little of a label.
+    """Replace some rows whole, so that features and label together tell little of a label.
 
     A row's label is ε-private against any other label in its place with features that belong to that label; only if
     `ratio` is right, and if `made_up` was not learnt from these rows.
@@ -144,7 +144,7 @@ def replaced_rows(
 
 
 def normal_rows(features: Tensor, labels: Tensor, classes: int, widen: float = 1.0) -> MadeUp:
-    """Features made up of normal distributions, one a class, with the means and covariances of public rows.
+    """Make up features by normal distributions, one a class, with the means and covariances of public rows.
 
     See `replaced_rows`.
 
@@ -175,14 +175,14 @@ def _normal(means: Tensor, roots: Tensor, labels: Tensor, uniforms: Uniforms) ->
 
 
 def label_frequencies(told: Tensor, classes: int, epsilon: float) -> Tensor:
-    """Unbiased frequencies `(K,)` of the true labels, from randomised ones; some may be below zero."""
+    """Estimate frequencies `(K,)` of the true labels from randomised ones, without bias; some may be below zero."""
     keep, other = keeping(epsilon, classes)
     frequencies = torch.bincount(told.flatten(), minlength=classes).to(torch.float64) / told.numel()
     return (frequencies - other) / (keep - other)
 
 
 class RandomisedCrossEntropy(nn.Module):
-    """A cross entropy of randomised labels that is, on average over their draws, that of the true ones.
+    """Compute a cross entropy of randomised labels that is, on average over their draws, that of the true ones.
 
     Args:
         classes: K.
@@ -202,7 +202,7 @@ class RandomisedCrossEntropy(nn.Module):
         self.keep, self.other = keeping(epsilon, classes)
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """The mean over rows, of logits `(n, K)` and told labels `(n,)`; it may be below zero."""
+        """Return the mean over rows, of logits `(n, K)` and told labels `(n,)`; it may be below zero."""
         losses = -output.log_softmax(-1)
         told = losses.gather(-1, target[..., None])[..., 0]
         return ((told - self.other * losses.sum(-1)) / (self.keep - self.other)).mean()
@@ -211,7 +211,7 @@ class RandomisedCrossEntropy(nn.Module):
 def noised_features(
     features: Tensor, clip: float, noise: float, mechanism: Mechanism = gaussian, entropy: Entropy | None = None
 ) -> Tensor:
-    """Rows of which each is private against any other row in its place.
+    """Noise rows so that each is private against any other in its place.
 
     A row is scaled down to a norm of at most C and gets noise of z·2C on every number, so that it costs
     `privacy.epsilon(noise=z, delta=…, mechanism=…)`, once.
@@ -245,14 +245,14 @@ def noised_features(
     return noised.to(features.device, features.dtype)
 
 
-def subsampling_delta(rate: float) -> float:
-    """The δ at which publishing each row with probability `rate`, as it is, is (0, δ)-private: the rate itself.
+def subsampling_delta(sampling_rate: float) -> float:
+    """Return the δ at which publishing each row with this probability, as it is, is (0, δ)-private: the rate itself.
 
     >>> subsampling_delta(0.1)
     0.1
     """
-    check_rate(rate)
-    return rate
+    check_rate(sampling_rate)
+    return sampling_rate
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:
@@ -266,5 +266,5 @@ def _uniforms(phase: str, count: int, entropy: Entropy | None) -> Tensor:
 
 
 def _purpose(phase: str, entropy: Entropy) -> Purpose:
-    """A purpose of its own for every call, unless the numbers are to repeat."""
+    """Return a purpose of its own for every call, unless the numbers are to repeat."""
     return Purpose(b"", 0, next(_CALLS) if entropy.guarantees else 0, phase, b"")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
-from fedtorch.federation.algorithms.multi_output_gp.exact import Message, State, fedmgp
+from fedtorch.federation.algorithms.multi_output_gp.exact import UnitMessage, UnitState, fedmgp
 from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.models.gaussian import pack
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Released(NamedTuple):
-    """A block's data: what its units tell, and no more; leaves `(K, ...)`."""
+    """Hold a block's data: what its units tell, and no more; leaves `(K, ...)`."""
 
     told: Contribution
     count: Tensor  # type: ignore[assignment]  # rows, which are public
@@ -52,7 +52,7 @@ def private_process(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> Algorithm:
-    """`ft.fedmgp` at the module's hyperparameters, of units that tell `NoisedSums` of their rows: one release in all.
+    """Build `ft.fedmgp` at the module's hyperparameters for units that tell `NoisedSums` of their rows, released once.
 
     Args:
         module: of one unit, with Gaussian noise, without means and processes of the units' own. Scale and noise of all
@@ -92,18 +92,18 @@ def private_process(
         budget=budget, ledger=ledger, entropy=entropy,
     )  # fmt: skip
     made = dataclasses.replace(plain, prepare=partial(_prepare, gp, sums), client=partial(_client, gp))
-    return sums.protect(made)
+    return made | sums.protect()
 
 
 def _variance(gp: StackedGP) -> float:
-    """The prior's variance, which is the same everywhere: at an inducing input."""
+    """Return the prior's variance, which is the same everywhere: at an inducing input."""
     with torch.no_grad():
         inputs = gp.module.embed(gp.module.inducing)
         return float(gp.module.kernel.variance(inputs).max())
 
 
 def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
-    """What the units of a block tell for good."""
+    """Return what the units of a block tell for good."""
     x, y, *_ = gp.check(data).batch
     module = gp.module
     with torch.no_grad():
@@ -116,9 +116,9 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
     return _Released(tree.to(told, y.dtype), data.count)
 
 
-def _client(gp: StackedGP, inbox: Any, state: State, data: _Released, turn: Turn) -> Reply:
-    """The same in every round."""
+def _client(gp: StackedGP, inbox: Any, state: UnitState, data: _Released, turn: Turn) -> Reply:
+    """Tell the same in every round."""
     one = torch.ones_like(data.told.units)
     nothing = {name: gp.values[name].new_zeros(len(one), *gp.values[name].shape) for name in gp.shared}
-    message = Message(Mean(nothing, one.to(torch.float64)))
+    message = UnitMessage(Mean(nothing, one.to(torch.float64)))
     return Reply(message, state._replace(told=data.told, started=torch.ones_like(state.started)), {})

@@ -33,7 +33,7 @@ _CALLS = itertools.count()  # of releases in this process, so that no two have t
 def noised_gradients(
     server: ServerNode, half: Half, *, clip: float, noise: float, entropy: Entropy | None = None
 ) -> Half:
-    """A server's half whose gradients are clipped and noised row by row, each step's noise fresh.
+    """Clip and noise a server's gradients row by row, with fresh noise in each step.
 
     A sum at the cut layer has one gradient for all parties, which is noised once: all of them hear the same numbers.
 
@@ -89,7 +89,7 @@ def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: 
             released = None
         elif isinstance(step.message, Gradient):
             if released is None:
-                size = server.now.total.to(step.message.gradient).reshape(-1, 1, 1, 1) if server.per_row else 1.0
+                size = server.data.total.to(step.message.gradient).reshape(-1, 1, 1, 1) if server.per_row else 1.0
                 released = Gradient(release(step.message.gradient * size, clip, noise, entropy) / size)
             step = step._replace(message=released)
         return (yield step)
@@ -98,7 +98,7 @@ def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: 
 
 
 def release(gradient: Tensor, clip: float, noise: float, entropy: Entropy) -> Tensor:
-    """Gradients `(B, M, C, n)`, a row's all together of a norm of at most `clip`, with noise of 2·`clip`·`noise`.
+    """Clip gradients `(B, M, C, n)`, all of a row together, to a norm of `clip`, and add noise of 2·`clip`·`noise`.
 
     >>> from fedtorch.trust import privacy
     >>> gradient = torch.tensor([[30.0, 0.3], [40.0, 0.4]]).reshape(1, 1, 2, 2)  # of two rows

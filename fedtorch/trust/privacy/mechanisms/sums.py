@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.solvers.least_squares import least_squares
+from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.models.linear import LinearHead, Spectral, SufficientStatistics, spectral
 from fedtorch.models.rows import regression_fields
 from fedtorch.random.entropy import Entropy, from_system
@@ -48,28 +49,28 @@ ADVERSARY = "everybody, the server included, who sees anything that is made of t
 
 
 class _SpentOnce(Spending):
-    """A budget that is spent when a run is made, and not by its rounds."""
+    """Spend a budget when a run is made, and not by its rounds."""
 
     _blocks = 0
 
     def cohort(self, cohort: Any, clients: int) -> Any:
-        """Writes the release down; the cohort is the run's."""
+        """Write the release down; the cohort is the run's."""
         super().cohort(cohort, clients)
         super().spend(0, None, torch.tensor(0))
         self._blocks = 0
         return cohort
 
     def block(self) -> str:
-        """A phase of its own for the next block of clients."""
+        """Return a phase of its own for the next block of clients."""
         self._blocks += 1
         return f"sums of block {self._blocks}"
 
     def allows(self) -> bool:
-        """Rounds release nothing further."""
+        """Allow every round: rounds release nothing further."""
         return True
 
     def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
-        """Rounds release nothing further.
+        """Allow every round: rounds release nothing further.
 
         Raises:
             RuntimeError: the sums have not been made, so that the run works on something else.
@@ -79,11 +80,11 @@ class _SpentOnce(Spending):
 
 
 class NoisedSums:
-    """Sums over clipped rows with noise, for models that need nothing else of the rows, at the price of one release.
+    """Sum clipped rows with noise, for models that need nothing else of the rows, at the price of one release.
 
     The release is made, and written into the ledger, when a run is made; a run that is resumed makes its sums anew.
-    Given as `statistics=` to `hierarchical.linear` or `gibbs.sparse.regression`; then `protect` ties the algorithm to
-    the ledger, without which no noise can be drawn.
+    Given as `statistics=` to `hierarchical.linear` or `gibbs.sparse.regression`; then `algorithm | sums.protect()` ties
+    the algorithm to the ledger, without which no noise can be drawn.
 
     Args:
         clip_features: rows whose features have a larger Euclidean norm, without the intercept, are scaled down to it.
@@ -110,7 +111,7 @@ class NoisedSums:
         >>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(4)])
         >>> sums = privacy.NoisedSums(clip_features=1.0, clip_targets=1.0, noise=2.0, delta=1e-4)
         >>> sampler = ft.gibbs(sparse.regression(statistics=sums), sparse.hierarchy(), sweeps=10, chains=1)
-        >>> run = ft.run(sums.protect(sampler), ft.InProcess(data), torch.zeros(2), rounds=20)
+        >>> run = ft.run(sampler | sums.protect(), ft.InProcess(data), torch.zeros(2), rounds=20)
         >>> round(float(run.history["epsilon"].iloc[-1]), 2)
         1.7
     """
@@ -137,20 +138,24 @@ class NoisedSums:
         self.clips, self.ridge, self.delta = (clip_features, clip_targets), ridge, delta
         self.spending = _SpentOnce(Ledger(ledger, claim, delta, budget), Release(float(noise)), 1, entropy, one_process)
         told = {"clip_features": clip_features, "clip_targets": clip_targets, "noise": noise, "delta": delta}
-        self.settings = {f"privacy.{name}": value for name, value in {**told, "ridge": ridge}.items()}
+        self.settings = {**told, "ridge": ridge}
 
-    def protect(self, algorithm: Algorithm) -> Algorithm:
-        """`algorithm`, of a model that has these sums for its rows, with their budget.
+    def protect(self) -> Wrapper:
+        """Return the wrapper that gives their budget to an algorithm of a model with these sums for its rows.
 
         Raises:
-            ValueError: it has a budget of its own.
+            ValueError: when it is joined, an algorithm with a budget of its own.
         """
-        if algorithm.budget is not None:
-            raise ValueError("Expected an algorithm without a budget, but got one: choose one level of privacy")
-        return dataclasses.replace(algorithm, budget=self.spending, settings={**algorithm.settings, **self.settings})
+
+        def wrap(algorithm: Algorithm) -> Algorithm:
+            if algorithm.budget is not None:
+                raise ValueError("Expected an algorithm without a budget, but got one: choose one level of privacy")
+            return dataclasses.replace(algorithm, budget=self.spending)
+
+        return Wrapper(Stage.PRIVACY, "sums.protect", wrap, self.settings)
 
     def __call__(self, data: Any, features: int | None = None) -> SufficientStatistics:
-        """Those of a block of rows (x `(d,)`, y `()`), as `models.linear.block_statistics` of the rows themselves.
+        """Compute the sums of a block's rows (x `(d,)`, y `()`), as `models.linear.block_statistics` does plainly.
 
         Raises:
             BadClients: clients with 1/δ rows or more. RuntimeError: outside a run that `protect` has made known.
@@ -158,7 +163,7 @@ class NoisedSums:
         return self.of(*regression_fields(data.batch, features), data.mask, data.count)
 
     def of(self, x: Tensor, y: Tensor, mask: Tensor, rows: Tensor, intercept: bool = False) -> SufficientStatistics:
-        """Those of features x `(K, N, d)` and targets y `(K, N)` or `(K, N, o)`; with an intercept p is d + 1."""
+        """Compute the sums of x `(K, N, d)` and y `(K, N)` or `(K, N, o)`; an intercept makes p = d + 1."""
         small = (rows * self.delta >= 1).nonzero()[:, 0].cpu()
         if len(small):
             most = int(rows[small[0]])
@@ -192,7 +197,7 @@ def sufficient_statistics(
     ledger: Path | str | None = None,
     entropy: Entropy | None = None,
 ) -> LocalSolver:
-    """`ft.least_squares` on `NoisedSums`, for any algorithm, `ft.matrix_normal` too, and any number of rounds.
+    """Build `ft.least_squares` on `NoisedSums`, for any algorithm, `ft.matrix_normal` too, and any number of rounds.
 
     Args:
         module: an `nn.Linear` or a `LinearHead`; its feature map must not have been learnt from the rows.
@@ -216,7 +221,7 @@ def sufficient_statistics(
     return dataclasses.replace(
         local,
         prepare=partial(_prepare, local.module, sums),
-        settings={**local.settings, **sums.settings},
+        settings={**local.settings, **{f"privacy.{name}": value for name, value in sums.settings.items()}},
         statistics=lambda prepared: prepared.statistics.all_rows(),
         budget=sums.spending,
     )
@@ -238,7 +243,7 @@ def _prepare(module: nn.Linear | LinearHead, sums: NoisedSums, data: Any) -> Spe
 
 
 def sensitivity(intercept: bool) -> float:
-    """Δ: by how much one row, against a row of zeros, changes M, each pair off the diagonal counted once by √2.
+    """Return Δ, by which one row, against a row of zeros, changes M; pairs off the diagonal count once by √2.
 
     >>> sensitivity(intercept=False), round(sensitivity(intercept=True) ** 2, 12)
     (2.0, 8.0)
@@ -247,7 +252,7 @@ def sensitivity(intercept: bool) -> float:
 
 
 def _released(sums: Tensor, intercept: bool, constant: int, spending: _SpentOnce) -> Tensor:
-    """M `(K, m, m)` with noise on every number once, cut back to positive semidefinite; its constant is public."""
+    """Noise every number of M `(K, m, m)` once, and cut it back to positive semidefinite; its constant is public."""
     clients, size = sums.shape[:2]
     row, column = torch.triu_indices(size, size)
     scale = torch.where(row == column, 1.0, math.sqrt(0.5)).to(torch.float64)
@@ -265,6 +270,6 @@ def _released(sums: Tensor, intercept: bool, constant: int, spending: _SpentOnce
 
 
 def _cut(rows: Tensor, bound: float) -> Tensor:
-    """Rows `(K, N, d)` in units of the bound, those beyond it of norm one; rows that are not finite are zeros."""
+    """Divide rows `(K, N, d)` by the bound and cut them to norm one; rows that are not finite become zeros."""
     norm = rows.norm(dim=2, keepdim=True) / bound
     return torch.where(norm.isfinite(), rows / bound / norm.clamp(min=1), 0.0)

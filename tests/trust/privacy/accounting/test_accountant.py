@@ -24,10 +24,10 @@ def test_privacy_loss_distributions_are_installed() -> None:
 
 def test_a_thousand_sampled_rounds_cost_what_others_say() -> None:
     """Google's accountant: 1.8282; Microsoft's PRV: between 1.8182 and 1.8383; Opacus' Rényi: 2.1014."""
-    found = privacy.epsilon(noise=1.0, rate=0.01, rounds=1000, delta=DELTA)
+    found = privacy.epsilon(noise=1.0, sampling_rate=0.01, rounds=1000, delta=DELTA)
     assert found == pytest.approx(1.8282, abs=1e-4)
     assert 1.8182 < found < 1.8383
-    assert privacy.renyi_epsilon(1.0, DELTA, rounds=1000, rate=0.01) == pytest.approx(2.1014, abs=1e-4)
+    assert privacy.renyi_epsilon(1.0, DELTA, rounds=1000, sampling_rate=0.01) == pytest.approx(2.1014, abs=1e-4)
 
 
 @pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (5.0, 10), (50.0, 3), (3.0, 200)])
@@ -90,7 +90,7 @@ def test_releases_of_different_kinds_compose() -> None:
 
 @pytest.mark.parametrize(("rate", "rounds"), [pytest.param(0.2, 5, marks=pytest.mark.slow), (1.0, 7)])
 def test_noise_and_rounds_are_the_inverses_of_epsilon(rate: float, rounds: int) -> None:
-    settings = {"rate": rate, "delta": DELTA}
+    settings = {"sampling_rate": rate, "delta": DELTA}
     noise = privacy.noise_for(epsilon=1.5, rounds=rounds, **settings)
     assert privacy.epsilon(noise=noise, rounds=rounds, **settings) <= 1.5
     assert privacy.epsilon(noise=0.998 * noise, rounds=rounds, **settings) > 1.5
@@ -102,7 +102,7 @@ def test_noise_and_rounds_are_the_inverses_of_epsilon(rate: float, rounds: int) 
 
 
 def test_sampling_costs_less() -> None:
-    found = [privacy.epsilon(noise=1.0, rate=rate, rounds=10, delta=DELTA) for rate in (0.01, 0.1, 0.5, 1.0)]
+    found = [privacy.epsilon(noise=1.0, sampling_rate=rate, rounds=10, delta=DELTA) for rate in (0.01, 0.1, 0.5, 1.0)]
     assert found == sorted(found)
     assert found[0] < 0.1 * found[-1]
 
@@ -113,8 +113,8 @@ def test_sampling_costs_less() -> None:
         ({"noise": 0.0}, "positive finite noise"),
         ({"noise": -1.0}, "positive finite noise"),
         ({"noise": math.nan}, "positive finite noise"),
-        ({"rate": 0.0}, "rate above 0"),
-        ({"rate": 1.5}, "rate above 0"),
+        ({"sampling_rate": 0.0}, "rate above 0"),
+        ({"sampling_rate": 1.5}, "rate above 0"),
         ({"rounds": 0}, "at least 1"),
         ({"rounds": 2.5}, "whole number"),
         ({"delta": 0.0}, "delta above 0"),
@@ -123,7 +123,7 @@ def test_sampling_costs_less() -> None:
 )
 def test_impossible_settings_are_refused(wrong: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        privacy.epsilon(**{"noise": 1.0, "rate": 0.5, "rounds": 2, "delta": DELTA, **wrong})
+        privacy.epsilon(**{"noise": 1.0, "sampling_rate": 0.5, "rounds": 2, "delta": DELTA, **wrong})
 
 
 @pytest.mark.parametrize("function", [privacy.noise_for, privacy.rounds_for])
@@ -137,15 +137,15 @@ def test_no_epsilon_is_no_budget(function) -> None:
     ("mechanism", "rate"), [(privacy.laplace, 1.0), pytest.param(privacy.gaussian, 0.5, marks=pytest.mark.slow)]
 )
 def test_noise_next_to_none_has_no_account(mechanism, rate: float) -> None:
-    assert privacy.epsilon(noise=1e-9, delta=DELTA, rate=rate, mechanism=mechanism) == math.inf
-    assert 10 < privacy.epsilon(noise=0.1, delta=DELTA, rate=rate, mechanism=mechanism) < 100
+    assert privacy.epsilon(noise=1e-9, delta=DELTA, sampling_rate=rate, mechanism=mechanism) == math.inf
+    assert 10 < privacy.epsilon(noise=0.1, delta=DELTA, sampling_rate=rate, mechanism=mechanism) < 100
 
 
 def test_a_library_without_distributions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting.pld", None)
     accountant._loss.cache_clear()
     with pytest.raises(ImportError, match=r"fedtorch\[privacy\]"):
-        privacy.epsilon(noise=1.0, rate=0.5, delta=DELTA)
+        privacy.epsilon(noise=1.0, sampling_rate=0.5, delta=DELTA)
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.05])

@@ -24,7 +24,7 @@ NOISE = privacy.gaussian_noise(1.0, DELTA)  # ε = 1
 def solver(noise: float = NOISE, seed: int = 0, **settings) -> partial:
     """A mechanism with numbers that repeat: each block of runs has noise of a seed of its own."""
     seeds = iter(range(1000 * seed, 1000 * seed + 1000))
-    settings = {"clip": 1.0, "rate": 1.0, "steps": 1, "delta": DELTA, **settings}
+    settings = {"clip": 1.0, "sampling_rate": 1.0, "steps": 1, "delta": DELTA, **settings}
     return lambda *arguments, **given: privacy.example_level(
         *arguments, noise=noise, entropy=privacy.from_seed(next(seeds)), **settings, **given
     )
@@ -47,13 +47,13 @@ def test_a_clip_that_is_left_out_is_found_out(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_sampling_and_steps_tell_no_more_than_their_account() -> None:
-    noise = privacy.noise_for(epsilon=1.0, rate=0.3, rounds=8, delta=DELTA)
-    right = privacy.audit(solver(noise, seed=4, rate=0.3, steps=4), rounds=2, runs=40_000)
+    noise = privacy.noise_for(epsilon=1.0, sampling_rate=0.3, rounds=8, delta=DELTA)
+    right = privacy.audit(solver(noise, seed=4, sampling_rate=0.3, steps=4), rounds=2, runs=40_000)
     assert 0.1 < right.epsilon <= 1.0
     everybody = lambda self, batch, index, roster: torch.arange(batch.leaves[0].shape[1]) < batch.size[:, None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrivateLoss, "_draw", everybody)  # all rows in every step, accounted as three tenths of them
-        wrong = privacy.audit(solver(noise, seed=5, rate=0.3, steps=4), rounds=2, runs=40_000)
+        wrong = privacy.audit(solver(noise, seed=5, sampling_rate=0.3, steps=4), rounds=2, runs=40_000)
     assert wrong.epsilon > 1.0
     assert right.delta == DELTA
 
@@ -91,8 +91,8 @@ def released(noise: float, with_canary: bool, runs: int, seed: int) -> Tensor:
     rows = [(x, y * (1e6 if with_canary else 0.0) if k == 0 else 0 * y) for k, (x, y) in enumerate(data)]
     module = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
-    algorithm = privacy.client_level(ft.fedavg(sgd(1e-3, module)), 1.0, noise, delta=DELTA,
-                                     entropy=privacy.from_seed(seed))  # fmt: skip
+    private = privacy.client_level(1.0, noise, delta=DELTA, entropy=privacy.from_seed(seed))
+    algorithm = ft.fedavg(sgd(1e-3, module)) | private
     run = ft.Run(algorithm, ft.InProcess(ft.data.from_tensors(rows)))
     start, found = run.server, []
     for _ in range(runs):
@@ -103,25 +103,25 @@ def released(noise: float, with_canary: bool, runs: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("broken", ["", "noise", "clip"])
 def test_whole_rounds_of_client_level_privacy_are_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ε = 2, and wrong by so much that 200 rounds of either neighbour tell."""
+    """ε = 2, and wrong by so much that 70 rounds of either neighbour tell."""
     noise = privacy.gaussian_noise(2.0, DELTA)
     if broken == "clip":
         monkeypatch.setattr(clients, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
     used = noise / 8 if broken == "noise" else noise
-    inside, outside = released(used, True, 300, 1), released(used, False, 300, 2)
-    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=100)
+    inside, outside = released(used, True, 100, 1), released(used, False, 100, 2)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=30)
     assert (found.epsilon > 2.0) == (broken != "")
 
 
-def told_by_nodes(noise: float, seed: int, pairs: int = 45_000) -> tuple[Tensor, Tensor]:
+def told_by_nodes(noise: float, seed: int, pairs: int = 25_000) -> tuple[Tensor, Tensor]:
     """What nodes tell their only neighbour in the second round: a half with a canary, a half with nothing to tell."""
     one, zero = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     data = ft.data.from_tensors([(one, zero + 1e6), (one, zero)] * pairs)
     network = ft.Network(torch.arange(2 * pairs).reshape(-1, 2))
     module = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
-    algorithm = privacy.node_level(ft.gtv(ft.least_squares(module), network, 1e-9), 1.0, noise, delta=DELTA,
-                                   entropy=privacy.from_seed(seed))  # fmt: skip
+    private = privacy.node_level(1.0, noise, delta=DELTA, entropy=privacy.from_seed(seed))
+    algorithm = ft.gtv(ft.least_squares(module), network, 1e-9) | private
     run = ft.Run(algorithm, ft.InProcess(data))
     both = []
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_what_nodes_tell_in_two_rounds_is_audited(broken: str, monkeypatch: pyte
     if broken == "clip":
         monkeypatch.setattr(nodes, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
     inside, outside = told_by_nodes(noise / 2 if broken == "noise" else noise, seed=6)
-    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=10_000)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=5_000)
     assert (found.epsilon > 1.0) == (broken != "")
     assert found.epsilon > 0.3
 
@@ -150,8 +150,8 @@ def released_totals(noise: float, with_canary: bool, runs: int, seed: int) -> Te
     module = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     torch.nn.init.zeros_(module.weight)
     ones = lambda data: torch.ones_like(data.count, dtype=torch.float64)
-    algorithm = privacy.client_level(ft.scaffold(sgd(1e-3, module), weight=ones), 1.0, noise, clip_told=1.0,
-                                     delta=DELTA, entropy=privacy.from_seed(seed))  # fmt: skip
+    private = privacy.client_level(1.0, noise, clip_told=1.0, delta=DELTA, entropy=privacy.from_seed(seed))
+    algorithm = ft.scaffold(sgd(1e-3, module), weight=ones) | private
     run = ft.Run(algorithm, ft.InProcess(ft.data.from_tensors(data)))
     start, found, nobody = run.server, [], run.clients.state_dict()
     for _ in range(runs):
@@ -169,8 +169,8 @@ def test_totals_are_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> Non
     if broken == "clip":
         monkeypatch.setattr(totals, "clip_rows", lambda value, bound, mechanism: (value, torch.zeros(1)))
     used = noise / 8 if broken == "noise" else noise
-    inside, outside = released_totals(used, True, 300, 7), released_totals(used, False, 300, 8)
-    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=100)
+    inside, outside = released_totals(used, True, 100, 7), released_totals(used, False, 100, 8)
+    found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=30)
     assert (found.epsilon > 2.0) == (broken != "")
 
 
@@ -224,7 +224,7 @@ def test_audits_that_cannot_be_made_are_refused() -> None:
 
 def test_an_audit_whose_blocks_repeat_their_noise_is_refused() -> None:
     """Runs that are counted twice would make the bound tighter than it is."""
-    seeded = partial(privacy.example_level, clip=1.0, noise=1.0, rate=1.0, steps=1, delta=DELTA,
+    seeded = partial(privacy.example_level, clip=1.0, noise=1.0, sampling_rate=1.0, steps=1, delta=DELTA,
                      entropy=privacy.from_seed(0))  # fmt: skip
     with pytest.raises(ValueError, match="other noise in every block"):
         privacy.audit(seeded, runs=8, choosing=4, block=8)

@@ -21,7 +21,7 @@ DATA = linear_clients([5, 3, 8, 4, 6])
 
 def private(path: Path | None, **settings) -> ft.Algorithm:
     settings = {"clip": 1.0, "noise": 3.0, "delta": DELTA, **settings}
-    return privacy.client_level(ft.fedavg(sgd(0.1)), ledger=path, **settings)
+    return ft.fedavg(sgd(0.1)) | privacy.client_level(ledger=path, **settings)
 
 
 def lines(path: Path) -> list[dict]:
@@ -83,11 +83,11 @@ def by_hand(everybody: list[float], sampled: list[tuple[float, float]]) -> float
 def test_a_sampled_run_and_one_of_everybody_add_up_against_who_does_not_know_the_sample(tmp_path: Path) -> None:
     """Begun with the sampled run, the claim is the weaker one, under which both are counted as they are."""
     path = tmp_path / "ledger"
-    ft.run(private(path, rate=0.4), ft.InProcess(DATA), rounds=2)
+    ft.run(private(path, sampling_rate=0.4), ft.InProcess(DATA), rounds=2)
     after = ft.Run(private(path, noise=5.0), ft.InProcess(DATA))
     assert after.algorithm.budget.claim.adversary.endswith("and nobody who knows which clients were asked")
     assert after.step().report["epsilon"] == pytest.approx(by_hand([5.0], 2 * [(3.0, 0.4)]), rel=1e-3)
-    again = ft.Run(private(path, rate=0.4), ft.InProcess(DATA))
+    again = ft.Run(private(path, sampling_rate=0.4), ft.InProcess(DATA))
     wanted = by_hand([5.0], 3 * [(3.0, 0.4)])
     assert wanted <= again.step().report["epsilon"] < 1.001 * wanted
     assert wanted < by_hand([5.0, 3.0, 3.0, 3.0], [])
@@ -100,13 +100,13 @@ def test_where_the_sample_may_be_known_sampled_rounds_count_like_those_of_everyb
     ft.run(private(path, noise=5.0), ft.InProcess(DATA), rounds=1)
     wanted = privacy.spent({Release(5.0): 1, Release(3.0): 2}, DELTA)
     assert wanted == pytest.approx(by_hand([5.0, 3.0, 3.0], []), rel=1e-3)
-    sampled = private(path, rate=0.4, budget=1.01 * wanted)
+    sampled = private(path, sampling_rate=0.4, budget=1.01 * wanted)
     run = ft.run(sampled, ft.InProcess(DATA), rounds=5)
     assert run.number == 2  # the budget has room for no more
     assert run.history["epsilon"].iloc[-1] == pytest.approx(wanted)
     assert not sampled.budget.claim.adversary.endswith("which clients were asked")
     run.save(tmp_path / "checkpoint")
-    resumed = ft.Run(private(path, rate=0.4), ft.InProcess(DATA)).load(tmp_path / "checkpoint", anyway=True)
+    resumed = ft.Run(private(path, sampling_rate=0.4), ft.InProcess(DATA)).load(tmp_path / "checkpoint", anyway=True)
     assert resumed.algorithm.budget.report()["epsilon"] == pytest.approx(wanted)
     rows = [(row["rate"], row.get("sampled")) for row in lines(path)[1:]]
     assert rows == [(1.0, None), (1.0, 0.4), (1.0, 0.4)]
@@ -207,8 +207,29 @@ def test_damaged_ledgers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             Ledger(path, CLAIM, DELTA).spend(0, Release(2.0))
     path.write_bytes(b"".join(whole))
-    expected = privacy.epsilon(noise=2.0, rate=0.5, rounds=4, delta=DELTA)
+    expected = privacy.epsilon(noise=2.0, sampling_rate=0.5, rounds=4, delta=DELTA)
     assert expected <= Ledger(path, CLAIM, DELTA).epsilon < 1.001 * expected
+
+
+EARLIER = (
+    '{"ledger": "4505a10deef79c6f9a7e3fb6aabb471e", "delta": 0.001, "unit": "client", "adjacency": "zero-out", '
+    '"adversary": "everybody", "entropy": "of the operating system", "previous": ""}\n'
+    '{"entry": 1, "round": 0, "mechanism": "gaussian", "noise": 3.0, "rate": 1.0, "releases": 1, '
+    '"epsilon": 0.8335281018046351, "previous": "a943b63818a3bbd0769c13eb356336d9"}\n'
+    '{"entry": 2, "round": 1, "mechanism": "gaussian", "noise": 3.0, "rate": 0.5, "releases": 1, '
+    '"epsilon": 0.9759533342343636, "previous": "c6f79a4b0e260f40e2b4d82020dd90d1"}\n'
+)
+
+
+def test_a_ledger_of_an_earlier_version_is_refused_with_what_it_has_spent(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    for rest in ("", '{"entry": 3, "rou'):
+        path.write_text(EARLIER + rest)
+        with pytest.raises(
+            ValueError, match=r"earlier version, which has spent epsilon 0.9759\d+ .* in 2 entries. Keep it"
+        ):
+            Ledger(path, CLAIM, DELTA)
+        assert path.read_text() == EARLIER + rest
 
 
 def test_one_ledger_has_one_claim(tmp_path: Path) -> None:
@@ -270,7 +291,7 @@ def test_a_last_line_that_is_not_whole_is_set_aside(
     if not keep:
         path.with_name("ledger.head").unlink()  # a kill at the very first line
     again = Ledger(path, CLAIM, DELTA)
-    assert "was not whole (17 bytes), of a round that never began" in caplog.text
+    assert "was not whole (17 bytes), as after a kill" in caplog.text
     assert path.with_name("ledger.partial").read_bytes() == b'{"entry": 4, "rou\n'
     again.spend(keep, Release(2.0))
     assert path.read_bytes().startswith(whole)
@@ -296,7 +317,7 @@ def test_a_full_disk_leaves_a_whole_ledger(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_simulation_resumes_without_a_file(tmp_path: Path) -> None:
     """It guarantees nothing, so its entries may be made up; the numbers are those of a run that went through."""
-    make = lambda: ft.Run(private(None, entropy=privacy.from_seed(3), rate=0.6), ft.InProcess(DATA))
+    make = lambda: ft.Run(private(None, entropy=privacy.from_seed(3), sampling_rate=0.6), ft.InProcess(DATA))
     whole = make()
     for _ in whole.rounds(4):
         pass

@@ -102,7 +102,15 @@ OPTIMIZERS = {
 def private(
     module: nn.Module | None = None, seed: int | None = 0, optimizer: str = "sgd", **settings
 ) -> ft.LocalSolver:
-    settings = {"clip": 0.5, "noise": NOTHING, "rate": 0.5, "steps": 4, "delta": DELTA, "ghost": True, **settings}
+    settings = {
+        "clip": 0.5,
+        "noise": NOTHING,
+        "sampling_rate": 0.5,
+        "steps": 4,
+        "delta": DELTA,
+        "ghost": True,
+        **settings,
+    }
     return privacy.example_level(
         mlp() if module is None else module,
         loss=settings.pop("loss", nn.functional.mse_loss),
@@ -183,7 +191,7 @@ def test_noise_has_the_size_that_is_accounted() -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    local = private(module, clip=0.3, noise=2.0, rate=0.25, steps=1)
+    local = private(module, clip=0.3, noise=2.0, sampling_rate=0.25, steps=1)
     for counts in (20, 50):
         moves = [end for end, (x, _) in zip(trained(local, data), data) if len(x) == counts]
         numbers = torch.cat([leaf.flatten() for move in moves for leaf in move.values()]) / 0.1
@@ -194,12 +202,15 @@ def test_noise_has_the_size_that_is_accounted() -> None:
 
 def test_one_row_changes_a_step_by_no_more_than_its_clip() -> None:
     changed = [(x.clone(), y.clone()) for x, y in DATA]
-    base, most = trained(private(rate=1.0, steps=1)), 0.5 / 12 * 0.1 * 2  # C/(qn) times the learning rate, replaced
+    base, most = (
+        trained(private(sampling_rate=1.0, steps=1)),
+        0.5 / 12 * 0.1 * 2,
+    )  # C/(qn) times the learning rate, replaced
     for factor in (0.0, -1.0, 1e3, 1e200):
         x, y = (leaf.clone() for leaf in DATA[2])
         y[9] *= factor
         changed[2] = (x, y)
-        other = trained(private(rate=1.0, steps=1), ft.data.from_tensors(changed))
+        other = trained(private(sampling_rate=1.0, steps=1), ft.data.from_tensors(changed))
         moved = math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(other[2].values(), base[2].values())))
         assert 0 < moved <= most * (1 + 1e-6)
         assert all(distance(other[k], base[k]) < 1e-7 for k in (0, 1, 3))
@@ -207,19 +218,20 @@ def test_one_row_changes_a_step_by_no_more_than_its_clip() -> None:
 
 def test_batches_are_poisson() -> None:
     """Rows independently with probability q, also none at all, and in front of what fills the batch up."""
-    local = private(rate=0.3, steps=500)
+    steps = 250
+    local = private(sampling_rate=0.3, steps=steps)
     with pytest.MonkeyPatch.context() as patch:
         drawn = watch(local, patch)
         trained(local)
     counts = torch.stack(drawn).sum(2).double()  # (steps, K)
     sizes = torch.tensor(SIZES).double()
     assert bool((counts == 0).any())
-    error = (sizes * 0.3 * 0.7 / 500).sqrt()
+    error = (sizes * 0.3 * 0.7 / steps).sqrt()
     assert bool(((counts.mean(0) - 0.3 * sizes).abs() < 4 * error).all())
     variance = sizes * 0.3 * 0.7
-    assert bool(((counts.var(0) / variance - 1).abs() < 4 * math.sqrt(2 / 500) * 1.5).all())
+    assert bool(((counts.var(0) / variance - 1).abs() < 4 * math.sqrt(2 / steps) * 1.5).all())
     together = torch.stack(drawn)[:, 2].double().T.corrcoef()
-    assert float((together - torch.eye(12)).abs().max()) < 5 / math.sqrt(500)
+    assert float((together - torch.eye(12)).abs().max()) < 5 / math.sqrt(steps)
     mask = torch.tensor([[False, True, True], [False, False, False], [True, True, False]])
     rows, taken = poisson_batch({"x": torch.arange(9).reshape(3, 3)}, mask)
     assert taken.tolist() == [[True, True], [False, False], [True, True]]
@@ -228,18 +240,18 @@ def test_batches_are_poisson() -> None:
 
 def test_batches_that_are_cut_keep_some_of_their_rows_and_cost_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row that was drawn stays as likely as any other: of the 12 rows of the third client here 2 at most."""
-    local = private(rate=0.5, steps=400, noise=3.0, cut=privacy.Cut(batch=2, rows=12))
+    local = private(sampling_rate=0.5, steps=200, noise=3.0, cut=privacy.Cut(batch=2, rows=12))
     drawn = watch(local, monkeypatch)
     trained(local)
     counts = torch.stack(drawn).sum(2)
     assert int(counts.max()) == 2
     each = torch.stack(drawn)[:, 2].double().mean(0)
     chance = float(counts[:, 2].double().mean()) / 12
-    assert float((each - chance).abs().max()) < 5 * math.sqrt(chance * (1 - chance) / 400)
+    assert float((each - chance).abs().max()) < 5 * math.sqrt(chance * (1 - chance) / 200)
     assert local.budget.release.excess == pytest.approx(1 - sum(math.comb(12, i) for i in range(3)) / 2**12)
     for batch, same in ((12, True), (11, False)):
         cuts = (None, privacy.Cut(batch, 12))
-        solvers = [private(rate=0.5, steps=3, noise=3.0, cut=each) for each in cuts]
+        solvers = [private(sampling_rate=0.5, steps=3, noise=3.0, cut=each) for each in cuts]
         one, two = (ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=1) for local in solvers)
         assert distance(one.server, two.server) == 0  # nobody drew so many
         assert (one.history["epsilon"].iloc[0] == two.history["epsilon"].iloc[0]) == same
@@ -253,11 +265,11 @@ def test_cuts_that_do_not_fit_are_refused() -> None:
 
 
 def test_the_history_has_the_epsilon_of_all_steps(tmp_path: Path) -> None:
-    local = private(noise=1.3, rate=0.2, steps=3, ledger=tmp_path / "ledger", budget=4.0)
+    local = private(noise=1.3, sampling_rate=0.2, steps=3, ledger=tmp_path / "ledger", budget=2.0)
     run = ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=50, cohort=2)
-    expected = [privacy.epsilon(noise=1.3, rate=0.2, rounds=3 * t, delta=DELTA) for t in (1, 2)]
+    expected = [privacy.epsilon(noise=1.3, sampling_rate=0.2, rounds=3 * t, delta=DELTA) for t in (1, 2)]
     assert run.history["epsilon"].tolist()[:2] == pytest.approx(expected, rel=1e-3)
-    assert run.number == privacy.rounds_for(epsilon=4.0, noise=1.3, rate=0.2, delta=DELTA) // 3
+    assert run.number == privacy.rounds_for(epsilon=2.0, noise=1.3, sampling_rate=0.2, delta=DELTA) // 3
     assert run.algorithm.budget.claim.unit == "example"
     assert "server included" in run.algorithm.budget.claim.adversary
 
@@ -270,7 +282,7 @@ def test_any_algorithm_that_solves_once_a_round_trains_with_it(algorithm) -> Non
     """As with the rows' own gradients, if every row is drawn, nothing is clipped and there is no noise to speak of."""
     local = ft.gradient_descent(mlp(), steps=4, loss=nn.functional.mse_loss, optimizer=OPTIMIZERS["sgd"])
     one = ft.run(algorithm(local), ft.InProcess(DATA), rounds=3).tensors()
-    other = ft.run(algorithm(private(rate=1.0, clip=1e3, noise=1e-12)), ft.InProcess(DATA), rounds=3)
+    other = ft.run(algorithm(private(sampling_rate=1.0, clip=1e3, noise=1e-12)), ft.InProcess(DATA), rounds=3)
     assert distance(one, other.tensors()) < 1e-6
     assert other.history["epsilon"].iloc[-1] > 0
 
@@ -283,7 +295,7 @@ def test_two_solutions_in_a_round_are_not_one() -> None:
 def test_losses_are_told_in_simulations_only() -> None:
     data = linear_clients([90], outputs=2)
     make = lambda seed: ft.run(
-        ft.fedavg(private(seed=seed, rate=0.99, steps=1)), ft.InProcess(data), rounds=1
+        ft.fedavg(private(seed=seed, sampling_rate=0.99, steps=1)), ft.InProcess(data), rounds=1
     ).history["train_loss"]  # fmt: skip
     (x, y) = data[0]
     assert float(make(0).iloc[0]) == pytest.approx(float(nn.functional.mse_loss(mlp()(x), y).detach()), rel=0.1)
@@ -291,7 +303,7 @@ def test_losses_are_told_in_simulations_only() -> None:
 
 
 def test_losses_of_a_simulation_leave_padding_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    local = private(steps=1, rate=0.6)
+    local = private(steps=1, sampling_rate=0.6)
     drawn = watch(local, monkeypatch)
     round = ft.Run(ft.fedavg(local), ft.InProcess(DATA)).step()
     for k, (x, y) in enumerate(DATA):
@@ -305,7 +317,7 @@ def test_dropout_is_drawn_by_example_and_a_module_of_lightning_trains() -> None:
     data = classes()
     ends = []
     for ghost in (True, False):
-        local = privacy.example_level(Classifier(), clip=1.0, noise=NOTHING, rate=0.5, steps=3, delta=1e-3,
+        local = privacy.example_level(Classifier(), clip=1.0, noise=NOTHING, sampling_rate=0.5, steps=3, delta=1e-3,
                                       entropy=privacy.from_seed(0), ghost=ghost)  # fmt: skip
         assert loss_of(local).layers is None or ghost
         ends.append(ft.run(ft.fedavg(local), ft.InProcess(data), rounds=2).server)
@@ -341,7 +353,7 @@ def test_losses_that_mix_examples_are_refused() -> None:
     [
         ({"clip": 0.0}, "positive finite clip"),
         ({"noise": 0.0}, "positive finite noise"),
-        ({"rate": 0.0}, "rate above 0"),
+        ({"sampling_rate": 0.0}, "rate above 0"),
         ({"steps": 0}, "at least 1"),
         ({"delta": 0.0}, "delta above 0"),
         ({"budget": -1.0}, "positive budget"),
@@ -392,7 +404,7 @@ def test_a_step_of_private_gradients_leaves_scalars_and_integers_alone() -> None
     """Rows of any dtype travel with their examples."""
     generator = torch.Generator().manual_seed(0)
     rows = [(torch.randn(n, 5, generator=generator), torch.randint(3, (n,), generator=generator)) for n in (9, 4)]
-    local = privacy.example_level(nn.Linear(5, 3), clip=1.0, noise=1.0, rate=0.5, steps=2, delta=DELTA,
+    local = privacy.example_level(nn.Linear(5, 3), clip=1.0, noise=1.0, sampling_rate=0.5, steps=2, delta=DELTA,
                                   loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS["adam"])  # fmt: skip
     run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(rows)), rounds=2)
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(run.server))

@@ -51,7 +51,7 @@ def test_a_network_hides_what_no_linear_map_sees() -> None:
     x = torch.randn(800, 2, generator=generator, dtype=torch.float64)
     s = (x[:, 0].abs() > 0.6745).long()
     y = (x[:, 1] + 0.3 * x[:, 0].abs() > 0.3).long()
-    found = privacy.variational_funnel(x, s, y, 0.3, hidden=(16,), steps=200)
+    found = privacy.variational_funnel(x, s, y, 0.3, hidden=(16,), steps=120)
     with torch.no_grad():
         z = found.encoder(x, random.key(5))
     right = [

@@ -154,7 +154,7 @@ def ridge(strength: float = 1.0) -> Tensor:
 
 
 def private(module: nn.Module, ghost: bool, **settings) -> ft.LocalSolver:
-    settings = {"clip": 0.5, "noise": 1e-9, "rate": 0.7, "steps": 4, "delta": 1e-3, **settings}
+    settings = {"clip": 0.5, "noise": 1e-9, "sampling_rate": 0.7, "steps": 4, "delta": 1e-3, **settings}
     return privacy.example_level(module, entropy=privacy.from_seed(0), ghost=ghost, **settings)
 
 
@@ -167,7 +167,7 @@ def ends(local: ft.LocalSolver, data: ft.data.FederatedData = DATA) -> Tree:
 
 
 def test_by_default_a_penalty_inside_the_loss_is_in_the_gradients() -> None:
-    local = privacy.example_level(Ridge(1.0), clip=1e6, noise=1e-15, rate=1.0, steps=40, delta=1e-3,
+    local = privacy.example_level(Ridge(1.0), clip=1e6, noise=1e-15, sampling_rate=1.0, steps=40, delta=1e-3,
                                   entropy=privacy.from_seed(0))  # fmt: skip
     run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors([rows()])), rounds=1)
     assert float((run.server["layer.weight"][0] - ridge()).abs().max()) < 1e-6
@@ -175,7 +175,7 @@ def test_by_default_a_penalty_inside_the_loss_is_in_the_gradients() -> None:
 
 def test_a_ridge_penalty_from_zeros_gives_ridge_regression(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        local = private(Ridge(1.0), True, clip=1e6, noise=1e-15, rate=1.0, steps=40)
+        local = private(Ridge(1.0), True, clip=1e6, noise=1e-15, sampling_rate=1.0, steps=40)
         found = ends(local, ft.data.from_tensors([rows()]))
     assert float((found["layer.weight"][0, 0] - ridge()).abs().max()) < 1e-6
     said = [record.message for record in caplog.records if "ghost=False" in record.message]

@@ -28,7 +28,7 @@ def private(
 ) -> ft.Algorithm:
     entropy = None if seed is None else privacy.from_seed(seed)
     settings = {"clip": 0.5, "delta": DELTA, "entropy": entropy, **settings}
-    return privacy.local_level(local() if algorithm is None else algorithm, noise=noise, **settings)
+    return (local() if algorithm is None else algorithm) | privacy.local_level(noise=noise, **settings)
 
 
 def masked(minimum: int = 3, bits: int = 30) -> secure.Masked:
@@ -86,7 +86,8 @@ def test_all_rounds_count_for_all_clients(tmp_path: Path) -> None:
     ("settings", "expected"),
     [
         ({"algorithm": ft.scaffold(sgd(0.1))}, "tells something for good"),
-        ({"algorithm": private()}, "choose one level of privacy"),
+        ({"algorithm": private()}, "local_level twice"),
+        ({"algorithm": local() | privacy.client_level(1.0, 1.0, delta=DELTA)}, "choose one level of privacy"),
         ({"quorum": 0}, "a quorum of at least 1, but got 0"),
         ({"clip": 0.0}, "clip"),
         ({"noise": 0.0}, "noise"),

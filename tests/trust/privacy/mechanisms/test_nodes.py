@@ -28,7 +28,7 @@ def gtv(alpha: float = 0.3) -> ft.Algorithm:
 def private(noise: float = 1e-9, seed: int | None = 0, algorithm: ft.Algorithm | None = None, **settings):
     entropy = None if seed is None else privacy.from_seed(seed)
     settings = {"clip": 1e3, "delta": DELTA, "entropy": entropy, **settings}
-    return privacy.node_level(gtv() if algorithm is None else algorithm, noise=noise, **settings)
+    return (gtv() if algorithm is None else algorithm) | privacy.node_level(noise=noise, **settings)
 
 
 def told(run: ft.Run) -> dict[str, Tensor]:
@@ -103,7 +103,7 @@ def test_laplace_noise_parts_of_parameters_regressors_and_edges_that_fail() -> N
     assert laplace.history["epsilon"].iloc[-1] == pytest.approx(expected)
     partly = ft.run(private(0.1, algorithm=gtv({"weight": 0.5})), ft.InProcess(DATA), rounds=2)
     assert set(told(partly)) == {"weight"}
-    unreliable = ft.run(ft.unreliable_edges(private(), NETWORK, loss=0.2), ft.InProcess(DATA), rounds=40)
+    unreliable = ft.run(private() | ft.unreliable_edges(NETWORK, loss=0.2), ft.InProcess(DATA), rounds=40)
     reliable = ft.run(gtv(), ft.InProcess(DATA), rounds=40)
     assert distance(unreliable.tensors(), reliable.tensors()) < 1e-2
     from sklearn.linear_model import LinearRegression

@@ -124,7 +124,7 @@ def begin(module: Callable[[], nn.Module], dtype: torch.dtype, loss: Callable = 
     generator = torch.Generator().manual_seed(0)
     rows = [(torch.randn(n, 16, generator=generator).to(dtype), torch.arange(n) % 3) for n in (20, 9)]
     local = privacy.example_level(
-        module().to(dtype), clip=1.0, noise=1.0, rate=0.5, steps=1, delta=1e-3, loss=loss, ghost=ghost,
+        module().to(dtype), clip=1.0, noise=1.0, sampling_rate=0.5, steps=1, delta=1e-3, loss=loss, ghost=ghost,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
     return ft.Run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(rows)))

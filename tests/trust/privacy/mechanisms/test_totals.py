@@ -34,7 +34,7 @@ MAKE = {
 
 def private(algorithm: ft.Algorithm, noise: float = 1e-9, seed: int = 0, **settings) -> ft.Algorithm:
     settings = {"clip": 1e3, "clip_told": 1e3, "delta": DELTA, "entropy": privacy.from_seed(seed), **settings}
-    return privacy.client_level(algorithm, noise=noise, **settings)
+    return algorithm | privacy.client_level(noise=noise, **settings)
 
 
 def numbers(total) -> Tensor:
@@ -137,7 +137,7 @@ def test_what_cannot_be_noised_is_refused_with_the_reason() -> None:
         private(ft.fedavg(sgd(0.1)))
     with pytest.raises(ValueError, match="positive finite clip"):
         private(MAKE["scaffold"](), clip_told=-1.0)
-    for wrong in ({"rate": 0.5}, {"clip": AdaptiveClip()}):
+    for wrong in ({"sampling_rate": 0.5}, {"clip": AdaptiveClip()}):
         with pytest.raises(ValueError, match="sampling amplifies nothing"):
             private(MAKE["scaffold"](), **wrong)
     for algorithm in (

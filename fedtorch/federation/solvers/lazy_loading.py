@@ -19,7 +19,7 @@ _TRANSFORMS = 0x52656164  # purpose of a client's key: the draws of its transfor
 _CLIENTS, _ROWS = 4, 8  # at most so many are tried before the first round
 
 
-def reading(local: LocalSolver, dataset: Any) -> LocalSolver:
+def lazy_loading(local: LocalSolver, dataset: Any) -> LocalSolver:
     """A local solver for clients that have numbers of items, as `ft.data.partition(dataset, …)` gives them.
 
     The items of a block's clients are read when its round begins, with torch's, NumPy's and Python's generators seeded
@@ -38,7 +38,7 @@ def reading(local: LocalSolver, dataset: Any) -> LocalSolver:
         ...         return 20
         ...     def __getitem__(self, i):
         ...         return torch.tensor([1.0]), torch.tensor(1.0) + 0.1 * torch.randn(())
-        >>> local = ft.reading(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), Noisy())
+        >>> local = ft.lazy_loading(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), Noisy())
         >>> data = ft.data.partition(Noisy(), ft.data.iid(), clients=4)
         >>> run = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=2)
         >>> bool((run.server["weight"] - 1).abs() < 0.1)
@@ -59,7 +59,7 @@ def _prepare(local: LocalSolver, dataset: Any, data: ClientData) -> ClientData:
     if not isinstance(numbers, Tensor) or numbers.ndim != 2 or numbers.dtype != torch.int64:
         raise ValueError(
             "Expected numbers of items as rows, but got rows of their own; make the data with "
-            "ft.data.partition(dataset, …), or leave ft.reading away"
+            "ft.data.partition(dataset, …), or leave ft.lazy_loading away"
         )
     if len(data.count):
         few = ClientData(numbers[:_CLIENTS, :_ROWS], data.count[:_CLIENTS].clamp(max=_ROWS))

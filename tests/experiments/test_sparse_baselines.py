@@ -10,8 +10,8 @@ from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
+from experiments.sparse import baselines
 from fedtorch import random
-from fedtorch.models.gibbs import baselines
 
 LENGTHS = [pytest.param((200, 60), id="short"), pytest.param((400, 250), id="long", marks=pytest.mark.slow)]
 PRIOR = {"spike": 0.05, "variance": (2.5, 0.7), "inclusion": (1.5, 2.0), "noise": (2.0, 1.0)}

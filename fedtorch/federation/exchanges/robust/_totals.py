@@ -31,8 +31,8 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn, first_total
 from fedtorch.federation.exchanges.exchange import Exchange, RowsOf, Sum, in_dtypes_of
 from fedtorch.federation.exchanges.messages import kept, like, rows
-from fedtorch.federation.exchanges.robust.exchange import credible, star
-from fedtorch.federation.exchanges.robust.rule import Rule
+from fedtorch.federation.exchanges.robust.exchange import credible
+from fedtorch.federation.exchanges.robust.rules import Rule
 from fedtorch.federation.told import Averages
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
@@ -41,7 +41,7 @@ _NUMBERS = 2**24  # of the neighbourhoods that are averaged at once
 
 
 class Table(NamedTuple):
-    """The server's state.
+    """Hold the server's state.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -49,7 +49,7 @@ class Table(NamedTuple):
         >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 2.0, 3.0, 90.0)])
         >>> network, start = ft.Network([[0, 1], [0, 2], [0, 3]]), {"weight": torch.zeros(1, 1)}
         >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=1.0)
-        >>> run = ft.run(robust.totals(algorithm, robust.median(), network), ft.InProcess(data), start, rounds=1)
+        >>> run = ft.run(algorithm | robust.rule(robust.median(), network), ft.InProcess(data), start, rounds=1)
         >>> run.server.told["weight"].flatten()
         tensor([ 0.2500,  1.0000,  1.5000, 45.0000])
         >>> run.server.algorithm.total["weight"].flatten()  # of node 0: three times the median of its neighbours
@@ -61,14 +61,14 @@ class Table(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What clients send in a round."""
+    """Hold what clients send in a round."""
 
     fresh: Tree  # the message of the algorithm itself
     told: Sum  # all that they tell for good; the server keeps the rows
 
 
 class _Ring(NamedTuple):
-    """Nodes with as many neighbours each."""
+    """Hold nodes with as many neighbours each."""
 
     nodes: Tensor  # (B,)
     neighbours: Tensor  # (B, c)
@@ -76,43 +76,25 @@ class _Ring(NamedTuple):
     degrees: Tensor  # (B,) d_i
 
 
-def totals(algorithm: Algorithm, rule: Rule, network: Network | None = None, *, spread: float = 1.0) -> Algorithm:
-    """An algorithm whose totals, and on a star also its `Mean`s, are robust.
+def totals(algorithm: Algorithm, rule: Rule, network: Network | None, mean: Exchange) -> Algorithm:
+    """Return an algorithm whose totals, and on a star also its `Mean`s, are robust.
 
     Args:
         algorithm: whose clients tell something for good (`told`).
-        rule: the average. A neighbourhood has fewer messages than a star: `krum(f)` needs 2f + 3 neighbours.
+        rule: the average.
         network: of an algorithm over `graph(network)`; None for a star.
-        spread: how far weights of `Mean`s count; see `star`. Weights of a network's edges count as they are.
+        mean: a star with the rule.
 
     Shapes: server state is `Table`; all else as in `algorithm`.
 
     Raises:
-        ValueError: the algorithm tells nothing, or its totals are not what the rule's average could stand for; a
-            neighbourhood that is too small for the rule; a rule with a reference; secure sums; or, when a run begins,
-            a network that is not the algorithm's.
+        ValueError: totals that the rule's average could not stand for; a neighbourhood that is too small for the rule;
+            a rule with a reference; or, when a run begins, a network that is not the algorithm's.
         TypeError: in a round, another exchange has been put in place of theirs.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.trust import robust
-        >>> network = ft.Network.from_matrix(1 - torch.eye(6))
-        >>> rows = [(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 1.0, 1.0, 1.0, 1.0, 1000.0)]
-        >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=1.0)
-        >>> run = ft.run(robust.totals(algorithm, robust.median(), network), ft.InProcess(ft.data.from_tensors(rows)),
-        ...     rounds=60)
-        >>> run.tensors()["weight"].flatten()[:5].round(decimals=3)
-        tensor([1., 1., 1., 1., 1.])
     """
     _check(algorithm, rule)
-    if network is None and not algorithm.exchange.additive:
-        raise ValueError(
-            "Expected an algorithm over a plain star, of which the server may see every message, but got another "
-            "exchange; for one over a graph pass the algorithm's network, and leave out secure sums: a robust rule "
-            "needs the messages that they hide"
-        )
     rings = None if network is None else list(_rings(network, rule))
-    inner = algorithm.exchange if network is not None else star(rule, spread=spread)
+    inner = algorithm.exchange if network is not None else mean
     return dataclasses.replace(
         algorithm,
         init=partial(_init, algorithm, rule, rings),
@@ -122,15 +104,15 @@ def totals(algorithm: Algorithm, rule: Rule, network: Network | None = None, *, 
         exchange=kept(inner, lambda found: found),
         told=None,
         report=None if algorithm.report is None else partial(_report, algorithm),
-        settings={**algorithm.settings, "robust": rule.name, "spread": spread},
     )
 
 
 def _check(algorithm: Algorithm, rule: Rule) -> None:
-    if algorithm.told is None:
-        raise ValueError("Expected an algorithm with totals (`told`), but got one without; use robust.star(rule)")
+    assert algorithm.told is not None
     if rule.reference is not None:
-        raise ValueError(f"Expected a rule without a reference, but got {rule.name}; use it with robust.star")
+        raise ValueError(
+            f"Expected a rule without a reference for totals, but got {rule.name}; use it where all messages are fresh"
+        )
     if algorithm.told.averages is Averages.NONE:
         raise ValueError(
             f"Expected totals that an average may stand for, but those of {algorithm.settings.get('algorithm')} are "
@@ -144,7 +126,7 @@ def _check(algorithm: Algorithm, rule: Rule) -> None:
 
 
 def _rings(network: Network, rule: Rule) -> Iterator[_Ring]:
-    """The nodes of a network by their number of neighbours; those without any are left out."""
+    """Return the nodes of a network by their number of neighbours; those without any are left out."""
     counts = network.neighbour_counts
     small = ((counts > 0) & (counts < rule.least)).nonzero()[:, 0].tolist()
     if small:
@@ -167,6 +149,8 @@ def _init(
 ) -> tuple[Table, Tree]:
     assert algorithm.told is not None
     server, state = algorithm.init(parameters, clients)
+    if any(int(ring.nodes.max()) >= clients for ring in rings or ()):
+        raise ValueError(f"Expected a network of {clients} nodes, but got more; pass the algorithm's network")
     initial = algorithm.told.of(tree.expand(state, 1))
     told = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]).clone(), initial)
     total, plain = _total(rule, rings, told), first_total(algorithm, state, clients)
@@ -211,7 +195,7 @@ def _report(algorithm: Algorithm, table: Table) -> Any:
 
 
 def _written(table: Tree, said: RowsOf) -> Tree:
-    """The table after a round; who tells numbers that are not credible is still taken at its last word."""
+    """Update the table after a round; a client whose numbers are not credible keeps its last row."""
     new = said.message.told.value
     good = credible(rows(new))
     ids = said.ids.to(good.device)[good]
@@ -219,7 +203,7 @@ def _written(table: Tree, said: RowsOf) -> Tree:
 
 
 def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
-    """The robust total of a table, float64."""
+    """Return the robust total of a table, float64."""
     values = rows(told)
     if rings is None:
         count = len(values)

@@ -70,7 +70,7 @@ def weights(run: ft.Run) -> Tensor:
 @pytest.mark.parametrize("name", SOLVERS)
 def test_without_random_transforms_it_is_training_on_the_rows(name: str) -> None:
     plain = Augmented(noise=0.0)
-    lazy = ft.run(ft.fedavg(ft.reading(SOLVERS[name](), plain)), ft.InProcess(numbers()), rounds=3)
+    lazy = ft.run(ft.fedavg(ft.lazy_loading(SOLVERS[name](), plain)), ft.InProcess(numbers()), rounds=3)
     read = ft.run(ft.fedavg(SOLVERS[name]()), ft.InProcess(ft.data.read(numbers(), plain)), rounds=3)
     torch.testing.assert_close(weights(lazy), weights(read))
 
@@ -79,7 +79,9 @@ def test_without_random_transforms_it_is_training_on_the_rows(name: str) -> None
 def test_transforms_draw_in_every_round_by_the_clients_keys(name: str) -> None:
     def trained(seed: int, **options: Any) -> tuple[Tensor, dict[int, list[float]]]:
         dataset = Augmented()
-        run = ft.Run(ft.fedavg(ft.reading(SOLVERS[name](), dataset)), ft.InProcess(numbers(), **options), seed=seed)
+        run = ft.Run(
+            ft.fedavg(ft.lazy_loading(SOLVERS[name](), dataset)), ft.InProcess(numbers(), **options), seed=seed
+        )
         assert len(dataset.reads) <= 4 * 8  # lazily: a look at a few
         dataset.reads.clear()
         for _ in run.rounds(3):
@@ -105,7 +107,7 @@ def test_transforms_draw_in_every_round_by_the_clients_keys(name: str) -> None:
 
 def test_only_the_cohort_is_read() -> None:
     dataset = Augmented()
-    local = ft.reading(SOLVERS["stacked"](), dataset)
+    local = ft.lazy_loading(SOLVERS["stacked"](), dataset)
     run = ft.Run(ft.fedavg(local), ft.InProcess(numbers()), cohort=ft.fixed_cohort([2]))
     dataset.reads.clear()
     run.step()
@@ -132,7 +134,7 @@ def test_reading_once_is_for_evaluation() -> None:
     assert torch.equal(data.rows[0], again.rows[0])
     plain = ft.data.read(numbers(), Augmented(0.0))
     torch.testing.assert_close(plain[1][0], X[numbers()[1]])
-    run = ft.run(ft.fedavg(ft.reading(SOLVERS["stacked"](), Augmented())), ft.InProcess(numbers()), rounds=1)
+    run = ft.run(ft.fedavg(ft.lazy_loading(SOLVERS["stacked"](), Augmented())), ft.InProcess(numbers()), rounds=1)
     score = run.evaluate(plain, {"loss": F.cross_entropy})["loss"].clients[1]
     output = run.client_module(1)(plain[1][0]).detach()
     assert float(score) == pytest.approx(float(F.cross_entropy(output, plain[1][1])), rel=1e-5)  # float32
@@ -147,8 +149,8 @@ class Double(Augmented):
 def test_what_does_not_fit_is_refused() -> None:
     local, there = SOLVERS["stacked"](), ft.InProcess(numbers())
     with pytest.raises(ValueError, match=r"Expected numbers of items as rows, .*ft.data.partition\(dataset"):
-        ft.Run(ft.fedavg(ft.reading(local, Augmented())), ft.InProcess(ft.data.from_tensors([(X, Y)])))
+        ft.Run(ft.fedavg(ft.lazy_loading(local, Augmented())), ft.InProcess(ft.data.from_tensors([(X, Y)])))
     with pytest.raises(ValueError, match=r"Client '0': Expected rows that Classifier can train on, but got 0: float64"):
-        ft.Run(ft.fedavg(ft.reading(local, Double())), there)
-    with pytest.raises(ValueError, match=r"Expected rows .*int64"):  # numbers themselves, without ft.reading
+        ft.Run(ft.fedavg(ft.lazy_loading(local, Double())), there)
+    with pytest.raises(ValueError, match=r"Expected rows .*int64"):  # numbers themselves, without ft.lazy_loading
         ft.Run(ft.fedavg(local), there)

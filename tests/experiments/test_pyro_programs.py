@@ -13,8 +13,9 @@ from support.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft
+from experiments.benchmarks.parts import pyro_programs
 from fedtorch import random
-from fedtorch.models.gibbs import logistic, pyro_programs, sparse
+from fedtorch.models.gibbs import logistic, sparse
 from fedtorch.models.gibbs.kernels import LocalKernel
 
 
@@ -76,6 +77,15 @@ def test_global_generators_are_left_alone() -> None:
         2,
         2,
     )
+
+
+def test_other_priors_and_the_inclusion_of_one_draw() -> None:
+    program = pyro_programs.regression(sites((4, 7), [0.6]), pyro_programs.Priors(noise=(3.0, 1.0)))
+    law = poutine.trace(program).get_trace().nodes["sigma2"]["fn"]
+    assert torch.equal(law.mean, torch.full((2,), 0.5, dtype=torch.float64))  # of IG(3, 1), for each site
+    one_draw = {"theta": torch.tensor([[0.0, 3.0]]), "eta": torch.ones(1, 2), "rho": torch.tensor([0.5])}
+    found = pyro_programs.inclusion(one_draw, spike=0.01)
+    assert found.tolist() == pytest.approx([1 / 11, 1.0], rel=1e-4)  # at 0 the spike is ten times as high
 
 
 def test_the_density_without_the_sites_coefficients() -> None:

@@ -4,14 +4,6 @@ The indicators γ of the spike and slab are summed out, so that all variables ar
 λ τ z with standard normal z, or, in linear regression, integrated out: y_k is normal with mean X_k θ and covariance
 σ_k² I + X_k D_k X_k', D_k = diag(λ_k² τ²), whose posterior NUTS explores with far shorter paths. Importing this module
 imports Pyro.
-
->>> import torch, fedtorch as ft
->>> from fedtorch.models.gibbs import pyro_programs
->>> x = ft.random.normal(ft.random.key(0), (2, 30, 2))
->>> data = ft.data.from_tensors([(x[k], x[k, :, 0]) for k in range(2)])
->>> draws = pyro_programs.nuts(pyro_programs.regression(data), draws=5, warmup=5, depth=3)
->>> draws["theta"].shape, draws["theta_k"].shape
-(torch.Size([5, 2]), torch.Size([5, 2, 2]))
 """
 
 from __future__ import annotations
@@ -36,14 +28,7 @@ Sites = list[tuple[Tensor, Tensor]]
 
 
 class Priors(NamedTuple):
-    """The numbers of the priors, as in `sparse` and `global_priors.spike_and_slab`.
-
-    >>> import pyro, torch, fedtorch as ft
-    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])
-    >>> program = regression(data, Priors(noise=(3.0, 1.0)))
-    >>> pyro.poutine.trace(program).get_trace().nodes["sigma2"]["fn"].mean  # of IG(3, 1), for each site
-    tensor([0.5000], dtype=torch.float64)
-    """
+    """The numbers of the priors, as in `sparse` and `global_priors.spike_and_slab`."""
 
     spike: float = 0.01  # c₀
     variance: tuple[float, float] = (2.0, 0.5)  # (a_η, b_η)
@@ -85,15 +70,6 @@ def collapsed_regression(data: FederatedData, priors: Priors = PRIORS) -> Progra
 
     Returns:
         a Pyro program with sites `theta`, `lambda`, `tau`, `eta`, `rho`, `sigma2`.
-
-    >>> import pyro, torch, fedtorch as ft
-    >>> data = ft.data.from_tensors([(torch.tensor([[1.0], [2.0]]), torch.tensor([0.5, 1.5]))])
-    >>> one = torch.ones(1).double()
-    >>> known = {"theta": 3 * one, "lambda": 2 * one[None], "tau": one, "sigma2": one, "eta": one, "rho": one[0] / 2}
-    >>> program = pyro.poutine.condition(collapsed_regression(data), known)
-    >>> law = pyro.poutine.trace(program).get_trace().nodes["y_0"]["fn"]
-    >>> law.mean, law.covariance_matrix  # x θ, and σ² I + λ² τ² x x'
-    (tensor([3., 6.], dtype=torch.float64), tensor([[ 5.,  8.], [ 8., 17.]], dtype=torch.float64))
     """
     sites = _in_double(data)
 
@@ -114,14 +90,6 @@ def site_coefficients(data: FederatedData, samples: dict[str, Tensor], key: Tens
         data: as the program's.
         samples: draws of the program.
         key: of the randomness.
-
-    >>> import torch, fedtorch as ft
-    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([4.0]))])
-    >>> one = torch.ones(10_000, 1).double()
-    >>> samples = {"theta": 2 * one, "lambda": one[..., None], "tau": one, "sigma2": one}
-    >>> drawn = site_coefficients(data, samples, ft.random.key(0))
-    >>> drawn.shape, round(float(drawn.mean()), 1), round(float(drawn.var()), 1)  # N(3, ½): between 2 and 4
-    (torch.Size([10000, 1, 1]), 3.0, 0.5)
     """
     precision = (samples["lambda"] * samples["tau"].unsqueeze(-2)).square().reciprocal()
     found = []
@@ -143,12 +111,6 @@ def logistic_regression(data: FederatedData, priors: Priors = PRIORS) -> Program
 
     Returns:
         a Pyro program with sites as `regression`, `intercept` instead of `sigma2`.
-
-    >>> import torch, fedtorch as ft
-    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([0.0, 1.0]))] * 3)
-    >>> draws = nuts(logistic_regression(data), draws=2, warmup=2, depth=2)
-    >>> draws["theta"].shape, draws["intercept"].shape
-    (torch.Size([2, 1]), torch.Size([2, 3]))
     """
     sites = _in_double(data)
 
@@ -202,13 +164,7 @@ def nuts(
 
 
 def inclusion(samples: dict[str, Tensor], spike: float = 0.01) -> Tensor:
-    """The posterior inclusion probabilities, P(γ_j = 1 | θ_j, η_j, ρ) averaged over draws: `(p,)`.
-
-    >>> import torch
-    >>> one_draw = {"theta": torch.tensor([[0.0, 3.0]]), "eta": torch.ones(1, 2), "rho": torch.tensor([0.5])}
-    >>> inclusion(one_draw, spike=0.01)  # at 0 the spike is ten times as high: 1 / 11
-    tensor([0.0909, 1.0000])
-    """
+    """The posterior inclusion probabilities, P(γ_j = 1 | θ_j, η_j, ρ) averaged over draws: `(p,)`."""
     theta, eta, rho = samples["theta"], samples["eta"], samples["rho"].unsqueeze(-1)
     slab = dist.Normal(0.0, eta.sqrt()).log_prob(theta) + rho.log()
     zero = dist.Normal(0.0, (spike * eta).sqrt()).log_prob(theta) + torch.log1p(-rho)

@@ -8,11 +8,6 @@ section 2.1), or draw by draw by `consensus`. Nothing is sent while sampling.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", sections 1 and 2.1; Scott et al.
 (2016), "Bayes and big data: the consensus Monte Carlo algorithm", IJMSEM 11.
-
->>> import torch
->>> from fedtorch.models.gibbs.baselines import majority_vote
->>> majority_vote(torch.tensor([[0.9, 0.2], [0.8, 0.7], [0.1, 0.4]]))
-tensor([ True, False])
 """
 
 from __future__ import annotations
@@ -22,24 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random
+from fedtorch import linalg, random
 from fedtorch.models.gibbs import sparse
-from fedtorch.models.gibbs._gaussian_conditional import Design, columns, from_columns, gaussian_conditional
 from fedtorch.models.gibbs.global_priors import flip, slab_evidence
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
 
 
 class LoneSite(NamedTuple):
-    """A site's variables; `(K, C, ...)`.
-
-    >>> import torch, fedtorch as ft
-    >>> x = ft.random.normal(ft.random.key(0), (2, 50, 3))
-    >>> data = ft.data.from_tensors([(x[0], x[0, :, 0]), (x[1], x[1, :, 2])])  # each site has an effect of its own
-    >>> algorithm = ft.gibbs(lone_regression(), nothing_shared(), sweeps=9, chains=2)
-    >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), rounds=1)
-    >>> run.tensors().theta.mean(1).round().int().tolist(), run.bytes_up  # of (2, 2, 3) the mean of the chains
-    ([[1, 0, 0], [0, 0, 1]], 0)
-    """
+    """A site's variables; `(K, C, ...)`."""
 
     theta: Tensor  # (..., p)
     included: Tensor  # (..., p) γ, 0 or 1
@@ -78,28 +63,44 @@ def lone_regression(
         ones = torch.ones_like(start)
         return LoneSite(start, ones, ones, ones[:, 0])
 
-    def sweep(heard: dict[str, Tensor], site: LoneSite, data: Design, keys: Tensor, sweeps: int) -> LoneSite:
-        clients, chains, p = site.theta.shape
-        for_theta, for_flips, for_variance, for_noise, for_draw = random.split(keys, 5)
-        normals = columns(random.normal(for_theta, (sweeps, p), torch.float64))
-        coins = columns(random.uniform(for_flips, (sweeps, p), torch.float64))
-        etas = columns(random.gamma(for_variance, variance[0] + 0.5 / sites, (sweeps, p), torch.float64))
+    def sweep(heard: dict[str, Tensor], site: LoneSite, data: sparse.Design, keys: Tensor, sweeps: int) -> LoneSite:
+        p = site.theta.shape[-1]
+        for_theta, for_flips, for_variance, for_noise, _ = random.split(keys, 5)
+        normals = random.normal(for_theta, (sweeps, p), torch.float64)
+        coins = random.uniform(for_flips, (sweeps, p), torch.float64)
+        etas = random.gamma(for_variance, variance[0] + 0.5 / sites, (sweeps, p), torch.float64)
         degrees = noise[0] + data.degrees[:, None, None] / 2
-        precisions = columns(random.gamma(for_noise, degrees, (sweeps,), torch.float64))
-        draw = gaussian_conditional(data, torch.zeros_like(site.theta), for_draw)
-        theta, included, eta = (columns(leaf) for leaf in site[:3])
-        precision = site.noise.reshape(-1)
+        precisions = random.gamma(for_noise, degrees, (sweeps,), torch.float64)
+        theta, included, eta, precision = site
         for s in range(sweeps):
             factor = included + spike * (1 - included)
-            theta, rss = draw(precision, 1 / (sites * factor * eta), normals[s])
-            precision = precisions[s] / (noise[1] + rss / 2)
+            theta, rss = draw_coefficients(data, precision, 1 / (sites * factor * eta), normals[:, :, s])
+            precision = precisions[:, :, s] / (noise[1] + rss / 2)
             energy = theta.square() / (2 * sites)
             evidence = slab_evidence(energy, spike, *variance, 1 / sites)
-            included = flip(included.mT, evidence.mT, coins[s].mT, *inclusion).mT
-            eta = (variance[1] + energy / (included + spike * (1 - included))) / etas[s]
-        return LoneSite(*(from_columns(leaf, clients, chains) for leaf in (theta, included, eta, precision)))
+            included = flip(included.flatten(0, 1), evidence.flatten(0, 1), coins[:, :, s].flatten(0, 1), *inclusion)
+            included = included.reshape(theta.shape)
+            eta = (variance[1] + energy / (included + spike * (1 - included))) / etas[:, :, s]
+        return LoneSite(theta, included, eta, precision)
 
     return LocalKernel(init, sparse.design, sweep, lambda site: {})
+
+
+def draw_coefficients(data: sparse.Design, noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return θ ~ N(A⁻¹ s X'y, A⁻¹), A = s X'X + diag(d), and the residual sums of squares.
+
+    Args:
+        data: of the clients.
+        noise: s, `(K, C)`.
+        prior: d, `(K, C, p)`.
+        z: standard normals, `(K, C, p)`.
+    """
+    gram, estimate = data.statistics.gram[:, None], data.estimate[:, None]
+    right = noise[..., None] * (gram * estimate[..., None, :]).sum(-1)
+    factor = torch.linalg.cholesky(noise[..., None, None] * gram + torch.diag_embed(prior))
+    theta = linalg.normal_draw(factor, right, z)
+    error = theta - estimate
+    return theta, data.rss[:, None] + ((gram * error[..., None, :]).sum(-1) * error).sum(-1)
 
 
 def nothing_shared() -> GlobalKernel:
@@ -132,13 +133,6 @@ def consensus(draws: Tensor) -> Tensor:
 
     Raises:
         ValueError: too few draws for a covariance.
-
-    >>> import torch
-    >>> sites = torch.tensor([[[-1.0], [0.0], [1.0]], [[8.0], [10.0], [12.0]]])  # variances 1 and 4
-    >>> consensus(sites)  # (4 θ_1 + θ_2) / 5
-    tensor([[0.8000],
-            [2.0000],
-            [3.2000]])
     """
     if draws.ndim != 3 or draws.shape[1] <= draws.shape[2]:
         raise ValueError(

@@ -24,7 +24,7 @@ def federation() -> ft.Federation:
 
 def test_lines_are_the_scores_of_each_model_on_each_set_of_rows() -> None:
     model, metrics = federation(), {"mse": squares}
-    comparison = ft.compare({"FedAvg": model, "baseline": ft.constant(TRAINING)}, PARTS, metrics)
+    comparison = ft.report.compare({"FedAvg": model, "baseline": ft.report.baseline(TRAINING)}, PARTS, metrics)
     assert [line[:3] for line in comparison.lines] == [
         (name, rows, "mse") for name in ("FedAvg", "baseline") for rows in PARTS
     ]
@@ -36,8 +36,8 @@ def test_lines_are_the_scores_of_each_model_on_each_set_of_rows() -> None:
     assert f"{direct.overall:.4f}" in table[2]
 
 
-def test_the_constant_of_real_targets_is_their_mean() -> None:
-    line = ft.compare({"mean": ft.constant(TRAINING)}, {"training": TRAINING}, {"mse": squares}).lines[0]
+def test_the_baseline_of_real_targets_is_their_mean() -> None:
+    line = ft.report.compare({"mean": ft.report.baseline(TRAINING)}, {"training": TRAINING}, {"mse": squares}).lines[0]
     target = TRAINING.rows[1]
     assert line.score.overall == pytest.approx(float(target.var(correction=0)), rel=1e-12)
     for k, (_, y) in enumerate(TRAINING):
@@ -45,11 +45,11 @@ def test_the_constant_of_real_targets_is_their_mean() -> None:
         assert float(line.score.clients[k]) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_constant_of_classes_is_their_frequency() -> None:
+def test_the_baseline_of_classes_is_their_frequency() -> None:
     x, y = torch.zeros(10, 2), torch.tensor([0, 0, 0, 1, 2, 2, 0, 1, 0, 0])
     data = ft.data.FederatedData((x, y), torch.tensor([4, 6]))
     metrics = {"accuracy": ft.metrics.accuracy(), "nats": ft.metrics.cross_entropy()}
-    accuracy, nats = ft.compare({"frequency": ft.constant(data)}, {"all": data}, metrics).lines
+    accuracy, nats = ft.report.compare({"frequency": ft.report.baseline(data)}, {"all": data}, metrics).lines
     assert accuracy.score.overall == pytest.approx(0.6)
     assert accuracy.score.clients.tolist() == pytest.approx([0.75, 0.5])
     share = torch.tensor([0.6, 0.2, 0.2])

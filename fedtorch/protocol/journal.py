@@ -1,4 +1,4 @@
-"""What a node has finished of a protocol, so that all nodes can go on from a point that each of them has.
+"""A journal of what a node has finished of a protocol, so that all nodes can go on from a point that each of them has.
 
 A protocol that is to outlive cuts and kills is a function of a journal that makes the node's half:
 
@@ -6,6 +6,8 @@ A protocol that is to outlive cuts and kills is a function of a journal that mak
         rows = yield from journal.once(following(Holder(identifiers, "clinic"), "leader"))
         party = PartyNode(network.parties[0], VerticalData((x[rows],), unknown))
         yield from journal.through(partial(party_half, party), party, iterations)
+
+Whatever is trained is `Stateful`; a journal knows nothing else of it.
 
 `once` and `through` pass points, at which the node's state is kept before anything else is said. A function that is
 called again makes everything anew; what lies before the point that it begins from is not done again but read. So the
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,10 +34,41 @@ from fedtorch import expected
 from fedtorch.checkpoint import below
 from fedtorch.protocol.halves import Half
 from fedtorch.protocol.versions import FIRST, Versions
-from fedtorch.sites.vertical._node_state import Node, restore, state_of
-from fedtorch.vfl.nodes.node import Iteration
 
-EVERY = 100  # iterations between two points
+EVERY = 100  # steps between two points
+
+
+class Stateful(Protocol):
+    """A thing that changes, whose state is flat tensors and can be put back bit by bit.
+
+    >>> import torch
+    >>> class Total:
+    ...     value = torch.zeros(())
+    ...     def state_dict(self):
+    ...         return {"value": self.value.clone()}
+    ...     def load_state_dict(self, flat):
+    ...         self.value = flat["value"].clone()
+    >>> def adding(steps):
+    ...     for step in steps:
+    ...         total.value = total.value + step
+    ...     return
+    ...     yield
+    >>> from fedtorch.protocol.halves import together
+    >>> total, journal = Total(), Journal()
+    >>> _ = together({0: journal.through(adding, total, [1.0, 2.0, 3.0], every=2)})
+    >>> journal.begin(2)  # after a cut: two steps were done at the last point that everybody has
+    >>> again = together({0: journal.through(adding, total, [1.0, 2.0, 3.0], every=2)})
+    >>> total.value
+    tensor(6.)
+    """
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all that changes, in memory of its own."""
+        ...
+
+    def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned."""
+        ...
 
 
 class Journal:
@@ -46,7 +80,7 @@ class Journal:
 
     Attributes:
         run: the identity of the run, in hexadecimal.
-        versions: of the node's state, by the number of iterations and other work that was done.
+        versions: of the node's state, by the number of steps and other work that was done.
 
     >>> import torch
     >>> from fedtorch.protocol.halves import Receive, Send, together
@@ -67,12 +101,12 @@ class Journal:
         self.begin(FIRST)
 
     def enter(self, run: str) -> None:
-        """Goes to the points of a run."""
+        """Go to the points of a run."""
         if run != self.run:
             self.run, self.versions = run, Versions(None if self.folder is None else self.folder / run)
 
     def begin(self, point: int) -> None:
-        """Stands before the protocol, to go through it from a point on.
+        """Return to the beginning of the protocol, to go through it from a point on.
 
         Raises:
             ValueError: the node's state there is not here.
@@ -83,7 +117,7 @@ class Journal:
         self._from, self._before, self._at, self._part = point, point, FIRST, 0
 
     def once(self, half: Half) -> Half:
-        """A half whose result is a tensor, such as that of an alignment; where it is known, it is not run again."""
+        """Run a half whose result is a tensor, such as that of an alignment; where that is known, return it at once."""
         name = self._next()
         if self._at < self._from:
             half.close()
@@ -95,36 +129,37 @@ class Journal:
 
     def through(
         self,
-        half: Callable[[Sequence[Iteration]], Half],
-        node: Node,
-        iterations: Sequence[Iteration],
+        half: Callable[[Sequence[Any]], Half],
+        state: Stateful,
+        steps: Sequence[Any],
         every: int = EVERY,
     ) -> Half:
-        """Trains a node, and keeps its state after every so many iterations.
+        """Run a half of many steps, and keep the state that it changes after every so many of them.
 
         Args:
-            half: of some iterations, such as `partial(party_half, node)`.
-            node: that it trains; its state at the beginning need not be as it was, if it is in this process.
-            iterations: all of them, the same at every node.
-            every: iterations between two points, the same at every node.
+            half: of some steps, such as `partial(party_half, node)`.
+            state: that it changes; at the beginning it need not be as it was, if it is in this process.
+            steps: all of them, the same at every node; the attribute `active` of a step, if it has one, says which
+                nodes take part in it.
+            every: steps between two points, the same at every node.
 
         Raises:
             ValueError: a party is idle from one point to the next, so that it could be any number of points ahead.
         """
-        _check_active(iterations, every)
-        prefix, done = f"{self._next()}.", max(0, min(self._from - self._at, len(iterations)))
+        _check_active(steps, every)
+        prefix, done = f"{self._next()}.", max(0, min(self._from - self._at, len(steps)))
         self._at += done
-        if own := below(prefix, self._flat):
-            restore(node, own)
+        if kept := below(prefix, self._flat):
+            state.load_state_dict(kept)
         else:
-            self._keep(0, prefix, state_of(node))
-        for start in range(done, len(iterations), every):
-            block = iterations[start : start + every]
+            self._keep(0, prefix, state.state_dict())
+        for start in range(done, len(steps), every):
+            block = steps[start : start + every]
             yield from half(block)
-            self._keep(len(block), prefix, state_of(node))
+            self._keep(len(block), prefix, state.state_dict())
 
     def _next(self) -> str:
-        """The name of the next part of the protocol."""
+        """Return the name of the next part of the protocol."""
         self._part += 1
         return str(self._part)
 
@@ -136,11 +171,12 @@ class Journal:
         self.versions.retain({self._before, self._at})
 
 
-def _check_active(iterations: Sequence[Iteration], every: int) -> None:
+def _check_active(steps: Sequence[Any], every: int) -> None:
     expected.positive(every=every)
-    for start in range(0, len(iterations), every):
-        active = [each.active for each in iterations[start : start + every] if each.active is not None]
-        if len(active) == len(iterations[start : start + every]) and not all(map(any, zip(*active))):
+    each = [getattr(step, "active", None) for step in steps]
+    for start in range(0, len(each), every):
+        block = each[start : start + every]
+        if None not in block and not all(map(any, zip(*block))):
             raise ValueError(
                 f"Expected every party to take part once in {every} iterations, but one does not; raise every"
             )

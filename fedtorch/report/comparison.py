@@ -14,13 +14,14 @@ from torch import Tensor
 
 from fedtorch import metrics as fm, tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.runs.evaluation import Score, Split, inputs_and_targets, score_of
+from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
+from fedtorch.scores import Score, score_of
 from fedtorch.tree import Tree
 
 Predictor = Callable[[Tree], Tensor]  # inputs (K, N, ...) -> predictions (K, N, ...)
 
 
-class Line(NamedTuple):
+class Scores(NamedTuple):
     """One model on one set of rows under one metric; see `Comparison`."""
 
     model: str
@@ -35,13 +36,14 @@ class Comparison(NamedTuple):
     Example:
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
-        >>> found = ft.compare({"mean": ft.constant(data)}, {"training": data}, {"mse": torch.nn.functional.mse_loss})
-        >>> line: Line = found.lines[0]
+        >>> metrics = {"mse": torch.nn.functional.mse_loss}
+        >>> found = ft.report.compare({"mean": ft.report.baseline(data)}, {"training": data}, metrics)
+        >>> line: Scores = found.lines[0]
         >>> line.model, line.rows, line.metric, line.score.overall
         ('mean', 'training', 'mse', 1.0)
     """
 
-    lines: tuple[Line, ...]
+    lines: tuple[Scores, ...]
 
     def __str__(self) -> str:
         header = ("model", "rows", "metric", "overall", "mean client", "lowest client", "highest client")
@@ -66,7 +68,7 @@ def compare(
 
     Args:
         models: by name: a `Federation`, or a function inputs `(K, N, ...)` -> predictions, such as
-            `constant(training)`.
+            `baseline(training)`.
         data: by name, for example `{"training": training, "validation": validation}`.
         metrics: by name; see `ft.metrics`.
         split: rows -> (inputs, targets).
@@ -76,9 +78,9 @@ def compare(
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
         >>> training, validation = data.split(0.8, seed=0)
         >>> federation = ft.Federation(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(training))
-        >>> print(ft.compare({"FedAvg": federation, "baseline": ft.constant(training)},
-        ...                  {"training": training, "validation": validation},
-        ...                  {"mse": lambda prediction, target: (prediction.squeeze(-1) - target) ** 2}))
+        >>> models = {"FedAvg": federation, "baseline": ft.report.baseline(training)}
+        >>> error = {"mse": lambda prediction, target: (prediction.squeeze(-1) - target) ** 2}
+        >>> print(ft.report.compare(models, {"training": training, "validation": validation}, error))
         model     rows        metric  ...
     """
     lines = []
@@ -89,11 +91,11 @@ def compare(
                 if hasattr(model, "evaluate")
                 else _evaluate_predictor(model, rows, metrics, split)
             )
-            lines += [Line(name, part, metric, found) for metric, found in scores.items()]
+            lines += [Scores(name, part, metric, found) for metric, found in scores.items()]
     return Comparison(tuple(lines))
 
 
-def constant(training: FederatedData, split: Split = inputs_and_targets) -> Predictor:
+def baseline(training: FederatedData, split: Split = inputs_and_targets) -> Predictor:
     """The best prediction that does not look at the inputs, from the targets of all clients.
 
     Returns:
@@ -104,7 +106,7 @@ def constant(training: FederatedData, split: Split = inputs_and_targets) -> Pred
         >>> import torch, fedtorch as ft
         >>> targets = torch.tensor([1.0, 3.0]), torch.tensor([5.0])
         >>> data = ft.data.from_tensors([(torch.ones(len(y), 1), y) for y in targets])
-        >>> ft.constant(data)(torch.zeros(2, 1, 1)).flatten()
+        >>> ft.report.baseline(data)(torch.zeros(2, 1, 1)).flatten()
         tensor([3., 3.])
     """
     target = split(training.rows)[1]

@@ -21,7 +21,7 @@ _NUMBERS = 2**20  # of a block of columns, so that it stays in the processor's c
 
 
 class Rule(NamedTuple):
-    """A robust average of messages.
+    """Describe a robust average of messages.
 
     Attributes:
         name: for errors.
@@ -52,13 +52,13 @@ class Rule(NamedTuple):
 
 
 def check_faulty(faulty: int) -> None:
-    """Raises ValueError unless `faulty` is a whole number of at least 0."""
+    """Raise ValueError unless `faulty` is a whole number of at least 0."""
     if not (isinstance(faulty, int) and faulty >= 0):
         raise ValueError(f"Expected the number of faulty clients as a whole number of at least 0, but got {faulty!r}")
 
 
 def by_columns(average: Average) -> Average:
-    """A coordinatewise function in blocks of columns, each laid out with a coordinate's numbers side by side.
+    """Return a coordinatewise function in blocks of columns, each laid out with a coordinate's numbers side by side.
 
     Args:
         average: (values `(..., D, M)`, weights `(..., M)`) -> `(..., D)`.
@@ -77,12 +77,12 @@ def by_columns(average: Average) -> Average:
 
 
 def by_inner_products(coefficients: Coefficients) -> Average:
-    """Σ a_i x_i, float64, with coefficients that depend on the messages' inner products."""
+    """Return Σ a_i x_i, float64, with coefficients that depend on the messages' inner products."""
     return lambda values, weights: combined(coefficients(inner_products(values), weights), values)
 
 
 def inner_products(values: Tensor) -> Tensor:
-    """⟨x_i, x_j⟩, `(..., M, M)` float64, of values `(..., M, D)`."""
+    """Return ⟨x_i, x_j⟩, `(..., M, M)` float64, of values `(..., M, D)`."""
     total = torch.zeros(*values.shape[:-1], values.shape[-2], dtype=torch.float64, device=values.device)
     for part in _wide(values):
         total += part @ part.mT
@@ -90,21 +90,21 @@ def inner_products(values: Tensor) -> Tensor:
 
 
 def combined(coefficients: Tensor, values: Tensor) -> Tensor:
-    """Σ a_i x_i, `(..., D)` float64, of coefficients `(..., M)`; `(..., A, D)` of A sets of them, `(..., A, M)`."""
+    """Sum a_i x_i, `(..., D)` float64, for coefficients `(..., M)`; `(..., A, D)` for A sets of them `(..., A, M)`."""
     if coefficients.ndim == values.ndim:
         return torch.cat([coefficients @ part for part in _wide(values)], -1)
     return combined(coefficients[..., None, :], values)[..., 0, :]
 
 
 def squared_distances(products: Tensor) -> Tensor:
-    """‖x_i − x_j‖², `(..., M, M)` and symmetric to the bit, of inner products."""
+    """Return ‖x_i − x_j‖², `(..., M, M)` and symmetric to the bit, of inner products."""
     products = 0.5 * (products + products.mT)
     squares = products.diagonal(dim1=-2, dim2=-1)
     return (squares[..., None] + squares[..., None, :] - 2 * products).clamp(min=0)
 
 
 def distances_from(products: Tensor, coefficients: Tensor) -> Tensor:
-    """‖x_i − Σ_j a_j x_j‖, `(..., M)`.
+    """Return ‖x_i − Σ_j a_j x_j‖, `(..., M)`.
 
     >>> import torch
     >>> messages, weights = torch.tensor([[1.0], [2.0], [3.0], [4.0], [100.0]]), torch.full((5,), 0.2).double()
@@ -120,16 +120,16 @@ def distances_from(products: Tensor, coefficients: Tensor) -> Tensor:
 
 
 def one_hot(index: Tensor, count: int) -> Tensor:
-    """Coefficients that choose a message, `(...)` -> `(..., count)` float64."""
+    """Return coefficients that choose a message, `(...)` -> `(..., count)` float64."""
     return torch.nn.functional.one_hot(index, count).to(torch.float64)
 
 
 def normalised(coefficients: Tensor) -> Tensor:
-    """Coefficients that sum to one."""
+    """Return coefficients that sum to one."""
     return coefficients / coefficients.sum(-1, keepdim=True)
 
 
 def _wide(values: Tensor) -> list[Tensor]:
-    """Blocks of columns in float64; of no columns one block."""
+    """Return blocks of columns in float64; of no columns one block."""
     columns = max(1, _NUMBERS // max(1, values[..., 0].numel() if values.shape[-1] else 1))
     return [part.to(torch.float64) for part in values.split(columns, -1)]

@@ -21,8 +21,8 @@ from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
 
-def pooled_covariance() -> Algorithm:
-    """EM for the normal distribution of all sites' rows; a round is an iteration.
+def normal_em() -> Algorithm:
+    """Build EM for the normal distribution of all sites' rows; a round is an iteration.
 
     Run it on data of `imputation.incomplete(...)`. Its parameters are where it starts, a `Normal` such as mean 0 and
     covariance I; the server's state is a `Normal`.
@@ -32,17 +32,17 @@ def pooled_covariance() -> Algorithm:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.algorithms.pooled_covariance import pooled_covariance
+        >>> from fedtorch.federation.algorithms.normal_em import normal_em
         >>> from fedtorch.models.gibbs import imputation
         >>> x = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]])
         >>> data = imputation.incomplete([(x, torch.tensor([1.0, 3.0, 2.5, 4.0]))])
         >>> start = imputation.Normal(torch.zeros(2).double(), torch.eye(2).double())
-        >>> final = ft.run(pooled_covariance(), ft.InProcess(data), start, rounds=200)
+        >>> final = ft.run(normal_em(), ft.InProcess(data), start, rounds=200)
         >>> imputation.impute(data, final.server)[0][0][2].round(decimals=3)
         tensor([2.1790], dtype=torch.float64)
     """
     return Algorithm(
-        settings={"algorithm": "pooled_covariance"},
+        settings={"algorithm": "normal_em"},
         init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
         outbox=lambda server: server,
         client=_client,

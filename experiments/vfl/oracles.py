@@ -67,7 +67,7 @@ def log_joint(
             rows = collapsed_log_likelihood(model, batch.y, centre, shared, points, adaptive=adaptive)
         else:
             rows = model.likelihood.log_prob(batch.y, centre, shared)
-        prior = model.shared_prior(thetas[0]) + sum(p.log_prior(t) for p, t in zip(model.predictors, thetas[1:]))
+        prior = model.log_shared_prior(thetas[0]) + sum(p.log_prior(t) for p, t in zip(model.predictors, thetas[1:]))
         return (batch.weighted_sum(rows) + prior).sum()
 
     return log_density

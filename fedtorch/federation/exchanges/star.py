@@ -1,0 +1,88 @@
+"""A server in the middle: messages are summed, weighted without overflow, and sums of blocks are added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree, wire
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, map_messages
+from fedtorch.tree import Rows, Tree
+
+_LARGEST = 2.0**1023  # power of two in float64
+
+
+def star() -> Exchange:
+    """A server in the middle: every client hears the outbox, and the server hears everybody's sum.
+
+    The aggregate has the structure of the message, without the leading dimension and in float64: `Mean(value, weight)`
+    holds the weighted mean and the total weight, `Sum(value)` the sum.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> ft.star().scatter(torch.tensor([1.0, 2.0]), slice(0, 3)).shape  # all three clients hear the same
+        torch.Size([3, 2])
+    """
+    return Exchange(
+        scatter=lambda outbox, ids: tree.expand(outbox, client_count(ids)),
+        gather=_add_up,
+        merge=_add_all,
+        finish=_average,
+        traffic=lambda outbox, messages, ids: (
+            client_count(ids) * wire.size_of(tree.row_layout(messages)),
+            client_count(ids) * wire.size_of(tree.layout(outbox)),
+        ),
+        additive=True,
+    )
+
+
+def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
+    """Σ_k w_k v_k of weights `(K,)` and values `(K, ...)`, float64.
+
+    The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
+    their sum. So it is at most the largest value, and no bit changes where it would have been finite anyway.
+
+    >>> weighted_sum(torch.tensor([2e38, 3e38]), torch.tensor([[1.0], [2.0]])) / 1e38
+    tensor([8.0000], dtype=torch.float64)
+    """
+    dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float64
+    wide = weight.to(value.device, torch.float64)
+    size = wide.sum()
+    power = (size / torch.frexp(size).mantissa).clamp(max=_LARGEST)
+    power = torch.where(power > 0, power, 1.0)  # not of NaN, Inf or nothing
+    rows = value.flatten(1) if value.ndim > 1 else value[:, None]
+    total = (wide / power).to(dtype) @ rows.to(dtype)
+    return (total.to(torch.float64) * power).reshape(value.shape[1:])
+
+
+def _add_up(messages: Tree, ids: Rows) -> Tree:
+    return map_messages(_sum, messages)
+
+
+def _average(partial: Tree) -> Tree:
+    return map_messages(_divide, partial)
+
+
+def _sum(message: Mean | Sum) -> Mean | Sum:
+    """The partial aggregate of one block: Σ w v and Σ w, or Σ v."""
+    if isinstance(message, Sum):
+        return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
+    return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), message.weight.double().sum())
+
+
+def _divide(partial: Mean | Sum) -> Mean | Sum:
+    if isinstance(partial, Sum):
+        return partial
+    total = float(partial.weight)
+    if not total > 0:
+        raise ValueError(f"Expected a positive total weight of the clients that answered, but got {total}; see weight=")
+    return Mean(tree.map(lambda leaf: leaf / total, partial.value), partial.weight)
+
+
+def _add_all(partials: Sequence[Tree]) -> Tree:
+    total = partials[0]
+    for partial in partials[1:]:
+        total = tree.add(total, partial)
+    return total

@@ -1,0 +1,43 @@
+"""Places in the plane for the nodes of a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedtorch.networks import Network
+
+_SPRINGS = 300  # nodes up to which springs lay a network out
+_SMOOTHED = 400  # steps of averaging over neighbours that lay out a larger one
+
+
+def node_places(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return places `(n, 2)`: the given positions; else by springs, or, of many nodes, by averaging over neighbours.
+
+    >>> import fedtorch as ft
+    >>> node_places(ft.Network([[0, 1]], positions=[[0.0, 1.0], [2.0, 3.0]])).tolist()
+    [[0.0, 1.0], [2.0, 3.0]]
+    """
+    if network.positions is not None:
+        return network.positions[:, :2].numpy()
+    if network.nodes <= _SPRINGS:
+        import networkx
+
+        laid_out = networkx.spring_layout(network.to_networkx(), seed=0)
+        return np.array([laid_out[node] for node in range(network.nodes)]).reshape(-1, 2)
+    return _smoothed(network)
+
+
+def _smoothed(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return random places, each often moved halfway to its neighbours' mean: near the slowest modes, orthonormal."""
+    adjacency, degrees = network.scipy_adjacency, network.degrees.clamp(min=1e-12).numpy()[:, None]
+    places = torch.randn(network.nodes, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+    for step in range(_SMOOTHED):
+        places = (places + adjacency @ places / degrees) / 2
+        if step % 10 == 9:
+            places = np.linalg.qr(places - places.mean(0))[0]
+    # Modes crowd at the ends: ranks, mixed with the values, spread the nodes out.
+    ranks = places.argsort(0).argsort(0) / network.nodes
+    return ranks + (places - places.mean(0)) / (4 * places.std(0) + 1e-12)

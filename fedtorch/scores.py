@@ -1,0 +1,113 @@
+"""Scores of stacked predictions: of all rows together and of each client's, from summed statistics.
+
+>>> import torch, fedtorch as ft
+>>> metric = stacked_metrics({"mse": torch.nn.functional.mse_loss})["mse"]
+>>> metric.largest_is_best
+False
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import expected, metrics as fm, tree
+from fedtorch.tree import Tree
+
+
+class Score(NamedTuple):
+    """One metric over a federation.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True)
+        >>> score.mean(), score.worst()
+        (0.75, 0.5)
+    """
+
+    overall: float  # of all rows together
+    clients: Tensor  # (K,) of each client's rows; NaN where a client has none, or failed
+    largest_is_best: bool | None = None  # what the metric says of itself
+    failed: Tensor | None = None  # (K,) bool, clients that have rows and whose predictions give NaN
+
+    def mean(self) -> float:
+        """Return the mean over the clients that have rows; NaN where one of them failed, or where there is none."""
+        return math.nan if self._any_failed() else float(self.clients.nanmean())
+
+    def worst(self, largest_is_best: bool | None = None) -> float:
+        """Return the worst client's value, at the end that is given or that the metric says.
+
+        NaN where a client failed, which no number is worse than, or where no client has rows.
+        """
+        ordered = self._from_worst(largest_is_best)
+        return math.nan if self._any_failed() else float(ordered[:1].mean())
+
+    def worst_decile(self, largest_is_best: bool | None = None) -> float:
+        """Return the mean of the worst tenth of the clients, of one at least; NaN as in `worst`."""
+        ordered = self._from_worst(largest_is_best)
+        return math.nan if self._any_failed() else float(ordered[: math.ceil(len(ordered) / 10)].mean())
+
+    def _any_failed(self) -> bool:
+        return self.failed is not None and bool(self.failed.any())
+
+    def _from_worst(self, largest_is_best: bool | None) -> Tensor:
+        """What there is of the clients, the worst first."""
+        known = self.clients[~self.clients.isnan()]
+        if not len(known):
+            return known
+        return known.sort(descending=not is_largest_best(largest_is_best, self.largest_is_best)).values
+
+
+def is_largest_best(given: bool | None, own: bool | None) -> bool:
+    """What is given, or else what the metric says of itself.
+
+    Raises:
+        ValueError: neither says it.
+
+    Example:
+        >>> is_largest_best(None, own=False)  # as errors say of themselves
+        False
+    """
+    if given is None and own is None:
+        raise ValueError(
+            "Expected largest_is_best=True (as of accuracy) or False (as of errors), for the metric, a function, does "
+            "not say which end is the worst; ft.metrics.mean_of(function, largest_is_best) does"
+        )
+    return bool(own if given is None else given)
+
+
+def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
+    """Metrics in whatever form, by name.
+
+    Raises:
+        TypeError: they have no names, or one of them is no metric.
+        ValueError: no metrics.
+    """
+    expected.kind(metrics, Mapping, "metrics by name", "pass metrics={'accuracy': ft.metrics.accuracy()}")
+    if not metrics:
+        raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
+    return {name: fm.as_stacked(metric) for name, metric in metrics.items()}
+
+
+def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
+    """The score of the clients' sums, leaves `(K, ...)`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> metric = stacked_metrics({"mse": torch.nn.functional.mse_loss})["mse"]
+        >>> prediction, there = torch.tensor([[1.0, 3.0], [0.0, 0.0]]), torch.tensor([[True, True], [True, False]])
+        >>> sums = metric.update(prediction, torch.zeros(2, 2), there)  # two rows of the first client, one of the other
+        >>> score_of(metric, sums).clients, round(score_of(metric, sums).overall, 3)
+        (tensor([5., 0.], dtype=torch.float64), 3.333)
+    """
+    overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
+    clients = metric.compute(sums).to("cpu", torch.float64)
+    failed = clients.isnan()
+    if bool(failed.any()):  # without rows the sums are zero, of predictions with NaN they are not finite
+        broken = [~leaf.reshape(len(leaf), -1).isfinite().all(1).cpu() for leaf in tree.leaves(sums)]
+        failed &= torch.stack(broken).any(0)
+    return Score(float(overall), clients, metric.largest_is_best, failed)

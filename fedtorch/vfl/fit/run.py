@@ -1,0 +1,223 @@
+"""The verbs of `ft.Run` for vertical fits: iterations, history, checkpoints and evaluation are called as of any run.
+
+`VariationalFit` is a fit in one graph, `fedtorch.vfl.nodes.run.NodesRun` one among nodes in this process, and
+`SplitNetwork.run` follows a network that a Lightning `Trainer` trains.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from fedtorch import checkpoint
+from fedtorch.checkpoint import below, describe
+from fedtorch.history import History, Recorder, Round
+from fedtorch.scores import Score, score_of, stacked_metrics
+from fedtorch.vfl.model.likelihoods import ResponseLikelihood
+from fedtorch.vfl.rows.data import VerticalData
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_COUNTS = ("number", "bytes_up", "bytes_down")
+
+
+class Iterated(NamedTuple):
+    """What an iteration of a fit leaves for the history.
+
+    >>> Iterated({"train_loss": 0.5}, active=torch.arange(2)).bytes_up  # in one graph nothing is sent
+    0
+    """
+
+    report: Mapping[str, float | Tensor]
+    active: Tensor  # (M,) numbers of the parties that took part, from 0 on
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class _Parties(NamedTuple):
+    """The parties of a vertical fit, as reports and records know the clients of a population."""
+
+    names: tuple[str, ...]
+    leads: bool = True  # whether this process writes files
+
+
+class _Method(NamedTuple):
+    """The name and settings of a vertical fit, as reports and records know those of an algorithm."""
+
+    settings: dict[str, Any]
+    budget: None = None
+
+
+class VerticalRun:
+    """A vertical fit, begun and not yet stepped; kinds of fits say how one iteration goes.
+
+    Args:
+        names: of the parties.
+        settings: by name, with that of the "algorithm"; what a checkpoint belongs to.
+
+    Attributes:
+        number: iterations done.
+        log: the history.
+        last: the last iteration that was done here, None before; its ids are the parties' numbers.
+
+    Example:
+        >>> import tempfile, torch, fedtorch as ft
+        >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+        >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
+        >>> begin = lambda: ft.vfl.VariationalFit(model, ft.vfl.Guide(), data, key=ft.random.key(0), steps=10)
+        >>> fit = begin()
+        >>> [iteration.number for iteration in fit.rounds(4)]
+        [1, 2, 3, 4]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fit.save(f"{folder}/fit.safetensors")
+        ...     later = begin().load(f"{folder}/fit.safetensors")
+        >>> both = zip(later.rounds(6), fit.rounds(6))  # resumed, the bits are those of the fit without a break
+        >>> [bool(one.report["train_loss"] == other.report["train_loss"]) for one, other in both]
+        [True, True]
+        >>> later.history[["round", "answered"]].iloc[-1].tolist()
+        [6, 2]
+        >>> sorted(later.evaluate(data, {"accuracy": ft.metrics.accuracy()}))
+        ['accuracy']
+    """
+
+    likelihood: ResponseLikelihood
+    last: Round | None = None
+
+    def __init__(self, names: Sequence[str], settings: Mapping[str, Any]) -> None:
+        self.population, self.algorithm = _Parties(tuple(names)), _Method(dict(settings))
+        self.number = self.bytes_up = self.bytes_down = 0
+        self.log = History()
+        self.recorders: tuple[Recorder, ...] = ()
+
+    def step(self) -> Round:
+        """Do one iteration."""
+        began = time.perf_counter()
+        done = self._iterate(self.number)
+        return self._record(done, time.perf_counter() - began)
+
+    def _record(self, done: Iterated, seconds: float) -> Round:
+        self.number += 1
+        self.bytes_up, self.bytes_down = self.bytes_up + done.bytes_up, self.bytes_down + done.bytes_down
+        self.last = Round(
+            self.number,
+            ids=done.active,
+            asked=done.active,
+            bytes_up=done.bytes_up,
+            bytes_down=done.bytes_down,
+            report=done.report,
+        )
+        self.log.record(self.last, seconds)
+        return self.last
+
+    def rounds(self, rounds: int | None = None, until: Callable[[History], bool] | None = None) -> Iterator[Round]:
+        """Go on, and yield after each iteration, until `rounds` are done in all or `until(history)` holds.
+
+        Both ends are those of the fit and not of the call: one that was stopped and resumed ends where it would have.
+
+        Raises:
+            ValueError: neither is given.
+        """
+        if rounds is None and until is None:
+            raise ValueError("Expected rounds= or until=, but got neither; to do a single iteration use fit.step()")
+        return self._rounds(rounds, until)
+
+    def _rounds(self, rounds: int | None, until: Callable[[History], bool] | None) -> Iterator[Round]:
+        ended = lambda: bool(self.number and until is not None and until(self.log))
+        while (rounds is None or self.number < rounds) and not ended():
+            yield self.step()
+
+    @property
+    def history(self) -> pd.DataFrame:
+        """A row per iteration: loss, who took part, bytes, seconds; see `ft.History.frame`."""
+        return self.log.frame()
+
+    def predict(
+        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+    ) -> Tensor:
+        """Return the predictive mean of new rows, averaged over draws, `(B, n)`; of a categorical one `(B, C, n)`."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, data: VerticalData, metrics: Mapping[str, Any], *, draws: int = 100, key: Tensor | None = None
+    ) -> dict[str, Score]:
+        """Return scores of the predictive mean, of each element of the batch and of all together; see `ft.metrics`.
+
+        Args:
+            data: aligned rows; those of weight zero do not count, the others alike.
+            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
+                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values. Predictions
+                are logits where the likelihood is one of classes, and otherwise means.
+            draws: of the parameters.
+            key: of the draws.
+
+        Returns:
+            By name, in `Score.clients` a number for each element of the batch.
+        """
+        stacked = stacked_metrics(metrics)
+        mean = self.predict(data.features, draws=draws, key=key)
+        prediction = mean if self.likelihood.logits is None else self.likelihood.logits(mean.double())
+        rows = (len(mean), mean.shape[-1])
+        target = data.response.expand(rows)
+        mask = torch.ones(rows, dtype=torch.bool) if data.weight is None else (data.weight > 0).expand(rows)
+        kinds = target.to(mean.dtype) if self.likelihood.logits is None else target
+        scored = lambda metric: score_of(metric, metric.update(prediction, kinds, mask.to(mean.device)))
+        return {name: scored(metric) for name, metric in stacked.items()}
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what a checkpoint belongs to, by name."""
+        known = {name: describe(value) for name, value in self.algorithm.settings.items()}
+        return {**known, "parties": describe(self.population.names)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return everything that a resumed fit needs, flat."""
+        flat = {f"fit.{name}": leaf for name, leaf in self._state().items()}
+        flat |= {f"history.{name}": leaf for name, leaf in self.log.state_dict().items()}
+        flat |= {name: torch.tensor(getattr(self, name)) for name in _COUNTS}
+        return flat | {"fingerprint": torch.tensor(list(json.dumps(self.fingerprint()).encode()), dtype=torch.uint8)}
+
+    def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
+        """Go on from what `state_dict` returned.
+
+        Args:
+            flat: of a fit of the same model, guide and settings; data are not compared.
+            anyway: whether other settings are taken all the same.
+
+        Raises:
+            ValueError: it belongs to another fit.
+        """
+        if not {"fingerprint", *_COUNTS} <= flat.keys():
+            raise ValueError(f"Expected a checkpoint of a vertical fit, but got one with {sorted(flat)[:5]}")
+        if not anyway:
+            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self.fingerprint())
+        self._load(below("fit.", flat))
+        self.log.load_state_dict(below("history.", flat))
+        self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
+        self.last = None
+
+    def save(self, path: Path | str) -> None:
+        """Write a safetensors file that appears whole under its name."""
+        checkpoint.write(path, self.state_dict())
+
+    def load(self, path: Path | str, *, anyway: bool = False) -> Self:
+        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
+        self.load_state_dict(checkpoint.read(path), anyway=anyway)
+        return self
+
+    def _iterate(self, number: int) -> Iterated:
+        """Do the iteration of this number."""
+        raise NotImplementedError
+
+    def _state(self) -> dict[str, Tensor]:
+        """Return what changes from iteration to iteration, flat."""
+        raise NotImplementedError
+
+    def _load(self, flat: Mapping[str, Tensor]) -> None:
+        """Replace what `_state` returned."""
+        raise NotImplementedError

@@ -1,0 +1,87 @@
+"""A vertical fit among nodes in this process, with the verbs of `ft.Run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch.checkpoint import below
+from fedtorch.vfl.fit.part import predicted
+from fedtorch.vfl.fit.run import Iterated, VerticalRun
+from fedtorch.vfl.nodes.iteration import exchange
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
+
+
+class NodesRun(VerticalRun):
+    """A fit among nodes: every iteration exchanges the messages that it would take between organisations, counted.
+
+    Args:
+        server: the server.
+        parties: all parties.
+        iteration: what all know of an iteration, from its number; by default every node draws its own noise.
+        local_steps: steps that a party takes per exchange.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+        >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
+        >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+        >>> fit = ft.vfl.NodesRun(*network.nodes(data))
+        >>> [round.bytes_up == round.bytes_down for round in fit.rounds(3)]  # as many gradients as values
+        [True, True, True]
+        >>> fit.history["train_loss"].is_monotonic_decreasing
+        True
+    """
+
+    def __init__(
+        self,
+        server: ServerNode,
+        parties: Sequence[PartyNode],
+        *,
+        iteration: Callable[[int], Iteration] = lambda number: Iteration(step=number),
+        local_steps: int = 1,
+    ) -> None:
+        model, guide = server.model, server.guide
+        settings = {
+            "algorithm": "vertical nodes",
+            "likelihood": model.likelihood,
+            "power": model.power,
+            "guide": guide,
+            "optimizers": [type(node.optimizer).__name__ for node in (server, *parties)],
+            "local_steps": local_steps,
+            "iteration": iteration,
+        }
+        super().__init__([party.part.name for party in parties], settings)
+        self.server, self.parties, self.likelihood = server, list(parties), model.likelihood
+        self.iteration, self.local_steps = iteration, local_steps
+
+    def _iterate(self, number: int) -> Iterated:
+        known = self.iteration(number)
+        traffic = exchange(self.server, self.parties, known, local_steps=self.local_steps)
+        everybody = torch.arange(len(self.parties))
+        active = everybody if known.active is None else everybody[torch.as_tensor(known.active)]
+        terms = self.server.terms
+        report = {} if terms is None else {"train_loss": -terms.mean()}
+        return Iterated(report, active, *traffic)
+
+    def predict(
+        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+    ) -> Tensor:
+        """Return the predictive mean of new rows by all parties together, averaged over draws.
+
+        Raises:
+            ValueError: another number of parties, or parties with other numbers of rows.
+        """
+        holders = [party.part for party in self.parties]
+        total, shared = predicted(self.server.part, holders, features, draws, key, noise)
+        return self.likelihood.mean(total, shared).mean(1)
+
+    def _state(self) -> dict[str, Tensor]:
+        nodes = enumerate((self.server, *self.parties))
+        return {f"{j}.{name}": leaf for j, node in nodes for name, leaf in node.state_dict().items()}
+
+    def _load(self, flat: Mapping[str, Tensor]) -> None:
+        for j, node in enumerate((self.server, *self.parties)):
+            node.load_state_dict(below(f"{j}.", flat))
