@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def replace(path: Path | str, payload: bytes | memoryview) -> None:
-    """Writes a file beside its place, to the disk, and then under its name.
+    """Write a file beside its place, to the disk, and then under its name.
 
     A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it.
     """

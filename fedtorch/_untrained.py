@@ -55,7 +55,7 @@ def refuse_untrained(loss: Tensor, trained: Iterable[Tensor], *modules: nn.Modul
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """What requires a gradient and enters a loss."""
+    """Yield the leaves that require a gradient and enter a loss."""
     waiting: list[Node | None] = [get_gradient_edge(loss).node] if loss.requires_grad else []
     seen: set[Node] = set()
     while waiting:
@@ -70,7 +70,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that a module's attributes hold, whatever they are kept in, but for buffers and a trainer's."""
+    """Return tensors that a module's attributes hold, whatever they are kept in, but for buffers and a trainer's."""
     waiting: list[tuple[str, Any]] = [("", module)]
     seen: set[int] = set()
     while waiting:

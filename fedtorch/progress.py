@@ -1,4 +1,4 @@
-"""How far something is that takes longer than two seconds.
+"""Progress of whatever takes longer than two seconds.
 
 On a terminal and in a notebook it is a bar, in a log a line now and then, on the standard error. What is left is said
 from the steps that were done of late, and not before there are a few; the longest wait among them does not count.
@@ -36,7 +36,7 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)  # whether someb
 
 
 class Progress:
-    """How far something is; a context, within which other progress is not shown.
+    """Show how far something is: a context within which other progress is not shown.
 
     Args:
         title: in front.
@@ -88,7 +88,7 @@ class Progress:
         self.close()
 
     def update(self, steps: int = 1, tell: Callable[[], Told] | None = None) -> None:
-        """Moves on by so many steps.
+        """Move on by so many steps.
 
         Args:
             steps: done since.
@@ -105,7 +105,7 @@ class Progress:
             self._show(passed)
 
     def close(self) -> None:
-        """Shows the end, where the beginning was shown or `always` was said."""
+        """Show the end, where the beginning was shown or `always` was said."""
         passed = time.monotonic() - self._began
         if self._bar is not None:
             self._draw(passed)
@@ -125,7 +125,7 @@ class Progress:
             self._next = passed + max(_BETWEEN, passed / 10)
 
     def _draw(self, passed: float) -> None:
-        """The bar as it is now; made by the first call."""
+        """Draw the bar as it is now; made by the first call."""
         if self._bar is None:
             scale = {"unit_scale": True} if self.unit == "B" else {}
             self._bar = self._kind(
@@ -137,7 +137,7 @@ class Progress:
         self._bar.set_postfix(self._tell(), refresh=True)
 
     def _write(self, passed: float, ended: bool) -> None:
-        """A line."""
+        """Write a line."""
         amount = (lambda count: f"{count / 1e6:.1f}") if self.unit == "B" else (lambda count: f"{count:,}")
         of = "" if self.total is None else f" of {amount(self.total)}"
         what = "MB" if self.unit == "B" else f"{self.unit}s"
@@ -151,7 +151,7 @@ class Progress:
         self._said = self.done
 
     def _seconds_of_a_step(self) -> float | None:
-        """Of late, without the slowest stretch, which may have been a wait; None before there are a few."""
+        """Return the recent pace without the slowest stretch, which may be a wait; None before there are a few."""
         stretches = [(later[0] - sooner[0], later[1] - sooner[1]) for sooner, later in pairwise(self._moments)]
         stretches = sorted([each for each in stretches if each[1] > 0], key=lambda each: each[0] / each[1])[:-1]
         if len(stretches) < _FEW - 1:
@@ -162,7 +162,7 @@ class Progress:
 def tracked(
     items: Iterable[T], title: str, total: int | None = None, *, unit: str = "step", shown: bool = True
 ) -> Iterator[T]:
-    """The items one by one, while it is shown how many there have been.
+    """Return the items one by one, while it is shown how many there have been.
 
     Args:
         items: to go through.
@@ -183,7 +183,7 @@ def tracked(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context within which no progress is shown."""
+    """Return a context within which no progress is shown."""
     before = _inside.get()
     _inside.set(True)
     try:
@@ -193,7 +193,7 @@ def quiet() -> Iterator[None]:
 
 
 def _bar_kind() -> Any:
-    """tqdm's bar for a terminal or a notebook; None for neither."""
+    """Return tqdm's bar for a terminal or a notebook; None for neither."""
     if sys.stderr.isatty():
         from tqdm import tqdm
 
@@ -206,7 +206,7 @@ def _bar_kind() -> Any:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in words.
+    """Return seconds in words.
 
     >>> [_duration(seconds) for seconds in (0.42, 17.3, 200.0, 10_000.0)]
     ['0.4 s', '17 s', '3 min 20 s', '2 h 46 min']

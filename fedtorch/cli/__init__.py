@@ -24,7 +24,7 @@ COMMANDS = (fit, experiments, data, report, record, sites, launch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command with these arguments, those of the process unless given; returns the exit code."""
+    """Run the command with these arguments, those of the process unless given; returns the exit code."""
     parser = argparse.ArgumentParser(prog="fedtorch", description="Federated modelling on PyTorch and Lightning")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""What a configuration names, built: `class_path` is called with `init_args`, the innermost first.
+"""Build what a configuration names: `class_path` is called with `init_args`, the innermost first.
 
 >>> built({"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 1}})
 Linear(in_features=2, out_features=1, bias=True)
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def check(value: Any, where: str = "") -> None:
-    """Refuses what the names of a configuration do not stand for, before anything is built.
+    """Refuse what the names of a configuration do not stand for, before anything is built.
 
     Raises:
         ValueError: a path to nothing, or an argument that its function does not take; the message says what there is.
@@ -40,7 +40,7 @@ def check(value: Any, where: str = "") -> None:
 
 
 def built(value: Any, where: str = "") -> Any:
-    """The value with every `class_path` in it called; one that lacks arguments becomes a `functools.partial`.
+    """Return the value with every `class_path` in it called; one that lacks arguments becomes a `functools.partial`.
 
     Raises:
         ValueError: what was called refuses its arguments; the message says where in the configuration.
@@ -65,7 +65,7 @@ def built(value: Any, where: str = "") -> Any:
 
 
 def named(path: str, where: str = "") -> Callable[..., Any]:
-    """The function or class of a dotted path, which may lead through classes.
+    """Return the function or class of a dotted path, which may lead through classes.
 
     Raises:
         ValueError: there is none.
@@ -99,7 +99,7 @@ def _attribute(owner: Any, path: str, name: str, place: str) -> Any:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """What it takes; None of what is written in C and does not say."""
+    """Return the signature of a callable, None where it is written in C and has none."""
     try:
         return inspect.signature(function)
     except ValueError:

@@ -59,7 +59,7 @@ def federation(
     *,
     seed: int,
 ) -> Federation:
-    """The federation of a configuration file, whose keys these are; `fedtorch fit --help` shows them from here.
+    """Return the federation of a configuration file, whose keys these are; `fedtorch fit --help` shows them from here.
 
     Args:
         algorithm: what clients and server compute, with its local solver and its module.
@@ -101,7 +101,7 @@ def federation(
 
 
 def check_file(file: Path) -> None:
-    """Refuses keys that are none, and what the names in a configuration file do not stand for.
+    """Refuse keys that are none, and what the names in a configuration file do not stand for.
 
     Raises:
         ValueError: the message says what there is.
@@ -137,24 +137,24 @@ class FederationCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The command that was given, and the arguments of the Trainer's method that are not the user's."""
+        """Return the command that was given, and the arguments of the Trainer's method that are not the user's."""
         not_his = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "weights_only"}
         return {self.command: not_his}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The federation's arguments at the top, and the Trainer's below `trainer`."""
+        """Return the federation's arguments at the top, and the Trainer's below `trainer`."""
         parser.add_function_arguments(federation, skip={"seed"}, fail_untyped=False)
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parses, after a look at the names in the files."""
+        """Parse, after a look at the names in the files."""
         for file in _files(args):
             check_file(file)
         self.config = parser.parse_args(args)
 
     def instantiate_classes(self) -> None:
-        """Builds everything, the federation and the Trainer last."""
+        """Build everything, the federation and the Trainer last."""
         given = built(self.config[self.subcommand].as_dict())
         self.config_init = jsonargparse.Namespace({self.subcommand: jsonargparse.Namespace(given)})
         of_federation = {name: given[name] for name in inspect.signature(federation).parameters if name in given}
@@ -162,7 +162,7 @@ class FederationCLI(LightningCLI):
         self.trainer = self.instantiate_trainer()
 
     def instantiate_trainer(self, **arguments: Any) -> L.Trainer:
-        """A Trainer, with one bar for all rounds unless there is another or none is wanted."""
+        """Return a Trainer, with one bar for all rounds unless there is another or none is wanted."""
         given = self.config_init[self.subcommand]["trainer"]
         callbacks = given["callbacks"] = given["callbacks"] or []
         if given["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
@@ -170,7 +170,7 @@ class FederationCLI(LightningCLI):
         return super().instantiate_trainer(**arguments)
 
     def after_fit(self) -> None:
-        """Says how it ended, and where the logs are."""
+        """Say how it ended, and where the logs are."""
         metrics = {name: float(value) for name, value in self.trainer.logged_metrics.items()}
         values = [f"  {name:24} {x:{'.0f' if x.is_integer() else 'g'}}\n" for name, x in metrics.items()]
         logs = [f"  logs {self.trainer.log_dir}\n"] if self.trainer.loggers else []
@@ -200,7 +200,7 @@ class _Saved(SaveConfigCallback):
 
 @functools.cache
 def _allow_functions() -> None:
-    """Lets a path name a function that makes a dataclass or a tuple of functions, and reads files of this machine only.
+    """Let a path name a function that makes a dataclass or a tuple of functions, and reads files of this machine only.
 
     A named tuple would otherwise be read field by field.
     """
@@ -223,7 +223,7 @@ def _refused(value: Any) -> NoReturn:
 
 
 def _files(arguments: Sequence[str]) -> list[Path]:
-    """The configuration files that arguments name."""
+    """Return the configuration files that arguments name."""
     found = []
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         option, equals, value = argument.partition("=")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Add the command to a parser's."""
     data = commands.add_parser("data", help="the data sets that loaders exist for")
     actions = data.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="what there is, and what is at hand").set_defaults(run=_list)
@@ -53,7 +53,7 @@ def _files(data_set: DataSet) -> str:
 
 
 def _each(do: Callable[[DataSet], int], options: argparse.Namespace) -> int:
-    """`do` with the data sets that are named, or all; its worst exit code."""
+    """Call `do` with the data sets that are named, or all, and return its worst exit code."""
     from fedtorch.data.catalogue import data_sets, describe
 
     try:

@@ -27,7 +27,7 @@ class Experiment(NamedTuple):
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Add the command to a parser's."""
     experiments = commands.add_parser("experiments", help="the tables and figures of a checkout")
     actions = experiments.add_subparsers(required=True, metavar="ACTION")
     actions.add_parser("list", help="what there is, and whether its main setting is a file").set_defaults(run=_list)
@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
 
 
 def checkout() -> Path:
-    """The folder that has `experiments`: the current one, or that of the package where it runs from a checkout.
+    """Return the folder that has `experiments`: the current one, or that of the package where it runs from a checkout.
 
     Raises:
         FileNotFoundError: neither has it, as experiments are no part of a wheel.

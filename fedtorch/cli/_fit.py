@@ -37,7 +37,7 @@ options:
 
 
 def add(commands: Any) -> None:
-    """Adds the commands to a parser's."""
+    """Add the commands to a parser's."""
     for name, what in WHAT.items():
         # A prefix that nobody types: options are for the parser that knows them.
         parser = commands.add_parser(name, help=what, add_help=False, prefix_chars="\0")
@@ -57,7 +57,7 @@ def _run(name: str, options: argparse.Namespace) -> None:
 
 
 def _keys() -> str:
-    """The arguments of `configuration.federation` by its docstring, which is read and not imported."""
+    """Return the arguments of `configuration.federation` by its docstring, which is read and not imported."""
     source = ast.parse((Path(__file__).parent / "_configuration.py").read_text("utf-8"))
     (function,) = (n for n in source.body if isinstance(n, ast.FunctionDef) and n.name == "federation")
     text = ast.get_docstring(function) or ""

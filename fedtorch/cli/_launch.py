@@ -27,7 +27,7 @@ STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Add the command to a parser's."""
     what = "run a script on several ranks, anew when one dies; `torchrun` inside"
     parser = commands.add_parser("launch", help=what, description=what)
     parser.set_defaults(run=launch)
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
 
 
 def torchrun_arguments(options: argparse.Namespace) -> list[str]:
-    """What `torchrun` is given.
+    """Return the arguments of `torchrun`.
 
     Raises:
         ValueError: several machines that do not know where to meet.
@@ -54,7 +54,7 @@ def torchrun_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def launch(options: argparse.Namespace) -> None:
-    """Runs the script until all ranks have ended well.
+    """Run the script until all ranks have ended well.
 
     Raises:
         ValueError: several machines that do not know where to meet.

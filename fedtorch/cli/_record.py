@@ -15,7 +15,7 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Add the command to a parser's."""
     record = commands.add_parser("record", help="runs on record, and audit records of sites and servers")
     actions = record.add_subparsers(required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="find what was changed")
@@ -66,5 +66,5 @@ def _verify(file: str) -> int:
         return 1
     print(file)
     for check in checks:
-        print(f"  {'ok' if check.holds else 'NOT SO':7} {check.name:11} {check.message}")
+        print(f"  {'ok' if check.holds else 'FAILED':7} {check.name:11} {check.message}")
     return 0 if all(check.holds for check in checks) else 1

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Adds the command to a parser's."""
+    """Add the command to a parser's."""
     report = commands.add_parser("report", help="make a page of what happened in a run")
     report.set_defaults(run=_render)
     report.add_argument("folder", metavar="DIR", type=Path, help="with what ft.report leaves, or a checkpoint")

@@ -23,7 +23,7 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Adds the commands to a parser's."""
+    """Add the commands to a parser's."""
     authority = _command(commands, "authority", _make_authority, "server: make an authority and the server's identity")
     authority.add_argument("folder", metavar="DIR", type=Path, help="a new folder for its key; a run does not need it")
     authority.add_argument("--renew", action="store_true", help="give the server a new certificate of this authority")
@@ -118,7 +118,7 @@ def _make_authority(options: argparse.Namespace) -> None:
 
 
 def _check_empty(folder: Path) -> None:
-    """Raises FileExistsError for the folder of another server."""
+    """Raise FileExistsError for the folder of another server."""
     if (folder / "certificate.pem").exists():
         raise FileExistsError(f"Expected a folder without an identity, but {folder} has one; choose another --server")
 

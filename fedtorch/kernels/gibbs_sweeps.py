@@ -34,7 +34,7 @@ _SIZE = 256  # numbers of a program's matrices
 
 
 class Rows(NamedTuple):
-    """What the rows say, float64."""
+    """The statistics of the rows, float64."""
 
     gram: Tensor  # (K, p, p)
     estimate: Tensor  # (K, p) of least squares
@@ -42,8 +42,8 @@ class Rows(NamedTuple):
     degrees: Tensor  # (K,) a_σ + n/2
 
 
-class Heard(NamedTuple):
-    """What the chains are given, float64."""
+class SweepPrior(NamedTuple):
+    """The global variables as the chains receive them, float64."""
 
     centre: Tensor  # (K, C, p) θ
     precision: Tensor  # (K, C, p) 1/τ²
@@ -60,7 +60,7 @@ class Chains(NamedTuple):
 
 
 def knows(keys: Tensor, coefficients: int) -> bool:
-    """Whether a program runs for these keys.
+    """Return whether a program runs for these keys.
 
     >>> import torch, fedtorch as ft
     >>> knows(ft.random.key(0)[None, None], coefficients=3)  # on the CPU
@@ -72,8 +72,8 @@ def knows(keys: Tensor, coefficients: int) -> bool:
     )
 
 
-def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
-    """The chains after `sweeps` sweeps.
+def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+    """Return the chains after `sweeps` sweeps.
 
     Args:
         rows: of K clients.
@@ -85,7 +85,7 @@ def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps:
     >>> import torch, fedtorch as ft
     >>> one = torch.ones(1, 1, 1).double()  # a client, a chain, a coefficient; 10⁹ rows are sure of 5
     >>> rows = Rows(gram=1e9 * one, estimate=5 * one[0], rss=one[0, 0], degrees=one[0, 0])
-    >>> heard = Heard(centre=2 * one, precision=one, scale=one[0])
+    >>> heard = SweepPrior(centre=2 * one, precision=one, scale=one[0])
     >>> chains = Chains(deviation=0 * one, precision=one, auxiliary=one, noise=one[0])
     >>> gibbs_sweeps(rows, heard, chains, ft.random.key(0)[None, None], sweeps=2).deviation.round(decimals=3)  # 5 − 2
     tensor([[[3.]]], dtype=torch.float64)
@@ -106,7 +106,7 @@ def gibbs_sweeps(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps:
     return out
 
 
-def _reference(rows: Rows, heard: Heard, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
+def _reference(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
     size = heard.centre.shape[-1]
     for_normals, for_noise, for_mixing = (philox.folded(keys, purpose) for purpose in range(3))
     each = (sweeps, size)

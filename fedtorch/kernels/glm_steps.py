@@ -54,7 +54,7 @@ CATEGORICAL = Family(3, F.cross_entropy, lambda eta, y: eta.softmax(-1) - F.one_
 
 
 def fits(family: Family, features: int, classes: int, dtype: torch.dtype) -> bool:
-    """Whether the program knows models of so many features, the constant included, and classes.
+    """Return whether the program takes so many features, the constant included, and classes.
 
     >>> import torch
     >>> fits(POISSON, 128, 1, torch.float64), fits(POISSON, 129, 1, torch.float64)

@@ -1,4 +1,4 @@
-r"""What units' rows say of latent Gaussian processes at inducing inputs: B'ΩB and B'Ωy, without storing B.
+r"""Statistics of units' rows for latent Gaussian processes at inducing inputs: B'ΩB and B'Ωy, without storing B.
 
 .. math:: V_{nij} = v_i \exp\Big(-\tfrac12 \sum_c \frac{(x_{nc} - w_{jc})^2}{s_{ic}}\Big), \qquad
     B_{n,iJ+j} = \sum_k W_{ijk} V_{nik},
@@ -33,7 +33,7 @@ _TILE = 32  # rows of B that a program makes at a time
 
 
 def runs(tensors: Sequence[Tensor]) -> bool:
-    """Whether a program takes these arguments of `gp_statistics`: on the CPU none."""
+    """Return whether a program takes these arguments of `gp_statistics`: on the CPU none."""
     x, inducing = tensors[0], tensors[3]
     fits = 0 < inducing.shape[-2] <= MOST_POINTS and 0 < x.shape[-1] <= MOST_DIMS
     return possible(x.device) and installed() and fits and {part.dtype for part in tensors} == {torch.float64}
@@ -42,7 +42,7 @@ def runs(tensors: Sequence[Tensor]) -> bool:
 def gp_statistics(
     x: Tensor, y: Tensor, weight: Tensor, inducing: Tensor, width: Tensor, height: Tensor, whiten: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(B'ΩB `(K, P, P)`, B'Ωy `(K, P)`), P = I J.
+    """Return (B'ΩB `(K, P, P)`, B'Ωy `(K, P)`), P = I J.
 
     Args:
         x: inputs `(K, N, d)`.
@@ -93,7 +93,7 @@ def _check(
 
 
 def _rows(x: Tensor, inducing: Tensor, width: Tensor, height: Tensor, whiten: Tensor) -> Tensor:
-    """B, `(K, N, P)`."""
+    """Return B, `(K, N, P)`."""
     gap = (x[:, :, None] - inducing[..., None, :, :]).square()
     distance = (gap[:, None] / width[:, :, None, None]).sum(-1)
     return (height[..., None, None] * (-0.5 * distance).exp() @ whiten.mT).movedim(1, 2).flatten(2)
@@ -145,5 +145,5 @@ def _launched(
 
 
 def _step(tensor: Tensor, dims: int) -> int:
-    """From one unit's numbers to the next one's; 0 if all have the same."""
+    """Return the stride from one unit's numbers to the next one's; 0 if all have the same."""
     return tensor[0].numel() if tensor.ndim > dims and len(tensor) > 1 else 0

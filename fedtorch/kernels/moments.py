@@ -27,7 +27,7 @@ _SIZE = 512  # numbers of a program's matrices
 
 
 def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-    """(A⁻¹ v `(..., p)`, A⁻¹ `(..., p, p)`), exactly symmetric; NaN where A is not positive definite.
+    """Return (A⁻¹ v `(..., p)`, A⁻¹ `(..., p, p)`), exactly symmetric; NaN where A is not positive definite.
 
     Args:
         matrix: A, symmetric, `(..., p, p)`.
@@ -55,7 +55,7 @@ def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(matrix: Tensor) -> Tensor:
-    """Inverses of symmetric positive definite matrices, exactly symmetric; NaN for others."""
+    """Return inverses of symmetric positive definite matrices, exactly symmetric; NaN for others."""
     if matrix.shape[-1] == 0:
         return matrix
     factor, info = torch.linalg.cholesky_ex(matrix)

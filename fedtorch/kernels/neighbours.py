@@ -1,8 +1,8 @@
-r"""What the neighbours of all nodes say, :math:`\sum_j A_{ij} w_j`.
+r"""The sum over the neighbours of all nodes, :math:`\sum_j A_{ij} w_j`.
 
 A row's edges are cut into segments of at most 64, so that a hub's do not wait for one program; segments of similar
 length are summed side by side, and those of one node are added in their order, so that the bits are the same each time.
-The `Plan` of it depends on the network alone, and a matrix keeps it.
+The `SegmentPlan` of it depends on the network alone, and a matrix keeps it.
 
 Source: the neighbour sum of GTV minimisation, Jung, "Clustered federated learning via generalized total variation
 minimization", IEEE TSP 71, 2023; segments as in Merrill and Garland, "Merge-based parallel sparse matrix–vector
@@ -28,7 +28,7 @@ _SEGMENT = 64  # edges
 _TILE = 256  # numbers of the sums of a program
 
 
-class Plan(NamedTuple):
+class SegmentPlan(NamedTuple):
     """The segments of a network's edges.
 
     >>> import fedtorch as ft
@@ -45,15 +45,15 @@ class Plan(NamedTuple):
     pieces: Tensor  # (R,) int32, how many they have
 
 
-def plan(matrix: Tensor) -> Plan:
-    """The plan of a sparse CSR matrix, made once for as long as it is there."""
-    kept: dict[str, Plan] = matrix.__dict__
+def plan(matrix: Tensor) -> SegmentPlan:
+    """Return the plan of a sparse CSR matrix, made once for as long as it is there."""
+    kept: dict[str, SegmentPlan] = matrix.__dict__
     if "segments" not in kept:
         kept["segments"] = _planned(matrix)
     return kept["segments"]
 
 
-def _planned(matrix: Tensor) -> Plan:
+def _planned(matrix: Tensor) -> SegmentPlan:
     first = matrix.crow_indices().to(torch.int64)
     counts, nodes = first[1:] - first[:-1], len(first) - 1
     pieces = (-(-counts // _SEGMENT)).clamp(min=1)
@@ -67,11 +67,11 @@ def _planned(matrix: Tensor) -> Plan:
     split = several.nonzero()[:, 0]
     starts = first[:-1][row] + within * _SEGMENT
     begin = targets[(pieces.cumsum(0) - pieces)[split]] if len(split) else split
-    return Plan(starts[order], lengths[order].int(), targets[order], split, begin, pieces[split].int())
+    return SegmentPlan(starts[order], lengths[order].int(), targets[order], split, begin, pieces[split].int())
 
 
 def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
-    """Σ_j A_ij w_j, `(n, d)` in the dtype of A.
+    """Return Σ_j A_ij w_j, `(n, d)` in the dtype of A.
 
     Args:
         matrix: A, symmetric, sparse CSR `(n, n)`.

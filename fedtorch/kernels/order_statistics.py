@@ -29,7 +29,7 @@ _SLACK = 1e-12  # rounding of the summed weights must not decide which value is 
 
 
 def median(value: Tensor, share: Tensor) -> Tensor:
-    """Of every coordinate; between two values that halve the weight it is their middle.
+    """Return the weighted median of every coordinate, the middle between two values that halve the weight.
 
     Args:
         value: `(M, ...)`, M > 0.
@@ -53,7 +53,7 @@ def median(value: Tensor, share: Tensor) -> Tensor:
 
 
 def trimmed_mean(value: Tensor, share: Tensor, fraction: float) -> Tensor:
-    """The mean of every coordinate without the lowest and the highest `fraction` of the weight.
+    """Return the mean of every coordinate without the lowest and the highest `fraction` of the weight.
 
     Args:
         value: `(M, ...)`, M > 0.
@@ -92,13 +92,13 @@ def _launched(kernel: Any, value: Tensor, share: Tensor, *numbers: float) -> Ten
 
 
 def _integers(dtype: torch.dtype) -> Mapping[str, int]:
-    """Of the width of a dtype."""
+    """Return the integer dtype of the width of a dtype."""
     bits = torch.finfo(dtype).bits
     return {"LARGEST": 2 ** (bits - 1) - 1, "BITS": bits}
 
 
 def _ordered(value: Tensor, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(values in ascending order, their weights, the weights summed up to each), `(M, ...)`."""
+    """Return (values in ascending order, their weights, the weights summed up to each), `(M, ...)`."""
     ordered, order = value.to(torch.float64).sort(0)
     weights = share[order]
     return ordered, weights, weights.cumsum(0)

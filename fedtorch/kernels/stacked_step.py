@@ -30,12 +30,12 @@ from fedtorch.dispatch.launch import launch, tile
 _SIZE = 1024  # elements of a program
 
 
-class Clients(NamedTuple):
-    """What differs between the clients of a step, of one tensor or of all.
+class ClientValues(NamedTuple):
+    """The values of a step that differ between clients, of one tensor or of all.
 
     >>> import torch
     >>> parameter, gradient = torch.zeros(2, 1), torch.ones(2, 1)
-    >>> sgd(parameter, gradient, None, Clients(taken=0, active=torch.tensor([True, False])), lr=0.5)
+    >>> sgd(parameter, gradient, None, ClientValues(taken=0, active=torch.tensor([True, False])), lr=0.5)
     >>> parameter  # the second does not take the step
     tensor([[-0.5000], [ 0.0000]])
     """
@@ -48,7 +48,7 @@ class Clients(NamedTuple):
 
 
 def fits(tensor: Tensor) -> bool:
-    """Whether a program steps a stack like this one.
+    """Return whether a program steps a stack like this one.
 
     >>> import torch
     >>> fits(torch.zeros(2, 3))  # on the CPU
@@ -61,9 +61,9 @@ def fits(tensor: Tensor) -> bool:
 
 
 def clipped(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], clients: Sequence[Clients], most: float
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], clients: Sequence[ClientValues], most: float
 ) -> Tensor:
-    """The share of each client's gradients that bounds their norm over all tensors by `most`, `(K,)`.
+    """Return the share of each client's gradients that bounds their norm over all tensors by `most`, `(K,)`.
 
     Args:
         parameters: `(K, ...)` each.
@@ -73,7 +73,7 @@ def clipped(
 
     >>> import torch
     >>> gradient = torch.tensor([[3.0, 4.0], [0.3, 0.4]])  # norms 5 and ½
-    >>> clipped([torch.zeros(2, 2)], [gradient], [Clients(taken=0)], most=1.0)
+    >>> clipped([torch.zeros(2, 2)], [gradient], [ClientValues(taken=0)], most=1.0)
     tensor([0.2000, 1.0000])
     """
     total = torch.stack([_squares(*each) for each in zip(parameters, gradients, clients)]).sum(0)
@@ -84,7 +84,7 @@ def sgd(
     parameter: Tensor,
     gradient: Tensor,
     buffer: Tensor | None,
-    clients: Clients,
+    clients: ClientValues,
     *,
     lr: float | Tensor,
     momentum: float = 0.0,
@@ -92,13 +92,13 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """A step of SGD.
+    """Return a step of SGD.
 
     Args:
         parameter: `(K, ...)`, contiguous.
         gradient: of each client's loss, `(K, ...)`.
         buffer: `(K, ...)`, contiguous; None without momentum.
-        clients: see `Clients`.
+        clients: see `ClientValues`.
         lr: a number, or a scalar on the device, which a captured graph reads anew.
         momentum: as in `torch.optim.SGD`, like the next three.
         dampening: see there.
@@ -108,7 +108,7 @@ def sgd(
     >>> import torch
     >>> parameter, gradient, buffer = torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1)
     >>> for taken in range(2):
-    ...     sgd(parameter, gradient, buffer, Clients(taken=taken), lr=0.5, momentum=0.5)
+    ...     sgd(parameter, gradient, buffer, ClientValues(taken=taken), lr=0.5, momentum=0.5)
     >>> parameter, buffer  # −½ (1 + 1½)
     (tensor([[-1.2500]]), tensor([[1.5000]]))
     """
@@ -134,7 +134,7 @@ def adam(
     gradient: Tensor,
     first: Tensor,
     second: Tensor,
-    clients: Clients,
+    clients: ClientValues,
     *,
     lr: float | Tensor,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -142,14 +142,14 @@ def adam(
     weight_decay: float = 0.0,
     decoupled: bool = False,
 ) -> None:
-    """A step of Adam, or of AdamW with `decoupled`.
+    """Return a step of Adam, or of AdamW with `decoupled`.
 
     Args:
         parameter: `(K, ...)`, contiguous.
         gradient: of each client's loss, `(K, ...)`.
         first: the mean of gradients `(K, ...)`, contiguous.
         second: of their squares, likewise.
-        clients: see `Clients`.
+        clients: see `ClientValues`.
         lr: a number, or a scalar on the device, which a captured graph reads anew.
         betas: as in `torch.optim.Adam`, like the next two.
         eps: see there.
@@ -158,7 +158,7 @@ def adam(
 
     >>> import torch
     >>> parameter, first, second = torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)
-    >>> adam(parameter, torch.tensor([[0.01, -100.0]]), first, second, Clients(taken=0), lr=0.1)
+    >>> adam(parameter, torch.tensor([[0.01, -100.0]]), first, second, ClientValues(taken=0), lr=0.1)
     >>> parameter  # a first step of lr, whatever the size of the gradient
     tensor([[-0.1000,  0.1000]])
     """
@@ -194,7 +194,7 @@ def _program(parameter: Tensor, *others: Tensor | None) -> Any:
 def _launch(
     kernel: Any,
     tensors: Sequence[Tensor],
-    clients: Clients,
+    clients: ClientValues,
     lr: float | Tensor,
     numbers: Sequence[float],
     flags: Mapping[str, bool],
@@ -227,14 +227,14 @@ def _launch(
 
 
 def _tiling(parameter: Tensor) -> tuple[int, int, int]:
-    """(rows, columns) of a tile, and how many tiles there are across."""
+    """Return (rows, columns) of a tile, and how many tiles there are across."""
     size = parameter[0].numel() if len(parameter) else 0
     rows, columns = tile(size, _SIZE)
     return rows, columns, -(-size // columns)
 
 
-def _squares(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
-    """‖∇_k‖² of one tensor, `(K,)`."""
+def _squares(parameter: Tensor, gradient: Tensor, clients: ClientValues) -> Tensor:
+    """Return ‖∇_k‖² of one tensor, `(K,)`."""
     programs = _program(parameter, gradient)
     if not programs:
         return _pulled(parameter, gradient, clients).reshape(len(parameter), -1).square().sum(1)
@@ -256,22 +256,22 @@ def _squares(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
     return out.sum(1)
 
 
-def _pulled(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
+def _pulled(parameter: Tensor, gradient: Tensor, clients: ClientValues) -> Tensor:
     if clients.shift is None or clients.precision is None:
         return gradient
     return gradient + (_rows(clients.precision.to(parameter.dtype), parameter) * parameter - clients.shift)
 
 
-def _share(parameter: Tensor, gradient: Tensor, clients: Clients) -> Tensor:
+def _share(parameter: Tensor, gradient: Tensor, clients: ClientValues) -> Tensor:
     gradient = _pulled(parameter, gradient, clients)
     return gradient if clients.share is None else gradient * _rows(clients.share, parameter)
 
 
 def _rows(value: Tensor | int, like: Tensor) -> Tensor:
-    """`(K,)`, or a number, as it multiplies `(K, ...)`."""
+    """Return `(K,)`, or a number, as it multiplies `(K, ...)`."""
     value = torch.as_tensor(value, device=like.device)
     return value if value.ndim == 0 else value.reshape(-1, *(1,) * (like.ndim - 1))
 
 
-def _put(target: Tensor, value: Tensor, clients: Clients) -> None:
+def _put(target: Tensor, value: Tensor, clients: ClientValues) -> None:
     target.copy_(value if clients.active is None else torch.where(_rows(clients.active, target), value, target))

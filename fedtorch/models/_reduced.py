@@ -21,7 +21,7 @@ class Reduced(NamedTuple):
 
 
 def reduced(statistics: SufficientStatistics) -> Reduced:
-    """A triangular B, columns in the order of their size; directions that the rows leave open are zero.
+    """Return a triangular B, columns in the order of their size; directions that the rows leave open are zero.
 
     Its columns then differ in size as those of X do, which a symmetric root would mix up.
     """

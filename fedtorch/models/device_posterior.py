@@ -1,4 +1,4 @@
-r"""What is known of each device: its coefficients' posterior, intervals, tests, selection and predictions.
+r"""The posterior of each device's coefficients: intervals, tests, selection and predictions.
 
 A device's posterior is a mixture of normal densities, one for each node of the shared scales, as a
 `torch.distributions` object. Probabilities of single coefficients and predictions come from the mixture's distribution
@@ -40,18 +40,18 @@ class DevicePosterior(NamedTuple):
     log_noise: Tensor  # (K, R) log σ² at the nodes; NaN for likelihoods without noise, or of known noise
 
     def distribution(self) -> MixtureSameFamily:
-        """θ_k, batch `(K,)`, event `(d,)`."""
+        """Return θ_k, batch `(K,)`, event `(d,)`."""
         return MixtureSameFamily(
             Categorical(self.weights), MultivariateNormal(self.means, self.covariances), validate_args=False
         )
 
     def marginals(self) -> MixtureSameFamily:
-        """Each coefficient on its own, batch `(K, d)`: with a distribution function."""
+        """Return the marginal of each coefficient, batch `(K, d)`, which has a distribution function."""
         sd = self.covariances.diagonal(dim1=-2, dim2=-1).sqrt()
         return _mixture(self.weights[:, None].expand(-1, self.means.shape[-1], -1), self.means.mT, sd.mT)
 
     def predictive(self, x: Tensor, noise: float | Tensor | None = None) -> MixtureSameFamily:
-        """The predictor x'θ_k, or a new response y of the linear model, batch `(K, N)`.
+        """Return the predictor x'θ_k, or a new response y of the linear model, batch `(K, N)`.
 
         Args:
             x: `(K, N, d)`.
@@ -68,7 +68,7 @@ class DevicePosterior(NamedTuple):
 
 
 def quantile(distribution: MixtureSameFamily, probability: float) -> Tensor:
-    """Quantiles of univariate mixtures, in their batch shape, by bisection of the distribution function.
+    """Return quantiles of univariate mixtures, in their batch shape, by bisection of the distribution function.
 
     >>> import torch
     >>> from torch.distributions import Categorical, MixtureSameFamily, Normal
@@ -91,7 +91,7 @@ def quantile(distribution: MixtureSameFamily, probability: float) -> Tensor:
 
 
 def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> tuple[Tensor, Tensor]:
-    """The equal-tailed interval of probability `level`, in the batch shape.
+    """Return the equal-tailed interval of probability `level`, in the batch shape.
 
     >>> import torch
     >>> from torch.distributions import Normal
@@ -110,7 +110,7 @@ def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0
 
 
 def selected(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> Tensor:
-    """Which coefficients' credible intervals do not cover 0, bool in the batch shape (section 4.3).
+    """Return where credible intervals of coefficients do not cover 0, bool in the batch shape (section 4.3).
 
     >>> import torch
     >>> from torch.distributions import Normal
@@ -122,7 +122,7 @@ def selected(distribution: MixtureSameFamily | Normal, level: float = 0.9) -> Te
 
 
 def null_probability(distribution: MixtureSameFamily | Normal, width: float = 0.0) -> Tensor:
-    """The posterior probability of the null hypothesis, in the batch shape.
+    """Return the posterior probability of the null hypothesis, in the batch shape.
 
     Args:
         distribution: of single coefficients.

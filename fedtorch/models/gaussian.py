@@ -49,13 +49,13 @@ class Moments(NamedTuple):
 
 
 def pack(matrix: Tensor) -> Tensor:
-    """The lower triangle of symmetric matrices `(..., p, p)` as `(..., p (p + 1) / 2)`, row by row."""
+    """Return the lower triangle of symmetric matrices `(..., p, p)` as `(..., p (p + 1) / 2)`, row by row."""
     row, column = _triangle(matrix.shape[-1], matrix.device)
     return matrix[..., row, column]
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The inverse of `pack`: symmetric matrices `(..., p, p)`, exactly.
+    """Return the inverse of `pack`: symmetric matrices `(..., p, p)`, exactly.
 
     >>> pack(torch.tensor([[1.0, 2.0], [2.0, 5.0]]))
     tensor([1., 2., 5.])
@@ -72,18 +72,18 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def natural(moments: Moments) -> Natural:
-    """Natural parameters of normal densities with these moments; NaN where a covariance is not positive definite."""
+    """Return natural parameters of normal densities with these moments; NaN where one is not positive definite."""
     shift, precision = solved(moments.covariance, moments.mean)
     return Natural(shift, pack(precision))
 
 
 def moments(natural: Natural) -> Moments:
-    """Moments of normal densities; NaN where a precision is not positive definite."""
+    """Return moments of normal densities; NaN where a precision is not positive definite."""
     return Moments(*solved(unpack(natural.precision), natural.shift))
 
 
 def is_proper(natural: Natural) -> Tensor:
-    """Whether natural parameters are those of densities: finite, and a positive definite precision, `(...)` bool."""
+    """Return where natural parameters are those of densities: finite, with a positive definite precision, `(...)`."""
     finite = natural.shift.isfinite().all(-1) & natural.precision.isfinite().all(-1)
     if natural.shift.shape[-1] == 0:
         return finite
@@ -92,7 +92,7 @@ def is_proper(natural: Natural) -> Tensor:
 
 
 def distribution(natural: Natural) -> MultivariateNormal:
-    """The `torch.distributions` object, with the leading dimensions as batch shape.
+    """Return the `torch.distributions` object, with the leading dimensions as batch shape.
 
     Raises:
         ValueError: not a density; see `is_proper`.

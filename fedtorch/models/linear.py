@@ -40,7 +40,7 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relati
 
 
 def raw(x: Tensor) -> Tensor:
-    """The inputs as they are, `(..., q)`.
+    """Return the inputs as they are, `(..., q)`.
 
     >>> LinearHead(2, raw).design(torch.tensor([[5.0, 7.0]]))  # and the intercept's 1
     tensor([[5., 7., 1.]])
@@ -49,7 +49,7 @@ def raw(x: Tensor) -> Tensor:
 
 
 def polynomial(degree: int) -> FeatureMap:
-    """Powers 1 … `degree` of every input, `(..., q)` -> `(..., degree · q)`: x₁, …, x_q, x₁², …
+    """Return powers 1 … `degree` of every input, `(..., q)` -> `(..., degree · q)`: x₁, …, x_q, x₁², …
 
     Raises:
         ValueError: `degree` is less than 1.
@@ -98,7 +98,7 @@ class LinearHead(nn.Module):
         self.coefficients = nn.Parameter(torch.zeros(features + intercept, dtype=dtype))
 
     def design(self, x: Tensor) -> Tensor:
-        """The rows of the design matrix, `(..., p)`: the features, and the constant 1 at the end."""
+        """Return the rows of the design matrix, `(..., p)`: the features, and the constant 1 at the end."""
         features = self.feature_map(x)
         if features.shape[-1:] != (self.features,):
             raise ValueError(
@@ -121,12 +121,12 @@ class LinearHead(nn.Module):
         return self.design(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
     def forward(self, x: Tensor) -> Tensor:
-        """⟨θ, φ(x)⟩ + θ₀ of every row, `(...)`."""
+        """Return ⟨θ, φ(x)⟩ + θ₀ of every row, `(...)`."""
         return self.design(x) @ self.coefficients
 
 
 class SufficientStatistics(NamedTuple):
-    """What a linear model with squared loss has to know of the rows, in float64; `(...)` are the clients, if any.
+    """The sufficient statistics of a linear model with squared loss, float64; `(...)` are the clients, if any.
 
     >>> found = sufficient_statistics(torch.tensor([[1.0], [2.0]]), torch.tensor([3.0, 4.0]))
     >>> found.gram.tolist(), found.cross.tolist(), float(found.power), float(found.count)
@@ -139,17 +139,17 @@ class SufficientStatistics(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # (...) n
 
     def per_row(self) -> SufficientStatistics:
-        """X'X / n, X'y / n and y'y / n, zeros where there are no rows."""
+        """Return X'X / n, X'y / n and y'y / n, zeros where there are no rows."""
         n = self.count.clamp(min=1)
         return tree.map(lambda leaf: leaf / tree.along(n, leaf), self)._replace(count=self.count)
 
     def all_rows(self) -> SufficientStatistics:
-        """The inverse of `per_row`."""
+        """Return the inverse of `per_row`."""
         return tree.map(lambda leaf: leaf * tree.along(self.count, leaf), self)._replace(count=self.count)
 
 
 def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None) -> SufficientStatistics:
-    """X'X, X'y, y'y and n.
+    """Return X'X, X'y, y'y and n.
 
     Args:
         design: `(..., N, p)`, the features of every row.
@@ -174,12 +174,12 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
 
 
 def block_statistics(data: Any, features: int | None = None) -> SufficientStatistics:
-    """Sufficient statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`; errors as for `regression_rows`."""
+    """Return the statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`; errors as for `regression_rows`."""
     return sufficient_statistics(*regression_rows(data, features))._replace(count=data.count.to(torch.float64))
 
 
 def client_statistics(data: FederatedData) -> SufficientStatistics:
-    """Sufficient statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block.
+    """Return sufficient statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block.
 
     >>> import fedtorch as ft
     >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2)), (torch.ones(1, 1), torch.ones(1))])
@@ -193,12 +193,12 @@ def client_statistics(data: FederatedData) -> SufficientStatistics:
 
 
 def _times(matrix: Tensor, values: Tensor, vector: int) -> Tensor:
-    """The product of matrices with matrices, or with vectors, which have `vector` dimensions."""
+    """Return the product of matrices with matrices, or with vectors, which have `vector` dimensions."""
     return matrix @ values if values.ndim > vector else (matrix @ values[..., None])[..., 0]
 
 
 def ridge(statistics: SufficientStatistics, penalty: Tensor | float = 0.0) -> Tensor:
-    r"""The minimiser of ‖y − Xθ‖² + penalty · ‖θ‖², `(..., p)`; penalty 0 is least squares.
+    r"""Return the minimiser of ‖y − Xθ‖² + penalty · ‖θ‖², `(..., p)`; penalty 0 is least squares.
 
     Args:
         statistics: of the rows.
@@ -247,7 +247,7 @@ class Spectral(NamedTuple):
 
 
 def spectral(statistics: SufficientStatistics) -> Spectral:
-    """The statistics in the basis of the eigenvectors of X'X; directions that the rows leave open have eigenvalue 0.
+    """Return statistics in the basis of the eigenvectors of X'X; directions that rows leave open have eigenvalue 0.
 
     Eigenvalues below 1e-6 of the largest are as inexact as their ratio says: `linalg.equilibrated` is the exact way,
     which here only tells how many of them there are. Warns of columns that depend on each other.
@@ -267,12 +267,12 @@ def spectral(statistics: SufficientStatistics) -> Spectral:
 
 
 def _most(statistics: SufficientStatistics) -> Tensor:
-    """The rank of X if its columns are independent but for those of zeros, `(...)`."""
+    """Return the rank of X if its columns are independent but for those of zeros, `(...)`."""
     return statistics.count.minimum((statistics.gram.diagonal(dim1=-2, dim2=-1) > 0).sum(-1))
 
 
 def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
-    """Warns where X has a smaller rank `(...)` than its rows and its columns that are not zeros let it have.
+    """Warn where X has a smaller rank `(...)` than its rows and its columns that are not zeros let it have.
 
     >>> twice = sufficient_statistics(torch.ones(3, 2), torch.ones(3))  # a column that is there twice
     >>> with warnings.catch_warnings(record=True, action="always") as caught:
@@ -306,7 +306,7 @@ class LeastSquares(NamedTuple):
 
 
 def least_norm(statistics: SufficientStatistics) -> LeastSquares:
-    """The least squares solution of least norm in the columns' units; defined for any rows, also none.
+    """Return the least squares solution of least norm in the columns' units; defined for any rows, also none.
 
     Warns of columns that depend on each other.
     """
@@ -318,13 +318,13 @@ def least_norm(statistics: SufficientStatistics) -> LeastSquares:
 
 
 def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:
-    """‖y − Xθ‖² `(...)` of coefficients `(..., p)`, not negative."""
+    """Return ‖y − Xθ‖² `(...)` of coefficients `(..., p)`, not negative."""
     fitted = ((statistics.gram @ coefficients[..., None])[..., 0] - 2 * statistics.cross) * coefficients
     return (statistics.power + fitted.sum(-1)).clamp(min=0)
 
 
 def residual_variance(statistics: SufficientStatistics) -> Tensor:
-    """The unbiased ‖y − Xθ̂‖² / (n − rank) of least squares, `(...)`.
+    """Return the unbiased ‖y − Xθ̂‖² / (n − rank) of least squares, `(...)`.
 
     Raises:
         ValueError: no degree of freedom is left, because there are not more rows than features.

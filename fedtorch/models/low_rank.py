@@ -39,31 +39,31 @@ class LowRank(NamedTuple):
     values: Tensor  # (r,) s ≥ 0, descending
 
     def dense(self) -> Tensor:
-        """Ω itself, `(K, K)`; for few units."""
+        """Return Ω itself, `(K, K)`; for few units."""
         eye = torch.eye(len(self.vectors), dtype=self.vectors.dtype, device=self.vectors.device)
         return self.multiple * eye + (self.vectors * self.values) @ self.vectors.mT
 
     def trimmed(self) -> LowRank:
-        """The same covariance without the columns that stand for nothing, as views."""
+        """Return the same covariance without the columns that stand for nothing, as views."""
         rank = int((self.values > 0).sum())
         return LowRank(self.multiple, self.vectors[:, :rank], self.values[:rank])
 
     def diagonal(self) -> Tensor:
-        """The variances, `(K,)`."""
+        """Return the variances, `(K,)`."""
         return self.multiple + self.vectors.square() @ self.values
 
     def log_determinant(self) -> Tensor:
-        """log |Ω|."""
+        """Return log |Ω|."""
         rest = len(self.vectors) - len(self.values)
         return rest * self.multiple.log() + (self.multiple + self.values).log().sum()
 
     def inverse_trace(self) -> Tensor:
-        """tr Ω⁻¹."""
+        """Return tr Ω⁻¹."""
         rest = len(self.vectors) - len(self.values)
         return rest / self.multiple + (1 / (self.multiple + self.values)).sum()
 
     def inverse_diagonal(self) -> Tensor:
-        """The conditional precisions (Ω⁻¹)_kk, `(K,)`."""
+        """Return the conditional precisions (Ω⁻¹)_kk, `(K,)`."""
         squares = self.vectors.square()
         return (1 - squares.sum(1)).clamp(min=0) / self.multiple + squares @ (1 / (self.multiple + self.values))
 
@@ -74,7 +74,7 @@ class LowRank(NamedTuple):
         return outside.square().sum() / self.multiple + (inside.square().sum(1) / (self.multiple + self.values)).sum()
 
     def correlation(self, units: Tensor) -> Tensor:
-        """The correlations between some units `(M,)`, `(M, M)`."""
+        """Return the correlations between some units `(M,)`, `(M, M)`."""
         rows = self.vectors[units]
         sd = self.diagonal()[units].sqrt()
         covariance = (rows * self.values) @ rows.mT
@@ -83,7 +83,7 @@ class LowRank(NamedTuple):
 
 
 def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
-    """A multiple of the identity for `units` units, with room for `rank` directions.
+    """Return a multiple of the identity for `units` units, with room for `rank` directions.
 
     >>> start = identity(units=3, rank=2, multiple=4.0)
     >>> start.diagonal(), start.vectors.shape
@@ -95,7 +95,7 @@ def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
 
 
 def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
-    """aI + FF' for F `(K, c)` with the largest `rank` of the eigenvalues of FF'.
+    """Return aI + FF' for F `(K, c)` with the largest `rank` of the eigenvalues of FF'.
 
     The mean of the others goes into the multiple, which keeps the trace and is the nearest of this rank in the sense of
     maximum likelihood (probabilistic principal components).
@@ -113,21 +113,21 @@ def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
 
 
 def _canonical(vectors: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """One sign for every direction, and zeros for those that are rounding: equal covariances have equal parts."""
+    """Fix the sign of each direction, and zero those that are rounding: equal covariances have equal parts."""
     known = values > torch.finfo(values.dtype).eps * values.amax(0, keepdim=True) if len(values) else values > 0
     largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True)) if len(vectors) else vectors[:1]
     return vectors * torch.where(known, largest.sign(), 0.0), torch.where(known, values, 0.0)
 
 
 def solve(covariance: LowRank, right: Tensor) -> Tensor:
-    """Ω⁻¹ right, for right `(K, d)`."""
+    """Return Ω⁻¹ right, for right `(K, d)`."""
     inside = covariance.vectors.mT @ right
     outside = (right - covariance.vectors @ inside) / covariance.multiple
     return outside + covariance.vectors @ (inside / (covariance.multiple + covariance.values)[:, None])
 
 
 def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tensor) -> Tensor:
-    """((Ω⁻¹)_SS + diag)⁻¹ right for some units S, by Woodbury in r dimensions.
+    """Return ((Ω⁻¹)_SS + diag)⁻¹ right for some units S, by Woodbury in r dimensions.
 
     Args:
         covariance: of all units.
@@ -150,7 +150,7 @@ def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tenso
 
 
 def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
-    r"""A bound c with Ω⁻¹ ≼ c · diag(Ω⁻¹), at most `accuracy` above the smallest.
+    r"""Return a bound c with Ω⁻¹ ≼ c · diag(Ω⁻¹), at most `accuracy` above the smallest.
 
     c is the largest eigenvalue of the partial correlation matrix E − ZZ', E = diag(1 / (a (Ω⁻¹)_kk)), Z `(K, r)`: 1
     when the units are independent, K at most. E − ZZ' − c is negative definite just when its number of positive

@@ -66,7 +66,7 @@ class CovarianceUpdate(NamedTuple):
 
 
 def inverse_wishart(*, alpha: float = 1.0, freedom: float = 0.0, scale: float = 1.0) -> CovarianceUpdate:
-    """Ω ← (1 − α)Ω + αΩ̂, where Ω̂ = (ψI + ΘΘ')/m is the mode under an inverse-Wishart prior.
+    """Return Ω ← (1 − α)Ω + αΩ̂, where Ω̂ = (ψI + ΘΘ')/m is the mode under an inverse-Wishart prior.
 
     m = d + ν + K + 1 and ψ = m · scale · variance: a unit that shares nothing with others has the prior variance
     `scale` times the sampling variance of its own estimate, and its coefficients are shrunk by about half.
@@ -88,7 +88,7 @@ def inverse_wishart(*, alpha: float = 1.0, freedom: float = 0.0, scale: float = 
 
 
 def exponential_average(alpha: float = 0.1, *, floor: float = 1e-6) -> CovarianceUpdate:
-    """The paper's Ω ← (1 − α)Ω + (α/d) ΘΘ', with ψ = d · floor · variance so that Ω can be factorised.
+    """Return the paper's Ω ← (1 − α)Ω + (α/d) ΘΘ', with ψ = d · floor · variance so that Ω can be factorised.
 
     As printed the multiple of the identity in Ω decays as (1 − α)^c over the rounds c, and α = 1 is singular.
 
@@ -114,7 +114,7 @@ def exponential_average(alpha: float = 0.1, *, floor: float = 1e-6) -> Covarianc
 
 
 def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
-    """Ω = t (ΘΘ')^½ / tr (ΘΘ')^½: the minimiser of tr(Θ'Ω⁻¹Θ) among the covariances of trace t.
+    """Return Ω = t (ΘΘ')^½ / tr (ΘΘ')^½: the minimiser of tr(Θ'Ω⁻¹Θ) among the covariances of trace t.
 
     ΘΘ' + floor · variance · I takes the place of ΘΘ' so that Ω can be factorised. A trace is in units of the
     coefficients: rescaling the data calls for another one. Cut down to its rank, it is kept only if it is better.
@@ -151,7 +151,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
 
 
 def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple[float, Tensor]]) -> CovarianceUpdate:
-    """(1 − α)Ω + αΩ̂ for m and ψ from `terms`.
+    """Return (1 − α)Ω + αΩ̂ for m and ψ from `terms`.
 
     Cutting the average down to its rank may spoil the descent; then Ω̂, the minimiser of this rank, takes its place.
     """
@@ -177,7 +177,7 @@ def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple
 
 
 def data_misfit(statistics: SufficientStatistics, noise: Tensor, theta: Tensor) -> Tensor:
-    """Σ_k ‖y_k − X_k θ_k‖² / σ_k², ().
+    """Return Σ_k ‖y_k − X_k θ_k‖² / σ_k², ().
 
     Args:
         statistics: of K units.
@@ -210,7 +210,7 @@ def posterior_mode(
     tolerance: float = 1e-10,
     iterations: int = 1000,
 ) -> Mode:
-    """The exact mode of Θ given Ω, by conjugate gradients on (bdiag(X_k'X_k/σ_k²) + Ω⁻¹ ⊗ I) Θ = X_k'y_k/σ_k².
+    """Return the exact mode of Θ given Ω, by conjugate gradients on (bdiag(X_k'X_k/σ_k²) + Ω⁻¹ ⊗ I) Θ = X_k'y_k/σ_k².
 
     The preconditioner is bdiag(X_k'X_k/σ_k² + (Ω⁻¹)_kk I), factorised once. An iteration costs O(K d (d + r)).
 

@@ -44,10 +44,10 @@ _LEAST_SPREAD = 0.2  # the least eigenvalue of the covariance
 _FARTHEST = 2.0  # the greatest coordinate of the mean
 
 
-class Rule(NamedTuple):
+class QuadratureRule(NamedTuple):
     """Nodes and weights for expectations under N(0, I).
 
-    >>> rule = Rule(nodes=torch.tensor([[-1.0], [1.0]]), weights=torch.tensor([0.5, 0.5]))
+    >>> rule = QuadratureRule(nodes=torch.tensor([[-1.0], [1.0]]), weights=torch.tensor([0.5, 0.5]))
     >>> rule.weights @ rule.nodes.square()  # E z²
     tensor([1.])
     """
@@ -57,7 +57,7 @@ class Rule(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """Where a density was evaluated, and its weights there, as `tilt` returns them.
+    """The nodes at which a density was evaluated, and their weights, as `tilt` returns them.
 
     >>> cavity = Moments(torch.zeros(2, 1).double(), torch.ones(2, 1, 1).double())  # of two clients
     >>> found = tilt(cavity, lambda at: (-at[..., 0].abs(), at.square()), default_rule(1))
@@ -71,7 +71,7 @@ class Nodes(NamedTuple):
     values: Any  # (K, R, ...) what else the factor told at the nodes
 
 
-def gauss_hermite(dimensions: int, points: int) -> Rule:
+def gauss_hermite(dimensions: int, points: int) -> QuadratureRule:
     """Return the product of Gauss–Hermite rules, exact for polynomials of degree 2 `points` − 1 in each coordinate."""
     if points < 1 or dimensions < 0:
         raise ValueError(f"Expected points of at least 1 and dimensions of at least 0, but got {points}, {dimensions}")
@@ -81,7 +81,7 @@ def gauss_hermite(dimensions: int, points: int) -> Rule:
     for _ in range(dimensions):
         nodes = torch.cat([nodes.repeat_interleave(points, 0), x.repeat(len(nodes))[:, None]], 1)
         weights = (weights[:, None] * w).flatten()
-    return Rule(nodes, weights)
+    return QuadratureRule(nodes, weights)
 
 
 @cache
@@ -89,8 +89,8 @@ def _hermite_points(points: int) -> tuple[numpy.ndarray, numpy.ndarray]:
     return numpy.polynomial.hermite_e.hermegauss(points)
 
 
-def quasi_random(dimensions: int, points: int) -> Rule:
-    """Sobol points mapped to N(0, I), with their negatives, and whitened: exact for polynomials of degree 3.
+def quasi_random(dimensions: int, points: int) -> QuadratureRule:
+    """Return Sobol points mapped to N(0, I), with their negatives, and whitened: exact for polynomials of degree 3.
 
     >>> rule = quasi_random(2, points=64)
     >>> (rule.nodes.mT * rule.weights @ rule.nodes).round(decimals=9) + 0.0  # E zz'
@@ -105,11 +105,11 @@ def quasi_random(dimensions: int, points: int) -> Rule:
     both = torch.cat([normal, -normal])
     factor = torch.linalg.cholesky(both.mT @ both / len(both))
     nodes = torch.linalg.solve_triangular(factor, both.mT, upper=False).mT
-    return Rule(nodes, torch.full((len(nodes),), 1 / len(nodes), dtype=torch.float64))
+    return QuadratureRule(nodes, torch.full((len(nodes),), 1 / len(nodes), dtype=torch.float64))
 
 
-def two_shells(dimensions: int) -> Rule:
-    """Central composite designs on two spheres: positive weights, exact for polynomials of degree 4, as `tilt` needs.
+def two_shells(dimensions: int) -> QuadratureRule:
+    """Return central composite designs on two spheres: positive weights, exact up to degree 4, as `tilt` needs.
 
     On each sphere the ends of the axes and a fractional factorial design of resolution V, which are a spherical design
     in proportion 2 : `dimensions`; the radii are those of the Gauss–Laguerre rule for r² ~ χ². The designs on the
@@ -135,11 +135,11 @@ def two_shells(dimensions: int) -> Rule:
     half_squares = middle - middle**0.5, middle + middle**0.5
     inner = (half_squares[1] - n / 2) / (half_squares[1] - half_squares[0])
     nodes = torch.cat([sphere * (2 * half_squares[0]) ** 0.5, -sphere * (2 * half_squares[1]) ** 0.5])
-    return Rule(nodes, torch.cat([share * inner, share * (1 - inner)]).to(torch.float64))
+    return QuadratureRule(nodes, torch.cat([share * inner, share * (1 - inner)]).to(torch.float64))
 
 
 def _resolution_five(columns: int) -> Tensor:
-    """A two-level design `(2^m, columns)` of ±1 in which any four columns are independent."""
+    """Return a two-level design `(2^m, columns)` of ±1 in which any four columns are independent."""
     words, sums = [1], {0, 1}  # sums: of up to three words
     singles, pairs = {1}, set[int]()
     while len(words) < columns:
@@ -155,8 +155,8 @@ def _resolution_five(columns: int) -> Tensor:
     return 1.0 - 2.0 * parity.to(torch.float64)
 
 
-def default_rule(dimensions: int) -> Rule:
-    """A product rule in up to four dimensions, designs on two spheres up to twenty, quasi-random points beyond.
+def default_rule(dimensions: int) -> QuadratureRule:
+    """Return a product rule in up to four dimensions, designs on two spheres up to twenty, quasi-random points beyond.
 
     >>> [len(default_rule(dimensions).weights) for dimensions in (1, 2, 10, 30)]
     [25, 121, 296, 1920]
@@ -166,8 +166,8 @@ def default_rule(dimensions: int) -> Rule:
     return two_shells(dimensions) if dimensions <= _MOST_DESIGNED else quasi_random(dimensions, 64 * dimensions)
 
 
-def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: Rule) -> Nodes:
-    """Nodes and weights of the densities N(ζ; cavity) f(ζ), for `K` clients at once.
+def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: QuadratureRule) -> Nodes:
+    """Return nodes and weights of the densities N(ζ; cavity) f(ζ), for `K` clients at once.
 
     Args:
         cavity: `(K, s)`, `(K, s, s)`.
@@ -224,13 +224,13 @@ def _weighted(at: Tensor, log_weights: Tensor, values: Any) -> Nodes:
 
 
 def _misfit(mean: Tensor, factor: Tensor) -> Tensor:
-    """How far the moments that a rule sees are from its own, in its own units, `(K,)`."""
+    """Return the distance of the moments that a rule sees from its own, in its own units, `(K,)`."""
     eye = torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
     return torch.maximum(mean.abs().amax(1), (factor - eye).abs().amax((1, 2)))
 
 
 def _power(enough: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> Tensor:
-    """The greatest power in (0, 1] of the ratios of which the nodes see enough, `(K,)`; 1 where that is `enough`."""
+    """Return the greatest power in (0, 1] of the ratios of which nodes see enough, `(K,)`; 1 where that is `enough`."""
     high = torch.ones_like(ratio[:, 0])
     low, top = torch.zeros_like(high), high
     for _ in range(_BISECTIONS):
@@ -241,7 +241,7 @@ def _power(enough: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> Ten
 
 
 def _seen(power: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and Cholesky factor of the rule's nodes weighted by ratio ** power, and whether they see enough."""
+    """Return mean and Cholesky factor of the rule's nodes weighted by ratio ** power, and whether they see enough."""
     log = weights.log() + power[:, None] * ratio
     own = torch.softmax(log, 1)
     mean = own @ nodes
@@ -255,7 +255,7 @@ def _seen(power: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> tuple
 
 
 def _log_normal(at: Tensor, mean: Tensor, root: Tensor) -> Tensor:
-    """log N(at `(K, R, s)`; mean `(K, s)`, root root')."""
+    """Return log N(at `(K, R, s)`; mean `(K, s)`, root root')."""
     if at.shape[-1] == 0:
         return at.new_zeros(at.shape[:-1])
     white = torch.linalg.solve_triangular(root, (at - mean[:, None]).mT, upper=False)

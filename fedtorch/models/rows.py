@@ -25,7 +25,7 @@ from fedtorch.tree import Tree
 
 
 def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Tensor]:
-    """x `(K, N, d)` and y `(K, N)` of a block, zero where there is no row.
+    """Return x `(K, N, d)` and y `(K, N)` of a block, zero where there is no row.
 
     Args:
         data: `ClientData` of rows (x `(d,)`, y `()` or `(1,)`).
@@ -40,7 +40,7 @@ def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Ten
 
 
 def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor, Tensor]:
-    """x `(K, N, d)` and y `(K, N)` of a block's batch as they are; errors as for `regression_rows`, but for NaN.
+    """Return x `(K, N, d)` and y `(K, N)` of a block's batch as they are; errors as for `regression_rows`, but for NaN.
 
     >>> x, y = regression_fields((torch.ones(2, 5, 3), torch.ones(2, 5, 1)), features=3)
     >>> x.shape, y.shape
@@ -59,7 +59,7 @@ def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor,
 
 
 def variable_rows(data: Any) -> Tensor:
-    """y `(K, N, p)` of a block, zero where there is no row.
+    """Return y `(K, N, p)` of a block, zero where there is no row.
 
     Args:
         data: `ClientData` of rows y `(p,)`, p at least 2.
@@ -82,7 +82,7 @@ def variable_rows(data: Any) -> Tensor:
 
 
 def refuse(bad: Tensor, message: str) -> None:
-    """Raises `BadClients` with this message if any of the clients `(K,)` is bad.
+    """Raise `BadClients` with this message if any of the clients `(K,)` is bad.
 
     >>> refuse(torch.tensor([False, True, False]), "Expected counts of at least 0, but got negative ones")
     Traceback (most recent call last):
@@ -93,7 +93,7 @@ def refuse(bad: Tensor, message: str) -> None:
 
 
 def client_by_client(function: Callable[..., Tree], count: Tensor, *leaves: Tensor) -> Tree:
-    """What `function` makes of each client's own rows, stacked: a client's numbers do not depend on its block.
+    """Apply `function` to each client's own rows and stack: a client's numbers do not depend on its block.
 
     Args:
         function: own rows `(n_k, ...)` of every leaf, in memory of their own -> a tree.

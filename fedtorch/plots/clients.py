@@ -1,4 +1,4 @@
-"""What the clients have: their labels and their numbers of rows."""
+"""The labels and the numbers of rows of the clients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def client_distribution(data: FederatedData, label: int | str = 1) -> Figure:
-    """Which labels the clients have, and how many rows.
+    """Draw the clients' labels and their numbers of rows.
 
     Up to thirty clients and ten labels are stacked bars, whose heights are the clients' rows; more are a map of each
     label's share, with the rows below. Labels that are real numbers are drawn as quantiles.
@@ -92,7 +92,7 @@ def _draw_sizes(axes: Axes, data: FederatedData) -> None:
 
 
 def _name_clients(axes: Axes, data: FederatedData) -> None:
-    """The names of some clients: of all where they fit."""
+    """Write the names of some clients: of all where they fit."""
     step = -(-len(data) // MOST_BARS)
     names = data.names[::step]
     long = max(map(len, names)) > 3

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def heat_map(grid: Grid, name: str = "score") -> Figure:
-    """The mean over clients of each setting's score, by colour and number; the best setting has a frame.
+    """Draw the mean over clients of each setting's score, by colour and number; the best setting has a frame.
 
     Hyperparameters of one value are left out. If one is left, the figure is a line with the spread over clients; with
     two they are the axes; with more the first two are, and a cell has the best of the settings that fall into it.
@@ -61,7 +61,7 @@ def heat_map(grid: Grid, name: str = "score") -> Figure:
 
 
 def _draw_cells(axes: Axes, values: np.ndarray, label: str, largest_is_best: bool) -> None:
-    """Colours with numbers on them; a cell without a number diverged."""
+    """Colour with numbers on them; a cell without a number diverged."""
     known = values[np.isfinite(values)]
     image = axes.imshow(
         values, origin="lower", aspect="auto", cmap="viridis" if largest_is_best else "viridis_r", interpolation="none"
@@ -84,7 +84,7 @@ def _frame(axes: Axes, corner: tuple[float, float]) -> None:
 
 
 def _draw_line(grid: Grid, name: str, values: Sequence[Any], score: str) -> Figure:
-    """The scores against one hyperparameter."""
+    """Draw the scores against one hyperparameter."""
     figure = new_figure(5.6, 3.8)
     axes = figure.subplots()
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
@@ -114,5 +114,5 @@ def _draw_line(grid: Grid, name: str, values: Sequence[Any], score: str) -> Figu
 
 
 def _short(value: Any) -> str:
-    """A hyperparameter's value as a label."""
+    """Return a hyperparameter's value as a label."""
     return f"{value:.4g}" if isinstance(value, float) else str(getattr(value, "__name__", value))

@@ -20,7 +20,7 @@ _MOST_DEVICES = 500  # of a correlation matrix that is drawn
 
 
 def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response", across: str = "covariate") -> Figure:
-    """Posterior inclusion probabilities of all ordered pairs of variables, darker the higher; the diagonal is left out.
+    """Draw posterior inclusion probabilities of ordered pairs of variables, darker the higher, without the diagonal.
 
     Args:
         inclusion: `(p, p)`, such as `graphical.square` gives; row j is the regression of variable j.
@@ -52,7 +52,7 @@ def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response
 
 
 def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) -> Figure:
-    """The correlation between devices that `ft.matrix_normal` has learnt, related devices side by side.
+    """Draw the correlation between devices that `ft.matrix_normal` has learnt, related devices side by side.
 
     Devices are ordered by their angle in the plane of the two leading directions of Ω.
 

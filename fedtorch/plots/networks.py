@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def network(
     network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None
 ) -> Figure:
-    """A network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
+    """Draw a network, its nodes coloured by a number or a cluster each, its edges darker the more they weigh.
 
     Nodes are drawn at their positions, the first coordinate to the right and the second upwards; for a map, give the
     network positions (longitude, latitude). Without positions springs lay out the nodes, or, of many, averages over
@@ -62,7 +62,7 @@ def network(
 
 
 def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | None = None) -> Figure:
-    """Arrows from causes to effects on a circle of variables, wider the more probable; feedback is a pair of arcs.
+    """Draw arrows from causes to effects on a circle of variables, wider the more probable; feedback is two arcs.
 
     Args:
         inclusion: `(p, p)`, the probability of an arrow from each column to each row; what is zero is not drawn, so
@@ -129,7 +129,7 @@ def _draw_edges(axes: Axes, network: Network, places: np.ndarray) -> None:
 
 
 def _draw_clusters(figure: Figure, axes: Axes, places: np.ndarray, clusters: np.ndarray, style: dict[str, Any]) -> None:
-    """The largest clusters in a colour each, and what is left in grey."""
+    """Draw the largest clusters in a colour each, and what is left in grey."""
     known, counts = np.unique(clusters, return_counts=True)
     shown = np.sort(known[np.argsort(-counts, kind="stable")[:MOST_COLOURS]])
     for i, cluster in enumerate(shown):

@@ -1,4 +1,4 @@
-"""What happened in a run, as one self-contained page for a browser; see `fedtorch.report.folder`.
+"""A run's report, one self-contained page for a browser; see `fedtorch.report.folder`.
 
 >>> import tempfile, torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)

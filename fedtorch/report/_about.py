@@ -1,4 +1,4 @@
-"""What is known of a live run besides its history: who took part, over which network, what was found, with what.
+"""The facts of a live run besides its history: clients, network, posteriors, settings, versions.
 
 All of it is plain data, which JSON holds.
 """
@@ -31,7 +31,7 @@ def about(
     scores: Mapping[str, Score] | None = None,
     network: Any = None,
 ) -> dict[str, Any]:
-    """What a report says of a run besides its history.
+    """Return what a report says of a run besides its history.
 
     Args:
         run: begun, or done.
@@ -66,7 +66,7 @@ def _network(run: Run | VerticalRun) -> Network | None:
 
 
 def _privacy(run: Run | VerticalRun) -> dict[str, Any] | None:
-    """The claim of an algorithm that accounts for what it tells, and its budget."""
+    """Return the claim of an algorithm that accounts for what it tells, and its budget."""
     ledger = getattr(run.algorithm.budget, "ledger", None)
     if ledger is None:
         return None

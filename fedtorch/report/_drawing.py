@@ -16,7 +16,7 @@ _SIZE = 440.0
 _SHADES = 5
 
 
-class Node(NamedTuple):
+class DrawnNode(NamedTuple):
     """A node as it is drawn."""
 
     x: float
@@ -28,7 +28,7 @@ class Node(NamedTuple):
 class Drawing(NamedTuple):
     """A network as it is drawn."""
 
-    nodes: list[Node]
+    nodes: list[DrawnNode]
     edges: str  # a path
     radius: float
     facts: dict[str, str]
@@ -37,7 +37,7 @@ class Drawing(NamedTuple):
 
 
 def reduced(network: Network | None) -> dict[str, Any] | None:
-    """What a drawing needs of a network, as plain data: the nodes that are drawn, their places, edges, and facts."""
+    """Return what a drawing needs of a network, as plain data: drawn nodes, their places, edges, and facts."""
     if network is None:
         return None
     shown = np.unique(np.linspace(0, network.nodes - 1, min(_NODES, network.nodes)).round().astype(int))
@@ -65,7 +65,7 @@ def reduced(network: Network | None) -> dict[str, Any] | None:
 
 
 def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float] | None) -> Drawing:
-    """A drawing of what `reduced` has left.
+    """Return a drawing of what `reduced` has left.
 
     Args:
         found: by `reduced`.
@@ -85,7 +85,7 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
     name = lambda i: names[i] if i < len(names) else str(i)
     return Drawing(
         nodes=[
-            Node(round(x, 1), round(y, 1), name(i), shades[i] if shades else "s2")
+            DrawnNode(round(x, 1), round(y, 1), name(i), shades[i] if shades else "s2")
             for i, (x, y) in zip(found["shown"], places.tolist())
         ],
         edges="".join("M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*places[i], *places[j]) for i, j in found["edges"]),
@@ -97,7 +97,7 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
 
 
 def _shades(values: Sequence[float] | None) -> tuple[list[str], list[str]]:
-    """The class of every value's fifth, and the fifths' bounds in words."""
+    """Return the class of every value's fifth, and the fifths' bounds in words."""
     known = np.array([] if values is None else values, dtype=np.float64)
     finite = known[np.isfinite(known)]
     if not len(finite):

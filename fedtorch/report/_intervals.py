@@ -1,4 +1,4 @@
-"""How posteriors are shown: intervals by variable, the components that have mixed worst, a verdict, traces."""
+"""The presentation of posteriors: intervals by variable, the components that mixed worst, a verdict, traces."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Posterior(NamedTuple):
 
 
 def posterior(found: dict[str, Any]) -> Posterior:
-    """What is shown of a source that `posteriors.found` has told of."""
+    """Return what is shown of a source of distributions, as `posteriors.found` describes it."""
     rows = found["rows"]
     measured = any("rhat" in row for row in rows)
     header = ["component", *(["R-hat", "ESS"] * measured), "mean", "sd", "95 % interval"]
@@ -72,7 +72,7 @@ def posterior(found: dict[str, Any]) -> Posterior:
 
 
 def _panel(name: str, rows: list[Row]) -> Panel | None:
-    """A variable's intervals, None where no number is finite."""
+    """Return a variable's intervals, None where no number is finite."""
     shown = [row for row in rows[:_ROWS] if None not in (row["low"], row["mean"], row["high"])]
     if not shown:
         return None
@@ -93,7 +93,7 @@ def _panel(name: str, rows: list[Row]) -> Panel | None:
 
 
 def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
-    """What the diagnostics come to, in words, and whether they are as they should be."""
+    """Return a sentence about the diagnostics, and whether they are good."""
     rows = found["rows"]
     part = "" if found["components"] == len(rows) else f", the first of {found['components']:,}"
     count = f"{len(rows):,} component{'s' * (len(rows) != 1)}{part}"

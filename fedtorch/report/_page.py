@@ -27,7 +27,7 @@ _KNOWN = ("round", "asked", "answered", *charts.FAULTS, "round_bytes_up", "round
 
 
 class Story(NamedTuple):
-    """What is known of a run."""
+    """A run's history and its other facts."""
 
     table: pd.DataFrame  # a row per round, see `History.frame`
     losses: pd.DataFrame  # `round`, `client`, `train_loss`
@@ -36,7 +36,7 @@ class Story(NamedTuple):
 
 
 def page(story: Story) -> str:
-    """The HTML of a report."""
+    """Return the HTML of a report."""
     table, about = story.table, story.about
     privacy = about["privacy"]
     clients = about["clients"] or sorted(set(story.losses["client"]))
@@ -69,7 +69,7 @@ def page(story: Story) -> str:
 
 @cache
 def _templates() -> Environment:
-    """Templates in which everything is escaped that they are given."""
+    """Return templates in which everything is escaped that they are given."""
     made = Environment(
         loader=PackageLoader("fedtorch.report"),
         autoescape=True,
@@ -82,7 +82,7 @@ def _templates() -> Environment:
 
 
 def visible(text: Any, longest: int = _LONGEST) -> str:
-    """A name as it can be shown: not too long, and what is invisible or turns the direction of writing as its code.
+    """Return a name as it can be shown: not too long; what is invisible or turns the direction of text as its code.
 
     >>> visible("clinic\\u202e\\x00 7")
     'clinic\\\\u202e\\\\u0000 7'
@@ -93,7 +93,7 @@ def visible(text: Any, longest: int = _LONGEST) -> str:
 
 
 def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
-    """What comes first: (label, value, a word on it)."""
+    """Return the figures at the top of the page: (label, value, remark)."""
     table, about = story.table, story.about
     tiles = [("rounds", f"{len(table):,}", about["ended"]), ("clients", f"{clients:,}", "")]
     if not len(table):
@@ -131,7 +131,7 @@ def _duration(seconds: float) -> str:
 
 
 def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
-    """By client: `round` and `train_loss` of its last answer, largest first, NaN last, and how often it `answered`."""
+    """Return by client `round` and `train_loss` of its last answer, largest first, and how often it `answered`."""
     groups = losses.groupby("client", sort=False)
     last = groups.last()
     last["answered"] = groups.size()
@@ -139,7 +139,7 @@ def _last_losses(losses: pd.DataFrame) -> pd.DataFrame:
 
 
 def _client_charts(last: pd.DataFrame, scores: dict[str, Any]) -> list[Chart]:
-    """Each client's last loss and scores, sorted."""
+    """Return charts of each client's last loss and scores, sorted."""
     values = {"Last training loss": last["train_loss"].to_numpy(dtype=np.float64)}
     values |= {in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
     made = []
@@ -153,7 +153,7 @@ def _client_charts(last: pd.DataFrame, scores: dict[str, Any]) -> list[Chart]:
 
 
 def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, Any]) -> list[Words]:
-    """Who is worst off."""
+    """Return tables of the clients with the worst losses and scores."""
     tables = []
     if len(last):
         rows = [
@@ -176,7 +176,7 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
 
 
 def _network(about: dict[str, Any], last: pd.DataFrame) -> Drawing | None:
-    """The network, its nodes shaded by their last losses."""
+    """Return the network, its nodes shaded by their last losses."""
     if about["network"] is None:
         return None
     names = about["clients"]
@@ -185,7 +185,7 @@ def _network(about: dict[str, Any], last: pd.DataFrame) -> Drawing | None:
 
 
 def _faults(table: pd.DataFrame) -> list[tuple[str, str]]:
-    """What went wrong, and how often."""
+    """Return the kinds of faults, and how often each occurred."""
     if not len(table):
         return []
     counts = {words: int(table[name].sum()) for name, words in charts.FAULTS.items()}

@@ -1,4 +1,4 @@
-"""What a run has found as distributions, and whether to believe them: samplers' draws, and expectation propagation's q.
+"""The posteriors of a run with their diagnostics: samplers' draws, and expectation propagation's q.
 
 Diagnostics are ArviZ's: rank-normalised split-R-hat and bulk effective sizes (Vehtari et al. 2021, "Rank-normalization,
 folding, and localization").
@@ -27,7 +27,7 @@ _FEWEST = 8  # draws of a chain that diagnostics need
 
 
 def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
-    """The posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
+    """Return the posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
     sources = [_of_draws(one) for one in run.recorders if isinstance(one, Sampler) and one.moments]
     if run.number and isinstance(run, VariationalFit):
         sources += _of_variational(run)
@@ -37,7 +37,7 @@ def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
 
 
 def _of_draws(sampler: Sampler) -> dict[str, Any]:
-    """A sampler's: from its draws where it keeps them, else from their moments."""
+    """Return the posterior of a sampler, from its draws where it keeps them, else from their moments."""
     count = int(next(iter(sampler.moments.values())).count)
     chains = len(next(iter(sampler.moments.values())).mean)
     told = {
@@ -75,7 +75,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
 
 
 def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
-    """R-hat and bulk effective size of every component of `(C, T, components)`, NaN where there are too few draws."""
+    """Return R-hat and bulk effective size of each component of `(C, T, components)`, NaN with too few draws."""
     if stack.shape[1] < _FEWEST:
         nothing = [math.nan] * stack.shape[2]
         return nothing, nothing
@@ -88,7 +88,7 @@ def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]
 
 
 def _of_propagation(run: Run) -> dict[str, Any]:
-    """q(φ) of expectation propagation, with what it warns of."""
+    """Return q(φ) of expectation propagation, with what it warns of."""
     told: dict[str, Any] = {"title": "q(φ) of expectation propagation", "rows": [], "components": 0, "traces": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -121,7 +121,7 @@ def _normal(name: str, mean: float, sd: float) -> dict[str, Any]:
 
 
 def _components(values: dict[str, Tensor], before: int) -> dict[str, Tensor]:
-    """The first numbers of named tensors by name and place, behind the first `before` dimensions."""
+    """Return the first numbers of named tensors by name and place, behind the first `before` dimensions."""
     flat: dict[str, Tensor] = {}
     for name, leaf in values.items():
         shape = tuple(leaf.shape[before:])

@@ -39,17 +39,17 @@ class Report(L.Callback):
         self._place: Path | str | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Finds the folder, which all ranks agree on; refuses what it cannot report of."""
+        """Find the folder, which all ranks agree on; refuses what it cannot report of."""
         if not isinstance(getattr(pl_module, "run", None), (Run, VerticalRun)):
             raise TypeError(f"Expected a Federation or a SplitNetwork to report of, but got {type(pl_module).__name__}")
         self._place = self.folder or trainer.log_dir or trainer.default_root_dir
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Writes the report."""
+        """Write the report."""
         self._write(pl_module, "")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Writes the report of what there is, which says what has ended it."""
+        """Write the report of what there is, which says what has ended it."""
         self._write(pl_module, f"ended by {type(exception).__name__}: {exception}")
 
     def _write(self, module: Any, ended: str) -> None:

@@ -22,7 +22,7 @@ Predictor = Callable[[Tree], Tensor]  # inputs (K, N, ...) -> predictions (K, N,
 
 
 class Scores(NamedTuple):
-    """One model on one set of rows under one metric; see `Comparison`."""
+    """Scores of one model on one set of rows under one metric; see `Comparison`."""
 
     model: str
     rows: str
@@ -64,7 +64,7 @@ def compare(
     metrics: Mapping[str, Any],
     split: Split = inputs_and_targets,
 ) -> Comparison:
-    """Scores of every model on every set of rows.
+    """Return the scores of every model on every set of rows.
 
     Args:
         models: by name: a `Federation`, or a function inputs `(K, N, ...)` -> predictions, such as
@@ -96,7 +96,7 @@ def compare(
 
 
 def baseline(training: FederatedData, split: Split = inputs_and_targets) -> Predictor:
-    """The best prediction that does not look at the inputs, from the targets of all clients.
+    """Return the best prediction that does not look at the inputs, from the targets of all clients.
 
     Returns:
         inputs `(K, N, ...)` -> predictions: for integer targets the logarithms of the classes' frequencies

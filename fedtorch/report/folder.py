@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and the page that is made of it.
+"""The files of a run's report, and the page that is made of them.
 
 - `history.safetensors`: the history of the run, see `fedtorch.history`. Where it is missing, the
   history of the newest checkpoint is read: of `run.save("….safetensors")`, or of a Trainer (`….ckpt`).
@@ -69,7 +69,7 @@ def write(
     scores: Mapping[str, Score] | None = None,
     network: Network | None = None,
 ) -> Path:
-    """Writes the report of a run into a folder, and returns the page's path; over ranks, the first one writes.
+    """Write the report of a run into a folder, and returns the page's path; over ranks, the first one writes.
 
     Args:
         run: begun, or done; of a vertical fit, such as `ft.vfl.sfvi` returns, parties are its clients.
@@ -90,7 +90,7 @@ def write(
 
 
 def render(folder: Path | str, out: Path | str | None = None) -> Path:
-    """Makes the page of what a run has left in a folder, and returns its path.
+    """Make the page of what a run has left in a folder, and returns its path.
 
     Args:
         folder: with a history or a checkpoint.
@@ -118,7 +118,7 @@ def render(folder: Path | str, out: Path | str | None = None) -> Path:
 
 
 def read(folder: Path | str) -> Story:
-    """What a run has left in a folder; raises like `render`."""
+    """Return what a run has left in a folder; raise like `render`."""
     folder = Path(folder)
     flat = _history(folder)
     history = History()
@@ -149,7 +149,7 @@ def _verified(path: Path) -> list[record.Check]:
 
 
 def _history(folder: Path) -> dict[str, Tensor]:
-    """A history, its names beginning with `history.`, and perhaps a fingerprint."""
+    """Return a history, its names beginning with `history.`, and perhaps a fingerprint."""
     if (folder / HISTORY).exists():
         return {f"history.{name}": leaf for name, leaf in checkpoint.read(folder / HISTORY).items()}
     found = [*folder.glob("*.safetensors"), *folder.rglob("*.ckpt")]
@@ -164,7 +164,7 @@ def _history(folder: Path) -> dict[str, Tensor]:
 
 
 def _of_run(path: Path) -> dict[str, Tensor]:
-    """What a report reads of a checkpoint, and not the models."""
+    """Read the history and the fingerprint of a checkpoint, and not the models."""
     try:
         with safetensors.safe_open(str(path), "pt") as file:
             names = [name for name in file.keys() if name.startswith("history.") or name == "fingerprint"]  # noqa: SIM118
@@ -182,7 +182,7 @@ def _of_trainer(path: Path) -> dict[str, Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON may hold it: None for what is no finite number."""
+    """Return a value as JSON may hold it: None for what is no finite number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

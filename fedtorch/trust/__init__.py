@@ -1,4 +1,4 @@
-"""What a federation does about clients and servers that are not to be trusted.
+"""Protection against clients and servers that are not to be trusted, and records of what was done.
 
 `privacy` bounds what is told, `secure` hides what is added up, `robust` aggregates in spite of some, `attacks` shows
 what holds; `record`, `drift`, `explain` and `fairness` say what a run did, and to whom.

@@ -87,12 +87,12 @@ class DriftAlarm:
         self._count, self._mean, self._sum, self._least = 0, 0.0, 0.0, 0.0
 
     def record(self, round: Round) -> None:
-        """Takes in a round."""
+        """Take in a round."""
         value = self.measure(round)
         self.watch(round.number, None if value is None else float(value))
 
     def watch(self, number: int, value: float | None) -> None:
-        """Takes in what was measured in a round, None for nothing."""
+        """Take in what was measured in a round, None for nothing."""
         if value is None:
             return
         finite = math.isfinite(value)
@@ -110,7 +110,7 @@ class DriftAlarm:
         self.alarm(f"Drift in round {number}: {value:g}, where {before}")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What it has seen, flat."""
+        """Return what it has seen, flat."""
         numbers = [self._count, self._mean, self._sum, self._least]
         return {
             "numbers": torch.tensor(numbers, dtype=torch.float64),
@@ -118,7 +118,7 @@ class DriftAlarm:
         }
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Goes on from there."""
+        """Go on from there."""
         self._begin()
         self.rounds = flat["rounds"].tolist()
         if bool(flat["numbers"].isfinite().all()):  # they may be of a version in which Inf was added to the sums

@@ -56,7 +56,7 @@ class _Prepared(NamedTuple):
 
 
 def guesses(data: FederatedData, user: Callable[[Tensor], Tensor]) -> FederatedData:
-    """Signals: the rows' features, and a user's guesses in place of the labels.
+    """Return signals: the rows' features, and a user's guesses in place of the labels.
 
     Args:
         data: rows (x, y), of which x is looked at; take held-out ones.
@@ -145,13 +145,13 @@ def explainable(local: LocalSolver, rho: float) -> LocalSolver:
 
 
 def explainability(run: Run, signals: FederatedData) -> Score:
-    """(8.11) of every client's model: the mean squared difference of guesses and predictions."""
+    """Return (8.11) of every client's model: the mean squared difference of guesses and predictions."""
     squared = lambda prediction, guess: (prediction.reshape(guess.shape) - guess).square()
     return run.evaluate(signals, {"explainability": squared})["explainability"]
 
 
 def _repeats(rho: float, rows: int, signals: int, most: int, name: str) -> tuple[int, int]:
-    """How often a client's rows are there, and its signals."""
+    """Return how often a client's rows are repeated, and its signals."""
     if rows == 0:
         return 1, 1
     exact = Fraction(rho) * rows / signals

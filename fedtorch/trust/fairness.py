@@ -10,9 +10,8 @@ a mean with weights h_k. Agnostic federated learning minimises the largest loss 
 :math:`\min_\theta \max_\lambda \sum_k \lambda_k F_k(\theta)`: clients with larger losses get larger weights,
 :math:`\lambda_k \propto w_k e^{\gamma \sum_t F_k(\theta_t)}`, the sum being over the rounds since its first. (The
 source projects λ + γF onto the simplex in place of this exponentiated step.) A client keeps its weight for itself and
-tells the server its weighted step and loss *for good*: who is not asked in a round counts in it as when it last
-answered, so that all clients are in the mixture, whatever the cohort. (With means over a cohort, weights would say
-nothing between clients that are not asked together, and the largest loss would not be the least.)
+tells the server its weighted step and loss *for good*: a client that is not asked in a round counts as when it last
+answered, so that all are in the mixture. (Means over a cohort do not compare clients that are not asked together.)
 
 Source: Li, Sanjabi, Beirami and Smith (2020), "Fair resource allocation in federated learning", Algorithm 2
 (q-FedAvg); Mohri, Sivek and Suresh (2019), "Agnostic federated learning", equation (6); what is remembered is as in
@@ -54,13 +53,13 @@ class _Rows(NamedTuple):
 
 
 class _FairMessage(NamedTuple):
-    """What a client says."""
+    """A client's message."""
 
     change: Mean  # of the parameters
 
 
 class _Told(NamedTuple):
-    """What a client of agnostic learning tells for good, `(K, ...)` of clients."""
+    """The running totals of a client of agnostic learning, `(K, ...)` of clients."""
 
     change: Tree  # of the parameters, times the weight
     weight: Tensor  # float64; 0 before its first answer
@@ -76,7 +75,7 @@ class _AgnosticState(NamedTuple):
 
 
 class AgnosticServer(NamedTuple):
-    """What the server keeps and sends out.
+    """The server's state, which it sends to the clients.
 
     Example:
         >>> import math, torch, fedtorch as ft
@@ -99,7 +98,7 @@ class AgnosticServer(NamedTuple):
 
 
 def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
-    """q-FFL by q-FedAvg; with q = 0 it is FedAvg with equal weights.
+    """Return q-FFL by q-FedAvg; with q = 0 it is FedAvg with equal weights.
 
     Args:
         local: how a client works on its own problem, by steps.
@@ -142,7 +141,7 @@ def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
 def agnostic(
     local: LocalSolver, loss: Loss, gamma: float, *, lr: float = 1.0, weight: Weight = rows_weight
 ) -> Algorithm:
-    """Agnostic federated learning: FedAvg whose weights grow with the clients' losses.
+    """Return agnostic federated learning: FedAvg whose weights grow with the clients' losses.
 
     Args:
         local: how a client works on its own problem.
@@ -184,7 +183,7 @@ def agnostic(
 
 
 def swapped(data: FederatedData, column: int, values: Sequence[float]) -> FederatedData:
-    """Every row once with each value of a sensitive feature, so that the label cannot depend on it (figure 8.1).
+    """Return each row once with each value of a sensitive feature, so that labels cannot depend on it (figure 8.1).
 
     Args:
         data: rows (x `(d,)`, y).
@@ -209,7 +208,7 @@ def swapped(data: FederatedData, column: int, values: Sequence[float]) -> Federa
 def group_scores(
     run: Run, data: FederatedData, metric: Any, group: Callable[[Tree], Tensor], groups: Sequence[float]
 ) -> dict[float, float]:
-    """A metric over the rows of every group; the gap between groups is the largest minus the smallest.
+    """Return a metric over the rows of every group; the gap between groups is the largest minus the smallest.
 
     Args:
         run: whose clients' models are scored.
@@ -247,7 +246,7 @@ def watch_groups(
     *,
     largest_is_best: bool | None = None,
 ) -> dict[str, float]:
-    """Scores by group and client after the run's last round, which are added to its history and returned.
+    """Add scores by group and client after the run's last round to its history, and return them.
 
     Columns for every metric: `val_<metric>` over all rows; its `_mean`, `_min`, `_max` and `_worst_decile` (the mean of
     the worst tenth) over clients; `_group_<group>` over the rows of each group, and `_gap`, the largest of these minus
@@ -289,7 +288,7 @@ def watch_groups(
 
 
 def _present(data: FederatedData, group: Callable[[Tree], Tensor], groups: Sequence[float]) -> set[float]:
-    """The groups that have rows; of others the user is warned."""
+    """Return the groups that have rows; of others the user is warned."""
     member = group(data.rows)
     present = {value for value in groups if bool((member == value).any())}
     absent = ", ".join(f"{value:g}" for value in groups if value not in present)
@@ -300,7 +299,7 @@ def _present(data: FederatedData, group: Callable[[Tree], Tensor], groups: Seque
 
 
 def _gap(scores: Sequence[float]) -> float:
-    """The largest minus the smallest; NaN if one is, or with nothing to compare."""
+    """Return the largest minus the smallest; NaN if one is, or with nothing to compare."""
     known = torch.tensor(scores, dtype=torch.float64)
     return float(known.amax() - known.amin()) if len(scores) > 1 else math.nan
 
@@ -344,7 +343,7 @@ def _agnostic_client(
 
 
 def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Tensor:
-    """The mean loss of every client's rows, `(K,)` float64."""
+    """Return the mean loss of every client's rows, `(K,)` float64."""
     inputs, targets = inputs_and_targets(rows.batch)
     with torch.no_grad():
         each = loss(local.predict(tensors, inputs), targets).to(torch.float64)

@@ -86,13 +86,13 @@ class RunRecord:
         self._ids: dict[str, list[Tensor]] = {kind: [] for kind in _KINDS}
 
     def record(self, round: Round) -> None:
-        """Takes in a round."""
+        """Take in a round."""
         self._numbers.append(round.number)
         for kind, found in self._ids.items():
             found.append(getattr(round, kind).to("cpu", torch.int32))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All rounds, flat."""
+        """Return all rounds, flat."""
         flat = {"numbers": torch.tensor(self._numbers, dtype=torch.int64)}
         for kind, found in self._ids.items():
             flat[f"{kind}.counts"] = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
@@ -100,14 +100,14 @@ class RunRecord:
         return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Replaces all rounds."""
+        """Replace all rounds."""
         self._numbers = flat["numbers"].tolist()
         for kind in _KINDS:
             parts = flat[f"{kind}.ids"].split(flat[f"{kind}.counts"].tolist())
             self._ids[kind] = [part.clone() for part in parts][: len(self._numbers)]
 
     def save(self, run: Run, path: Path | str) -> Path:
-        """Writes the checkpoint and the record beside it, and returns the record's path; over ranks, on all of them.
+        """Write the checkpoint and the record beside it, and returns the record's path; over ranks, on all of them.
 
         Args:
             run: that this record has followed from its first round.
@@ -130,7 +130,7 @@ class RunRecord:
         return written
 
     def content(self, run: Run, saved: Path) -> dict[str, Any]:
-        """What is on record of a run whose checkpoint is `saved`."""
+        """Return the record of a run whose checkpoint is `saved`."""
         seconds = float(run.log.frame()["seconds"].sum()) if len(run.log) else 0.0
         data = getattr(run.population, "data", None)
         settings = checkpoint_fingerprint(checkpoint.read(saved))
@@ -167,7 +167,7 @@ class RunRecord:
 
 
 def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
-    """Whether a record, its checkpoint, this code and, if given, these data belong together.
+    """Check whether a record, its checkpoint, this code and, if given, these data belong together.
 
     Raises:
         ValueError: the file is no record.
@@ -199,7 +199,7 @@ def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
 
 
 def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
-    """What a checkpoint says that it belongs to.
+    """Return the fingerprint of the run that a checkpoint is of.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -215,7 +215,7 @@ def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def described(data: FederatedData) -> dict[str, Any]:
-    """A digest of all rows, counts and names, and how many there are.
+    """Return a digest of all rows, counts and names, and how many there are.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -235,7 +235,7 @@ def described(data: FederatedData) -> dict[str, Any]:
 
 
 def _code_digest() -> str:
-    """The sha256 of all source files of the package."""
+    """Return the sha256 of all source files of the package."""
     root, found = Path(tree.__file__).parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
@@ -243,7 +243,7 @@ def _code_digest() -> str:
 
 
 def spans(ids: Tensor) -> str:
-    """Ascending numbers as spans, such as `"0-2,5"`.
+    """Return ascending numbers as spans, such as `"0-2,5"`.
 
     Example:
         >>> import torch
@@ -265,13 +265,13 @@ def _of_file(path: Path) -> str:
 
 
 def _network(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The network of an algorithm over one."""
+    """Return the network of an algorithm over one."""
     edges = settings.get("edges")
     return None if edges is None else {"edges": len(edges), "is": checkpoint.describe(edges)}
 
 
 def versions() -> dict[str, str]:
-    """Those of Python, of this package and of what it computes with.
+    """Return the versions of Python, of this package and of what it computes with.
 
     Example:
         >>> from fedtorch.trust import record
@@ -288,7 +288,7 @@ def versions() -> dict[str, str]:
 
 
 def _energy(seconds: float, watts: float | None) -> dict[str, float | None]:
-    """An estimate: the time of the rounds times the stated power."""
+    """Return an estimate: the time of the rounds times the stated power."""
     return {"seconds": seconds, "watts": watts, "watt_hours": None if watts is None else seconds * watts / 3600}
 
 

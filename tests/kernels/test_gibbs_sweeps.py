@@ -9,11 +9,11 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.kernels.gibbs_sweeps import Chains, Heard, Rows, gibbs_sweeps
+from fedtorch.kernels.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps
 from fedtorch.models.gibbs import sparse
 
 
-def problem(clients: int, chains: int, size: int) -> tuple[Rows, Heard, Chains, Tensor]:
+def problem(clients: int, chains: int, size: int) -> tuple[Rows, SweepPrior, Chains, Tensor]:
     normal = lambda seed, *shape: random.normal(random.key(seed), shape, torch.float64)
     x = normal(1, clients, size + 4, size)
     rows = Rows(
@@ -23,7 +23,7 @@ def problem(clients: int, chains: int, size: int) -> tuple[Rows, Heard, Chains, 
         torch.linspace(1.0, 9.0, clients, dtype=torch.float64),
     )
     shape = (clients, chains, size)
-    heard = Heard(normal(4, *shape), normal(5, *shape).square() + 0.5, normal(6, clients, chains).square() + 1)
+    heard = SweepPrior(normal(4, *shape), normal(5, *shape).square() + 0.5, normal(6, clients, chains).square() + 1)
     ones = torch.ones(shape, dtype=torch.float64)
     keys = random.fold_in(random.key(7), torch.arange(clients * chains).reshape(clients, chains))
     return rows, heard, Chains(0 * ones, 2 * ones, ones / 2, ones[..., 0]), keys

@@ -10,7 +10,7 @@ from support.programs import launches, reference
 from torch import Tensor
 
 from fedtorch.kernels import stacked_step
-from fedtorch.kernels.stacked_step import Clients
+from fedtorch.kernels.stacked_step import ClientValues
 
 RULES = {
     "sgd": (partial(torch.optim.SGD, lr=0.1), partial(stacked_step.sgd, lr=0.1)),
@@ -66,7 +66,7 @@ def stacked(step, start: Tensor, total: Tensor, pull: tuple[Tensor, Tensor] | No
     kept = [torch.zeros_like(x), torch.zeros_like(x)]
     kept = kept if step.func is stacked_step.adam else kept[:1] if "momentum" in step.keywords else [None]
     for t in range(int(total.max())):
-        clients = Clients(total.clamp(max=t), t < total)
+        clients = ClientValues(total.clamp(max=t), t < total)
         if pull is not None:
             clients = clients._replace(precision=pull[0], shift=pull[1])
         g = gradient(start.shape, t).to(x)
@@ -108,16 +108,16 @@ def test_single_precision(rule, device) -> None:
 def test_no_clients_and_no_elements(device) -> None:
     for shape in ((0, 3), (2, 0)):
         x = torch.zeros(shape, device=device)
-        stacked_step.sgd(x, x.clone(), None, Clients(0), lr=0.1)
-        stacked_step.adam(x, x.clone(), x.clone(), x.clone(), Clients(0), lr=0.1)
+        stacked_step.sgd(x, x.clone(), None, ClientValues(0), lr=0.1)
+        stacked_step.adam(x, x.clone(), x.clone(), x.clone(), ClientValues(0), lr=0.1)
         assert x.shape == shape
 
 
 def test_nan_stays_with_its_client(device) -> None:
     x, g = torch.ones(3, 4, device=device), torch.ones(3, 4, device=device)
     g[1, 2] = torch.nan
-    share = stacked_step.clipped([x], [g], [Clients(0)], 1.0)
-    stacked_step.sgd(x, g, None, Clients(0, share=share), lr=0.1)
+    share = stacked_step.clipped([x], [g], [ClientValues(0)], 1.0)
+    stacked_step.sgd(x, g, None, ClientValues(0, share=share), lr=0.1)
     assert x.isnan().any(1).tolist() == [False, True, False]
 
 
@@ -125,8 +125,8 @@ def test_gradients_of_any_strides_and_rates_on_the_device(device) -> None:
     start = torch.linspace(-1, 1, 12, device=device).reshape(3, 4)
     g = torch.arange(12.0, device=device).reshape(4, 3).mT
     wanted, found = start.clone(), start.clone()
-    stacked_step.sgd(wanted, g.contiguous(), None, Clients(0), lr=0.5)
-    stacked_step.sgd(found, g, None, Clients(0), lr=torch.tensor(0.5, device=device))
+    stacked_step.sgd(wanted, g.contiguous(), None, ClientValues(0), lr=0.5)
+    stacked_step.sgd(found, g, None, ClientValues(0), lr=torch.tensor(0.5, device=device))
     assert torch.equal(found, wanted)
     assert torch.equal(wanted, start - 0.5 * g)
 
@@ -136,7 +136,7 @@ def test_the_count_may_be_a_number(device) -> None:
     results = []
     for taken in (3, torch.full((2,), 3, device=device)):
         state = [x.clone(), x.sin(), x.abs() / 2, x.square()]
-        stacked_step.adam(*state, Clients(taken), lr=0.1)
+        stacked_step.adam(*state, ClientValues(taken), lr=0.1)
         results.append(state[0])
     assert torch.equal(*results)
 
@@ -146,5 +146,5 @@ def test_other_dtypes_go_to_the_reference(device) -> None:
     assert not stacked_step.fits(x)
     assert not stacked_step.fits(torch.ones(3, 2, device=device).mT)
     assert stacked_step.fits(torch.ones(3, 2, device=device))
-    stacked_step.sgd(x, x.clone(), None, Clients(0), lr=0.5)
+    stacked_step.sgd(x, x.clone(), None, ClientValues(0), lr=0.5)
     assert x.tolist() == [[0.5] * 3] * 2

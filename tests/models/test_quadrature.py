@@ -8,10 +8,10 @@ from support.oracles.closed_forms import ROUNDING
 from torch import Tensor
 
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.quadrature import Rule, default_rule, gauss_hermite, quasi_random, tilt, two_shells
+from fedtorch.models.quadrature import QuadratureRule, default_rule, gauss_hermite, quasi_random, tilt, two_shells
 
 
-def moments(rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def moments(rule: QuadratureRule) -> tuple[Tensor, Tensor, Tensor]:
     """Sums of weights and errors of the second and fourth moments."""
     x, w = rule.nodes, rule.weights
     eye = torch.eye(x.shape[1], dtype=x.dtype)

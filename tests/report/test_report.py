@@ -140,7 +140,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     known["privacy"] = {"epsilon": 1.0, "delta": 0.1, "budget": None, "claim": {HOSTILE[0]: HOSTILE[1]}}
     (tmp_path / "about.json").write_text(json.dumps(known))
     (tmp_path / f"{HOSTILE[2]}.safetensors.json").write_text(json.dumps(HOSTILE))
-    assert "✗ not so:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ failed:" in harmless(ft.report.render(tmp_path).read_text()).texts
 
 
 def test_names_are_shown_as_they_read() -> None:
@@ -234,7 +234,7 @@ def test_the_record_is_verified(tmp_path: Path) -> None:
     written = ledger.save(run, tmp_path / "run.safetensors")
     assert "the record is as it was written" in harmless(ft.report.write(run, tmp_path).read_text()).texts
     written.write_text(written.read_text().replace('"up": ', '"up": 1'))
-    assert "✗ not so:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ failed:" in harmless(ft.report.render(tmp_path).read_text()).texts
 
 
 def test_a_trainer_writes_it(tmp_path: Path) -> None:

@@ -76,12 +76,10 @@ def glm_cases() -> Iterator[Case]:
 
 
 def neighbour_cases() -> Iterator[Case]:
-    for kind, rows, width, step in (("fp64", "fp32", 16, False), ("fp64", "fp64", 64, True), ("fp32", "fp32", 1, True)):
-        tile = {"STEP": step, "SEGMENTS": 256 // width, "WIDTH": width}
-        own = f"*{rows} *{kind} i32 i32 i32 fp64 fp64"
-        yield Case("neighbours.gather", f"*{kind} *{rows} *i32 *{kind} *i64 *i32 *i64 {own}", tile)
-        tile = {"STEP": step, "PIECES": 256 // width, "WIDTH": width}
-        yield Case("neighbours.join", f"*{kind} *{rows} *i64 *i64 *i32 *{rows} *{kind} i32 fp64 fp64", tile)
+    for kind, rows, width in (("fp64", "fp32", 16), ("fp64", "fp64", 64), ("fp32", "fp32", 1)):
+        segments = {"SEGMENTS": 256 // width, "WIDTH": width}
+        yield Case("neighbours.gather", f"*{kind} *{rows} *i32 *{kind} *i64 *i32 *i64 i32 i32", segments)
+        yield Case("neighbours.join", f"*{kind} *i64 *i64 *i32 i32", {"PIECES": 256 // width, "WIDTH": width})
 
 
 def order_cases() -> Iterator[Case]:
@@ -95,7 +93,6 @@ def moment_cases() -> Iterator[Case]:
     for size in (2, 16):
         tensors = "*fp64 *fp64 *fp64 *fp64 i32 i32"
         yield Case("moments.solve", tensors, {"BATCH": 512 // size**2, "SIZE": size})
-        yield Case("moments.tilt", tensors, {"NODES": 2048 // size**2, "SIZE": size})
 
 
 def gp_cases() -> Iterator[Case]:

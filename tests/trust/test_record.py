@@ -79,7 +79,7 @@ def test_spans() -> None:
 def test_what_was_written_is_verified(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(check.holds for check in record.verify(saved, DATA))
     assert main(["record", "verify", str(saved)]) == 0
-    assert "NOT SO" not in capsys.readouterr().out
+    assert "FAILED" not in capsys.readouterr().out
 
 
 def changed(saved: Path, change: object) -> set[str]:
@@ -95,7 +95,7 @@ def test_what_was_changed_is_found(saved: Path, capsys: pytest.CaptureFixture[st
     assert changed(saved, lambda content: content["rounds"][2].update(answered="0-7")) == {"record", "rounds"}
     assert changed(saved, lambda content: content.update(code="0")) == {"record", "rounds", "code"}
     assert main(["record", "verify", str(saved)]) == 1
-    assert capsys.readouterr().out.count("NOT SO") == 3
+    assert capsys.readouterr().out.count("FAILED") == 3
 
 
 def test_a_record_of_an_earlier_version_is_refused(saved: Path) -> None:

@@ -14,7 +14,7 @@ import fedtorch as ft
 from experiments.benchmarks.parts.gpu_timing import Rates, Timed, kernels, timed
 from experiments.common import Row
 from fedtorch.kernels import gibbs_sweeps, glm_steps, gp_statistics, moments, neighbours, order_statistics, stacked_step
-from fedtorch.kernels.stacked_step import Clients
+from fedtorch.kernels.stacked_step import ClientValues
 
 
 class Case(NamedTuple):
@@ -50,7 +50,7 @@ def adam(small: bool, device: str) -> Case:
     parameter = torch.nn.Parameter(x.clone())
     parameter.grad = g
     fused = torch.optim.Adam([parameter], lr=1e-3, fused=True)
-    ours = partial(stacked_step.adam, x, g, first, second, Clients(3), lr=1e-3)
+    ours = partial(stacked_step.adam, x, g, first, second, ClientValues(3), lr=1e-3)
     setting = f"stacked_step: Adam, {clients} × {size}"
     return Case(setting, 28.0 * x.numel(), 12.0 * x.numel(), False, ours, {"torch.optim.Adam(fused)": fused.step})
 
@@ -125,7 +125,7 @@ def sweeps(small: bool, device: str) -> Case:
     x = double(1, clients, size + 20, size)
     ones = torch.ones(clients, 1, size, device=device, dtype=torch.float64)
     rows = gibbs_sweeps.Rows(x.mT @ x, double(2, clients, size), double(3, clients).square() + 1, 2 + ones[:, 0, 0])
-    heard = gibbs_sweeps.Heard(double(4, clients, 1, size), ones, ones[..., 0])
+    heard = gibbs_sweeps.SweepPrior(double(4, clients, 1, size), ones, ones[..., 0])
     chains = gibbs_sweeps.Chains(0 * ones, ones, ones, ones[..., 0])
     keys = ft.random.fold_in(ft.random.key(5).to(device), torch.arange(clients, device=device))[:, None]
     ours = partial(gibbs_sweeps.gibbs_sweeps, rows, heard, chains, keys, count)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedtorch.kernels import stacked_step
-from fedtorch.kernels.stacked_step import Clients
+from fedtorch.kernels.stacked_step import ClientValues
 
 _REFUSED = ("amsgrad", "maximize", "differentiable", "capturable")
 Pull = tuple[Tensor, Tensor]  # λ and h
@@ -60,7 +60,7 @@ class FusedSteps:
                 if gradient is None and tensor not in pulls:
                     continue
                 precision, shift = pulls.get(tensor, (None, None))
-                clients = Clients(
+                clients = ClientValues(
                     0, active, None if precision is None else precision.reshape(-1).expand(len(tensor)), shift
                 )
                 todo.append((tensor, torch.zeros_like(tensor) if gradient is None else gradient, clients, group))
@@ -72,7 +72,7 @@ class FusedSteps:
             update = self._sgd if type(self.optimizer) is SGD else self._adam
             update(tensor, gradient, clients._replace(share=share), group)
 
-    def _sgd(self, tensor: Tensor, gradient: Tensor, clients: Clients, group: Mapping[str, Any]) -> None:
+    def _sgd(self, tensor: Tensor, gradient: Tensor, clients: ClientValues, group: Mapping[str, Any]) -> None:
         state, momentum = self.optimizer.state[tensor], group["momentum"]
         begun = state.get("momentum_buffer") is not None
         if momentum and not begun:
@@ -82,7 +82,7 @@ class FusedSteps:
         own = clients._replace(taken=int(begun))
         stacked_step.sgd(tensor, gradient, buffer, own, **{name: group[name] for name in names})
 
-    def _adam(self, tensor: Tensor, gradient: Tensor, clients: Clients, group: Mapping[str, Any]) -> None:
+    def _adam(self, tensor: Tensor, gradient: Tensor, clients: ClientValues, group: Mapping[str, Any]) -> None:
         state = self.optimizer.state[tensor]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)

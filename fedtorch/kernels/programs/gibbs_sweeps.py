@@ -10,7 +10,7 @@ from fedtorch.random.philox_program import gammas, new_key, wide_exponential, wi
 
 @triton.jit
 def eliminated(matrix, right, z, index, size):
-    """A draw of N(A⁻¹ b, A⁻¹): U δ = c + √u z, of A `(B, P, P)`, b and z `(B, P)`."""
+    """Return a draw of N(A⁻¹ b, A⁻¹): U δ = c + √u z, of A `(B, P, P)`, b and z `(B, P)`."""
     for j in range(size):
         at = index == j
         row = tl.sum(tl.where(at[None, :, None], matrix, 0.0), 1)
@@ -56,7 +56,7 @@ def horseshoe(
     BATCH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """All sweeps of some problems; those of one client are neighbours, `chains` of them."""
+    """Do all sweeps of some problems; those of one client are neighbours, `chains` of them."""
     problem = tl.program_id(0).to(tl.int64) * BATCH + tl.arange(0, BATCH)
     index = tl.arange(0, SIZE)
     there, real = problem < problems, index < size

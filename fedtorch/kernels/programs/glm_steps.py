@@ -10,7 +10,7 @@ GAUSSIAN, BERNOULLI, POISSON = (tl.constexpr(family) for family in range(3))
 
 @triton.jit
 def misfit(predictor, response, FAMILY: tl.constexpr):
-    """(a row's loss, its derivative in the linear predictor)."""
+    """Return (a row's loss, its derivative in the linear predictor)."""
     if FAMILY == GAUSSIAN:
         gap = predictor - response
         loss, slope = gap * gap, 2.0 * gap
@@ -26,7 +26,7 @@ def misfit(predictor, response, FAMILY: tl.constexpr):
 
 @triton.jit
 def rows_of(index, at, many, INDEXED: tl.constexpr):
-    """(rows of a part of a batch, which of them are there)."""
+    """Return (rows of a part of a batch, which of them are there)."""
     if INDEXED:
         row = tl.load(index + at, mask=at < many, other=-1)
     else:
@@ -36,7 +36,7 @@ def rows_of(index, at, many, INDEXED: tl.constexpr):
 
 @triton.jit
 def design_of(own, row, here, column, width, known):
-    """Rows of features, and the constant 1 in the column after them if that is known; zeros where nothing is."""
+    """Return rows of features, and the constant 1 in the column after them if that is known; zeros where nothing is."""
     inside = here[:, None] & known[None, :]
     wanted = inside & (column < width)[None, :]
     loaded = tl.load(own + row[:, None] * width + column[None, :], mask=wanted, other=0.0)
@@ -68,7 +68,7 @@ def linear(
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """A client's steps of one linear predictor."""
+    """Return a client's steps of one linear predictor."""
     client = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, FEATURES)
     known = column < features
@@ -141,7 +141,7 @@ def categorical(
     FEATURES: tl.constexpr,
     CLASSES: tl.constexpr,
 ):
-    """A client's steps of a linear predictor per class, `(features, classes)`, float32."""
+    """Return a client's steps of a linear predictor per class, `(features, classes)`, float32."""
     client = tl.program_id(0).to(tl.int64)
     column, level = tl.arange(0, FEATURES), tl.arange(0, CLASSES)
     known, real = column < features, level < classes

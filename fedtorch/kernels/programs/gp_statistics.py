@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def white_rows(x, inducing, width, height, whiten, row, there, point, latent, points, dims):
-    """Rows of B of one latent process: cov(f(x), g(w)) of rows x, times its W'; all of one unit."""
+    """Return rows of B of one latent process: cov(f(x), g(w)) of rows x, times its W'; all of one unit."""
     real = point < points
     distance = tl.zeros((row.shape[0], point.shape[0]), tl.float64)
     for c in range(dims):
@@ -43,7 +43,7 @@ def statistics(
     ROWS: tl.constexpr,
     POINTS: tl.constexpr,
 ):
-    """What two latent processes have to do with each other in B'WB of one unit, and its mirror image; and B'Wy."""
+    """Compute the block of two latent processes in B'WB of one unit, and its mirror image; and B'Wy."""
     pair = tl.program_id(0) % (latents * latents)
     unit = (tl.program_id(0) // (latents * latents)).to(tl.int64)
     left, right = pair // latents, pair % latents

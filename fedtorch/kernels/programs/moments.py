@@ -31,7 +31,7 @@ def inverse(matrix, size, SIZE: tl.constexpr):
 
 @triton.jit
 def place_of(row, column, size, SIZE: tl.constexpr):
-    """(places of vectors, of matrices, their masks) of problems."""
+    """Return (places of vectors, of matrices, their masks) of problems."""
     problem = row.to(tl.int64)
     index = tl.arange(0, SIZE)
     real = index < size
@@ -47,7 +47,7 @@ def place_of(row, column, size, SIZE: tl.constexpr):
 
 @triton.jit
 def solve(solution, out, matrix, vector, problems, size, BATCH: tl.constexpr, SIZE: tl.constexpr):
-    """A⁻¹ v and A⁻¹, NaN where A is not positive definite."""
+    """Return A⁻¹ v and A⁻¹, NaN where A is not positive definite."""
     problem = tl.program_id(0) * BATCH + tl.arange(0, BATCH)
     at, whole, there, inside = place_of(problem, problem < problems, size, SIZE)
     index = tl.arange(0, SIZE)

@@ -22,7 +22,7 @@ def gather(
     SEGMENTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Sums over segments of edges, each into its row of `out`; segments of similar length are side by side."""
+    """Sum over segments of edges, each into its row of `out`; segments of similar length are side by side."""
     segment = tl.program_id(0).to(tl.int64) * SEGMENTS + tl.arange(0, SEGMENTS)
     there = segment < segments
     start = tl.load(starts + segment, mask=there, other=0)
@@ -46,7 +46,7 @@ def gather(
 
 @triton.jit
 def join(out, split, firsts, pieces, width, PIECES: tl.constexpr, WIDTH: tl.constexpr):
-    """The sum of a node's segments, in their order."""
+    """Return the sum of a node's segments, in their order."""
     which = tl.program_id(0) + tl.arange(0, 1)
     row, first = tl.load(split + which), tl.load(firsts + which)
     many = tl.max(tl.load(pieces + which), 0)

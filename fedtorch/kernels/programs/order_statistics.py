@@ -10,7 +10,7 @@ MIDDLE = tl.constexpr(1e-12)  # how near to one half a summed weight counts as o
 
 @triton.jit
 def ordered(value, LARGEST: tl.constexpr):
-    """Integers in the order of the values, NaN last."""
+    """Return integers in the order of the values, NaN last."""
     if value.dtype == tl.float32:
         bits = value.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & LARGEST)
@@ -22,7 +22,7 @@ def ordered(value, LARGEST: tl.constexpr):
 
 @triton.jit
 def number(key, LARGEST: tl.constexpr):
-    """The inverse of `ordered`, in float64."""
+    """Return the inverse of `ordered`, in float64."""
     if key.dtype == tl.int32:
         bits = key ^ ((key >> 31) & LARGEST)
         found = bits.to(tl.float32, bitcast=True).to(tl.float64)
@@ -34,7 +34,7 @@ def number(key, LARGEST: tl.constexpr):
 
 @triton.jit
 def weight_up_to(keys, share, key):
-    """The weight of what is not above, per column."""
+    """Return the weight of what is not above, per column."""
     return tl.sum(tl.where(keys <= key[None, :], share[:, None], 0.0), 0)
 
 
@@ -55,7 +55,7 @@ def least_above(keys, share, target, STRICT: tl.constexpr, LARGEST: tl.constexpr
 
 @triton.jit
 def loaded(value, share, messages, size, LARGEST: tl.constexpr, MESSAGES: tl.constexpr, COLUMNS: tl.constexpr):
-    """(keys, weights, columns, which of them are there)."""
+    """Return (keys, weights, columns, which of them are there)."""
     row = tl.arange(0, MESSAGES)
     column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     there, inside = row < messages, column < size
@@ -78,7 +78,7 @@ def median(
     MESSAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The middle between the two values that halve the weight."""
+    """Return the middle between the two values that halve the weight."""
     keys, weights, column, inside = loaded(value, share, messages, size, LARGEST, MESSAGES, COLUMNS)
     below, above = tl.full((1,), 0.5 - MIDDLE, tl.float64), tl.full((1,), 0.5 + MIDDLE, tl.float64)
     low = least_above(keys, weights, below, False, LARGEST, BITS)
@@ -112,7 +112,7 @@ def trimmed_mean(
     MESSAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """The mean without the lowest and the highest `fraction` of the weight."""
+    """Return the mean without the lowest and the highest `fraction` of the weight."""
     keys, weights, column, inside = loaded(value, share, messages, size, LARGEST, MESSAGES, COLUMNS)
     fraction = tl.full((1,), fraction, tl.float64)  # beside a tensor, plain numbers are float32 before Triton 3.9
     low = least_above(keys, weights, fraction, True, LARGEST, BITS)

@@ -20,7 +20,7 @@ def tile_of(clients, size, across, active, ROWS: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def pulled(gradient, value, precision, shift, row, there, place, mask, PULL: tl.constexpr):
-    """Gradients with those of λ/2 ‖x‖² − ⟨h, x⟩."""
+    """Return gradients with those of λ/2 ‖x‖² − ⟨h, x⟩."""
     if PULL:
         strength = tl.load(precision + row, mask=there, other=0.0)[:, None]
         gradient = gradient + (strength * value - tl.load(shift + place, mask=mask, other=0.0))
@@ -29,7 +29,7 @@ def pulled(gradient, value, precision, shift, row, there, place, mask, PULL: tl.
 
 @triton.jit
 def cast(number, kind: tl.constexpr):
-    """A number that is given as float64, which the interpreter has as Python's."""
+    """Return a number that is given as float64, which the interpreter has as Python's."""
     return tl.full((), number, kind)
 
 
@@ -47,7 +47,7 @@ def squares(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sums of squares of the gradients of a tile's rows, `(clients, across)`."""
+    """Return sums of squares of the gradients of a tile's rows, `(clients, across)`."""
     row, there, place, mask = tile_of(clients, size, across, out, ROWS, COLUMNS, False)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     found = tl.load(gradient + place, mask=mask, other=0.0)
@@ -84,7 +84,7 @@ def sgd(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A step of `torch.optim.SGD`."""
+    """Return a step of `torch.optim.SGD`."""
     row, there, place, mask = tile_of(clients, size, across, active, ROWS, COLUMNS, SOME)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     kind = value.dtype
@@ -138,7 +138,7 @@ def adam(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A step of `torch.optim.Adam`, or of `AdamW` where the decay is decoupled."""
+    """Return a step of `torch.optim.Adam`, or of `AdamW` where the decay is decoupled."""
     row, there, place, mask = tile_of(clients, size, across, active, ROWS, COLUMNS, SOME)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     kind = value.dtype

@@ -29,7 +29,7 @@ for the closed form.
 """
 
 from fedtorch.models.gaussian_process.algebra import (
-    Site as Site,
+    GaussianSite as GaussianSite,
     posterior as posterior,
     stable_cholesky as stable_cholesky,
 )

@@ -49,7 +49,7 @@ class EmbedCategories(nn.Module):
         self.points = nn.ParameterList([nn.Parameter(_circle(count, size)) for count in levels.values()])
 
     def forward(self, x: Tensor) -> Tensor:
-        """The continuous columns and each level's point."""
+        """Return the continuous columns and each level's point."""
         parts = [x[..., self.continuous]]
         for (_column, count), points in zip(self.levels.items(), self.points):
             code = x[..., _column].long()
@@ -58,7 +58,7 @@ class EmbedCategories(nn.Module):
         return torch.cat(parts, -1)
 
     def check(self, x: Tensor) -> None:
-        """Raises ValueError unless all codes of x `(..., N, dims)` are levels."""
+        """Raise ValueError unless all codes of x `(..., N, dims)` are levels."""
         for column, count in self.levels.items():
             code = x[..., column]
             wrong = (code != code.round()) | (code < 0) | (code >= count)

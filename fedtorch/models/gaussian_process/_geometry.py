@@ -23,7 +23,7 @@ class Features(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What units' rows sum up to, with weights w_n."""
+    """Sums over units' rows, with weights w_n."""
 
     gram: Tensor  # (*b, P, P) Σ w_n b_n b_n', b_n the rows of V_m L
     cross: Tensor  # (*b, P) Σ w_n y_n b_n
@@ -55,7 +55,7 @@ class Geometry(UnitModel):
     _own_dims: dict[str, int]
 
     def embed(self, x: Tensor) -> Tensor:
-        """x, or the features of x, `(*b, N, ·)`."""
+        """Return x, or the features of x, `(*b, N, ·)`."""
         if self.features is None:
             return x
         # A federation stacks the parameters that it trains: one copy for all units, or one for each.
@@ -70,18 +70,18 @@ class Geometry(UnitModel):
         return vmap(lambda values, inputs: functional_call(module, values, (inputs,)))(own, rows)
 
     def root(self) -> Tensor:
-        """The Cholesky factor L of the covariance of the latent processes at the inducing inputs, `(*s, I, J, J)`."""
+        """Return the Cholesky factor L of the latent processes' covariance at the inducing inputs, `(*s, I, J, J)`."""
         return stable_cholesky(self.kernel.latent(self.embed(self.inducing)), self.jitter)
 
     def rebase(self) -> None:
-        """Makes the current covariance the basis of t and the prior the posterior."""
+        """Make the current covariance the basis of t and the prior the posterior."""
         with torch.no_grad():
             self.basis = self.root().detach()
             self.posterior_mean = torch.zeros_like(self.posterior_mean)
             self.posterior_root = torch.eye(self.points).to(self.posterior_root)
 
     def change(self, root: Tensor | None = None) -> Tensor:
-        """Z = L⁻¹ basis, `(*s, P, P)`: t has the prior precision Z'Z."""
+        """Return Z = L⁻¹ basis, `(*s, P, P)`: t has the prior precision Z'Z."""
         root = self.root() if root is None else root
         return block_diagonal(torch.linalg.solve_triangular(root, self.basis, upper=False))
 
@@ -99,7 +99,7 @@ class Geometry(UnitModel):
         return Features(basis, residual, self.change(root))
 
     def sums(self, x: Tensor, y: Tensor, weight: Tensor) -> Sums | None:
-        """The sums over rows x `(K, N, d)`, y `(K, N)` of weights `(K, N)`, where a program makes them; else None.
+        """Return sums over rows x `(K, N, d)`, y `(K, N)` of weights `(K, N)` where a program makes them, else None.
 
         Of units without processes of their own.
         """
@@ -115,7 +115,7 @@ class Geometry(UnitModel):
         return Sums(gram, cross, whole - gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.change(root))
 
     def covariance(self, x: Tensor, z: Tensor) -> Tensor:
-        """cov(f(x), f(z)) under the prior, the unit's own process included, `(*b, N, Z)`."""
+        """Return cov(f(x), f(z)) under the prior, the unit's own process included, `(*b, N, Z)`."""
         one, two = self.embed(x), self.embed(z)
         shared = self.kernel.covariance(one, two)
         if self.own_kernel is None:
@@ -123,16 +123,16 @@ class Geometry(UnitModel):
         return shared + self._own_size()[..., None] * matrix(self.own_kernel, self._own_dims, one, two)
 
     def own_values(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The own kernel's diagonal and matrix at embedded inputs, `(*b, N)` and `(*b, N, N)`."""
+        """Return the own kernel's diagonal and matrix at embedded inputs, `(*b, N)` and `(*b, N, N)`."""
         kernel, dims = self.own_kernel, self._own_dims
         return diagonal(kernel, dims, inputs), matrix(kernel, dims, inputs, inputs)
 
     def _own_size(self) -> Tensor:
-        """By what the own kernel is multiplied, `(*b, 1)`."""
+        """Return the factor of the own kernel, `(*b, 1)`."""
         return self.kernel.scale.square()[..., None]
 
 
 def _inverse(root: Tensor) -> Tensor:
-    """Of lower triangular roots."""
+    """Return the inverses of lower triangular roots."""
     eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
     return solve(root, eye.expand_as(root))

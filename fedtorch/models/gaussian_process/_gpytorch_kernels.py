@@ -1,4 +1,4 @@
-"""Which of GPyTorch's kernels the model takes, several of them as one, and what their lengthscales start from."""
+"""Checks of GPyTorch's kernels, several of them as one, and the initial values of their lengthscales."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def of_latents(kernel: Any) -> Any:
 
 
 def check_kernel(kernel: Any) -> None:
-    """Raises TypeError for what is no kernel, or one of which a part cannot be used, with the reason."""
+    """Raise TypeError for what is no kernel, or one of which a part cannot be used, with the reason."""
     for part in [kernel, *getattr(kernel, "modules", list)()]:
         if part is kernel and not isinstance(part, Kernel):
             raise TypeError(f"Expected a kernel of GPyTorch, but got {type(kernel).__name__}")
@@ -63,7 +63,7 @@ def check_kernel(kernel: Any) -> None:
 
 
 def spread_lengthscales(kernel: Any, extent: Tensor, latents: int) -> None:
-    """Sets lengthscales of the kernel's parts that suit inputs of an extent `(d,)`, a different one for each latent.
+    """Set lengthscales of the kernel's parts that suit inputs of an extent `(d,)`, a different one for each latent.
 
     The finest is a tenth of the extent, the next twice that, and so on. Lengthscales that have been set, that are
     frozen, or whose constraint excludes the value stay as they are: GPyTorch's own start is a raw value of 0.
@@ -77,7 +77,7 @@ def spread_lengthscales(kernel: Any, extent: Tensor, latents: int) -> None:
 
 
 def _spread(kernel: Any, extent: Tensor, numbers: Tensor) -> None:
-    """The lengthscale of one kernel, of latent processes of these numbers."""
+    """Return the lengthscale of one kernel, of latent processes of these numbers."""
     own = kernel.lengthscale  # (1, D) or (I, 1, D), D = 1 or the kernel's columns
     finest = extent.to(own) * len(extent) ** 0.5 / 10
     if kernel.active_dims is not None and int(kernel.active_dims.max()) < len(finest):

@@ -1,4 +1,4 @@
-"""What kernels are made of: squared exponentials, the constraint of positive parameters, the extent of inputs."""
+"""Parts of kernels: squared exponentials, the constraint of positive parameters, the extent of inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
 
 
 def positive(lower: float = 0.0) -> Any:
-    """The constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free.
+    """Return the constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free.
 
     >>> positive(2.0).transform(torch.tensor([-50.0, 0.0]))  # 2 + exp(raw)
     tensor([2., 3.])
@@ -32,7 +32,7 @@ def positive(lower: float = 0.0) -> Any:
 
 
 def extent_of(x: Tensor) -> Tensor:
-    """The range of each column of x `(..., N, d)`, 1 where it is constant: `(d,)`.
+    """Return the range of each column of x `(..., N, d)`, 1 where it is constant: `(d,)`.
 
     >>> extent_of(torch.tensor([[2.0, 7.0], [5.0, 7.0]]))
     tensor([3., 1.])

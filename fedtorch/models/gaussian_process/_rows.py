@@ -17,7 +17,7 @@ LaplaceLikelihood = gpytorch.likelihoods.LaplaceLikelihood
 
 
 def row_fit(likelihood: Any, y: Tensor, mean: Tensor, variance: Tensor, mask: Tensor, extra: tuple[Any, ...]) -> Tensor:
-    """E[log p(y_n | f_n)] for f_n ~ N(mean, variance), `(*b, N)`, 0 where masked out.
+    """Return E[log p(y_n | f_n)] for f_n ~ N(mean, variance), `(*b, N)`, 0 where masked out.
 
     In closed form for Gaussian and Laplace likelihoods, of which quadrature would miss the latter's kink; otherwise by
     the likelihood's own `expected_log_prob`.
@@ -53,7 +53,7 @@ def row_sites(
     mask: Tensor,
     extra: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(precision, shift, expected log-likelihood) of every row about f − level, `(*b, N)` each.
+    """Return (precision, shift, expected log-likelihood) of every row about f − level, `(*b, N)` each.
 
     With m, v the moments of f − level, precision β = −2 ∂/∂v, at least 0, and shift ∂/∂m + β m. Arguments as those of
     `row_fit`, with the mean in two parts, the unit's level `(*b, 1)` and the rest `(*b, N)`.
@@ -68,7 +68,7 @@ def row_sites(
 
 
 def _absolute(mean: Tensor, sd: Tensor) -> Tensor:
-    """E|z| for z ~ N(mean, sd²)."""
+    """Return E|z| for z ~ N(mean, sd²)."""
     far = mean / sd
     density = (-0.5 * far.square()).exp() * math.sqrt(2 / math.pi)
     return sd * density + mean * torch.erf(far / math.sqrt(2))

@@ -78,7 +78,7 @@ class SideBySide(Kernel):
 
 
 def _evaluate(kernel: Any, dims: dict[str, int], call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`call(*inputs)` with the kernel's hyperparameters as this module says."""
+    """Return `call(*inputs)` with the kernel's hyperparameters as this module says."""
     stacked = {n: value for n, value in kernel.named_parameters() if value.ndim > dims.get(n, value.ndim)}
     if not stacked:
         return call(*inputs)
@@ -102,7 +102,7 @@ def _evaluate(kernel: Any, dims: dict[str, int], call: Callable[..., Tensor], *i
 
 @contextmanager
 def _batch_shapes(kernel: Any, units: int) -> Iterator[Callable[[str, Tensor], Tensor]]:
-    """Gives the kernel and its parts batch shapes of so many units, and how a stacked parameter fits them, by name."""
+    """Give the kernel and its parts batch shapes of so many units, and how a stacked parameter fits them, by name."""
     parts = {name: part for name, part in kernel.named_modules() if isinstance(part, Kernel)}
     depth, kept = len(kernel.batch_shape), {name: part._batch_shape for name, part in parts.items()}
     # With that of its parts, as a `ScaleKernel` makes its parameter.

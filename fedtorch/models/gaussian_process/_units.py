@@ -1,4 +1,4 @@
-"""Which tensors of a model belong to a unit and which all units share, and what a unit's own start from."""
+"""The split of a model's tensors into units' own and shared ones, and the initial values of the units' own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UnitModel(gpytorch.Module):
 
     @property
     def unit_names(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers that belong to a unit; the other parameters are shared."""
+        """Return the names of the parameters and buffers that belong to a unit; the other parameters are shared."""
         mine = {f"kernel.{name}" for name in self.kernel.units} | {"offset"}
         # What a kernel keeps in buffers is no hyperparameter: columns, random frequencies.
         buffers = [name for name, _ in self.named_buffers() if not name.startswith("own_kernel.")]
@@ -54,17 +54,17 @@ class UnitModel(gpytorch.Module):
 
     @property
     def _unit_parts(self) -> tuple[str, ...]:
-        """What the names of parts begin with all of whose tensors are the units' own."""
+        """Return the prefixes of parts all of whose tensors are the units' own."""
         return ("likelihood.",) if self.share_own_kernel else ("likelihood.", "own_kernel.")
 
     @property
     def shared_names(self) -> tuple[str, ...]:
-        """Names of the trainable parameters that all units share."""
+        """Return the names of the trainable parameters that all units share."""
         mine = set(self.unit_names)
         return tuple(name for name, p in self.named_parameters() if p.requires_grad and name not in mine)
 
     def initial_units(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> dict[str, Tensor]:
-        """What units' tensors start from: scales, noise and offsets as their own outputs suggest, the rest as it is.
+        """Return units' initial tensors: scales, noise and offsets as their own outputs suggest, the rest as it is.
 
         Args:
             y: outputs `(*b, N)`.
@@ -96,7 +96,7 @@ class UnitModel(gpytorch.Module):
         return found
 
     def _size_of(self, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs' means, 0 without offsets, and scales, `(*b,)` each."""
+        """Return the outputs' means, 0 without offsets, and scales, `(*b,)` each."""
         count = mask.sum(-1).clamp(min=1)
         mean = (y * mask).sum(-1) / count if self.offset is not None else torch.zeros_like(y[..., 0])
         if self.scale is not None:
@@ -106,13 +106,13 @@ class UnitModel(gpytorch.Module):
         return mean, torch.where(scale > 1e-8 * size, scale, torch.where(size > 0, size, torch.ones_like(size)))
 
     def start(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> None:
-        """Sets the units' tensors to `initial_units`, with the same arguments."""
+        """Set the units' tensors to `initial_units`, with the same arguments."""
         own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         for name, value in self.initial_units(y, mask, *extra).items():
             own[name].data = value
 
     def log_prior(self, units: bool) -> Tensor:
-        """Log-density of the priors of the units' parameters `(*b,)`, or of the shared ones `()`."""
+        """Return log-density of the priors of the units' parameters `(*b,)`, or of the shared ones `()`."""
         total = self.kernel.weight.new_zeros(())
         for name, module, prior, closure, _ in self.named_priors():
             parameter = name.removesuffix("_prior")
@@ -127,12 +127,12 @@ class UnitModel(gpytorch.Module):
         return total
 
     def level(self, y: Tensor) -> Tensor:
-        """The units' means in the units of y `(*b, N)`, `(*b, 1)`."""
+        """Return the units' means in the units of y `(*b, N)`, `(*b, 1)`."""
         if self.offset is None:
             return torch.zeros_like(y[..., :1])
         return (self.kernel.scale * self.offset)[..., None]
 
 
 def full(y: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask in the dtype of y, ones if there is none."""
+    """Return the mask in the dtype of y, ones if there is none."""
     return torch.ones_like(y) if mask is None else mask.to(y.dtype)

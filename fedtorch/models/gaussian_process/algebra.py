@@ -1,8 +1,8 @@
 """Normal factors of whitened values: what units say of them, their posterior and evidence, and Cholesky factors.
 
 >>> import torch
->>> from fedtorch.models.gaussian_process.algebra import Site, at_first_go, evidence, posterior
->>> sites = Site(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[4.0], [4.0]]), torch.zeros(2))  # of two units
+>>> from fedtorch.models.gaussian_process.algebra import GaussianSite, at_first_go, evidence, posterior
+>>> sites = GaussianSite(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[4.0], [4.0]]), torch.zeros(2))  # of two units
 >>> mean, root, log_evidence = posterior(torch.eye(1), *sites.total())  # 8 / (1 + 1 + 2), √(1 / (1 + 1 + 2))
 >>> mean, root, torch.allclose(log_evidence, evidence(sites.total()))
 (tensor([2.]), tensor([[0.5000]]), True)
@@ -26,26 +26,26 @@ _HOPED: ContextVar[list[Tensor] | None] = ContextVar("factors that are taken for
 Found = TypeVar("Found")
 
 
-class Site(NamedTuple):
-    r"""What units know of t: the log-likelihood is, or is replaced by, c + a't − ½ t'B t."""
+class GaussianSite(NamedTuple):
+    r"""The units' likelihood of t, or its approximation: log-likelihood c + a't − ½ t'B t."""
 
     precision: Tensor  # (*b, P, P) B, P = latents · inducing inputs
     shift: Tensor  # (*b, P) a
     constant: Tensor  # (*b,) c
 
-    def total(self) -> Site:
-        """The sum over all batch dimensions."""
+    def total(self) -> GaussianSite:
+        """Return the sum over all batch dimensions."""
         size = self.shift.shape[-1]
-        return Site(self.precision.sum_to_size(size, size), self.shift.sum_to_size(size), self.constant.sum())
+        return GaussianSite(self.precision.sum_to_size(size, size), self.shift.sum_to_size(size), self.constant.sum())
 
-    def turned(self, change: Tensor) -> Site:
-        """What is known of u where t = `change` u, `(*b, P, P)`."""
+    def turned(self, change: Tensor) -> GaussianSite:
+        """Return the likelihood of u where t = `change` u, `(*b, P, P)`."""
         shift = (change.mT @ self.shift[..., None])[..., 0]
-        return Site(change.mT @ self.precision @ change, shift, self.constant)
+        return GaussianSite(change.mT @ self.precision @ change, shift, self.constant)
 
 
 def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean `(P,)`, lower root of the covariance `(P, P)`, log-evidence) of t from the sum of the sites.
+    """Return (mean `(P,)`, lower root of the covariance `(P, P)`, log-evidence) of t from the sum of the sites.
 
     Args:
         change: the prior's Z `(P, P)`, lower triangular; t has the prior precision Z'Z.
@@ -67,8 +67,8 @@ def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor
     return mean[..., 0], root, found
 
 
-def evidence(site: Site) -> Tensor:
-    """log ∫ N(z; 0, I) exp(c + a'z − ½ z'B z) dz, `(*b,)`."""
+def evidence(site: GaussianSite) -> Tensor:
+    """Return log ∫ N(z; 0, I) exp(c + a'z − ½ z'B z) dz, `(*b,)`."""
     eye = torch.eye(site.precision.shape[-1], dtype=site.precision.dtype, device=site.precision.device)
     factor = stable_cholesky(eye + symmetric(site.precision), 0.0)
     solved = torch.linalg.solve_triangular(factor, site.shift[..., None], upper=False)
@@ -76,7 +76,7 @@ def evidence(site: Site) -> Tensor:
 
 
 def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
-    """Cholesky factors, `(*b, n, n)`; a matrix that is not positive definite gets ever more jitter, the others do not.
+    """Return Cholesky factors `(*b, n, n)`; a matrix that is not positive definite gets ever more jitter, others none.
 
     Args:
         matrix: symmetric, `(*b, n, n)`.
@@ -112,7 +112,7 @@ def stable_cholesky(matrix: Tensor, jitter: float) -> Tensor:
 
 
 def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
-    """`function(*args)`, which is asked once whether all its `stable_cholesky` factors have been found, and not each.
+    """Call `function(*args)`, whose `stable_cholesky` factors are checked once, all together, and not each.
 
     Where they have not, it is called again and asked after each. So a device is waited for once.
 
@@ -133,7 +133,7 @@ def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
 
 
 def block_diagonal(blocks: Tensor) -> Tensor:
-    """`(*b, I, J, J)` as `(*b, IJ, IJ)`.
+    """Return `(*b, I, J, J)` as `(*b, IJ, IJ)`.
 
     >>> block_diagonal(torch.tensor([[[2.0]], [[3.0]]]))
     tensor([[2., 0.],
@@ -148,7 +148,7 @@ def block_diagonal(blocks: Tensor) -> Tensor:
 
 
 def log_determinant(factor: Tensor) -> Tensor:
-    """log |factor factor'| of triangular factors.
+    """Return log |factor factor'| of triangular factors.
 
     >>> log_determinant(torch.tensor([[2.0, 0.0], [5.0, 3.0]])).exp().round(decimals=3)  # (2 · 3)²
     tensor(36.)
@@ -157,7 +157,7 @@ def log_determinant(factor: Tensor) -> Tensor:
 
 
 def solve(factor: Tensor, right: Tensor) -> Tensor:
-    """factor⁻¹ right, of lower triangular factors.
+    """Return factor⁻¹ right, of lower triangular factors.
 
     >>> solve(torch.tensor([[2.0, 0.0], [1.0, 1.0]]), torch.tensor([[2.0], [4.0]]))
     tensor([[1.],

@@ -39,13 +39,13 @@ _LIKELIHOODS = {
 
 
 def check_gaussian(likelihood: Any, what: str, instead: str) -> None:
-    """Raises TypeError unless the likelihood is Gaussian; Laplace and Student-t ones have a `noise` too."""
+    """Raise TypeError unless the likelihood is Gaussian; Laplace and Student-t ones have a `noise` too."""
     if not isinstance(likelihood, GaussianLikelihood):
         raise TypeError(f"Expected a GaussianLikelihood for {what}, but got {type(likelihood).__name__}; {instead}")
 
 
 def check_parts(model: Geometry, mean: bool = False) -> None:
-    """Raises ValueError unless the kernels and the likelihood have the units' batch shape, TypeError for other parts.
+    """Raise ValueError unless the kernels and the likelihood have the units' batch shape, TypeError for other parts.
 
     >>> from fedtorch.models.gaussian_process import ConvolvedGP
     >>> ConvolvedGP(torch.zeros(3, 1), mean=gpytorch.means.LinearMean(1))
@@ -87,7 +87,7 @@ def check_parts(model: Geometry, mean: bool = False) -> None:
 
 
 def check_kernels(model: Geometry) -> None:
-    """Raises ValueError unless the kernels have values of the right shapes at the inducing inputs, and one diagonal.
+    """Raise ValueError unless the kernels have values of the right shapes at the inducing inputs, and one diagonal.
 
     A kernel of your own may look at its batch shape or at `diag=True` in another way than GPyTorch's do.
 
@@ -130,7 +130,7 @@ def _check_kernels(model: Geometry, inducing: Tensor, latents: int) -> None:
 
 
 def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
-    """Raises ValueError unless x is `(*b, N, d)` and y `(*b, N)` for the model's units, finite and in its dtype."""
+    """Raise ValueError unless x is `(*b, N, d)` and y `(*b, N)` for the model's units, finite and in its dtype."""
     batch, dims, dtype = tuple(model.batch_shape), model.inducing.shape[-1], model.inducing.dtype
     if y.ndim != len(batch) + 1 or y.shape[:-1] != batch or x.shape[-2:] != (y.shape[-1], dims):
         raise ValueError(
@@ -146,7 +146,7 @@ def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
 
 
 def check_inputs(model: Geometry, x: Tensor) -> None:
-    """Raises ValueError unless x is `(*b, N, d)` in the model's dtype.
+    """Raise ValueError unless x is `(*b, N, d)` in the model's dtype.
 
     >>> from fedtorch.models.gaussian_process import ConvolvedGP
     >>> check_inputs(ConvolvedGP(torch.zeros(3, 1)), torch.zeros(5))
@@ -161,7 +161,7 @@ def check_inputs(model: Geometry, x: Tensor) -> None:
 
 
 def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
-    """Asks the model's features about inputs and its likelihood about `extra`, where they have a `check`.
+    """Ask the model's features about inputs and its likelihood about `extra`, where they have a `check`.
 
     >>> from fedtorch.models.gaussian_process import ConvolvedGP
     >>> from fedtorch.models.gaussian_process.kernels import EmbedCategories

@@ -23,7 +23,7 @@ from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 
 class OutputKernel(Protocol):
-    """What a multi-output Gaussian process asks of its kernel; `*b` are the units' batch dimensions.
+    """The interface of a multi-output Gaussian process's kernel; `*b` are the units' batch dimensions.
 
     Attributes:
         latents: the number I of latent processes.
@@ -41,19 +41,19 @@ class OutputKernel(Protocol):
     units: tuple[str, ...]
 
     def latent(self, w: Tensor) -> Tensor:
-        """cov(g_i(w), g_i(w')) for w `(*b, J, d)`: `(*b, I, J, J)`."""
+        """Return cov(g_i(w), g_i(w')) for w `(*b, J, d)`: `(*b, I, J, J)`."""
         ...
 
     def cross(self, x: Tensor, w: Tensor) -> Tensor:
-        """cov(f(x), g_i(w)) for x `(*b, N, d)`: `(*b, I, N, J)`."""
+        """Return cov(f(x), g_i(w)) for x `(*b, N, d)`: `(*b, I, N, J)`."""
         ...
 
     def variance(self, x: Tensor) -> Tensor:
-        """var(f(x)), `(*b, N)`."""
+        """Return var(f(x)), `(*b, N)`."""
         ...
 
     def covariance(self, x: Tensor, z: Tensor) -> Tensor:
-        """cov(f(x), f(z)), `(*b, N, Z)`."""
+        """Return cov(f(x), f(z)), `(*b, N, Z)`."""
         ...
 
     def smoothed(self) -> tuple[Tensor, Tensor] | None:
@@ -61,16 +61,16 @@ class OutputKernel(Protocol):
         ...
 
     def spread(self, extent: Tensor) -> None:
-        """Sets lengthscales that suit inputs of an extent `(d,)`, a different one for each latent process."""
+        """Set lengthscales that suit inputs of an extent `(d,)`, a different one for each latent process."""
         ...
 
     def rescale(self, scale: Tensor) -> None:
-        """Sets the units' scales `(*b,)`, the standard deviations of their outputs."""
+        """Set the units' scales `(*b,)`, the standard deviations of their outputs."""
         ...
 
 
 class _Mixture(gpytorch.Module):
-    """What both kernels have: each unit's amplitudes v_mi = scale_m · weight_mi, whose sign counts."""
+    """The amplitudes v_mi = scale_m · weight_mi of each unit, whose sign counts, which both kernels have."""
 
     scale: Tensor
 
@@ -86,11 +86,11 @@ class _Mixture(gpytorch.Module):
 
     @property
     def amplitude(self) -> Tensor:
-        """The units' amplitudes v, `(*b, I)`."""
+        """Return the units' amplitudes v, `(*b, I)`."""
         return self.scale[..., None] * self.weight
 
     def rescale(self, scale: Tensor) -> None:
-        """Sets the units' scales `(*b,)`."""
+        """Set the units' scales `(*b,)`."""
         self.scale = scale.to(self.scale)
 
 
@@ -154,17 +154,17 @@ class ConvolutionProcess(_Mixture):
 
     @property
     def latent_variance(self) -> Tensor:
-        """Variances s² of the latent processes, `(I,)`."""
+        """Return variances s² of the latent processes, `(I,)`."""
         return self.raw_variance_constraint.transform(self.raw_variance)
 
     @property
     def lengthscale(self) -> Tensor:
-        """Of the latent processes, `(I, d)`."""
+        """Return the lengthscales of the latent processes, `(I, d)`."""
         return self.raw_lengthscale_constraint.transform(self.raw_lengthscale)
 
     @property
     def smoothing(self) -> Tensor:
-        """Standard deviations of the units' smoothing kernels, `(*b, I, d)`."""
+        """Return standard deviations of the units' smoothing kernels, `(*b, I, d)`."""
         return self.raw_smoothing_constraint.transform(self.raw_smoothing)
 
     def latent(self, w: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class ConvolutionProcess(_Mixture):
         self.initialize(raw_smoothing=(0.25 * self.lengthscale).log().expand_as(self.raw_smoothing).clone())
 
     def _height(self, latent: Tensor, both: Tensor) -> Tensor:
-        """v s² √(|S| / |both|), `(*b, I)`."""
+        """Return v s² √(|S| / |both|), `(*b, I)`."""
         return self.amplitude * self.latent_variance * (0.5 * (latent.log() - both.log()).sum(-1)).exp()
 
 

@@ -41,11 +41,11 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
 
     @property
     def noise(self) -> Tensor | None:
-        """The noise of the first part that has some; that a part has tells that outputs are measurements."""
+        """Return the noise of the first part that has some; that a part has tells that outputs are measurements."""
         return next((part.noise for part in self.parts if hasattr(part, "noise")), None)
 
     def check(self, *extra: Tensor) -> None:
-        """Raises ValueError unless what rows have beside (x, y) is one kind each, the place of a likelihood."""
+        """Raise ValueError unless what rows have beside (x, y) is one kind each, the place of a likelihood."""
         count = len(self.parts)
         if len(extra) != 1 or extra[0].is_floating_point():
             got = [f"{value.dtype} {tuple(value.shape)}" for value in extra]
@@ -55,12 +55,12 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
             raise ValueError(f"Expected kinds 0…{count - 1} of rows, but got {int(extra[0][wrong][0])}")
 
     def measured(self, kind: Tensor) -> Tensor:
-        """Which rows are measurements, whose scale the outputs tell: `(*b, N)` bool."""
+        """Return which rows are measurements, whose scale the outputs determine: `(*b, N)` bool."""
         has = torch.tensor([hasattr(part, "noise") for part in self.parts], device=kind.device)
         return has[kind]
 
     def expected_log_prob(self, observations: Tensor, function_dist: Any, *params: Any, **kwargs: Any) -> Tensor:
-        """E[log p(y_n | f_n)] of every row, `(*b, N)`; `params` is the rows' kind."""
+        """Return E[log p(y_n | f_n)] of every row, `(*b, N)`; `params` is the rows' kind."""
         (kind,) = params
         total = torch.zeros_like(function_dist.mean)
         for number, part in enumerate(self.parts):
@@ -70,7 +70,7 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
         return total
 
     def log_marginal(self, observations: Tensor, function_dist: Any, *params: Any, **kwargs: Any) -> Tensor:
-        """log ∫ p(y_n | f_n) q(f_n) df_n of every row, `(*b, N)`; `params` is the rows' kind."""
+        """Return log ∫ p(y_n | f_n) q(f_n) df_n of every row, `(*b, N)`; `params` is the rows' kind."""
         (kind,) = params
         total = torch.zeros_like(function_dist.mean)
         for number, part in enumerate(self.parts):
@@ -80,7 +80,7 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
         return total
 
     def forward(self, function_samples: Tensor, *params: Any, **kwargs: Any) -> Any:
-        """There is no one distribution of mixed rows.
+        """Raise NotImplementedError: mixed rows have no one distribution.
 
         Raises:
             TypeError: always; use `parts[kind]`.

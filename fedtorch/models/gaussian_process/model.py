@@ -15,7 +15,14 @@ from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
 from fedtorch.models.gaussian_process._rows import row_fit, row_sites
 from fedtorch.models.gaussian_process._stacked_kernel import parameter_dims
 from fedtorch.models.gaussian_process._units import Observed, full
-from fedtorch.models.gaussian_process.algebra import Site, evidence, log_determinant, posterior, solve, stable_cholesky
+from fedtorch.models.gaussian_process.algebra import (
+    GaussianSite,
+    evidence,
+    log_determinant,
+    posterior,
+    solve,
+    stable_cholesky,
+)
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_kernels, check_parts
 from fedtorch.models.gaussian_process.kernels import OutputKernel, output_kernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
@@ -38,17 +45,15 @@ class ConvolvedGP(Geometry):
         latents: latent processes of the default kernel.
         batch_shape: of the units.
         learn_inducing: whether the inducing inputs are parameters.
-        features: applied to all inputs and inducing inputs and shared by all units: a deep kernel, or
-            `EmbedCategories`. Kernels see its outputs. Rows are shown to its `check` first, if it has one.
+        features: applied to all inputs and shared by all units, a deep kernel or `EmbedCategories`; kernels see its
+            outputs. Its `check`, if it has one, sees the rows first.
         mean: whether each unit has a constant mean of its own; for a trend take a latent process with a LinearKernel.
         scale: of the outputs of all units, for example the root of their pooled mean square, two sums over units;
             default: each unit's own, as its outputs suggest. A unit that has seen only a small part of its signal
             misjudges its own.
-        own_kernel: any GPyTorch kernel k_m of embedded inputs: each unit has an independent process of its own beside
-            what it makes of the latent ones, f_m = Σ_i f_mi + δ_m with δ_m ~ GP(0, scale_m² k_m), for smooth deviations
-            that units do not share. Units are then exact ones, in O(N_m³); for Gaussian noise.
-        share_own_kernel: whether the hyperparameters of that kernel, which then has no batch shape, are shared, so
-            that all units tell how large deviations are; default: each unit has its own, with the units' batch shape.
+        own_kernel: any GPyTorch kernel k_m of embedded inputs: each unit has a process of its own beside the latent
+            ones, f_m = Σ_i f_mi + δ_m with δ_m ~ GP(0, scale_m² k_m). Units are then exact, in O(N_m³); Gaussian noise.
+        share_own_kernel: whether that kernel's hyperparameters, then without batch shape, are those of all units.
         jitter: relative to the variances; it grows tenfold, for a unit that needs it, up to 10⁶ times.
 
     Raises:
@@ -88,9 +93,7 @@ class ConvolvedGP(Geometry):
     ) -> None:
         super().__init__()
         if scale is not None and not 0 < scale < math.inf:
-            raise ValueError(
-                f"Expected a positive scale of the outputs, but got {scale}; leave it away for each unit's"
-            )
+            raise ValueError(f"Expected a positive scale of the outputs, or None for each unit's, but got {scale}")
         if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
             raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
         self.features = None if features is None else features.to(inducing)
@@ -124,13 +127,13 @@ class ConvolvedGP(Geometry):
     # -- one unit's part -------------------------------------------------------------------------------------------
 
     def keeps_whole(self, exact_units: bool) -> bool:
-        """Whether units' residuals are kept whole: on demand, and always beside an own process."""
+        """Return whether units' residuals are kept whole: on demand, and always beside an own process."""
         return exact_units or self.own_kernel is not None
 
     def expected_log_likelihood(
         self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
     ) -> Tensor:
-        """E_q[log p(y_m | f_m)] of each unit, `(*b,)`, and E_q[log p(y_m | g)] of exact units.
+        """Return E_q[log p(y_m | f_m)] of each unit, `(*b,)`, and E_q[log p(y_m | g)] of exact units.
 
         Args:
             x: inputs `(*b, N, d)`.
@@ -152,8 +155,10 @@ class ConvolvedGP(Geometry):
         variance = seen.residual + (seen.basis @ root).square().sum(-1)
         return row_fit(self.likelihood, y, linear + self.level(y), variance, mask, extra).sum(-1)
 
-    def site(self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False) -> Site:
-        r"""What each unit's outputs say of t.
+    def site(
+        self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
+    ) -> GaussianSite:
+        r"""Return the likelihood of t, by unit, from its outputs.
 
         For Gaussian noise the exact factor, whatever q is. Otherwise the natural gradient of E_q[log p(y_m | f_m)]:
         with m_n, v_n the moments of f_n under q, each row has precision β_n = −2 ∂/∂v_n, at least 0, and shift
@@ -176,12 +181,12 @@ class ConvolvedGP(Geometry):
         precision, shift, value = row_sites(self.likelihood, y, self.level(y), linear, variance, mask, extra)
         constant = value - shift * linear + 0.5 * precision * (spread + linear.square())
         weighted = moved * precision[..., None]
-        return Site(moved.mT @ weighted, (moved.mT @ shift[..., None])[..., 0], constant.sum(-1))
+        return GaussianSite(moved.mT @ weighted, (moved.mT @ shift[..., None])[..., 0], constant.sum(-1))
 
     def gaussian_site(
         self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
-    ) -> Site:
-        """What units' outputs say of u when f = basis · u and the residual, for Gaussian noise; differentiable.
+    ) -> GaussianSite:
+        """Return units' likelihood of u when f = basis · u and the residual, for Gaussian noise; differentiable.
 
         Args:
             x: inputs `(*b, N, d)`.
@@ -199,15 +204,15 @@ class ConvolvedGP(Geometry):
             factor = self._unit_factor(x, seen, mask)
             white, gap = solve(factor, basis), solve(factor, y[..., None])
             square = mask.sum(-1) * math.log(2 * math.pi) + log_determinant(factor) + gap.square().sum((-1, -2))
-            return Site(white.mT @ white, (white.mT @ gap)[..., 0], -0.5 * square)
+            return GaussianSite(white.mT @ white, (white.mT @ gap)[..., 0], -0.5 * square)
         check_gaussian(self.likelihood, "a bound in closed form", "train with fedtorch.fedmgp")
         noise = self.likelihood.noise
         weighted = basis / noise[..., None]
         constant = mask * (math.log(2 * math.pi) + noise.log()) + (y.square() + seen.residual) / noise
-        return Site(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
+        return GaussianSite(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
 
-    def _summed(self, x: Tensor, y: Tensor, mask: Tensor, exact_units: bool) -> tuple[Site, Tensor] | None:
-        """(`gaussian_site` of the basis V_m L, L⁻¹ basis of t) for Gaussian noise where a program sums rows up."""
+    def _summed(self, x: Tensor, y: Tensor, mask: Tensor, exact_units: bool) -> tuple[GaussianSite, Tensor] | None:
+        """Return (`gaussian_site` of the basis V_m L, L⁻¹ basis of t) for Gaussian noise by a program's sums."""
         gaussian = isinstance(self.likelihood, GaussianLikelihood)
         if not (possible(x.device) and gaussian) or self.keeps_whole(exact_units):
             return None
@@ -217,10 +222,10 @@ class ConvolvedGP(Geometry):
         if sums is None:
             return None
         constant = (mask * (math.log(2 * math.pi) + noise.log()) + weight * y.square()).sum(-1) + sums.residual
-        return Site(sums.gram, sums.cross, -0.5 * constant), sums.change
+        return GaussianSite(sums.gram, sums.cross, -0.5 * constant), sums.change
 
     def _unit_factor(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
-        """The Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
+        """Return the Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
         check_gaussian(self.likelihood, "exact units", "leave exact_units away")
         whole = self.covariance(x, x) * mask[..., None] * mask[..., None, :] - seen.basis @ seen.basis.mT
         diagonal = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
@@ -230,20 +235,20 @@ class ConvolvedGP(Geometry):
         return (y - self.level(y)) * mask
 
     def whitened_posterior(self, change: Tensor) -> tuple[Tensor, Tensor]:
-        """(mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values that are white under the prior."""
+        """Return (mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values white under the prior."""
         return (change @ self.posterior_mean[..., None])[..., 0], change @ self.posterior_root
 
     # -- all units together ----------------------------------------------------------------------------------------
 
     def divergence(self) -> Tensor:
-        """KL(q(g) ‖ p(g)), `(*s,)`."""
+        """Return KL(q(g) ‖ p(g)), `(*s,)`."""
         change = self.change()
         mean, root = self.whitened_posterior(change)
         determinant = log_determinant(change) + 2 * torch.linalg.slogdet(self.posterior_root)[1]
         return 0.5 * (root.square().sum((-1, -2)) + mean.square().sum(-1) - self.points - determinant)
 
     def bound(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> Tensor:
-        """The bound of log p(y) at the best q, for Gaussian noise, over all units `()`; differentiable.
+        """Return the bound of log p(y) at the best q, for Gaussian noise, over all units `()`; differentiable.
 
         Of exact units it is log N(y; 0, bdiag Ω_m + V C_gf + Σ), Ω_m with the covariance of the unit's own process.
         Arguments as those of `expected_log_likelihood`.
@@ -256,7 +261,7 @@ class ConvolvedGP(Geometry):
         return evidence(self.gaussian_site(x, y, mask, seen, seen.basis, exact_units).total())
 
     def condition(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
-        """Sets q to the best one for Gaussian noise, the basis to the current covariance, and observes the rows."""
+        """Set q to the best one for Gaussian noise, the basis to the current covariance, and observes the rows."""
         check_gaussian(self.likelihood, "a posterior in closed form", "train with fedtorch.fedmgp")
         with torch.no_grad():
             self.rebase()
@@ -266,7 +271,7 @@ class ConvolvedGP(Geometry):
         self.observe(x, y, mask, exact_units)
 
     def observe(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:
-        """Lets predictions know a unit's own rows, which are in q already, beside what q says of g.
+        """Let predictions know a unit's own rows, which are in q already, beside what q says of g.
 
         Given g, the residual f_m − V_m g of an exact unit, its own process included, is a Gaussian process that only
         its own rows tell of. A federation keeps no rows: `Federation.client_module(k)` observes them where they are.
@@ -281,7 +286,7 @@ class ConvolvedGP(Geometry):
         self.observed = Observed(x, y, full(y, mask)) if self.keeps_whole(exact_units) else None
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """The observed rows go where the module goes, and take its dtype."""
+        """Return the observed rows go where the module goes, and take its dtype."""
         super()._apply(fn, *args, **kwargs)
         if self.observed is not None:
             self.observed = Observed(*map(fn, self.observed))
@@ -290,7 +295,7 @@ class ConvolvedGP(Geometry):
     # -- prediction ------------------------------------------------------------------------------------------------
 
     def _given_rows(self, x: Tensor, seen: Features) -> tuple[Tensor, Tensor, Tensor]:
-        """(s `(*b, N)`, Φ `(*b, N, P)`, D `(*b, ·, N)`): f = s + Φ u + e given the observed rows.
+        """Return (s `(*b, N)`, Φ `(*b, N, P)`, D `(*b, ·, N)`): f = s + Φ u + e given the observed rows.
 
         u are whitened values of g, and e has the covariance Ω + own − D'D.
         """
@@ -306,7 +311,7 @@ class ConvolvedGP(Geometry):
         return (gain.mT @ gap)[..., 0] + level, seen.basis - gain.mT @ solve(factor, known.basis), gain
 
     def marginals(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances of f at x `(*b, N, d)`, `(*b, N)` each."""
+        """Return means and variances of f at x `(*b, N, d)`, `(*b, N)` each."""
         check_inputs(self, x)
         seen = self.see(x)
         mean, root = self.whitened_posterior(seen.change)
@@ -315,7 +320,7 @@ class ConvolvedGP(Geometry):
         return start + (basis @ mean[..., None])[..., 0], residual + (basis @ root).square().sum(-1)
 
     def forward(self, x: Tensor) -> Any:
-        """The posterior of f at x `(*b, N, d)`, (12)."""
+        """Return the posterior of f at x `(*b, N, d)`, (12)."""
         check_inputs(self, x)
         seen = self.see(x)
         mean, root = self.whitened_posterior(seen.change)
@@ -326,11 +331,11 @@ class ConvolvedGP(Geometry):
         return MultivariateNormal(location, linear_operator.to_linear_operator(symmetric(covariance)))
 
     def predict(self, x: Tensor, *extra: Any) -> Any:
-        """The predictive distribution of outputs at x `(*b, N, d)`, (16): a `MultivariateNormal` for Gaussian noise."""
+        """Predict outputs at x `(*b, N, d)`, (16): a `MultivariateNormal` for Gaussian noise."""
         return self.likelihood(self(x), *extra)
 
     def interval(self, x: Tensor, level: float = 0.99) -> tuple[Tensor, Tensor]:
-        """Lower and upper limits of central predictive intervals of each output, for Gaussian noise.
+        """Return lower and upper limits of central predictive intervals of each output, for Gaussian noise.
 
         Raises:
             ValueError: a level that is not between 0 and 1.

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor
 
-from fedtorch.models.gaussian_process.algebra import Site, evidence, posterior
+from fedtorch.models.gaussian_process.algebra import GaussianSite, evidence, posterior
 from fedtorch.models.gaussian_process.checks import check_rows
 from fedtorch.models.gaussian_process.model import ConvolvedGP
 from fedtorch.progress import Progress
@@ -23,7 +23,7 @@ def fit(
     iterations: int = 200,
     start: bool = True,
 ) -> Tensor:
-    """Maximises the bound plus the priors centrally by L-BFGS, for Gaussian noise, and sets the posterior.
+    """Maximise the bound plus the priors centrally by L-BFGS, for Gaussian noise, and sets the posterior.
 
     Args:
         model: changed in place; its batch shape is that of y.
@@ -62,7 +62,7 @@ def fit(
 
 
 def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exact_units: bool = False) -> ConvolvedGP:
-    """A new unit with a few points: its own parameters are fitted with q(g) as the prior, then its points join q.
+    """Add a new unit with a few points: fit its own parameters with q(g) as the prior, then condition q on them.
 
     Args:
         model: of one unit, no batch dimensions, with a posterior: for example any unit's of a federation.
@@ -95,8 +95,8 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
     optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
     mask = torch.ones_like(y)
 
-    def told() -> Site:
-        """The unit's site about z, t = posterior mean + posterior root · z."""
+    def told() -> GaussianSite:
+        """Return the unit's site about z, t = posterior mean + posterior root · z."""
         seen = new.see(x, mask)
         mean, root = new.whitened_posterior(seen.change)
         known = y - (seen.basis @ mean[..., None])[..., 0]

@@ -23,7 +23,7 @@ class RowPrior(NamedTuple):
 
 
 def spectral_radius(matrix: Tensor) -> Tensor:
-    """The largest modulus of an eigenvalue, `(..., p, p)` -> `(...)`.
+    """Return the largest modulus of an eigenvalue, `(..., p, p)` -> `(...)`.
 
     >>> import torch
     >>> spectral_radius(torch.tensor([[0.0, -0.5], [0.5, 0.0]]))  # a loop: eigenvalues ± i / 2
@@ -33,7 +33,7 @@ def spectral_radius(matrix: Tensor) -> Tensor:
 
 
 def _stable(matrices: Tensor) -> Tensor:
-    """Which of the matrices `(M, p, p)` have a spectral radius below one."""
+    """Return which of the matrices `(M, p, p)` have a spectral radius below one."""
     power = matrices
     for _ in range(6):
         power = power @ power
@@ -72,7 +72,7 @@ class Walk:
         self.absolute = torch.stack([self._absolute(error) for error in self.errors])
 
     def refresh(self) -> None:
-        """Makes M anew, so that the errors of its updates do not add up."""
+        """Make M anew, so that the errors of its updates do not add up."""
         clients, chains = self.accepted.shape
         matrices = (torch.eye(self.p, dtype=self.theta.dtype, device=self.theta.device) - self._square()).flatten(0, 1)
         inverses = [torch.linalg.inv(matrix.clone()) for matrix in matrices]  # each aligned alike
@@ -80,7 +80,7 @@ class Walk:
         self.inverse = stacked.reshape(clients, chains, self.p, self.p).permute(2, 3, 0, 1).contiguous()
 
     def move(self, j: int, step: Tensor, centre: Tensor, prior: Tensor, noise: Tensor, log: Tensor) -> None:
-        """Proposes to add `step` `(p − 1, K, C)` to row j."""
+        """Propose to add `step` `(p − 1, K, C)` to row j."""
         others = self.others[j]
         here = self.theta[j, others]
         torch.mul(step.unsqueeze(1), self.inverse[others], out=self.small)
@@ -144,22 +144,22 @@ class Walk:
         return taken
 
     def whole(self, values: Tensor) -> Tensor:
-        """`(q, K, C)` as rows with a diagonal of zeros, `(p, p, K, C)`."""
+        """Return `(q, K, C)` as rows with a diagonal of zeros, `(p, p, K, C)`."""
         index = self.others[..., None, None].expand(-1, -1, *values.shape[1:])
         return values.new_zeros(self.p, *self.theta.shape[1:]).scatter_(1, index, values.unflatten(0, (self.p, -1)))
 
     def effects(self) -> Tensor:
-        """θ without its diagonal, `(q, K, C)`."""
+        """Return θ without its diagonal, `(q, K, C)`."""
         index = self.others[..., None, None].expand(-1, -1, *self.accepted.shape)
         return self.theta.gather(1, index).flatten(0, 1)
 
     def _fitted(self, j: int, effects: Tensor) -> Tensor:
-        """What effects `(p − 1, K, C)` on variable j make of the rows, `(N, K, C)`."""
+        """Return the fitted values `(N, K, C)` of variable j under effects `(p − 1, K, C)`."""
         torch.mul(self.y[self.others[j]], effects.unsqueeze(1), out=self.products)
         return self.add_products().clone()
 
     def _absolute(self, errors: Tensor) -> Tensor:
-        """Σ_i |e_i|, `(N, K, C)` -> `(K, C)`."""
+        """Return Σ_i |e_i|, `(N, K, C)` -> `(K, C)`."""
         blocks = errors.abs().unflatten(0, (-1, _ROWS))
         self.of_rows.zero_()
         for block in blocks:

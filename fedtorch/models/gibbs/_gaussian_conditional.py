@@ -31,7 +31,7 @@ SIDE_BY_SIDE = 32  # coefficients up to which elimination is the fastest; above,
 
 
 class Design(NamedTuple):
-    """What a linear regression needs of each client's rows; float64."""
+    """The statistics of each client's rows for a linear regression; float64."""
 
     statistics: SufficientStatistics  # (K, ...)
     estimate: Tensor  # (K, p) the least squares estimate of least norm
@@ -46,7 +46,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def gaussian_conditional(design: Design, centre: Tensor, keys: Tensor) -> Draw:
-    """The way that suits the number of coefficients, and for each client the number of its rows.
+    """Return the way that suits the number of coefficients, and for each client the number of its rows.
 
     Args:
         design: K clients' data.
@@ -74,14 +74,14 @@ class Fold:
             n = half
 
     def __call__(self) -> Tensor:
-        """The sum of what the buffer holds now."""
+        """Return the sum of what the buffer holds now."""
         for target, source in self.steps:
             target.add_(source)
         return self.total
 
 
 def least_norm(x: Tensor, y: Tensor) -> Tensor:
-    """The least squares estimates of least norm `(..., p, m)` of rows x `(..., n, p)` and y `(..., n, m)`.
+    """Return the least squares estimates of least norm `(..., p, m)` of rows x `(..., n, p)` and y `(..., n, m)`.
 
     What the rows leave open is found with the columns brought to one size, the least norm is in their own units.
     """
@@ -99,7 +99,7 @@ def least_norm(x: Tensor, y: Tensor) -> Tensor:
 
 
 def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> Draw:
-    """Elimination of the columns of (A, s X'r) side by side.
+    """Return Elimination of the columns of (A, s X'r) side by side.
 
     With A = U' diag(u)⁻¹ U, u the diagonal of U, elimination leaves (U, c); then U δ = c + √u z for standard normal z.
 
@@ -148,7 +148,7 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
 
 
 def _forward_step(work: Tensor, j: int) -> tuple[Tensor, ...]:
-    """Views and buffers for the elimination of column j."""
+    """Return views and buffers for the elimination of column j."""
     p = len(work)
     factor = torch.empty_like(work[j, j + 1 : p])
     below = work[j + 1 :, j + 1 :]
@@ -164,7 +164,7 @@ def _forward_step(work: Tensor, j: int) -> tuple[Tensor, ...]:
 
 
 def factorisation(design: Design, centre: Tensor, keys: Tensor) -> Draw:
-    """One problem after another: `data_space` for clients with fewer rows than coefficients, else a Cholesky factor."""
+    """Solve problems one by one: `data_space` for clients with fewer rows than coefficients, else a Cholesky factor."""
     clients, chains, p = centre.shape
     draws = []
     for k in range(clients):
@@ -189,7 +189,7 @@ def factorisation(design: Design, centre: Tensor, keys: Tensor) -> Draw:
 
 
 def _cholesky(gram: Tensor, x: Tensor, residual: Tensor) -> Draw:
-    """One problem by a Cholesky factor of A."""
+    """Solve one problem by a Cholesky factor of A."""
     right = x.mT @ residual
 
     def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ def _cholesky(gram: Tensor, x: Tensor, residual: Tensor) -> Draw:
 
 
 def data_space(x: Tensor, residual: Tensor, key: Tensor) -> Draw:
-    """One problem through a system of the size of its rows.
+    """Solve one problem through a system of the size of its rows.
 
     With Φ = √s X and D = diag(d)⁻¹: u = √D z, v = Φ u + ε, (Φ D Φ' + I) w = √s r − v, δ = u + D Φ' w. The t-th draw
     takes ε from `key` and t.
@@ -231,10 +231,10 @@ def data_space(x: Tensor, residual: Tensor, key: Tensor) -> Draw:
 
 
 def columns(values: Tensor) -> Tensor:
-    """`(K, C, ...)` as `(..., B)`, contiguous."""
+    """Return `(K, C, ...)` as `(..., B)`, contiguous."""
     return values.flatten(0, 1).movedim(0, -1).contiguous()
 
 
 def from_columns(values: Tensor, clients: int, chains: int) -> Tensor:
-    """`(..., B)` as `(K, C, ...)`, the inverse of `columns`."""
+    """Return `(..., B)` as `(K, C, ...)`, the inverse of `columns`."""
     return values.movedim(-1, 0).reshape(clients, chains, *values.shape[:-1])

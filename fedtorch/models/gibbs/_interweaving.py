@@ -35,13 +35,13 @@ from fedtorch.models.gibbs._gaussian_conditional import Design, Fold, columns, f
 
 
 def nothing(start: Tensor) -> Natural:
-    """The likelihood before any sweep, for a start `(C, p)`."""
+    """Return the likelihood before any sweep, for a start `(C, p)`."""
     p = start.shape[-1]
     return Natural(torch.zeros_like(start), start.new_zeros(len(start), p * (p + 1) // 2))
 
 
 def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
-    """The likelihood of a move in linear regressions, about no move.
+    """Return the likelihood of a move in linear regressions, about no move.
 
     Args:
         design: K clients' data.
@@ -59,7 +59,7 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
 
 
 def logistic(x: Tensor, residual: Tensor, weight: Tensor) -> Natural:
-    """The likelihood of a move in one client's logistic regressions given Pólya–Gamma numbers, about no move.
+    """Return the likelihood of a move in one client's logistic regressions given Pólya–Gamma numbers, about no move.
 
     Args:
         x: `(n, p)`.
@@ -70,12 +70,12 @@ def logistic(x: Tensor, residual: Tensor, weight: Tensor) -> Natural:
 
 
 def report(likelihood: Natural) -> dict[str, tuple[Tensor, ...]]:
-    """A site's part of the sums."""
+    """Return a site's part of the sums."""
     return {"score": (likelihood.shift,), "information": (likelihood.precision,)}
 
 
 def move(score: Tensor, packed: Tensor, theta: Tensor, centre: Tensor, prior: Tensor, keys: Tensor) -> Tensor:
-    """θ given the deviations, `(C, p)`.
+    """Return θ given the deviations, `(C, p)`.
 
     θ stays where Q is not positive definite to rounding, as under a flat prior of collinear columns. Q does not depend
     on where θ is, so that this leaves the posterior invariant too.

@@ -45,7 +45,7 @@ from fedtorch.models.gibbs._directed_walk import RowPrior, Walk, spectral_radius
 from fedtorch.models.gibbs._gaussian_conditional import elimination
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
-from fedtorch.models.gibbs.sparse import MOST_PRECISE, Heard
+from fedtorch.models.gibbs.sparse import MOST_PRECISE, GlobalVariables
 from fedtorch.models.rows import client_by_client
 
 
@@ -87,7 +87,7 @@ def regression(
     step: float = 1.0,
     names: Sequence[str] | None = None,
 ) -> LocalKernel:
-    """The clients' half: effects of the variables on each other. Rows are y `(p,)`, centred and on comparable scales.
+    """Return the clients' half, effects of variables on each other. Rows are y `(p,)`, centred, of comparable scales.
 
     Args:
         deviation: the prior of the effects' deviations from the global ones; default `horseshoe()`.
@@ -130,7 +130,9 @@ def regression(
         ones = torch.ones_like(start)
         return DirectedSite(start, ones, ones, ones[:, : matrix.shape[-1]], torch.zeros_like(ones[:, 0]))
 
-    def sweep(heard: Heard, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int) -> DirectedSite:
+    def sweep(
+        heard: GlobalVariables, site: DirectedSite, data: Observations, keys: Tensor, sweeps: int
+    ) -> DirectedSite:
         chains, q = site.theta.shape[1:]
         p = data.y.shape[-1]
         check_start(q, p * (p - 1))
@@ -168,7 +170,7 @@ def regression(
 
 
 def _report(site: DirectedSite) -> Sums:
-    """What the server needs of the sites, as sums: see `sparse.report`; Σ 1/b runs over variables."""
+    """Return the sums over sites that the server needs: see `sparse.report`; Σ 1/b runs over variables."""
     first, second = exact.products(site.precision, site.theta)
     return {
         "clients": (torch.ones_like(site.noise[..., 0]),),
@@ -180,13 +182,13 @@ def _report(site: DirectedSite) -> Sums:
 
 
 def observations(data: Any, names: Sequence[str] | None = None) -> Observations:
-    """The clients' rows, checked as `fedtorch.models.gibbs.graphical.rows` does."""
+    """Return the clients' rows, checked as `fedtorch.models.gibbs.graphical.rows` does."""
     y = graphical.rows(data, names)
     return Observations(y, client_by_client(lambda own: own.mT @ own, data.count, y), data.count)
 
 
 def _proposals(data: Observations, chains: int) -> Any:
-    """(noise 1/b `(p, K, C)`, prior precisions `(q, K, C)`, standard normals `(q, K, C)`) -> steps `(q, K, C)`."""
+    """Return the function (1/b `(p, K, C)`, prior precisions `(q, K, C)`, standard normals) -> steps `(q, K, C)`."""
     clients, p, _ = data.gram.shape
     others = graphical.other_variables(p).to(data.gram.device)
     gram = data.gram[:, others[:, :, None], others[:, None]].flatten(0, 1)
@@ -203,5 +205,5 @@ def _proposals(data: Observations, chains: int) -> Any:
 
 
 def _front(values: Tensor) -> Tensor:
-    """`(K, C, ...)` as `(..., K, C)`."""
+    """Return `(K, C, ...)` as `(..., K, C)`."""
     return values.movedim((0, 1), (-2, -1)).contiguous()

@@ -94,7 +94,7 @@ def spike_and_slab(
     shared_variance: bool = False,
     groups: Sequence[int] | Tensor | None = None,
 ) -> GlobalPrior:
-    r"""Coefficients that matter and coefficients that are nearly zero.
+    r"""Return coefficients that matter and coefficients that are nearly zero.
 
     .. math::
         \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j),\quad \gamma_j \sim \text{Bernoulli}(\rho),\quad
@@ -170,7 +170,7 @@ def spike_and_slab(
 
 
 def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
-    r"""A horseshoe whose far tails are those of a normal of standard deviation `slab`.
+    r"""Return a horseshoe whose far tails are those of a normal of standard deviation `slab`.
 
     .. math:: p(\theta, \lambda, \tau) \propto N(\theta; 0, \lambda^2 \tau^2)\, C^+(\lambda)\, C^+(\tau)
         \prod_j \exp(-\theta_j^2 / (2 s^2))
@@ -200,7 +200,7 @@ def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
 
 
 def bayesian_lasso() -> GlobalPrior:
-    """θ_j Laplace of scale τ, with half-Cauchy τ (Park and Casella, "The Bayesian lasso", JASA 103, 2008).
+    """Return θ_j Laplace of scale τ, with half-Cauchy τ (Park and Casella, "The Bayesian lasso", JASA 103, 2008).
 
     >>> import torch
     >>> prior = bayesian_lasso()
@@ -217,7 +217,7 @@ def bayesian_lasso() -> GlobalPrior:
 
 
 def gaussian(scale: float = 1.0) -> GlobalPrior:
-    """θ_j ~ N(0, scale²), without variables of its own: the conjugate case.
+    """Return θ_j ~ N(0, scale²), without variables of its own: the conjugate case.
 
     >>> import torch, fedtorch as ft
     >>> estimate, precision = torch.full((1, 10_000), 4.0).double(), torch.full((1, 10_000), 0.25).double()
@@ -235,7 +235,7 @@ def gaussian(scale: float = 1.0) -> GlobalPrior:
 
 
 def _scale_mixture(mix: Callable[[Mixture, Tensor, Tensor], tuple[Tensor, Tensor]], slab: float) -> GlobalPrior:
-    """θ_j ~ N(0, λ_j² τ²), τ half-Cauchy; `mix` draws 1/λ² and its auxiliary given θ²/(2τ²)."""
+    """Return θ_j ~ N(0, λ_j² τ²), τ half-Cauchy; `mix` draws 1/λ² and its auxiliary given θ²/(2τ²)."""
 
     def init(start: Tensor) -> Mixture:
         ones = torch.ones_like(start)
@@ -261,7 +261,7 @@ def _normal(estimate: Tensor, precision: Tensor, posterior: Tensor, keys: Tensor
 
 
 def _log_density(x: Tensor, variance: Tensor) -> Tensor:
-    """log N(x; 0, variance) up to a constant."""
+    """Return log N(x; 0, variance) up to a constant."""
     return -0.5 * (variance.log() + x.square() / variance)
 
 
@@ -286,12 +286,12 @@ def slab_evidence(energy: Tensor, spike: float, shape: float, rate: float, power
 
 
 def _factor(included: Tensor, spike: float) -> Tensor:
-    """c₀ to the power of 1 − γ."""
+    """Return c₀ to the power of 1 − γ."""
     return included + spike * (1 - included)
 
 
 def flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float) -> Tensor:
-    """Draws each block's γ given the others', with ρ ~ Beta(a, b) integrated out.
+    """Draw each block's γ given the others', with ρ ~ Beta(a, b) integrated out.
 
     Args:
         included: γ before, `(C, G)`.
@@ -315,7 +315,7 @@ def flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float
 
 
 def _first_of_each(index: Tensor) -> Tensor:
-    """Where each block's first coefficient is."""
+    """Return the place of each block's first coefficient."""
     return torch.stack([(index == g).nonzero()[0, 0] for g in range(int(index.max()) + 1)])
 
 

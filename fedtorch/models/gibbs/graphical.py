@@ -39,7 +39,7 @@ from fedtorch.tree import Tree
 
 
 class _Fields(NamedTuple):
-    """What the regressions of all variables need of each client's rows; float64."""
+    """The statistics of each client's rows for the regressions of all variables; float64."""
 
     gram: Tensor  # (K, p, p) Y'Y
     estimate: Tensor  # (K, p, p − 1) the least squares estimates of least norm
@@ -49,7 +49,7 @@ class _Fields(NamedTuple):
 
 
 def start(variables: int) -> Tensor:
-    """A start of the global parameter, which is every coefficient zero, `(p · (p − 1),)`.
+    """Return a start of the global parameter, which is every coefficient zero, `(p · (p − 1),)`.
 
     Raises:
         ValueError: fewer than two variables.
@@ -67,7 +67,7 @@ def neighbourhoods(
     names: Sequence[str] | None = None,
     interweave: int = 16,
 ) -> LocalKernel:
-    """The clients' half: the regressions of all variables. Rows are y `(p,)`; `every_response` makes the server's half.
+    """Return the clients' half, regressions of all variables. Rows are y `(p,)`; `every_response` is the server's half.
 
     Args:
         deviation: the prior of the coefficients' deviations from the global ones; default `horseshoe()`.
@@ -98,7 +98,7 @@ def neighbourhoods(
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
 
     def sweep(
-        heard: sparse.Heard, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
+        heard: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Fields, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         p = data.gram.shape[-1]
         if heard.theta.ndim != 4:
@@ -119,7 +119,7 @@ def neighbourhoods(
 
 
 def every_response(shared: GlobalKernel) -> GlobalKernel:
-    """The server's half: a hierarchy of its own for the regression of each variable, all in one batch.
+    """Return the server's half: a hierarchy of its own for the regression of each variable, all in one batch.
 
     Args:
         shared: of one regression, such as `fedtorch.models.gibbs.sparse.hierarchy()`.
@@ -137,7 +137,7 @@ def every_response(shared: GlobalKernel) -> GlobalKernel:
 
 
 def square(values: Tensor) -> Tensor:
-    """Values of the coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
+    """Return coefficients `(..., p, p − 1)` or `(..., p · (p − 1))` as `(..., p, p)`, the diagonal zero.
 
     A batch of the second form may look like the first, as seven draws of six coefficients do, and is taken for it:
     bring batches into the first form by `by_response`.
@@ -150,7 +150,7 @@ def square(values: Tensor) -> Tensor:
 
 
 def by_response(values: Tensor) -> Tensor:
-    """Values of the coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
+    """Return coefficients `(..., p · (p − 1))` as `(..., p, p − 1)`: a row for each variable's regression.
 
     Raises:
         ValueError: there is no such p.
@@ -163,12 +163,12 @@ def by_response(values: Tensor) -> Tensor:
 
 
 def union(inclusion: Tensor) -> Tensor:
-    """Symmetrised by the "or" rule: an edge if either regression includes it, the larger probability, `(..., p, p)`."""
+    """Symmetrise by the "or" rule: an edge if either regression includes it, the larger probability, `(..., p, p)`."""
     return torch.maximum(inclusion, inclusion.mT)
 
 
 def intersection(inclusion: Tensor) -> Tensor:
-    """Symmetrised by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`.
+    """Symmetrise by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`.
 
     >>> import torch
     >>> intersection(torch.tensor([[0.0, 0.9], [0.4, 0.0]]))
@@ -222,7 +222,7 @@ def arrows(inclusion: Tensor, fdr: float = 0.05) -> Tensor:
 
 
 def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> _Fields:
-    """The clients' rows as the regressions need them, each computed from the client's own rows only.
+    """Return the clients' rows as the regressions need them, each computed from the client's own rows only.
 
     Args:
         data: `ClientData` of rows y `(p,)`.
@@ -238,7 +238,7 @@ def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = No
 
 
 def designs(data: _Fields) -> Design:
-    """The regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place.
+    """Return the regressions of K clients on p − 1 of their variables as those of K · p clients, p in the second place.
 
     Args:
         data: as `neighbourhoods(...)` prepares it.
@@ -262,7 +262,7 @@ def designs(data: _Fields) -> Design:
 
 
 def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
-    """y `(K, N, p)` of a block as `variable_rows` takes it in; `BadClients` are also those with a constant variable.
+    """Return y `(K, N, p)` of a block by `variable_rows`; clients with a constant variable are `BadClients` too.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.data.from_tensors([torch.tensor([[1.0, 2.0], [3.0, 2.0]])])
@@ -280,7 +280,7 @@ def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
 
 
 def other_variables(p: int) -> Tensor:
-    """The variables but j in row j, `(p, p − 1)`.
+    """Return the variables but j in row j, `(p, p − 1)`.
 
     >>> other_variables(3)
     tensor([[1, 2], [0, 2], [0, 1]])
@@ -290,7 +290,7 @@ def other_variables(p: int) -> Tensor:
 
 
 def variables(coefficients: int) -> int:
-    """p of p · (p − 1) coefficients.
+    """Return p of p · (p − 1) coefficients.
 
     Raises:
         ValueError: there is no such p.
@@ -307,7 +307,7 @@ def variables(coefficients: int) -> int:
 
 
 def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(Y'Y, the p least squares estimates, their residual sums of squares, n), from one triangular factor."""
+    """Return (Y'Y, the p least squares estimates, their residual sums of squares, n), from one triangular factor."""
     if intercept:
         y = y - y.mean(0)
     factor = torch.linalg.qr(y, mode="r").R
@@ -318,25 +318,25 @@ def _one_site(y: Tensor, intercept: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _responses(start: Tensor) -> Tensor:
-    """`(C, p · (p − 1))` as `(C · p, p − 1)`."""
+    """Return `(C, p · (p − 1))` as `(C · p, p − 1)`."""
     return start.reshape(-1, variables(start.shape[-1]) - 1)
 
 
 def _join(values: Tree) -> Tree:
-    """`(C, p, ...)` as `(C · p, ...)`."""
+    """Return `(C, p, ...)` as `(C · p, ...)`."""
     return tree.map(lambda leaf: leaf.flatten(0, 1), values)
 
 
 def _split(values: Tree, chains: int) -> Tree:
-    """`(C · p, ...)` as `(C, p, ...)`."""
+    """Return `(C · p, ...)` as `(C, p, ...)`."""
     return tree.map(lambda leaf: leaf.unflatten(0, (chains, -1)), values)
 
 
 def _to_clients(values: Tree) -> Tree:
-    """`(K, C, p, ...)` as `(K · p, C, ...)`: what runs the regressions takes them for clients."""
+    """Return `(K, C, p, ...)` as `(K · p, C, ...)`: what runs the regressions takes them for clients."""
     return tree.map(lambda leaf: leaf.transpose(1, 2).flatten(0, 1), values)
 
 
 def _from_clients(values: Tree, p: int) -> Tree:
-    """`(K · p, C, ...)` as `(K, C, p, ...)`."""
+    """Return `(K · p, C, ...)` as `(K, C, p, ...)`."""
     return tree.map(lambda leaf: leaf.unflatten(0, (len(leaf) // p, p)).transpose(1, 2), values)

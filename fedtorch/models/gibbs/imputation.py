@@ -47,7 +47,7 @@ class Incomplete(NamedTuple):
 
 
 def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = ()) -> FederatedData:
-    """Federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
+    """Return federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
 
     Raises:
         ValueError: no sites, rows of another form, a row in which nothing is observed, or infinite numbers.
@@ -64,7 +64,7 @@ def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = 
 
 
 def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> FederatedData:
-    """The data with gaps filled, rows (x `(p,)`, y `()`): each site does this with its own rows.
+    """Return the data with gaps filled, rows (x `(p,)`, y `()`): each site does this with its own rows.
 
     Args:
         data: of `incomplete`.
@@ -95,7 +95,7 @@ class _Gaps(NamedTuple):
 
 
 def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
-    r"""The clients' half with the missing covariates among its variables. Run it on `incomplete(...)` data.
+    r"""Return the clients' half with the missing covariates among its variables. Run it on `incomplete(...)` data.
 
     Every round begins with a draw of a row's missing covariates from their conditional distribution, whose precision is
     :math:`(\Sigma^{-1})_{mm} + \theta_{k,m} \theta_{k,m}' / \sigma_k^2`, for rows of N(μ, Σ) at known μ and Σ.
@@ -128,7 +128,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
     precision = torch.linalg.inv(normal.covariance[:-1, :-1].to(torch.float64))
 
     def sweep(
-        heard: sparse.Heard, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
+        heard: sparse.GlobalVariables, site: sparse.RegressionSite, data: _Gaps, keys: Tensor, sweeps: int
     ) -> sparse.RegressionSite:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)
@@ -149,7 +149,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
 
 
 def _check_regression(regression: LocalKernel, covariates: int) -> None:
-    """Refuses what is no linear regression through the origin, as its preparation of a client of one row shows."""
+    """Refuse what is no linear regression through the origin, as its preparation of a client of one row shows."""
     nothing = torch.zeros(1, 1, covariates + 1, dtype=torch.float64)
     design = regression.prepare(ClientData((nothing[..., 1:], nothing[..., 0]), torch.ones(1, dtype=torch.int64)))
     if not isinstance(design, Design) or not torch.equal(design.degrees, design.statistics.count):
@@ -160,7 +160,7 @@ def _check_regression(regression: LocalKernel, covariates: int) -> None:
 
 
 def incomplete_rows(rows: Any) -> Incomplete:
-    """The rows of a block or data set of `incomplete`.
+    """Return the rows of a block or data set of `incomplete`.
 
     Raises:
         ValueError: rows of another form.
@@ -191,7 +191,7 @@ def _gaps(data: Any, normal: Normal) -> _Gaps:
 
 
 def _draw(own: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Tensor, key: Tensor) -> Tensor:
-    """One site's covariates `(n, p)` with the missing ones drawn given the others, y, θ_k `(p,)` and 1/σ_k²."""
+    """Return one site's covariates `(n, p)` with the missing ones drawn given the others, y, θ_k `(p,)` and 1/σ_k²."""
     x, y, seen, _ = own
     z = random.normal(key, x.shape, x.dtype)
     some = (~seen).any(1)
@@ -208,7 +208,7 @@ def _draw(own: _Gaps, mean: Tensor, precision: Tensor, theta: Tensor, noise: Ten
 
 
 def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
-    """(E[z | observed] `(..., p)`, its covariance `(..., p, p)`, the values) of every row.
+    """Return (E[z | observed] `(..., p)`, its covariance `(..., p, p)`, the values) of every row.
 
     Σ_oo is inverted within the whole matrix: rows and columns that are missing are those of the identity.
 
@@ -245,6 +245,6 @@ def conditional(rows: Incomplete, normal: Normal) -> tuple[Tensor, Tensor, Tenso
 
 
 def _root(spread: Tensor) -> Tensor:
-    """A square root of covariances that are zero for what was observed."""
+    """Return a square root of covariances that are zero for what was observed."""
     values, vectors = torch.linalg.eigh(spread)
     return vectors * values.clamp_min(0).sqrt().unsqueeze(-2)

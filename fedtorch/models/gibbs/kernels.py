@@ -80,7 +80,7 @@ class GlobalKernel:
 
 
 def check_start(coefficients: int, expected: int) -> None:
-    """Refuses a run whose start has another number of coefficients than its clients' rows.
+    """Refuse a run whose start has another number of coefficients than its clients' rows.
 
     Raises:
         ValueError: it has.

@@ -54,7 +54,7 @@ class _Rows(NamedTuple):
 def logistic_regression(
     *, deviation: Deviation | None = None, intercept_scale: float = 10.0, interweave: int = sparse.INTERWEAVE
 ) -> LocalKernel:
-    """The clients' half: logistic regression with coefficients that deviate from the global ones.
+    """Return the clients' half: logistic regression with coefficients that deviate from the global ones.
 
     Every site has an intercept β_k ~ N(0, s²) of its own. Rows are (x `(d,)`, y `()`), y 0 or 1.
 
@@ -76,7 +76,9 @@ def logistic_regression(
         likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
         return LogisticSite(start, start, ones, ones, ones[:, 0], likelihood, torch.zeros_like(start[:, 0]))
 
-    def sweep(heard: sparse.Heard, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int) -> LogisticSite:
+    def sweep(
+        heard: sparse.GlobalVariables, site: LogisticSite, data: _Rows, keys: Tensor, sweeps: int
+    ) -> LogisticSite:
         check_start(site.theta.shape[-1], data.x.shape[-1] - 1)
         if len(keys) == 0:
             return site
@@ -94,14 +96,14 @@ def logistic_regression(
 def _sweep_one(
     deviation: Deviation,
     flat: float,
-    heard: sparse.Heard,
+    heard: sparse.GlobalVariables,
     site: LogisticSite,
     x: Tensor,
     y: Tensor,
     keys: Tensor,
     sweeps: int,
 ) -> LogisticSite:
-    """Sweeps over one client's variables, all chains at once."""
+    """Sweep over one client's variables, all chains at once."""
     p = site.theta.shape[-1]
     for_normals, for_rows, for_mixing = random.split(keys, 3)
     normals = random.normal(for_normals, (sweeps, p + 1), torch.float64)
@@ -130,7 +132,7 @@ def _sweep_one(
 
 
 def _prepare(data: Any) -> _Rows:
-    """The rows with a column of ones, checked."""
+    """Return the rows with a column of ones, checked."""
     x, y = regression_rows(data)
     refuse(((y != 0) & (y != 1)).any(-1), "Expected responses of 0 and 1, but got others; recode y")
     return _Rows(torch.cat([torch.ones_like(x[..., :1]), x], -1), y - 0.5, data.count)

@@ -21,7 +21,7 @@ _SERIES = 30  # terms after which the remaining ones are below 1e-300 at any x
 
 
 def polya_gamma(key: Tensor, tilt: Tensor) -> Tensor:
-    """PG(1, ψ) numbers; number i of a key depends on (key, i, its own ψ) only.
+    """Return PG(1, ψ) numbers; number i of a key depends on (key, i, its own ψ) only.
 
     Args:
         key: `(...)`.
@@ -55,7 +55,7 @@ def polya_gamma(key: Tensor, tilt: Tensor) -> Tensor:
 
 
 def _probability_beyond_the_cut(z: Tensor, rate: Tensor) -> Tensor:
-    """The share of the exponential part of the proposal."""
+    """Return the share of the exponential part of the proposal."""
     root = math.sqrt(_CUT)
     exponential = math.log(math.pi / 2) - rate.log() - rate * _CUT
     below = torch.special.log_ndtr((_CUT * z - 1) / root)
@@ -81,7 +81,7 @@ def _propose(beyond: Tensor, z: Tensor, rate: Tensor, u: tuple[Tensor, ...]) -> 
 
 
 def _series_accepts(x: Tensor, u: Tensor) -> Tensor:
-    """Whether u a₀(x) lies below the alternating sum Σ (−1)ⁿ aₙ(x), whose partial sums bound it from both sides."""
+    """Return whether u a₀(x) < Σ (−1)ⁿ aₙ(x), an alternating sum that its partial sums bound from both sides."""
     ratio = torch.where(x > _CUT, math.pi**2 * x / 2, 2 / x)
     total = torch.ones_like(x)
     accepted = torch.zeros_like(x, dtype=torch.bool)

@@ -54,8 +54,8 @@ MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a 
 INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
 
 
-class Heard(NamedTuple):
-    """What a client hears; `(K, C, ...)`, at the server `(C, ...)`.
+class GlobalVariables(NamedTuple):
+    """The global variables as clients receive them; `(K, C, ...)`, at the server `(C, ...)`.
 
     >>> import torch
     >>> shared = hierarchy(scale=0.5, noise_scale=2.0)
@@ -107,7 +107,7 @@ class Global(NamedTuple):
     prior: Tree  # of the global prior
 
     def quantities(self) -> dict[str, Tree]:
-        """The quantities of the model, by name: all but the centre, which wanders as θ and the θ_k move together."""
+        """Return the model's quantities by name: all but the centre, which moves as θ and the θ_k move together."""
         return {name: value for name, value in self._asdict().items() if name != "centre"}
 
 
@@ -119,7 +119,7 @@ def regression(
     interweave: int = INTERWEAVE,
     statistics: Callable[[Any], SufficientStatistics] | None = None,
 ) -> LocalKernel:
-    """The clients' half: linear regression with coefficients that deviate from the global ones.
+    """Return the clients' half: linear regression with coefficients that deviate from the global ones.
 
     Clients may have any number of rows, fewer than coefficients too, and collinear or constant columns: what the data
     do not say the prior does. Rows are (x `(d,)`, y `()`).
@@ -149,7 +149,7 @@ def regression(
         likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
         return RegressionSite(start, start, ones, ones, ones[:, 0], likelihood)
 
-    def sweep(heard: Heard, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
+    def sweep(heard: GlobalVariables, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
         clients, chains, p = site.theta.shape
         check_start(p, data.estimate.shape[-1])
         if known and data.x is None and gibbs_sweeps.knows(keys, p):
@@ -172,7 +172,9 @@ def regression(
         rows = partial(from_columns, clients=clients, chains=chains)
         return ended(heard, data, *map(rows, (delta, w, u, noise)))
 
-    def ended(heard: Heard, data: Design, delta: Tensor, w: Tensor, u: Tensor, noise: Tensor) -> RegressionSite:
+    def ended(
+        heard: GlobalVariables, data: Design, delta: Tensor, w: Tensor, u: Tensor, noise: Tensor
+    ) -> RegressionSite:
         theta, place = heard.theta + delta, heard.centre + delta
         likelihood = interweaving.linear(data, place, noise) if delta.shape[-1] <= interweave else {}
         return RegressionSite(theta, place, w.clamp_max(MOST_PRECISE), u, noise, likelihood)
@@ -184,17 +186,17 @@ def regression(
 
 
 def _by_program(
-    heard: Heard, site: RegressionSite, data: Design, noise_shape: float, keys: Tensor, sweeps: int
+    heard: GlobalVariables, site: RegressionSite, data: Design, noise_shape: float, keys: Tensor, sweeps: int
 ) -> gibbs_sweeps.Chains:
-    """The sweeps of regressions under `horseshoe`."""
+    """Return the sweeps of regressions under `horseshoe`."""
     rows = gibbs_sweeps.Rows(data.statistics.gram, data.estimate, data.rss, noise_shape + data.degrees / 2)
-    given = gibbs_sweeps.Heard(heard.theta, heard.precision, heard.noise)
+    given = gibbs_sweeps.SweepPrior(heard.theta, heard.precision, heard.noise)
     chains = gibbs_sweeps.Chains(site.theta, site.precision, site.auxiliary, site.noise)
     return gibbs_sweeps.gibbs_sweeps(rows, given, chains, keys, sweeps)
 
 
 def report(site: RegressionSite) -> Sums:
-    """What the server needs of the sites, as sums: how many, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods.
+    """Return the sums that the server needs: sites, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods.
 
     >>> import torch
     >>> site = regression(interweave=0).init(torch.full((1, 1), 3.0).double())  # w = 1, x = 3
@@ -220,7 +222,7 @@ def hierarchy(
     noise_prior: tuple[float, float] | None = None,
     noise_shape: float = 1.0,
 ) -> GlobalKernel:
-    """The server's half: the global parameter θ, the scales τ_j of the deviations from it, and the scale of the noise.
+    """Return the server's half: the global θ, the scales τ_j of the deviations from it, and the scale of the noise.
 
     Args:
         prior: of θ; default `spike_and_slab()`.
@@ -269,14 +271,14 @@ def hierarchy(
             noise = gamma / (rate + exact.value(known["noise"]))
         return Global(theta, centre, precision, auxiliary, noise, variables)
 
-    def send(state: Global) -> Heard:
-        return Heard(state.theta, state.centre, state.precision, state.noise)
+    def send(state: Global) -> GlobalVariables:
+        return GlobalVariables(state.theta, state.centre, state.precision, state.noise)
 
     return GlobalKernel(init, send, update)
 
 
 def design(data: Any, intercept: bool = False) -> Design:
-    """The clients' rows as a regression needs them, each computed from the client's own rows only.
+    """Return the clients' rows as a regression needs them, each computed from the client's own rows only.
 
     Args:
         data: `ClientData` of rows (x, y).
@@ -305,14 +307,14 @@ def design(data: Any, intercept: bool = False) -> Design:
 
 
 def _designed(statistics: SufficientStatistics) -> Design:
-    """What a regression needs, of sums alone."""
+    """Return the statistics of a regression from sums alone."""
     fit = summed_least_norm(statistics)
     residual = residual_sum(statistics, fit.solution)
     return Design(statistics, fit.solution, residual, statistics.count, None, None)
 
 
 def _one_design(x: Tensor, y: Tensor, intercept: bool) -> tuple[SufficientStatistics, Tensor, Tensor]:
-    """(sufficient statistics, least squares estimate of least norm, residual sum of squares) of one client's rows."""
+    """Return (statistics, least squares estimate of least norm, residual sum of squares) of one client's rows."""
     if intercept:
         x, y = x - x.mean(0), y - y.mean()
     estimate = least_norm(x, y[:, None])[:, 0]

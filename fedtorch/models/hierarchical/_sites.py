@@ -24,7 +24,7 @@ class Moments1(NamedTuple):
 
 
 def laplace(mean: Tensor, variance: Tensor, rate: Tensor) -> Moments1:
-    """Moments of N(u; m, v) exp(−a|u|): two normal densities, each cut off at 0."""
+    """Return moments of N(u; m, v) exp(−a|u|): two normal densities, each cut off at 0."""
     sd = variance.sqrt()
     z = mean / sd
     right, left = _cut(z - rate * sd), _cut(-z - rate * sd)
@@ -37,7 +37,7 @@ def laplace(mean: Tensor, variance: Tensor, rate: Tensor) -> Moments1:
 
 
 def _cut(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """log Φ(z), and mean and variance of N(z, 1) above 0."""
+    """Return log Φ(z), and mean and variance of N(z, 1) above 0."""
     ratio = (-0.5 * z.square() - 0.5 * math.log(2 * math.pi) - torch.special.log_ndtr(z)).exp()
     mean = z + ratio
     variance = (1 - ratio * mean).clamp(min=0)
@@ -49,7 +49,7 @@ def _cut(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def horseshoe(mean: Tensor, variance: Tensor, scale: Tensor) -> Moments1:
-    """Moments of N(u; m, v) times the horseshoe density of this scale: a mixture over the local scale."""
+    """Return moments of N(u; m, v) times the horseshoe density of this scale: a mixture over the local scale."""
     log_scales = LOG_SCALES.to(mean)
     # log of the half-Cauchy density of e^x, its Jacobian and the width of a node
     log_weight = math.log(2 / math.pi) + log_scales - torch.nn.functional.softplus(2 * log_scales)

@@ -47,13 +47,13 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
-from fedtorch.models.quadrature import Nodes, Rule, default_rule, tilt
+from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, tilt
 
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 
 
 class Conditional(NamedTuple):
-    """What a likelihood tells of θ_k ~ N(mean, covariance) and the device's rows; the functions compute when asked."""
+    """A likelihood's evidence for θ_k ~ N(mean, covariance) and the device's rows; functions compute when called."""
 
     log_evidence: Tensor  # (K, R)
     # weights (K, R) -> its gradient in `mean` (K, R, d), and the weighted sum of minus its second derivatives (K, d, d)
@@ -62,7 +62,7 @@ class Conditional(NamedTuple):
 
 
 class DeviceLikelihood(NamedTuple):
-    """How rows depend on θ_k."""
+    """The model of a device's rows given θ_k."""
 
     prepare: Callable[[Any], Any]  # block -> what `local` needs
     # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Conditional
@@ -98,7 +98,11 @@ class Model(NamedTuple):
 
 
 def of(
-    hierarchy: Hierarchy, likelihood: DeviceLikelihood, *, noise: Hyperprior | None = None, rule: Rule | None = None
+    hierarchy: Hierarchy,
+    likelihood: DeviceLikelihood,
+    *,
+    noise: Hyperprior | None = None,
+    rule: QuadratureRule | None = None,
 ) -> Model:
     """Return the model of a hierarchy and a likelihood.
 
@@ -126,12 +130,12 @@ def of(
 
 
 class _Parts(NamedTuple):
-    """What the functions of a model compute with."""
+    """The parts that the functions of a model compute with."""
 
     hierarchy: Hierarchy
     likelihood: DeviceLikelihood
     noise: bool  # whether the last coordinate of ζ is log σ²
-    rule: Rule
+    rule: QuadratureRule
 
     def split(self, zeta: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the hierarchy's part of ζ, and log σ²."""
@@ -269,12 +273,12 @@ class _Given(NamedTuple):
         return _Given(scales, cavity.mean[:, :m], slope, covariance, design, design @ covariance @ design.mT)
 
     def mean(self, zeta: Tensor) -> Tensor:
-        """E μ given ζ, `(K, R, m)`."""
+        """Return E μ given ζ, `(K, R, m)`."""
         return self.centre[:, None] + (zeta - self.scales.mean[:, None]) @ self.slope.mT
 
 
 def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`Conditional.derivatives` from the moments of θ_k before and after the rows.
+    """Return `Conditional.derivatives` from the moments of θ_k before and after the rows.
 
     >>> import torch
     >>> one = torch.ones(1, 1, 1).double()  # θ ~ N(1, 1), and N(2, ½) after a row y ~ N(θ, 1), y = 3
@@ -289,7 +293,7 @@ def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tenso
 
 
 def _moments(nodes: Nodes, given: _Given) -> Moments:
-    """The tilted moments of (μ, ζ)."""
+    """Return the tilted moments of (μ, ζ)."""
     m = given.centre.shape[1]
     across = given.covariance @ given.design.mT
     gradient, information = nodes.values.derivatives(nodes.weights)
@@ -302,7 +306,7 @@ def _moments(nodes: Nodes, given: _Given) -> Moments:
 
 
 def _in_chunks(function: Callable[[Any], Any], stacked: Any, numbers: int) -> Any:
-    """`function` on some clients at a time, so that its arrays stay small."""
+    """Return `function` on some clients at a time, so that its arrays stay small."""
     count = len(tree.leaves(stacked)[0])
     size = max(1, _CHUNK // max(1, numbers))
     if count <= size:
@@ -311,7 +315,7 @@ def _in_chunks(function: Callable[[Any], Any], stacked: Any, numbers: int) -> An
 
 
 def _extended(prior: Prior, last: Hyperprior) -> Prior:
-    """The prior with one more coordinate."""
+    """Return the prior with one more coordinate."""
     size = len(prior.normal.shift)
     old = gaussian.unpack(prior.normal.precision)
     precision = torch.block_diag(old, torch.tensor([[last.precision]], dtype=old.dtype))

@@ -22,7 +22,7 @@ from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
-from fedtorch.models.quadrature import Rule, gauss_hermite, two_shells
+from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 from fedtorch.models.rows import regression_rows
 
 _NEWTON_STEPS = 30
@@ -41,7 +41,7 @@ class _Rows(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # (K,)
 
 
-class Terms(NamedTuple):
+class RowTerms(NamedTuple):
     """log p(y | η) up to a constant, its first derivative in the linear predictor η, and minus its second."""
 
     log: Tensor
@@ -49,8 +49,10 @@ class Terms(NamedTuple):
     information: Tensor
 
 
-def logistic(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str | None = "default") -> Model:
-    """y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
+def logistic(
+    hierarchy: Hierarchy, *, rule: QuadratureRule | None = None, inner: QuadratureRule | str | None = "default"
+) -> Model:
+    """Return y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
     >>> model = logistic(hierarchical.normal(1, names=["slope"]))
@@ -60,15 +62,17 @@ def logistic(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | st
     tensor([[0.7310]], dtype=torch.float64)
     """
 
-    def terms(y: Tensor, eta: Tensor) -> Terms:
+    def terms(y: Tensor, eta: Tensor) -> RowTerms:
         p = torch.sigmoid(eta)
-        return Terms(y * eta - softplus(eta), y - p, p * (1 - p))
+        return RowTerms(y * eta - softplus(eta), y - p, p * (1 - p))
 
     return generalised(hierarchy, terms, _binary, rule=rule, inner=inner)
 
 
-def poisson(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str | None = "default") -> Model:
-    """Counts y with log mean x'θ_k; see `generalised` for the arguments.
+def poisson(
+    hierarchy: Hierarchy, *, rule: QuadratureRule | None = None, inner: QuadratureRule | str | None = "default"
+) -> Model:
+    """Count y with log mean x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
     >>> model = poisson(hierarchical.normal(1))
@@ -78,26 +82,26 @@ def poisson(hierarchy: Hierarchy, *, rule: Rule | None = None, inner: Rule | str
     tensor([[0.1840]], dtype=torch.float64)
     """
 
-    def terms(y: Tensor, eta: Tensor) -> Terms:
+    def terms(y: Tensor, eta: Tensor) -> RowTerms:
         rate = eta.clamp(max=_FURTHEST).exp()
-        return Terms(y * eta - rate, y - rate, rate)
+        return RowTerms(y * eta - rate, y - rate, rate)
 
     return generalised(hierarchy, terms, _counts, rule=rule, inner=inner)
 
 
 def generalised(
     hierarchy: Hierarchy,
-    terms: Callable[[Tensor, Tensor], Terms],
+    terms: Callable[[Tensor, Tensor], RowTerms],
     constant: Callable[[Tensor], Tensor],
     *,
-    rule: Rule | None = None,
-    inner: Rule | str | None = "default",
+    rule: QuadratureRule | None = None,
+    inner: QuadratureRule | str | None = "default",
 ) -> Model:
-    """A generalised linear model with log-concave likelihood.
+    """Return a generalised linear model with log-concave likelihood.
 
     Args:
         hierarchy: of the coefficients, such as `hierarchical.normal(d)`.
-        terms: (y, linear predictor η) -> `Terms`.
+        terms: (y, linear predictor η) -> `RowTerms`.
         constant: y -> the rest of log p; raises ValueError for responses that do not fit.
         rule: nodes over the shared scales ζ.
         inner: nodes over θ_k, to correct its normal approximation; None for Laplace's method. Default: five points a
@@ -108,7 +112,7 @@ def generalised(
     >>> import torch, fedtorch as ft
     >>> def terms(y, eta):
     ...     hazard = y * eta.exp()
-    ...     return Terms(log=eta - hazard, score=1 - hazard, information=hazard)
+    ...     return RowTerms(log=eta - hazard, score=1 - hazard, information=hazard)
     >>> model = generalised(hierarchical.normal(1), terms, constant=torch.zeros_like)
     >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([3.0]))])
     >>> phi = torch.tensor([[[0.0, -30.0]]]).double()  # mean, log variance
@@ -152,14 +156,18 @@ def generalised(
 
 
 def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:
-    """η = x'(a + L u), `(K, R, N)`."""
+    """Return η = x'(a + L u), `(K, R, N)`."""
     return offset + (design @ u[..., None])[..., 0]
 
 
 def _mode(
-    objective: Callable[[Tensor], Tensor], terms: Callable[[Tensor], Terms], design: Tensor, mask: Tensor, like: Tensor
+    objective: Callable[[Tensor], Tensor],
+    terms: Callable[[Tensor], RowTerms],
+    design: Tensor,
+    mask: Tensor,
+    like: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Newton's method with halved steps: û `(K, R, d)`, and minus the second derivatives there."""
+    """Return Newton's method with halved steps: û `(K, R, d)`, and minus the second derivatives there."""
     u = torch.zeros_like(like)
     eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
     value = objective(u)
@@ -182,9 +190,9 @@ def _mode(
 
 
 def _corrected(
-    objective: Callable[[Tensor], Tensor], mode: Tensor, half: Tensor, rule: Rule
+    objective: Callable[[Tensor], Tensor], mode: Tensor, half: Tensor, rule: QuadratureRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and covariance in units of the normal approximation, and the logarithm of what its evidence lacks."""
+    """Return mean and covariance in units of the normal approximation, and the logarithm of what its evidence lacks."""
     nodes, weights = rule.nodes.to(mode), rule.weights.to(mode)
     best = objective(mode)
     log = torch.stack([objective(mode + (half @ z)) - best + 0.5 * z @ z for z in nodes], -1) + weights.log()

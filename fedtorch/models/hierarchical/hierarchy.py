@@ -1,4 +1,4 @@
-r"""How devices' coefficients come from one normal distribution: μ, variances, a full covariance, fixed effects.
+r"""Normal distributions of devices' coefficients: μ, variances, a full covariance, fixed effects.
 
 A coefficient that is not `random` has variance 0, a fixed effect: that makes linear mixed-effects models.
 
@@ -18,7 +18,7 @@ from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 
 
 class Hierarchy(NamedTuple):
-    """How θ_k depends on φ = (μ, ζ).
+    """The normal distribution of θ_k given φ = (μ, ζ).
 
     >>> import torch
     >>> hierarchy = normal(2, correlated=True)
@@ -48,7 +48,7 @@ def normal(
     variance: Hyperprior | Sequence[Hyperprior] | None = None,
     names: Sequence[str] | None = None,
 ) -> Hierarchy:
-    r"""θ_k ~ N(μ, diag(τ)), or with a full covariance; μ_j ~ N(mean_j, sd_j²) and hyperpriors of log τ_j.
+    r"""Return θ_k ~ N(μ, diag(τ)), or with a full covariance; μ_j ~ N(mean_j, sd_j²) and hyperpriors of log τ_j.
 
     With `correlated`, S = L L' with :math:`L = \mathrm{diag}(\tau^{1/2}) U`, U unit lower triangular with free entries
     :math:`U_{ij} \sim N(0, 1)`: τ_i is the variance of coefficient i given those before it.

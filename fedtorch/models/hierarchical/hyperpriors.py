@@ -68,12 +68,12 @@ class Prior(NamedTuple):
     factors: tuple[Factor, ...] = ()
 
     def replaced(self, normal: Natural) -> Prior:
-        """The same factors with another normal part."""
+        """Return the same factors with another normal part."""
         return Prior(normal, self.factors)
 
     @property
     def sites(self) -> Natural:
-        """The factors' sites before any data, `(F,)`: their own moments."""
+        """Return the factors' sites before any data, `(F,)`: their own moments."""
         x = torch.linspace(-_WIDEST, _WIDEST, 20_001, dtype=torch.float64)
         shifts, precisions = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
         for factor in self.factors:
@@ -87,7 +87,7 @@ class Prior(NamedTuple):
         )
 
     def completed(self) -> Natural:
-        """A density: the prior with its factors' sites, and unit precision where it has none."""
+        """Return a density: the prior with its factors' sites, and unit precision where it has none."""
         precision = gaussian.unpack(self.normal.precision).clone()
         shift, sites = self.normal.shift.clone(), self.sites
         for i, factor in enumerate(self.factors):
@@ -98,14 +98,14 @@ class Prior(NamedTuple):
 
 
 def log_normal(mean: float = 0.0, sd: float = 1.0) -> Hyperprior:
-    """x ~ N(mean, sd²): exp(x) is log-normal."""
+    """Return x ~ N(mean, sd²): exp(x) is log-normal."""
     if not sd > 0:
         raise ValueError(f"Expected a positive sd, but got {sd}")
     return Hyperprior(mean / sd**2, 1 / sd**2)
 
 
 def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
-    """exp(x · power) is half-Cauchy with this scale.
+    """Return exp(x · power) is half-Cauchy with this scale.
 
     >>> import torch
     >>> half_cauchy(power=1.0).log_density(torch.tensor(0.0)).exp()  # s / (1 + s²), s = eˣ = 1
@@ -118,7 +118,7 @@ def half_cauchy(scale: float = 1.0, power: float = 0.5) -> Hyperprior:
 
 
 def non_informative(power: float = 0.5) -> Hyperprior:
-    """The density of exp(x · power) is flat; improper, so that it needs more than one client.
+    """Return the density of exp(x · power) is flat; improper, so that it needs more than one client.
 
     >>> non_informative(power=0.5)[:2]  # of x = log τ: exp(x / 2)
     (0.5, 0.0)
@@ -127,7 +127,7 @@ def non_informative(power: float = 0.5) -> Hyperprior:
 
 
 def prior(mean: Tensor, covariance: Tensor, hyperpriors: Sequence[Hyperprior]) -> Prior:
-    """The prior of φ = (μ, x): μ ~ N(mean `(m,)`, covariance `(m, m)`), and independent hyperpriors of the x_j.
+    """Return the prior of φ = (μ, x): μ ~ N(mean `(m,)`, covariance `(m, m)`), and independent hyperpriors of the x_j.
 
     >>> import torch
     >>> of_phi = prior(torch.tensor([1.0]), torch.tensor([[4.0]]), [log_normal(), half_cauchy()])
@@ -146,7 +146,7 @@ def prior(mean: Tensor, covariance: Tensor, hyperpriors: Sequence[Hyperprior]) -
 
 
 def renewed(base: Natural, sites: Natural, factors: Sequence[Factor]) -> Natural:
-    """The factors' sites after some sweeps of expectation propagation, `(F,)`.
+    """Return the factors' sites after some sweeps of expectation propagation, `(F,)`.
 
     A site whose cavity is no density, or whose renewal would make the product none, stays.
 

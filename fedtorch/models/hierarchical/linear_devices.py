@@ -37,7 +37,7 @@ from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, M
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
-from fedtorch.models.quadrature import Rule
+from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import refuse
 
 
@@ -45,10 +45,10 @@ def linear(
     hierarchy: Hierarchy,
     *,
     noise: Hyperprior | float | Callable[[SufficientStatistics], Tensor] | None = None,
-    rule: Rule | None = None,
+    rule: QuadratureRule | None = None,
     statistics: Callable[[Any, int], SufficientStatistics] = block_statistics,
 ) -> Model:
-    """Linear regression: y_k ~ N(X_k θ_k, σ² I).
+    """Return linear regression: y_k ~ N(X_k θ_k, σ² I).
 
     Args:
         hierarchy: of the coefficients, such as `normal(d)`.
@@ -90,7 +90,7 @@ def linear(
 
 
 def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePosterior:
-    """New devices' posteriors from q(φ) and their own few rows: no other device takes part.
+    """Return new devices' posteriors from q(φ) and their own few rows: no other device takes part.
 
     Args:
         model: that q(φ) was learnt with.
@@ -112,7 +112,7 @@ def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePos
 
 
 def expected_residual(data: SufficientStatistics, mean: Tensor, covariance: Tensor) -> Tensor:
-    """E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`.
+    """Return E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`.
 
     >>> import torch
     >>> from fedtorch.models.linear import sufficient_statistics
@@ -124,20 +124,20 @@ def expected_residual(data: SufficientStatistics, mean: Tensor, covariance: Tens
 
 
 class _Data(NamedTuple):
-    """What the linear model needs of `K` devices' rows."""
+    """The statistics of `K` devices' rows for the linear model."""
 
     rows: Reduced
     log_noise: Tensor  # (K,) where the noise is known, and 0 where it is learnt
 
 
 def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
-    """E ‖y_k − X_k θ_k‖², `(K,)`."""
+    """Return E ‖y_k − X_k θ_k‖², `(K,)`."""
     misfit = data.response - (data.root.mT @ mean[..., None])[..., 0]
     return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
 
 
 def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor) -> Conditional:
-    """The linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows."""
+    """Return the linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows."""
     (clients, nodes, d), root = mean.shape, data.root
     variance = log_noise.exp()
     half = (covariance.reshape(clients, nodes * d, d) @ root).reshape(covariance.shape)  # ΣB

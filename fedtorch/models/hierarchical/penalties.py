@@ -46,7 +46,7 @@ class ShrinkagePrior(NamedTuple):
 
 
 def ridge(features: int) -> ShrinkagePrior:
-    """θ_kj ~ N(0, σ²/λ).
+    """Return θ_kj ~ N(0, σ²/λ).
 
     >>> import torch
     >>> penalty = ridge(features=2)
@@ -58,7 +58,7 @@ def ridge(features: int) -> ShrinkagePrior:
 
 
 def lasso(features: int) -> ShrinkagePrior:
-    """θ_kj Laplace with diversity σ/λ.
+    """Return θ_kj Laplace with diversity σ/λ.
 
     >>> import torch
     >>> penalty = lasso(features=2)
@@ -70,7 +70,7 @@ def lasso(features: int) -> ShrinkagePrior:
 
 
 def elastic_net(features: int, *, l1: float | None = None, l2: float | None = None) -> ShrinkagePrior:
-    """exp(−λ₁|θ_kj|/σ − λ₂θ_kj²/(2σ²)).
+    """Return exp(−λ₁|θ_kj|/σ − λ₂θ_kj²/(2σ²)).
 
     Args:
         features: d.
@@ -88,7 +88,7 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
     zero = torch.zeros((), dtype=torch.float64)
 
     def parts(zeta: Tensor, log_noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Laplace rate a and precision b."""
+        """Return Laplace rate a and precision b."""
         first = zeta[..., 0].exp() if l1 is None else zero + l1
         second = zeta[..., -1].exp() if l2 is None else zero + l2
         return (first * (-log_noise / 2).exp()), second * (-log_noise).exp()
@@ -119,7 +119,7 @@ def elastic_net(features: int, *, l1: float | None = None, l2: float | None = No
 
 
 def fused_lasso(features: int) -> ShrinkagePrior:
-    """exp(−λ₁ Σ|θ_j|/σ − λ₂ Σ|θ_j − θ_{j−1}|/σ); coefficients in an order that means something.
+    """Return exp(−λ₁ Σ|θ_j|/σ − λ₂ Σ|θ_j − θ_{j−1}|/σ); coefficients in an order that means something.
 
     >>> fused_lasso(features=2).contrasts  # each coefficient, and their difference
     tensor([[ 1.,  0.], [ 0.,  1.], [-1.,  1.]], dtype=torch.float64)
@@ -148,7 +148,7 @@ def fused_lasso(features: int) -> ShrinkagePrior:
 
 
 def horseshoe(features: int) -> ShrinkagePrior:
-    """θ_kj ~ N(0, s_kj² τ² σ²), s_kj half-Cauchy; τ is learnt.
+    """Return θ_kj ~ N(0, s_kj² τ² σ²), s_kj half-Cauchy; τ is learnt.
 
     >>> import torch
     >>> penalty = horseshoe(features=2)
@@ -167,7 +167,7 @@ def horseshoe(features: int) -> ShrinkagePrior:
 
 
 def _fused_normaliser(features: int, ratio: float) -> float:
-    """log ∫ exp(−Σ|x_j| − ratio Σ|x_j − x_{j−1}|) dx: convolutions, each exact for piecewise linear functions.
+    """Return log ∫ exp(−Σ|x_j| − ratio Σ|x_j − x_{j−1}|) dx: convolutions, each exact for piecewise linear functions.
 
     A convolution with exp(−ratio |x|) is a recursion from either side.
     """
@@ -190,7 +190,7 @@ def _fused_normaliser(features: int, ratio: float) -> float:
 
 
 def _interpolated(at: Tensor, nodes: Tensor, values: Tensor) -> Tensor:
-    """Linear interpolation, and extrapolation, on even nodes."""
+    """Return linear interpolation, and extrapolation, on even nodes."""
     nodes, values = nodes.to(at), values.to(at)
     place = (at - nodes[0]) / (nodes[1] - nodes[0])
     left = place.floor().clamp(0, len(nodes) - 2)

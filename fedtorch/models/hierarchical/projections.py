@@ -21,7 +21,7 @@ from torch import Tensor
 from fedtorch import linalg, random
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.quadrature import Rule, default_rule, tilt
+from fedtorch.models.quadrature import QuadratureRule, default_rule, tilt
 from fedtorch.tree import Tree
 
 _NEWTON_STEPS = 50
@@ -36,7 +36,7 @@ class Projected(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How the summed round makes the first estimate.
+    """The first estimate, from sums over the clients.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation.algorithms.ep import Factors, posterior, settled
@@ -78,8 +78,8 @@ class Projection(Protocol):
 LogFactor = Callable[[Tensor, Any], Tensor]
 
 
-def quadrature(log_factor: LogFactor, rule: Rule | None = None) -> Projection:
-    """Moments by nodes that go where the product is; see `fedtorch.models.quadrature`.
+def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None) -> Projection:
+    """Return moments by nodes that go where the product is; see `fedtorch.models.quadrature`.
 
     Args:
         log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
@@ -102,7 +102,7 @@ def quadrature(log_factor: LogFactor, rule: Rule | None = None) -> Projection:
 
 
 def importance(log_factor: LogFactor, draws: int = 2000) -> Projection:
-    """Moments by importance sampling from the cavity: tilted and reference from the same draws.
+    """Return moments by importance sampling from the cavity: tilted and reference from the same draws.
 
     Args:
         log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
@@ -130,7 +130,7 @@ def importance(log_factor: LogFactor, draws: int = 2000) -> Projection:
 
 
 def laplace(log_factor: LogFactor) -> Projection:
-    """Mode and curvature of cavity times factor in place of its moments; two derivatives of `log_factor` are needed.
+    """Project by mode and curvature of cavity times factor; two derivatives of `log_factor` are needed.
 
     A client whose curvature at the mode is not positive gets NaN, so that it keeps its site for the round.
 
@@ -159,7 +159,7 @@ def laplace(log_factor: LogFactor) -> Projection:
 
 
 def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Newton's method on `K` problems at once: where each is least, `(K, p)`, and the second derivatives there.
+    """Return Newton's method on `K` problems at once: where each is least, `(K, p)`, and the second derivatives there.
 
     Args:
         objective: `(K, p)` -> `(K,)`, each from its own row.

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.models.hierarchical.projections import LogFactor, minimised
-from fedtorch.models.quadrature import Rule, default_rule
+from fedtorch.models.quadrature import QuadratureRule, default_rule
 
 
-def pyro_factor(model: Callable[..., Any], *, rule: Rule | None = None) -> LogFactor:
-    """log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.
+def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> LogFactor:
+    """Return log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.
 
     Clients are taken one after the other, each with exactly its rows; nodes of φ are taken at once by `torch.vmap`.
 
@@ -69,8 +69,8 @@ def _float64(leaf: Tensor) -> Tensor:
     return leaf.to(torch.float64) if leaf.dtype.is_floating_point else leaf
 
 
-def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], rule: Rule | None) -> Tensor:
-    """log f at the nodes φ `(R, p)`, `(R,)`."""
+def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], rule: QuadratureRule | None) -> Tensor:
+    """Return log f at the nodes φ `(R, p)`, `(R,)`."""
     import pyro
 
     with pyro.validation_enabled(False):
@@ -96,7 +96,7 @@ def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], ru
 def _log_joint(
     model: Callable[..., Any], phi: Tensor, rows: list[Tensor]
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], int]:
-    """log p(y, θ | φ) with θ in unconstrained coordinates, and how many these are."""
+    """Return log p(y, θ | φ) with θ in unconstrained coordinates, and how many these are."""
     from pyro import poutine
     from torch.distributions import biject_to
 

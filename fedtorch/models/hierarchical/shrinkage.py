@@ -38,7 +38,7 @@ from fedtorch.models.hierarchical.penalties import (
     ridge as ridge,
 )
 from fedtorch.models.linear import SufficientStatistics, block_statistics
-from fedtorch.models.quadrature import Rule
+from fedtorch.models.quadrature import QuadratureRule
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
@@ -51,9 +51,9 @@ def penalised(
     *,
     penalties: Hyperprior | None = None,
     noise: Hyperprior | None = None,
-    rule: Rule | None = None,
+    rule: QuadratureRule | None = None,
 ) -> Model:
-    """Linear regression with a penalty that all devices share.
+    """Return linear regression with a penalty that all devices share.
 
     Args:
         penalty: such as `lasso(d)`.
@@ -101,7 +101,7 @@ def penalised(
 
 
 def _sparse(penalty: ShrinkagePrior, data: SufficientStatistics, zeta: Tensor, log_noise: Tensor) -> Conditional:
-    """Expectation propagation over the factors of θ, at each node of φ."""
+    """Return expectation propagation over the factors of θ, at each node of φ."""
     contrasts = penalty.contrasts.to(log_noise)
     features = contrasts.shape[1]
     precision = (-log_noise).exp()
@@ -145,7 +145,7 @@ def _sparse(penalty: ShrinkagePrior, data: SufficientStatistics, zeta: Tensor, l
 
 
 def _first_precision(rates: Tensor, precision: Tensor) -> Tensor:
-    """Sites to start from, of the order of the factors' own widths."""
+    """Return sites to start from, of the order of the factors' own widths."""
     return rates.square() / 2 + 1e-6 * precision[..., None]
 
 
@@ -160,5 +160,5 @@ def _posterior(
 
 
 def _contrasts(contrasts: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and variances of Aθ."""
+    """Return means and variances of Aθ."""
     return mean @ contrasts.mT, ((contrasts @ covariance) * contrasts).sum(-1)

@@ -374,7 +374,7 @@ def test_a_common_scale_and_a_prior_on_weights() -> None:
     expected = flat - 0.5 * torch.tensor([1.0, 4.0], dtype=y.dtype)
     assert torch.allclose(gp.log_prior(True), expected)
     assert float(gp.log_prior(False)) == 0
-    with pytest.raises(ValueError, match=r"Expected a positive scale of the outputs, but got 0\.0"):
+    with pytest.raises(ValueError, match=r"Expected a positive scale of the outputs, or None .*, but got 0\.0"):
         ConvolvedGP(inducing, scale=0.0)
 
 

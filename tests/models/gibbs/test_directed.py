@@ -117,7 +117,7 @@ def test_two_variables_against_quadrature() -> None:
     local = directed.regression(deviation=deviations.normal(), noise_shape=sure)
     site = tree.map(lambda leaf: leaf[None], local.init(torch.zeros(chains, 2, dtype=torch.float64)))
     ones = torch.ones(1, chains, 2, dtype=torch.float64)
-    heard, data = sparse.Heard(0.2 * ones, 0.2 * ones, ones / tau**2, sure * ones[..., 0]), observe(y[None])
+    heard, data = sparse.GlobalVariables(0.2 * ones, 0.2 * ones, ones / tau**2, sure * ones[..., 0]), observe(y[None])
     draws = []
     for t in range(25):
         site = local.sweep(heard, site, data, geweke.keys(7, chains, t)[None], 8)

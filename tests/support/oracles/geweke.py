@@ -141,7 +141,7 @@ def step(
     """A round of the federation on all replicates: sweeps at the sites, sums, the server's step."""
     count, sites = len(joint.shared.theta), setting.sites
     repeat = lambda leaf: leaf.repeat_interleave(sites, 0)[:, None]
-    heard = sparse.Heard(*(repeat(leaf) for leaf in shared.send(joint.shared)))
+    heard = sparse.GlobalVariables(*(repeat(leaf) for leaf in shared.send(joint.shared)))
     after = local.sweep(heard, joint.sites, data, keys(101, count * sites, t)[:, None], sweeps)
     sums = {}
     for name, terms in local.report(after).items():

@@ -16,7 +16,7 @@ from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.models.gaussian_process import ConvolvedGP, Site
+    from fedtorch.models.gaussian_process import ConvolvedGP, GaussianSite
 
 POSTERIOR = ("posterior_mean", "posterior_root")
 
@@ -126,7 +126,9 @@ class StackedGP:
     def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Contribution:
         """Return what units tell, `(K, ...)`."""
         x, y, extra = rows
-        found: Site = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
+        found: GaussianSite = self.on(
+            values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units)
+        )
         told = Contribution(pack(found.precision), found.shift, found.constant, torch.ones_like(found.constant))
         return tree.scale(told, factor)._replace(units=told.units)
 

@@ -14,8 +14,8 @@ them together, with η = Σ τ, then are (ε, δ + (1 + e^ε) η)-private where 
 >>> from fedtorch.trust import privacy
 >>> round(privacy.epsilon(noise=1.0, sampling_rate=0.01, rounds=1000, delta=1e-5), 3)
 1.828
->>> privacy.rounds_for(epsilon=1.828, noise=1.0, sampling_rate=0.01, delta=1e-5)
-999
+>>> privacy.rounds_for(epsilon=2.0, noise=20.0, delta=1e-5)
+100
 """
 
 from __future__ import annotations
