@@ -267,21 +267,21 @@ class RemoteClients:
         least = 2 if carry.masks is None else carry.masks.sites
         if plan.roster is None or len(plan.sites.names) < least:
             raise ValueError(
-                f"Expected roster=book.sign_roster(authority, roster) and at least {least} sites, which believe each "
-                f"other's keys by it, but got {len(plan.sites.names)} sites and "
+                f"Expected roster=key_directory.sign_roster(authority, roster) and at least {least} sites, which "
+                f"believe each other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
         carry.check(len(plan.names), len(plan.sites.names))
         own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         ask, number = self._ask, plan.sites.next_sequence
         keyring = Keyring(plan.roster, ask, number)
-        return Hidden(carry, keyring, own, plan.rotate, ask, number, self._letters, plan.lost)
+        return Hidden(carry, keyring, own, plan.rotate, ask, number, self._envelopes, plan.lost)
 
-    def _letters(self, site: str, number: int) -> bytes:
-        return self._request("letters", self.plan.sites.names.index(site), None, None, number)
+    def _envelopes(self, site: str, number: int) -> bytes:
+        return self._request("envelopes", self.plan.sites.names.index(site), None, None, number)
 
     def _prepare(self, asked: list[tuple[int, str]], start: bytes = b"") -> dict[str, str]:
-        """Sees to keys and letters, neighbours' letters of all; returns why sites are not to be asked."""
+        """Sees to keys and envelopes, neighbours' envelopes of all; returns why sites are not to be asked."""
         if self._hidden is None:
             return {}
         members = asked if self.plan.carry.network is None else self._members()

@@ -25,8 +25,8 @@ from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.past_sums import digest_of_start
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.rounds.sites import Heard
-from fedtorch.sites.rounds.terms import Refusal
 from fedtorch.sites.secure.halves import client_half, server_half
 from fedtorch.sites.secure.masked import Masked, Parties
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, PHASES
@@ -166,16 +166,16 @@ def site_half(
     """Return a site's half of one sum.
 
     Args:
-        masks: of the site's terms.
+        masks: of the site's policy.
         keys: of the site.
-        data: the book of keys.
+        data: the signed key directory.
         number: of the request that it answers.
         about: a digest of what its clients were sent.
         found: their messages.
         guard: decides with whom the site takes part, and remembers what it has confirmed.
 
     Raises:
-        Refusal: the book is not to be believed, or the site takes part in no sum of its sites.
+        Refusal: the directory is not to be believed, or the site takes part in no sum of its sites.
     """
     speakers, place = keys.read(data)
     if len(speakers) < masks.sites:

@@ -20,7 +20,7 @@ from fedtorch import wire
 from fedtorch.tree import Tree
 from fedtorch.wire import PayloadError
 
-PROTOCOL = 1  # what is said may not be understood by another
+PROTOCOL = 2  # what is said may not be understood by another
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (

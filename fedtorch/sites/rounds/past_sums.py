@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from fedtorch import _files as files, tree, wire
 from fedtorch.protocol.versions import FIRST
-from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.tree import Tree
 
 FILE = "sums.jsonl"
@@ -138,7 +138,7 @@ class PastSums:
         if self._lasting and self._path is None:
             raise Refusal(
                 "the site has no folder in which it remembers the sums under masks that it takes part in; start it "
-                "with a folder of states, or with Terms(remember_sums=False) if it is to forget them"
+                "with a folder of states, or with Policy(remember_sums=False) if it is to forget them"
             )
         if self._path is not None:
             if not self._path.exists():

@@ -13,11 +13,11 @@ from fedtorch.sites.secure import ring
 from fedtorch.sites.secure.messages import ADVERT, KEYS, NUMBER, Aborted, Session, verified
 from fedtorch.sites.secure.neighbours import circle
 
-Adverts = dict[int, tuple[bytes, bytes, bytes]]  # by client: mask key, letter key, commitment to its own mask
+Adverts = dict[int, tuple[bytes, bytes, bytes]]  # by client: mask key, envelope key, commitment to its own mask
 
 
 def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
-    """(mask key, letter key, commitment) of every client that has advertised.
+    """(mask key, envelope key, commitment) of every client that has advertised.
 
     Raises:
         Aborted: too few, or one twice.

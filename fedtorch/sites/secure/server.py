@@ -18,8 +18,8 @@ from fedtorch.sites.secure.messages import (
     ADVERT,
     COMPLAIN,
     CONFIRM,
+    ENVELOPE,
     KEYS,
-    LETTER,
     MASKED,
     NUMBER,
     PHASES,
@@ -126,8 +126,8 @@ class Server:
             return "keys of low order" if low else _unless(len(body) == KEYS.size, "no keys")
         near = self.neighbours[sender]
         if phase == SHARES:
-            sealed = {int(to): tuple(map(bytes, rest)) for to, *rest in records(body, LETTER)}
-            if sorted(sealed) != near or len(body) != len(near) * LETTER.size:
+            sealed = {int(to): tuple(map(bytes, rest)) for to, *rest in records(body, ENVELOPE)}
+            if sorted(sealed) != near or len(body) != len(near) * ENVELOPE.size:
                 return "shares for others than its neighbours"
             self._sealed[sender] = sealed
             return ""
@@ -156,7 +156,7 @@ class Server:
         if phase == SHARES:
             return bundle(list(self.messages[ADVERT].values()))
         if phase == COMPLAIN:
-            return b"".join(LETTER.pack(other, *self._sealed[other][client]) for other in self._senders(client))
+            return b"".join(ENVELOPE.pack(other, *self._sealed[other][client]) for other in self._senders(client))
         if phase == MASKED:
             return b"".join(map(NUMBER.pack, self._masking(client)))
         near = self.neighbours[client]
