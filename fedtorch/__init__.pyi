@@ -83,11 +83,11 @@ from .federation.solvers.unlabelled import unlabelled as unlabelled
 from .federation.told import Averages as Averages, Told as Told
 from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import History as History, Round as Round
+from .metrics.scores import Score as Score
 from .models.linear import LinearHead as LinearHead
 from .module_randomness import KeyedRandomness as KeyedRandomness
 from .networks import Network as Network
 from .report.callback import Report as Report
-from .scores import Score as Score
 from .sites import Remote as Remote
 
 __version__: str

@@ -124,14 +124,14 @@ def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
 
 def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:
     """The `__metadata__` of the format: texts by name."""
-    found = header.get("__metadata__", {})
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        raise refuse("__metadata__ to map names to texts", _short(found))
-    return found
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise refuse("__metadata__ to map names to texts", _short(metadata))
+    return metadata
 
 
 def check_header(header: dict[str, JSON], fields: Sequence[Field], available: int, refuse: Refuse) -> dict[str, slice]:
-    """Where each field lies in the data, once names, dtypes, shapes and offsets are the expected ones."""
+    """Return the place of each field in the data, once names, dtypes, shapes and offsets are the expected ones."""
     texts(header, refuse)
     got = header.keys() - {"__metadata__"}
     wanted = {field.name for field in fields}
@@ -150,7 +150,7 @@ def check_header(header: dict[str, JSON], fields: Sequence[Field], available: in
 
 
 def _place(entry: JSON, field: Field, refuse: Refuse) -> slice:
-    """Where a field lies in the data, by a header's entry that is otherwise as expected."""
+    """Return the place of a field in the data, by a header's entry that is otherwise as expected."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("dtype, shape and data_offsets", _short(entry), field.name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -64,7 +64,7 @@ class CapturedStep:
         self.one_by_one: str | None = "nothing has been captured"
 
     def __call__(self, step: Step, *tensors: Tensor) -> Any:
-        """What `step` gives for any index, without gradients.
+        """Return the result of `step` for any index, without gradients.
 
         Args:
             step: the same function in every call, but for what it finds in tensors of other shapes.
@@ -135,7 +135,7 @@ def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
             torch.cuda.current_stream().wait_stream(side)
             record = torch.cuda.CUDAGraph()
             with torch.cuda.graph(record):
-                found = graph(*held)
+                results = graph(*held)
     except RuntimeError as error:  # an operation that waits for the host or takes memory cannot be recorded
         torch.cuda.synchronize()
         return graph, str(error).partition("\n")[0]
@@ -144,6 +144,6 @@ def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
         for target, value in zip(held, tensors):
             target.copy_(value)
         record.replay()
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, results)
 
     return replay, None

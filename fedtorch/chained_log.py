@@ -191,6 +191,7 @@ class ChainedLog:
     def _set_aside(self, rest: bytes) -> None:
         """Move a last line that is not whole to a file beside the log."""
         aside = self.path.with_name(f"{self.path.name}.partial")
+        aside.touch(0o600)
         with aside.open("ab") as file:
             file.write(rest + b"\n")
         os.truncate(self.path, self._size)

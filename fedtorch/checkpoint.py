@@ -49,7 +49,7 @@ def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
 
 
 def read(path: Path | str) -> dict[str, Tensor]:
-    """What `write` wrote.
+    """Read the tensors that `write` wrote.
 
     Raises:
         ValueError: the file is empty, torn, or something else.
@@ -175,5 +175,5 @@ def _unpacked(described: Any, flat: Mapping[str, Tensor]) -> Any:
 
 
 def below(prefix: str, flat: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `flat` has under a prefix."""
+    """Return the entries of `flat` whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): leaf for name, leaf in flat.items() if name.startswith(prefix)}

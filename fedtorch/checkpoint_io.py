@@ -1,4 +1,4 @@
-"""How the Trainer of a federation keeps checkpoints: files of this machine that appear whole and hold plain tensors."""
+"""Checkpoints of Trainers: files of this machine that appear whole and hold plain tensors."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class PlainCheckpointIO(TorchCheckpointIO):
         """Writes a file; a kill at any moment leaves the old one or the new one, whole."""
         if storage_options is not None:
             raise TypeError(f"Expected no storage_options, but got {storage_options!r}")
-        here, buffer = _here(path), io.BytesIO()
+        local, buffer = _here(path), io.BytesIO()
         torch.save(checkpoint, buffer)
-        here.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(here, buffer.getbuffer())
+        local.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(local, buffer.getbuffer())
 
     def load_checkpoint(self, path: Path | str, map_location: Any = None, weights_only: bool | None = True) -> Any:
-        """What `save_checkpoint` wrote, on the CPU unless told.
+        """Read what `save_checkpoint` wrote, onto the CPU by default.
 
         Raises:
             FileNotFoundError: there is no such file.

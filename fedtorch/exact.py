@@ -154,7 +154,7 @@ def _split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _integer(parts: list[int]) -> int:
-    """What one number's limbs add up to."""
+    """Return the sum of one number's limbs."""
     if _NOT_FINITE in parts:
         raise ValueError("Expected sums of finite numbers below 2**148 in magnitude, but got others; rescale them")
     return sum(limb << _BITS * i for i, limb in enumerate(parts))

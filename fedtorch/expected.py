@@ -1,4 +1,4 @@
-"""What an argument must be, checked where it is given: errors that say what was expected, what came and what to do.
+"""Checks of arguments where they are given: errors that say what was expected, what came and what to do.
 
 >>> from fedtorch import expected
 >>> expected.positive(lr=float("inf"))
@@ -100,7 +100,7 @@ def loaded(module: str, name: str) -> Any:
 
 
 def _finite(name: str, value: Any) -> bool:
-    """Whether a number is no NaN."""
+    """Return whether a number is not NaN."""
     try:
         infinite = math.isinf(value)
     except TypeError as error:

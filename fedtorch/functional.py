@@ -97,7 +97,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How `module` is called on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are.
+    """Call `module` on `inputs`: with a dict of arguments of its `forward` by name, otherwise as they are.
 
     Example:
         >>> net = nn.Bilinear(2, 3, 1)
@@ -139,14 +139,14 @@ def with_counts(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
     """The module's own parameters and buffers of these names."""
-    own = {
+    named = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     for name in names:
-        if name not in own:
+        if name not in named:
             raise KeyError(f"Expected a parameter or buffer of {type(module).__name__}, but got {name!r}")
-    return [own[name] for name in names]
+    return [named[name] for name in names]
 
 
 class Swap:
@@ -183,16 +183,16 @@ class Swap:
     @contextmanager
     def __call__(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Puts `values` in the places of the names, in their order, and takes them out again."""
-        before = [table[name] for found in self.places for table, name in found]
+        before = [table[name] for tables in self.places for table, name in tables]
         try:
-            for found, value in zip(self.places, values, strict=True):
-                for table, name in found:
+            for tables, value in zip(self.places, values, strict=True):
+                for table, name in tables:
                     table[name] = value
             yield
         finally:
             originals = iter(before)
-            for found in self.places:
-                for table, name in found:
+            for tables in self.places:
+                for table, name in tables:
                     table[name] = next(originals)
 
     def current(self, index: int) -> Tensor:

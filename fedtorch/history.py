@@ -1,4 +1,4 @@
-"""What happened, round by round: a table that travels in the checkpoint.
+"""The history of a run, round by round: a table that travels in the checkpoint.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
@@ -76,7 +76,7 @@ class Round(NamedTuple):
 
 
 class Recorder(Protocol):
-    """What follows a run and goes on with it after a resumption.
+    """An object that records the rounds of a run, and goes on with it after a resumption.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -288,7 +288,7 @@ def means(info: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def headline(round: Round) -> dict[str, str]:
-    """What progress shows of a round: the loss and ε or, without them, the first numbers that it reports.
+    """Return what progress shows of a round: the loss and ε or, without them, the first numbers that it reports.
 
     Example:
         >>> import torch, fedtorch as ft

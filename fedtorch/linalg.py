@@ -77,7 +77,7 @@ class Equilibrated(NamedTuple):
 
     def null(self) -> Tensor:
         """Orthonormal columns that span the null space of A in its own units; `(..., p, p)`, zeros beside them."""
-        found = torch.zeros_like(self.vectors)
+        solution = torch.zeros_like(self.vectors)
         open_ = self.values.shape[-1] - self.rank
         for count in filter(None, open_.unique().tolist()):
             which = open_ == count
@@ -91,18 +91,18 @@ class Equilibrated(NamedTuple):
             basis = torch.where(size > 64 * _noise(vectors) * size.amax(-2, keepdim=True), basis, 0.0)
             upper = torch.linalg.qr(basis, mode="r").R
             whole = torch.linalg.solve_triangular(upper, basis, upper=True, left=False)
-            found[which] = torch.nn.functional.pad(whole, (0, found.shape[-1] - count))
-        return found
+            solution[which] = torch.nn.functional.pad(whole, (0, solution.shape[-1] - count))
+        return solution
 
     def inverse_root(self, null: Tensor) -> Tensor:
         """X `(..., p, p)` with XX' = A⁺, the pseudo-inverse in the units of A, from what `null()` gives."""
         known = self.values > 0
         root = torch.where(known, self.values, 1.0).rsqrt() * known
-        found = self.vectors * root[..., None, :] * self.scale[..., None]
+        root_columns = self.vectors * root[..., None, :] * self.scale[..., None]
         if bool(known.all()):
-            return found
+            return root_columns
         # A column of zeros has zeros here: its coefficient is zero, not rounding.
-        return torch.where(found.any(-1, keepdim=True), found - null @ (null.mT @ found), 0.0)
+        return torch.where(root_columns.any(-1, keepdim=True), root_columns - null @ (null.mT @ root_columns), 0.0)
 
 
 def equilibrated(matrix: Tensor) -> Equilibrated:
@@ -128,7 +128,7 @@ def equilibrated(matrix: Tensor) -> Equilibrated:
 
 
 def _noise(matrix: Tensor) -> float:
-    """What is rounding, relative to the largest eigenvalue of a matrix that is a sum over rows."""
+    """Return the size of rounding errors, relative to the largest eigenvalue of a matrix that is a sum over rows."""
     return 64 * matrix.shape[-2] * torch.finfo(matrix.dtype).eps
 
 

@@ -70,8 +70,8 @@ class TreeOptimizer:
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
         """The optimiser that `make` gives for parameters of these names and shapes."""
         check_maker(make)
-        own = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
-        return cls(make(own.values()), own)
+        stacked = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
+        return cls(make(stacked.values()), stacked)
 
     def init(self, parameters: Mapping[str, Tensor]) -> State:
         """The state before the first step, zeros in the structure of the state after it.
@@ -125,7 +125,7 @@ class TreeOptimizer:
         return optimizer
 
     def state(self, optimizer: Optimizer, tensors: Mapping[str, Tensor], before: State | None = None) -> State:
-        """What a bound optimiser keeps, not copied; `before` of what it has not given a gradient yet.
+        """Return the state of a bound optimiser, not copied; `before` of parameters without a gradient so far.
 
         Raises:
             TypeError: it keeps something of stacked parameters that has no row per client.
@@ -242,7 +242,7 @@ def _copied(value: Any) -> Any:
 
 
 def _may_fuse(group: dict[str, Any]) -> bool:
-    """Whether an optimiser with two moments can do with one pass over memory, and the user has not decided about it.
+    """Return whether an optimiser with two moments can be fused, and the user has not decided about it.
 
     Fused optimisers read memory in order, whatever the strides: parameters, and later their gradients, are contiguous.
     """

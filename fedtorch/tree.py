@@ -52,7 +52,7 @@ def _rebuild(node: Tree, children: Sequence[Tree]) -> Tree:
 
 
 def _names(node: Tree) -> Any:
-    """What has to agree between the nodes of trees of one structure."""
+    """Return what has to agree between the nodes of trees of one structure."""
     if isinstance(node, dict):
         return node.keys()
     return getattr(node, "_fields", len(node) if isinstance(node, tuple) else type(node))

@@ -15,7 +15,6 @@ import jsonargparse.typing
 import lightning as L
 import torchmetrics
 import yaml
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from torch import Tensor
 
@@ -28,7 +27,6 @@ from fedtorch.federation.algorithms.matrix_normal import Shrinkage
 from fedtorch.federation.exchanges.exchange import Exchange
 from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.federation.lightning.federation import Federation
-from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.runs.cohorts import Cohort
@@ -160,14 +158,6 @@ class FederationCLI(LightningCLI):
         of_federation = {name: given[name] for name in inspect.signature(federation).parameters if name in given}
         self.datamodule, self.model = None, federation(**of_federation, seed=int(given["seed_everything"]))
         self.trainer = self.instantiate_trainer()
-
-    def instantiate_trainer(self, **arguments: Any) -> L.Trainer:
-        """Return a Trainer, with one bar for all rounds unless there is another or none is wanted."""
-        given = self.config_init[self.subcommand]["trainer"]
-        callbacks = given["callbacks"] = given["callbacks"] or []
-        if given["enable_progress_bar"] is not False and not any(isinstance(c, ProgressBar) for c in callbacks):
-            callbacks.append(RoundProgressBar())
-        return super().instantiate_trainer(**arguments)
 
     def after_fit(self) -> None:
         """Say how it ended, and where the logs are."""

@@ -24,6 +24,11 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """Add the commands to a parser's."""
+    _add_server(commands)
+    _add_site(commands)
+
+
+def _add_server(commands: Any) -> None:
     authority = _command(commands, "authority", _make_authority, "server: make an authority and the server's identity")
     authority.add_argument("folder", metavar="DIR", type=Path, help="a new folder for its key; a run does not need it")
     authority.add_argument("--renew", action="store_true", help="give the server a new certificate of this authority")
@@ -51,6 +56,9 @@ def add(commands: Any) -> None:
         command.add_argument(
             "--lifetime", type=float, default=365.0, metavar="DAYS", help="of a new certificate (default 365)"
         )
+
+
+def _add_site(commands: Any) -> None:
     enrol = _command(commands, "enrol", _enrol, "site: make a key, and have it certified")
     enrol.add_argument("token", metavar="TOKEN", help="of `fedtorch invite`, as the server gave it")
     enrol.add_argument("--renew", action="store_true", help="get a new certificate for the key that is there")
@@ -62,7 +70,7 @@ def add(commands: Any) -> None:
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="without a word from the server (default 600)"
+        "--timeout", type=float, default=600.0, metavar="SECONDS", help="of a silent server (default 600)"
     )
     join.add_argument(
         "--record", type=Path, metavar="FILE", help="the audit record; default: record.jsonl among the states"

@@ -1,4 +1,4 @@
-"""How random partitioners cut the rows of each label, and deal the parts to clients."""
+"""Cut the rows of each label into parts for random partitioners, and give the parts to clients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _level(counts: Tensor, minimum: int) -> Tensor:
 
 
 def apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
-    """How many shards each label is cut into: `clients · count` in all, by the divisor method of Webster.
+    """Return the number of shards of each label, `clients · count` in all, by the divisor method of Webster.
 
     Every label has one at least, and no more than there are clients (a client gets a label once) or rows.
     """

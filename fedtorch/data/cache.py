@@ -1,4 +1,4 @@
-"""Where the files of real data sets come from.
+"""Find the files of real data sets.
 
 A file is taken from the folder that the environment variable `FEDTORCH_DATA_DIR` names, if it is there, as
 `<folder>/<file>`; otherwise from the cache, into which it is downloaded once, if its publisher offers it at an
@@ -92,7 +92,7 @@ def path(data_set: DataSet, file: File) -> Path:
 
 
 def present(data_set: DataSet, file: File) -> bool:
-    """Whether the file is at hand; its checksum is not looked at."""
+    """Return whether the file is at hand; its checksum is not compared."""
     return _given(data_set, file) is not None or (cache_folder() / data_set.folder / file.name).is_file()
 
 

@@ -63,11 +63,11 @@ def describe(name: str) -> DataSet:
 
 
 def _read(text: str) -> tuple[DataSet, ...]:
-    found = []
+    described = []
     for entry in tomllib.loads(text)["data_set"]:
         files = tuple(File(**{**file, "sha256": tuple(file["sha256"])}) for file in entry.pop("files", ()))
-        found.append(DataSet(**entry, files=files))
-    return tuple(found)
+        described.append(DataSet(**entry, files=files))
+    return tuple(described)
 
 
 DATA_SETS = _read((importlib.resources.files("fedtorch.data") / "catalogue.toml").read_text("utf-8"))

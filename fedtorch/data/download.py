@@ -81,9 +81,9 @@ def digest(file: Path) -> str:
 
 
 def _ours(part: Path) -> bool:
-    """Whether it is a file of its own, and not another one's second name, which would be written through it."""
-    found = part.lstat()
-    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+    """Return whether a path is a regular file with one name, so that writing to it changes no other file."""
+    status = part.lstat()
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
 
 
 def _no_link(name: str, flags: int) -> int:

@@ -45,7 +45,7 @@ class ClientData(NamedTuple):
 
     @property
     def mask(self) -> Tensor:
-        """Which rows are data and which are padding, `(K, N)` bool."""
+        """Return which rows are data, the others being padding, `(K, N)` bool."""
         size = tree.leaves(self.batch)[0].shape[1]
         return torch.arange(size, device=self.count.device) < self.count[:, None]
 
@@ -271,7 +271,7 @@ def described_rows(rows: Tree, dims: int = 2) -> str:
 
 
 def field_name(path: str) -> str:
-    """How messages call the leaf at `path`.
+    """Return the name of the leaf at `path` in messages.
 
     >>> field_name("0"), field_name("")
     ("field '0'", 'the tensor of rows')

@@ -1,4 +1,4 @@
-"""Which form of an operation runs: its Triton program on a CUDA device, its torch reference everywhere else.
+"""Choose the form of an operation: its Triton program on a CUDA device, its torch reference everywhere else.
 
 The environment variable `FEDTORCH_KERNELS` is read at every call:
 
@@ -40,19 +40,19 @@ FLOATS = (torch.float32, torch.float64)
 
 
 def _mode() -> str:
-    """What `FEDTORCH_KERNELS` says.
+    """Return the value of `FEDTORCH_KERNELS`.
 
     Raises:
         ValueError: something else than `MODES`.
     """
-    found = os.environ.get(VARIABLE, "on")
-    if found not in MODES:
-        raise ValueError(f"Expected {VARIABLE} to be one of {', '.join(MODES)}, but got {found!r}")
-    return found
+    mode = os.environ.get(VARIABLE, "on")
+    if mode not in MODES:
+        raise ValueError(f"Expected {VARIABLE} to be one of {', '.join(MODES)}, but got {mode!r}")
+    return mode
 
 
 def possible(device: torch.device) -> bool:
-    """Whether programs may run on a device at all; where they may not, nothing else need be asked.
+    """Return whether programs may run on a device at all; where they may not, nothing else need be checked.
 
     >>> import torch
     >>> possible(torch.device("cuda")), possible(torch.device("cpu"))
@@ -101,5 +101,5 @@ def program(
 
 @functools.cache
 def installed() -> bool:
-    """Whether Triton is."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""How Triton programs are loaded and launched, and the sizes of their tiles."""
+"""Load and launch Triton programs, and choose the sizes of their tiles."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Need(NamedTuple):
-    """Says how messages have to be carried for a guarantee to hold.
+    """Say how messages have to be carried for a guarantee to hold.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -27,14 +27,14 @@ class Need(NamedTuple):
 
 
 class Budget(Protocol):
-    """What may be told of the clients, and what has been: asked before every round, and never given back.
+    """Hold what may be told of the clients, and what has been: asked before every round, and never given back.
 
     A run also keeps it as a recorder, so that a checkpoint knows how much was spent when it was written.
     """
 
     @property
     def quorum(self) -> int | None:
-        """Of how many clients of a sum the noise is counted together: 1 for each one's own, None for a server's."""
+        """Return how many clients of a sum the noise is counted over: 1 for each one's own, None for a server's."""
         ...
 
     @property
@@ -44,19 +44,19 @@ class Budget(Protocol):
 
     @property
     def lasting(self) -> bool:
-        """Whether what is spent outlives the process, of noise that nobody can compute."""
+        """Return whether what is spent outlives the process, of noise that nobody can compute."""
         ...
 
     def cohort(self, cohort: Any, clients: int) -> Any:
-        """Whom a run asks of so many clients, if it was given `cohort`; raises where that cannot be accounted for."""
+        """Return the cohort of a run that was given `cohort`; raise where that cannot be accounted for."""
         ...
 
     def allows(self) -> bool:
-        """Whether another round may begin; a loop over rounds ends where it may not."""
+        """Return whether another round may begin; a loop over rounds ends where it may not."""
         ...
 
     def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
-        """Counts a round, before anything of it is computed; raises where it may not begin.
+        """Count a round, before anything of it is computed; raise where it may not begin.
 
         Args:
             round: rounds done before.
@@ -66,19 +66,19 @@ class Budget(Protocol):
         ...
 
     def report(self) -> Mapping[str, float]:
-        """What the history tells of it after every round."""
+        """Return what the history tells of it after every round."""
         ...
 
     def record(self, round: Any) -> None:
-        """Takes in a round that is done."""
+        """Take in a round that is done."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What has been spent, flat."""
+        """Return what has been spent, flat."""
         ...
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Refuses a checkpoint that knows of more than has been written down."""
+        """Refuse a checkpoint that knows of more than has been written down."""
         ...
 
 

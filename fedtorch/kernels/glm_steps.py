@@ -79,7 +79,7 @@ def glm_steps(
     precision: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(parameters after all steps in the shape of `start`, mean loss over a client's steps `(K,)`, without λ and h).
+    """Return the parameters after all steps, in the shape of `start`, and the mean loss `(K,)` without λ and h.
 
     Args:
         family: `GAUSSIAN`, `BERNOULLI`, `POISSON` or `CATEGORICAL`.

@@ -92,7 +92,7 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
 ) -> None:
-    """Return a step of SGD.
+    """Take a step of SGD, in place.
 
     Args:
         parameter: `(K, ...)`, contiguous.
@@ -142,7 +142,7 @@ def adam(
     weight_decay: float = 0.0,
     decoupled: bool = False,
 ) -> None:
-    """Return a step of Adam, or of AdamW with `decoupled`.
+    """Take a step of Adam, or of AdamW with `decoupled`, in place.
 
     Args:
         parameter: `(K, ...)`, contiguous.

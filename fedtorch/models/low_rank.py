@@ -68,7 +68,7 @@ class LowRank(NamedTuple):
         return (1 - squares.sum(1)).clamp(min=0) / self.multiple + squares @ (1 / (self.multiple + self.values))
 
     def quadratic_form(self, right: Tensor) -> Tensor:
-        """tr(right' Ω⁻¹ right) for right `(K, d)`, as a sum of squares: exact also where Ω is nearly singular."""
+        """Return tr(right' Ω⁻¹ right), right `(K, d)`, as a sum of squares: exact also where Ω is nearly singular."""
         inside = self.vectors.mT @ right
         outside = right - self.vectors @ inside
         return outside.square().sum() / self.multiple + (inside.square().sum(1) / (self.multiple + self.values)).sum()

@@ -3,9 +3,9 @@
 `fedtorch.plots` draws them with matplotlib, `fedtorch.report` as SVG.
 
 >>> import numpy as np
->>> made = chart("Loss", "round", np.arange(1.0, 4.0), [Series("mean", np.array([0.3, 0.2, 0.1]))])
->>> [tick.text for tick in made.x_ticks], made.logarithmic
-(['1', '2', '3'], False)
+>>> made: Chart = chart("Loss", "round", np.arange(1.0, 4.0), [Series("mean", np.array([0.3, 0.2, 0.1]))])
+>>> made.x_ticks == [Tick(1.0, "1"), Tick(2.0, "2"), Tick(3.0, "3")], made.logarithmic
+(True, False)
 """
 
 from __future__ import annotations

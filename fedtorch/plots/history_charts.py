@@ -3,8 +3,10 @@
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
 >>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=3)
->>> [series.label for series in spread(run.history, "train_loss").series]
-['lowest to highest client', 'middle half of the clients', 'mean over clients', ...]
+>>> losses(run.history), [series.label for series in spread(run.history, "train_loss").series]
+(['train_loss'], ['lowest to highest client', 'middle half of the clients', 'mean over clients', ...])
+>>> by_round(run.history, "seconds", [Series("time", column(run.history, "seconds"))]).x_label
+'communication round'
 """
 
 from __future__ import annotations

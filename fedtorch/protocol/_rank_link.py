@@ -14,7 +14,7 @@ from fedtorch.tree import Tree
 _LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
 
 
-class Link:
+class RankLink:
     """What one rank sends and receives.
 
     Args:

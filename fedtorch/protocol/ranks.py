@@ -17,7 +17,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
-from fedtorch.protocol._rank_link import Link
+from fedtorch.protocol._rank_link import RankLink
 from fedtorch.protocol.halves import Half, Traffic, drive
 
 TIMEOUT = timedelta(minutes=10)
@@ -43,7 +43,7 @@ def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) 
     (tensor([0, 1]), Traffic(up=0, down=0))
     >>> dist.destroy_process_group()
     """
-    link = Link(rank, ranks, timeout)
+    link = RankLink(rank, ranks, timeout)
     try:
         result = drive(half, link.send, link.receive)
     finally:

@@ -1,4 +1,4 @@
-"""Where noise, masks and secret cohorts come from: the operating system, or a seed that guarantees nothing.
+"""Entropy for noise, masks and secret cohorts: of the operating system, or of a seed, which guarantees nothing.
 
 The package's other draws are functions of a seed, so whoever knows it could subtract them again. What protects somebody
 is therefore drawn from a secret of the operating system, 32 bytes that are never written anywhere: a resumed run has
@@ -36,7 +36,7 @@ _ZEROS = bytes(2**16)
 
 
 class Purpose(NamedTuple):
-    """What a key is for; two purposes that differ anywhere have unrelated keys."""
+    """The purpose of a key; two purposes that differ anywhere have unrelated keys."""
 
     run: bytes  # a name of the run that no other has
     round: int

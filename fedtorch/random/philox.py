@@ -71,7 +71,7 @@ def integers(key: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def coins(key: Tensor, shape: Sequence[int], threshold: int) -> Tensor:
-    """Whether words are less than `threshold`, `(*key.shape, *shape)`."""
+    """Return whether words are less than `threshold`, `(*key.shape, *shape)`."""
     return _drawn("COINS", key, shape, torch.bool, 1, lambda words: words < threshold, threshold)
 
 
@@ -226,7 +226,7 @@ def _between(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _words_per(dtype: torch.dtype) -> int:
-    """How many words a number of this dtype takes."""
+    """Return how many words a number of this dtype takes."""
     return 2 if dtype == torch.float64 else 1
 
 

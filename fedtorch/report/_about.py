@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from fedtorch.federation.runs.run import Run
+from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network
 from fedtorch.report import _posteriors as posteriors
 from fedtorch.report._drawing import reduced
-from fedtorch.scores import Score
 from fedtorch.trust import record
 from fedtorch.vfl.fit.run import VerticalRun
 
@@ -51,11 +51,17 @@ def about(
         "settings": settings,
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
-        "scores": {name: {**s._asdict(), "clients": s.clients.tolist()} for name, s in (scores or {}).items()},
+        "scores": {name: _score(score) for name, score in (scores or {}).items()},
         "network": reduced(network if network is not None else _network(run)),
         "posteriors": posteriors.found(run),
         "privacy": _privacy(run),
     }
+
+
+def _score(score: Score) -> dict[str, Any]:
+    failed = 0 if score.failed is None else int(score.failed.sum())
+    numbers = {"overall": score.overall, "clients": score.clients.tolist(), "failed": failed}
+    return {**numbers, "largest_is_best": score.largest_is_best}
 
 
 def _network(run: Run | VerticalRun) -> Network | None:

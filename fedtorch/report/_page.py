@@ -109,7 +109,8 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
         if f"{name}_mean" not in table:  # else the history has said so
             known = [value for value in score["clients"] if value is not None]
             span = f"clients {number(min(known))} to {number(max(known))}" if known else ""
-            tiles.append((in_words(name), number(score["overall"]), span))
+            span += f", NaN of {score['failed']}" if score.get("failed") else ""
+            tiles.append((in_words(name), number(math.nan if score["overall"] is None else score["overall"]), span))
     sent = [size(float(table[name].iloc[-1])) for name in ("bytes_up", "bytes_down")]
     tiles.append(("sent up", sent[0], f"{sent[1]} down"))
     if "epsilon" in table:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedtorch import metrics as fm, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
-from fedtorch.scores import Score, score_of
+from fedtorch.metrics.scores import Score, score_of
 from fedtorch.tree import Tree
 
 Predictor = Callable[[Tree], Tensor]  # inputs (K, N, ...) -> predictions (K, N, ...)

@@ -33,9 +33,9 @@ from fedtorch import _files as files, checkpoint
 from fedtorch.checkpoint import below
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import History
+from fedtorch.metrics.scores import Score
 from fedtorch.report._about import FORMAT, about
 from fedtorch.report._page import Story, page
-from fedtorch.scores import Score
 from fedtorch.trust import record
 from fedtorch.vfl.fit.run import VerticalRun
 

@@ -42,7 +42,7 @@ from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData, described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.runs.run import Run
-from fedtorch.scores import Score
+from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 _ROWS, _TIMES = "augmented", "times"  # fields of augmented rows: rows, and how often each is there, 0 for signals

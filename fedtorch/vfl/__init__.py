@@ -5,8 +5,8 @@ Parties (`Party`) align their rows (`align`), privately.
 A model (`augmented`, `power`) is approximated by a guide (`Guide(sums())`) and fitted by `sfvi` in one graph. A
 split network (`SplitNetwork`) is such a model with networks as predictors, and is trained by a Lightning `Trainer`.
 Among parties, both are trained by the same halves of a protocol (`iteration`), in one process, over ranks
-(`ranks`) or between organisations (`remote`; `resuming` where lines break and processes die, `ahead` where lines are
-slow).
+(`ranks`) or between organisations (`remote`; `resuming` where lines break and processes die, `delay=` where lines are
+slow). Every fit answers to the verbs of `ft.Run`: `rounds`, `history`, `save`, `load`, `evaluate`, `ft.report.write`.
 
 Features stay where they are, but training shows more than predictions do: gradients of a plain split network give the
 parties the labels, and averaging what is sent over steps removes the noise ρ. See `split` and `iteration`.
@@ -44,7 +44,7 @@ from fedtorch.vfl.fit.part import Part as Part, parts as parts
 from fedtorch.vfl.fit.prediction import log_score as log_score, lost_score as lost_score, spread as spread
 from fedtorch.vfl.fit.run import VerticalRun as VerticalRun
 from fedtorch.vfl.fit.sfvi import VariationalFit as VariationalFit, cosine as cosine, sfvi as sfvi
-from fedtorch.vfl.fit.soul import Soul as Soul, soul as soul
+from fedtorch.vfl.fit.soul import SoulFit as SoulFit, soul as soul
 from fedtorch.vfl.model import likelihoods as likelihoods
 from fedtorch.vfl.model.augmented import attenuation as attenuation, augmented as augmented
 from fedtorch.vfl.model.collapsed import noise_variance as noise_variance

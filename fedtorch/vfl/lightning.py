@@ -25,7 +25,7 @@ class _Epoch:
 
 
 class VerticalLoader:
-    """What a `Trainer` iterates over: all rows at every step, or minibatches of a new order every epoch.
+    """A loader for a `Trainer`: all rows at every step, or minibatches of a new order every epoch.
 
     A minibatch's rows are weighted so that its bound is unbiased for that of all rows.
 
@@ -107,7 +107,7 @@ class StackedEarlyStopping(L.Callback):
         self._count = 0
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Keeps what is best so far."""
+        """Keep what is best so far."""
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         losses = pl_module.validation_losses.detach()
@@ -125,22 +125,22 @@ class StackedEarlyStopping(L.Callback):
             trainer.should_stop = True
 
     def _move(self, device: torch.device) -> None:
-        """To where training goes on, which need not be where a checkpoint was loaded."""
+        """Move what is kept to the device of the training, which need not be that of a checkpoint."""
         if self.best.device != device:
             self.best, self.epoch = self.best.to(device), self.epoch.to(device)
             self._weights = {name: kept.to(device) for name, kept in self._weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What is best so far, for Lightning's checkpoints."""
+        """Return what is best so far, for Lightning's checkpoints."""
         return {"best": self.best, "epoch": self.epoch, "weights": self._weights, "count": self._count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what `state_dict` said."""
+        """Go on from what `state_dict` said."""
         self.best, self.epoch = state_dict["best"], state_dict["epoch"]
         self._weights, self._count = state_dict["weights"], state_dict["count"]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Restores every element's best weights."""
+        """Restore every element's best weights."""
         with torch.no_grad():
             for name, parameter in pl_module.named_parameters():
                 if name in self._weights:

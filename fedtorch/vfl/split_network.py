@@ -73,7 +73,7 @@ _WEIGHTS = 100  # purpose of an element's key
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Adam at 1e-3, as in the source.
+    """Return Adam at 1e-3, as in the source.
 
     >>> weight = nn.Parameter(torch.zeros(1))
     >>> weight.grad = torch.tensor([5.0])
@@ -190,18 +190,18 @@ class SplitNetwork(L.LightningModule):
         return Parameters(None, self.server.q, tuple(party.q for party in self.parties))
 
     def losses(self, data: VerticalData, step: int) -> Tensor:
-        """The negative bound per row of each element, `(B,)`, with the noise of this step."""
+        """Return the negative bound per row of each element, `(B,)`, with the noise of this step."""
         here, noise = self._drawn(data, step)
         value = bound(self.model, self.server.guide, self.variational, here, noise).squeeze(1)
         return -value / here.total.to(value)
 
     def _drawn(self, data: VerticalData, step: int) -> tuple[VerticalData, Noise]:
-        """Data in the networks' dtype, and the noise of this step."""
+        """Return data in the networks' dtype, and the noise of this step."""
         noise = draw_noises([self.server, *self.parties], step, data.response.shape[-1])
         return data.to_dtype(self.server.rho.dtype), noise
 
     def setup(self, stage: str) -> None:
-        """Has the Trainer keep checkpoints that appear whole, and read none that could run code."""
+        """Have the Trainer keep checkpoints that appear whole, and read none that could run code."""
         keep_plain(self.trainer.strategy)
         self._captured = None  # of tensors that may have been moved since
 
@@ -224,7 +224,7 @@ class SplitNetwork(L.LightningModule):
             self.run.number = len(self.run.log)
 
     def training_step(self, data: VerticalData, index: int) -> Tensor:
-        """The sum of the elements' losses."""
+        """Return the sum of the elements' losses."""
         if self.global_step == 0:
             self.check(data)
         losses, total = (self._replayed if self.compiles else self._evaluated)(data, self.global_step)
@@ -232,30 +232,30 @@ class SplitNetwork(L.LightningModule):
         return total
 
     def _evaluated(self, data: VerticalData, step: int) -> tuple[Tensor, Tensor]:
-        """(the losses, `(B,)`, their sum)."""
+        """Return (the losses, `(B,)`, their sum)."""
         losses = self.losses(data, step)
         return losses, losses.sum()
 
     def _replayed(self, data: VerticalData, step: int) -> tuple[Tensor, Tensor]:
-        """The same by a captured step."""
+        """Return (the losses, their sum) by a captured step."""
         here, noise = self._drawn(data, step)
         if self._captured is None:
             self._captured = CapturedBound(self.model, self.server.guide, self.variational)
         return self._captured.losses(here, noise, 1 / here.total.to(self.server.rho).reshape(-1, 1))
 
     def validation_step(self, data: VerticalData, index: int) -> None:
-        """Logs the mean over elements of the negative log score."""
+        """Log the mean over elements of the negative log score."""
         score = self.log_score(data, draws=self.validation_draws)
         weight = torch.ones_like(score) if data.weight is None else data.weight.to(score).expand_as(score)
         self.validation_losses = -(score * weight).sum(-1) / weight.sum(-1)
         self.log("val_loss", self.validation_losses.mean(), batch_size=1)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimiser of all nodes' parameters."""
+        """Return the optimiser of all nodes' parameters."""
         return self.optimizer(self.parameters())
 
     def check(self, data: VerticalData) -> None:
-        """Checks data against the network.
+        """Check data against the network.
 
         Raises:
             ValueError: another number of parties or rows, features that are not finite, a response that the likelihood
@@ -269,7 +269,7 @@ class SplitNetwork(L.LightningModule):
             raise ValueError("Expected rows that all parties have, for `sums`, but got absent ones; use `amortised`")
 
     def nodes(self, data: VerticalData, optimizer: Optimizers = adam) -> tuple[ServerNode, list[PartyNode]]:
-        """The nodes in one process, each with what it may know; they train this network in place.
+        """Return the nodes in one process, each with what it may know; they train this network in place.
 
         Args:
             data: aligned rows.
@@ -284,13 +284,13 @@ class SplitNetwork(L.LightningModule):
     def totals(
         self, features: Sequence[Tensor], draws: int, key: Tensor | None, noise: bool, data: VerticalData | None = None
     ) -> Tensor:
-        """Draws of the likelihood's predictor of new rows, `(B, M, C, n)`, by all parties together."""
+        """Draw the likelihood's predictor of new rows, `(B, M, C, n)`, by all parties together."""
         return predicted(self.server, self.parties, features, draws, key, noise, data)[0]
 
     def predict(
         self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
     ) -> Tensor:
-        """The predictive mean of new rows by all parties together, averaged over draws.
+        """Return the predictive mean of new rows by all parties together, averaged over draws.
 
         Args:
             features: `(n, ...)` or `(B, n, ...)`, one per party.
@@ -310,7 +310,7 @@ class SplitNetwork(L.LightningModule):
     def log_score(
         self, data: VerticalData, *, draws: int = 100, key: Tensor | None = None, noise: bool = True
     ) -> Tensor:
-        r"""The log predictive density of each row, :math:`\log \frac1M \sum_m p(y_i | m)`, `(B, n)`."""
+        r"""Return the log predictive density of each row, :math:`\log \frac1M \sum_m p(y_i | m)`, `(B, n)`."""
         total = self.totals(data.features, draws if self.bayesian else 1, key, noise, data)
         rows = self.model.likelihood.log_prob(data.y.to(total.dtype), total, self._shared)
         return rows.logsumexp(1) - math.log(rows.shape[1])
@@ -321,12 +321,12 @@ class SplitNetwork(L.LightningModule):
         return self.server.q["theta"]["mean"].detach().unsqueeze(1)
 
     def predict_step(self, data: VerticalData, index: int) -> Tensor:
-        """What `predict` says of a batch."""
+        """Return what `predict` says of a batch."""
         return self.predict(data.features)
 
 
 def _of_elements(value: float | Tensor, size: int, name: str) -> Tensor:
-    """One number for each element, `(B,)`."""
+    """Return one number for each element, `(B,)`."""
     numbers = torch.as_tensor(value, dtype=torch.float64)
     if numbers.ndim and len(numbers) != size:
         raise ValueError(f"Expected {name} of {size} elements, but got {len(numbers)}")

@@ -99,13 +99,21 @@ def test_every_experiment_has_a_main_setting_or_a_reason_for_none() -> None:
     assert {config for config in there.values() if config} == set(CONFIGS)
 
 
+@pytest.fixture(scope="module")
+def listed() -> dict[Path, str]:
+    """The checkout's experiments by their main setting."""
+    found = experiments.experiments(ROOT)
+    names = {each.config: each.name for each in found if each.config is not None}
+    assert len(names) == sum(each.config is not None for each in found)
+    return names
+
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_what_a_main_setting_names_is_there(file: Path) -> None:
+def test_what_a_main_setting_names_is_there(file: Path, listed: dict[Path, str]) -> None:
     configuration.check_file(file)
     content = yaml.safe_load(file.read_text())
     assert {"algorithm", "data", "trainer"} <= content.keys()
-    (name,) = (each.name for each in experiments.experiments(ROOT) if each.config == file)
-    assert f"experiments.{name}" in file.read_text().split("\n")[0]
+    assert f"experiments.{listed[file]}" in file.read_text().split("\n")[0]
 
 
 def test_a_main_setting_is_the_experiment_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,13 @@ def test_noise_of_a_server_is_not_lost_to_a_rule() -> None:
         private | robust.rule(robust.trimmed_mean(0.0))
 
 
+def test_all_algorithms_of_a_wrapper_spend_from_one_ledger() -> None:
+    private = WRAPPERS["client"]("fedavg")
+    one, two = (ft.run(ft.fedavg(sgd(rate)) | private, ft.InProcess(DATA), rounds=1) for rate in (0.1, 0.2))
+    expected = [privacy.epsilon(noise=1.0, rounds=rounds, delta=1e-3) for rounds in (1, 2)]
+    assert [float(run.history["epsilon"].iloc[-1]) for run in (one, two)] == pytest.approx(expected)
+
+
 def test_attackers_are_told_who_they_are_with_a_bound_that_adapts() -> None:
     private = privacy.client_level(AdaptiveClip(start=1e6), 1e-12, delta=1e-3, entropy=privacy.from_seed(0))
     data = linear_clients([4] * K)  # client level takes all weights as one

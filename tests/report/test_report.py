@@ -123,11 +123,13 @@ def test_pictures_have_words_and_numbers(tmp_path: Path) -> None:
 def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     run = fitted(HOSTILE)
     ring = ft.Network(ft.Network.ring(8).edges, names=HOSTILE)
-    scores = {HOSTILE[0]: ft.Score(1.0, torch.arange(8.0))}
+    clients = torch.arange(8.0)
+    clients[3] = torch.nan
+    scores = {HOSTILE[0]: ft.Score(math.nan, clients, failed=clients.isnan())}
     path = ft.report.write(run, tmp_path, title=HOSTILE[5], ended=HOSTILE[1], scores=scores, network=ring)
     page = harmless(path.read_text())
     assert HOSTILE[0] in page.texts
-    assert "clients 0 to 7" in page.texts
+    assert "clients 0 to 7, NaN of 1" in page.texts
     assert "left\\u202eright\\u2066\\u0000" in " ".join(page.texts)
     assert path.stat().st_size < 100_000
     known = json.loads((tmp_path / "about.json").read_text())

@@ -25,7 +25,7 @@ _STEPS = 4  # between numbers under masks, in a share of noise
 
 
 class Carry(Protocol):
-    """Carries messages between clients, and hides as much of them as it says.
+    """Carry messages between clients, and hides as much of them as it says.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -74,7 +74,7 @@ class Carry(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """Carries messages readable; see `plain`."""
+    """Carry messages readable; see `plain`."""
 
     minimum: int = 1
     step: float = 0.0

@@ -19,14 +19,14 @@ _PUSH = 4  # a product over all edges takes as long as pushing along this part o
 
 
 class Neighbourhood(NamedTuple):
-    """What a node of `graph` hears."""
+    """Hold what a node of `graph` hears."""
 
     heard: Tree  # (K, ...) its row of the outbox
     degree: Tensor  # (K,) Σ_j A_ij, float64
 
 
 def graph(network: Network) -> Exchange:
-    r"""Neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
+    r"""Let neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
 
     The aggregate has the structure of the message, `(n, ...)` and in float64. Row i is what the neighbours of node i
     have told: for a `Sum` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the mean with
@@ -69,7 +69,7 @@ def graph(network: Network) -> Exchange:
 
 
 def _hear(network: Network, partial: RowsOf) -> Tree:
-    """What every node hears of the messages of some."""
+    """Return what every node hears of the messages of some."""
     partial = in_order(partial)
 
     def hear(node: Mean | Sum) -> Mean | Sum:
@@ -84,7 +84,7 @@ def _hear(network: Network, partial: RowsOf) -> Tree:
 
 
 def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
-    """Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64."""
+    """Return Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64."""
     leaves = tree.leaves(values)
     if not leaves:
         return values
@@ -95,7 +95,7 @@ def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
 
 
 def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
-    """The columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
+    """Return the columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
     adjacency = network.adjacency(torch.float64, rows.device)
     if len(ids) == network.nodes:
         return neighbours(adjacency, rows)

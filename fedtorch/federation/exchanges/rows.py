@@ -8,7 +8,7 @@ from fedtorch.federation.exchanges.messages import in_order
 
 
 def private_rows() -> Exchange:
-    """A row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`.
+    """Keep a row of the outbox per client: client k hears row k only, and its message arrives as row k of `RowsOf`.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -15,7 +15,7 @@ _LARGEST = 2.0**1023  # power of two in float64
 
 
 def star() -> Exchange:
-    """A server in the middle: every client hears the outbox, and the server hears everybody's sum.
+    """Put a server in the middle: every client hears the outbox, and the server hears everybody's sum.
 
     The aggregate has the structure of the message, without the leading dimension and in float64: `Mean(value, weight)`
     holds the weighted mean and the total weight, `Sum(value)` the sum.
@@ -39,7 +39,7 @@ def star() -> Exchange:
 
 
 def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
-    """Σ_k w_k v_k of weights `(K,)` and values `(K, ...)`, float64.
+    """Return Σ_k w_k v_k of weights `(K,)` and values `(K, ...)`, float64.
 
     The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
     their sum. So it is at most the largest value, and no bit changes where it would have been finite anyway.
@@ -66,7 +66,7 @@ def _average(partial: Tree) -> Tree:
 
 
 def _sum(message: Mean | Sum) -> Mean | Sum:
-    """The partial aggregate of one block: Σ w v and Σ w, or Σ v."""
+    """Return the partial aggregate of one block: Σ w v and Σ w, or Σ v."""
     if isinstance(message, Sum):
         return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
     return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), message.weight.double().sum())

@@ -1,4 +1,4 @@
-"""What a Trainer can be told of a federation, and what is refused by name: what would do nothing, or go wrong."""
+"""Check a Trainer's settings: those that would do nothing in a federation, or go wrong, are refused by name."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.runs.run import Run
-from fedtorch.scores import Score
+from fedtorch.metrics.scores import Score
 
 _TOGETHER = 64  # clients whose tensors are asked for at once
 
 
 def has_validation_step(module: nn.Module | None) -> bool:
-    """Whether a module says how it is validated."""
+    """Return whether a module has a `validation_step` of its own."""
     return (
         isinstance(module, L.LightningModule) and type(module).validation_step is not L.LightningModule.validation_step
     )
@@ -52,17 +52,19 @@ class OwnValidation:
             run: whose clients' tensors are taken.
             data: rows of the run's clients.
         """
-        device, found = run.population.device, []
+        device, scores = run.population.device, []
         self.module.to(device)
         rows = data.to(device)
         for ids in torch.arange(len(data)).split(_TOGETHER):
             tensors = run.tensors(ids)
-            found += [self._client(tree.map(lambda x, i=i: x[i], tensors), rows[k]) for i, k in enumerate(ids.tolist())]
-        counts, names = data.counts.to("cpu", torch.float64), dict.fromkeys(name for each in found for name in each)
-        return {name: _score([each.get(name, torch.nan) for each in found], counts) for name in names}
+            scores += [
+                self._client(tree.map(lambda x, i=i: x[i], tensors), rows[k]) for i, k in enumerate(ids.tolist())
+            ]
+        counts, names = data.counts.to("cpu", torch.float64), dict.fromkeys(name for each in scores for name in each)
+        return {name: _score([each.get(name, torch.nan) for each in scores], counts) for name in names}
 
     def _client(self, tensors: dict[str, Tensor], rows: Any) -> dict[str, float]:
-        """What is logged for one client's rows; nothing without rows."""
+        """Return the values logged for one client's rows; none without rows."""
         if not len(tree.leaves(rows)[0]):
             return {}
         self._logs = {}

@@ -30,7 +30,7 @@ from fedtorch.federation.runs.evaluation import Split, check_same_clients, input
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Recorder, means
-from fedtorch.scores import Score, stacked_metrics
+from fedtorch.metrics.scores import Score, stacked_metrics
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -104,15 +104,15 @@ class Federation(L.LightningModule):
         self.automatic_optimization = False
         check_algorithm(algorithm)
         check_population(population)
-        own = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
-        if (validation is None) != (not metrics) and (validation is None or own is None):
+        validating = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
+        if (validation is None) != (not metrics) and (validation is None or validating is None):
             raise ValueError(
                 "Expected validation= and metrics= together, but got only one of them, and a module that has no "
                 "validation_step"
             )
         if validation is not None:
             check_same_clients(validation, population.names)
-        self._own = OwnValidation(own) if isinstance(own, L.LightningModule) else None
+        self._own = OwnValidation(validating) if isinstance(validating, L.LightningModule) else None
         self.run = Run(
             algorithm,
             population,
@@ -295,7 +295,7 @@ class Federation(L.LightningModule):
 
 
 def _hyperparameters(run: Run) -> dict[str, Any]:
-    """What a run was built with, flat: numbers and text as they are, and whatever else in words."""
+    """Return the settings of a run, flat: numbers and text as they are, other values described as text."""
     of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
     plain = (bool, int, float, str, type(None))
     return {

@@ -73,18 +73,18 @@ class Ranks:
         counts = torch.zeros(self.world_size, dtype=torch.int64)
         counts[self.rank] = len(leaves[0])
         counts = self.sum(counts)
-        found = [_as_bytes(leaf).to(self.device) for leaf in leaves]
-        own = torch.cat(found, 1)
-        padded = own.new_zeros(int(counts.max()), own.shape[1])
-        padded[: len(own)] = own
+        columns_sent = [_as_bytes(leaf).to(self.device) for leaf in leaves]
+        sent = torch.cat(columns_sent, 1)
+        padded = sent.new_zeros(int(counts.max()), sent.shape[1])
+        padded[: len(sent)] = sent
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
         self._together(dist.all_gather, gathered, padded)
         every = torch.cat([part[:count] for part, count in zip(gathered, counts.tolist())])
-        columns = every.split([part.shape[1] for part in found], 1)
+        columns = every.split([part.shape[1] for part in columns_sent], 1)
         return tree.refill(rows, [_from_bytes(part, leaf) for part, leaf in zip(columns, leaves)])
 
     def texts(self, mine: Any) -> list[Any]:
-        """What all ranks have to say, as JSON."""
+        """Return the values of all ranks, which travel as JSON."""
         line = torch.tensor(list(json.dumps(mine).encode() + b"\n"), dtype=torch.uint8)
         return [json.loads(text) for text in bytes(self.gather(line).tolist()).splitlines()]
 
@@ -94,9 +94,9 @@ class Ranks:
         Raises:
             ValueError: on every rank; the message names those that differ.
         """
-        told = self.texts(dict(about))
-        for name in dict.fromkeys(name for each in told for name in each):
-            values = [each.get(name) for each in told]
+        statements = self.texts(dict(about))
+        for name in dict.fromkeys(name for each in statements for name in each):
+            values = [each.get(name) for each in statements]
             (usual, _), *others = Counter(values).most_common()
             if others:
                 odd = {rank: value for rank, value in enumerate(values) if value != usual}
@@ -152,7 +152,7 @@ class Ranks:
 
 
 def backend(device: torch.device) -> str:
-    """What carries collectives between tensors of a device."""
+    """Return the name of the library for collectives between tensors of a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 

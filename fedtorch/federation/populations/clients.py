@@ -37,7 +37,7 @@ Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
 
 
 class Answers(NamedTuple):
-    """What the clients of a block have answered."""
+    """The answers of the clients of a block."""
 
     ids: Rows
     message: Tree  # (K, ...) all that they send
@@ -106,7 +106,7 @@ class LocalClients:
             raise ValueError(f"Client {name!r}: {error}") from error
 
     def _block_size(self, data: Tree, chunk: int | None) -> int:
-        """How many clients of a block run at once."""
+        """Return how many clients of a block run at once."""
         if chunk is not None:
             return chunk
         each = tree.nbytes(data) / max(1, len(tree.leaves(data)[0])) + 2 * tree.nbytes(self.table.initial)
@@ -141,8 +141,8 @@ class LocalClients:
         """Runs the clients of one block; the message is all that they send."""
         ids, data = block
         inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
-        own = turn._replace(key=random.fold_in(turn.key, indices(ids)).to(self.device))
-        reply, told = self.algorithm.client(inbox, state, data, own), self.algorithm.told
+        client_turn = turn._replace(key=random.fold_in(turn.key, indices(ids)).to(self.device))
+        reply, told = self.algorithm.client(inbox, state, data, client_turn), self.algorithm.told
         if told is None:
             return reply
         return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told.of(reply.state), told.of(state)))))
@@ -197,23 +197,27 @@ class LocalClients:
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs a cohort; see `Clients.step`."""
-        found = self.gather(outbox, cohort, turn, lost)
-        aggregate = None if found.partial is None else self.finish(found.partial, found.message)
-        commit = lambda: self.commit(found.states)
-        return Pending(aggregate, found.ids, found.info, found.up, found.down, commit, refused=found.refused)
+        gathered = self.gather(outbox, cohort, turn, lost)
+        aggregate = None if gathered.partial is None else self.finish(gathered.partial, gathered.message)
+        commit = lambda: self.commit(gathered.states)
+        return Pending(
+            aggregate, gathered.ids, gathered.info, gathered.up, gathered.down, commit, refused=gathered.refused
+        )
 
     def total(self) -> Tree:
-        """What all clients tell for good; see `Clients.total`."""
+        """Return the total of what clients tell for good; see `Clients.total`."""
         return self.algorithm.exchange.finish(self.told_here()).value
 
     def told_here(self) -> Tree:
         """The partial aggregate of what the clients here tell for good."""
         assert self.algorithm.told is not None
-        exchange, here = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
-        asked = torch.isin(here, self.table.touched())
-        parts = here[asked].split(max(1, int(block_bytes(self.device) / max(2 * tree.nbytes(self.table.initial), 1))))
+        exchange, local_ids = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
+        asked = torch.isin(local_ids, self.table.touched())
+        parts = local_ids[asked].split(
+            max(1, int(block_bytes(self.device) / max(2 * tree.nbytes(self.table.initial), 1)))
+        )
         partials = [exchange.gather(Sum(self.algorithm.told.of(self.table.read(ids))), ids) for ids in parts]
-        initial, others = self.algorithm.told.of(tree.expand(self.table.initial, 1)), here[~asked]
+        initial, others = self.algorithm.told.of(tree.expand(self.table.initial, 1)), local_ids[~asked]
         everywhere = tree.map(lambda leaf: leaf.expand(len(others), *leaf.shape[1:]), initial)
         return exchange.merge([*partials, exchange.gather(Sum(everywhere), others)])
 
@@ -240,9 +244,9 @@ class LocalClients:
             size = min(BLOCK_ROWS // max(1, block.mask.shape[1]), self._block_size(block, self._chunk))
             for rows in torch.arange(len(ids)).split(max(1, size)):
                 rows = rows if mine is None else rows[mine[ids[rows]]]
-                here = ids[rows] if self.clients > 1 else torch.zeros_like(rows)
-                inbox = self.algorithm.exchange.scatter(outbox, here)
-                model = self.algorithm.model(inbox, self.table.read(here))
+                state_ids = ids[rows] if self.clients > 1 else torch.zeros_like(rows)
+                inbox = self.algorithm.exchange.scatter(outbox, state_ids)
+                model = self.algorithm.model(inbox, self.table.read(state_ids))
                 parts.append(function(model, tree.take(block, rows.to(self.device))))
                 order.append(ids[rows])
         return torch.cat(order), parts
@@ -265,10 +269,10 @@ class LocalClients:
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
         """Replaces all states by those in `flat` of clients that are here."""
-        here = torch.zeros(self.clients, dtype=torch.bool)
+        local = torch.zeros(self.clients, dtype=torch.bool)
         for ids, _ in self._blocks:
-            here[ids] = True
-        self.table.load_state_dict(flat, here)
+            local[ids] = True
+        self.table.load_state_dict(flat, local)
 
     def meet(self) -> None:
         """There is nobody to wait for."""
@@ -304,7 +308,7 @@ def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[
 
 
 def block_bytes(device: torch.device) -> int:
-    """What a block of clients may take: 512 MiB, or a quarter of what is free on a CUDA device."""
+    """Return the bytes that a block of clients may take: 512 MiB, or a quarter of a CUDA device's free memory."""
     if device.type != "cuda":
         return _BYTES
     free, _ = torch.cuda.mem_get_info(device)

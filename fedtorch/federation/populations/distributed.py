@@ -77,20 +77,20 @@ class Distributed:
 
     @functools.cached_property
     def about(self) -> dict[str, str]:
-        """What ranks can tell their data from others by."""
+        """Return digests of the data, which ranks compare."""
         spread = slice(None, None, 1 + tree.nbytes(self.data.rows) // _SAMPLE)
         return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
 
     def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
         """This rank's clients for one run of `algorithm`."""
-        own = torch.arange(len(self.data))[self.rank :: self.world_size]
-        if len(own):
-            blocks = [(own[ids], block) for ids, block in self.data.select(own).buckets(small=SMALL_BLOCK)]
+        shard = torch.arange(len(self.data))[self.rank :: self.world_size]
+        if len(shard):
+            blocks = [(shard[ids], block) for ids, block in self.data.select(shard).buckets(small=SMALL_BLOCK)]
         else:
             first = self.data.stack(torch.tensor([0]))
-            blocks = [(own, tree.take(first, slice(0, 0)))]
+            blocks = [(shard, tree.take(first, slice(0, 0)))]
         local = LocalClients(algorithm, state, self.data.names, blocks, len(self.data), self.chunk)
-        return _DistributedClients(local, own, self)
+        return _DistributedClients(local, shard, self)
 
     def __repr__(self) -> str:
         return f"Distributed({self.data!r}, rank {self.rank} of {self.world_size})"
@@ -112,7 +112,7 @@ class _DistributedClients:
         self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """What the ranks compare when they next meet; see `Clients.introduce`."""
+        """Note what the ranks compare before their next collective; see `Clients.introduce`."""
         if self.population.world_size > 1:
             module = self.local.algorithm.module
             layers = [] if module is None else [f"{n} {type(m).__qualname__}" for n, m in module.named_modules()]
@@ -129,22 +129,22 @@ class _DistributedClients:
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
         ranks, exchange = self.ranks, self.local.algorithm.exchange
-        found = self.local.gather(outbox, cohort, turn, lost)
-        partial, message = found.partial, found.message
+        gathered = self.local.gather(outbox, cohort, turn, lost)
+        partial, message = gathered.partial, gathered.message
         if partial is None:
             block = self.local.empty_block()
             message = self.local.reply(block, outbox, turn).message
             partial = exchange.gather(message, block[0])
-        ids, info = self._join_infos(found.ids, found.info)
-        counts = torch.tensor([found.up, found.down, len(found.refused)], dtype=torch.int64)
+        ids, info = self._join_infos(gathered.ids, gathered.info)
+        counts = torch.tensor([gathered.up, gathered.down, len(gathered.refused)], dtype=torch.int64)
         up, down, refusals = ranks.sum(counts).tolist()
         partial = ranks.add(partial) if exchange.additive else ranks.gather(partial)
         aggregate = self.local.finish(partial, message) if len(ids) else None
-        refused = self._join_refused(found.refused) if refusals else {}
-        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(found.states), refused=refused)
+        refused = self._join_refused(gathered.refused) if refusals else {}
+        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(gathered.states), refused=refused)
 
     def total(self) -> Tree:
-        """What all ranks' clients tell for good; see `Clients.total`."""
+        """Return the total of what all ranks' clients tell for good; see `Clients.total`."""
         exchange, partial = self.local.algorithm.exchange, self.local.told_here()
         return exchange.finish(self.ranks.add(partial) if exchange.additive else self.ranks.gather(partial)).value
 
@@ -167,8 +167,8 @@ class _DistributedClients:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The states of all ranks' clients that have committed."""
-        own = self.local.state_dict()
-        every = dict(zip(own, self.ranks.gather(tuple(own.values()))))
+        states = self.local.state_dict()
+        every = dict(zip(states, self.ranks.gather(tuple(states.values()))))
         order = every["ids"].argsort()
         return {name: leaf[order] for name, leaf in every.items()}
 

@@ -72,13 +72,13 @@ class Growing(InProcess):
         self.seen, self.window = seen, window
 
     def at(self, rounds: int) -> FederatedData:
-        """What the clients train with after so many rounds."""
+        """Return the rows that clients train with after so many rounds."""
         last = self._counts(rounds)
         first = torch.zeros_like(last) if self.window is None else (last - self.window).clamp(min=0)
         return _between(self.data, first, last)
 
     def newest(self, rounds: int) -> FederatedData:
-        """What has come since the round before; a client may have got nothing."""
+        """Return the rows that have come since the round before; a client may have got none."""
         last = self._counts(rounds)
         return _between(self.data, torch.zeros_like(last) if rounds == 0 else self._counts(rounds - 1), last)
 

@@ -1,4 +1,4 @@
-"""What a population is: clients and where they run.
+"""The contract of populations: clients and where they run.
 
 A population describes clients, their data and their place. `bind` gives an algorithm its own `Clients`: prepared data
 and a table of states. `Clients.step` runs a cohort and returns what the server may take in; the clients' new states are
@@ -69,7 +69,7 @@ class Clients(Protocol):
         ...
 
     def total(self) -> Tree:
-        """What the exchange makes of `Algorithm.told` over all clients; None where some cannot be asked now."""
+        """Return the aggregate of `Algorithm.told` over all clients; None where some cannot be asked now."""
         ...
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:

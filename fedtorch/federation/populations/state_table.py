@@ -51,10 +51,10 @@ class StateTable:
             return tree.take(page, inside)
         states = tree.map(lambda leaf: leaf.repeat(len(slots), *[1] * leaf.ndim), self.initial)
         for page, rows, inside in parts:
-            found = tree.take(page, inside)
+            held = tree.take(page, inside)
             if rows is None:
-                return found
-            tree.map(lambda new, old, rows=rows: new.index_copy_(0, rows.to(new.device), old), states, found)
+                return held
+            tree.map(lambda new, old, rows=rows: new.index_copy_(0, rows.to(new.device), old), states, held)
         return states
 
     def write(self, ids: Rows, states: Tree) -> None:

@@ -1,4 +1,4 @@
-"""Who is asked in a round: cohorts as functions of the round's key.
+"""Cohorts, the clients that are asked in a round, as functions of the round's key.
 
 A cohort is computed from integers and exact comparisons, so that every rank draws the same one, and its ids are
 distinct and ascending. One that is empty is a round in which nothing happens.

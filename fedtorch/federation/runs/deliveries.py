@@ -100,7 +100,7 @@ class Network:
         return pending._replace(repeated=pending.ids[self._repeats(pending.ids)])
 
     def _repeats(self, ids: Tensor) -> Tensor:
-        """Whose messages are delivered twice, `(M,)` bool."""
+        """Return which clients' messages are delivered twice, `(M,)` bool."""
         return self._twice(random.fold_in(self._key, 0), ids)
 
     def _gather(self, messages: Tree, ids: Rows) -> Tree:

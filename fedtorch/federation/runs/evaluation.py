@@ -1,4 +1,4 @@
-"""How well a federation predicts: global, per client, mean over clients, worst client, from summed statistics."""
+"""Evaluate a federation: scores of all rows, of each client, their mean and the worst, from summed statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedtorch.data import ClientData, FederatedData, described_rows
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
 from fedtorch.federation.populations.population import Clients
-from fedtorch.scores import Score, score_of, stacked_metrics
+from fedtorch.metrics.scores import Score, score_of, stacked_metrics
 from fedtorch.tree import Tree
 
 Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)

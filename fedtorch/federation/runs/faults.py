@@ -1,4 +1,4 @@
-"""What goes wrong between server and clients, as values: drop-outs, stragglers, lost and duplicated messages.
+"""Faults between server and clients, as values: drop-outs, stragglers, lost and duplicated messages.
 
 A fault says, from a key and the clients' ids, whom it hits; the clients' draws are independent of the cohort, the
 population and the order of blocks. A silent client is rolled back: its state is what it was before the round. Faults
@@ -62,7 +62,7 @@ _NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Fates(NamedTuple):
-    """What happens to the clients that are asked; ids, ascending and disjoint.
+    """The faults that hit the clients of a round; ids, ascending and disjoint.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -189,7 +189,7 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
 
 
 def fates(faults: Faults, key: Tensor, asked: Tensor | None, clients: int) -> Fates:
-    """What happens in a round to the clients that are `asked`, None for all."""
+    """Draw the faults of a round for the clients that are `asked`, None for all."""
     ids = torch.arange(clients) if asked is None else asked
 
     def split(hit: Hit | None, purpose: int, among: Tensor) -> tuple[Tensor, Tensor]:

@@ -327,14 +327,14 @@ def few_shot(x: Tensor, y: Tensor, network: Network, alpha: float) -> LinearProb
     if y.dtype != torch.int64 or y.shape != (len(x),) or not 0 <= int(y.min()) <= int(y.max()) < nodes:
         raise ValueError(f"Expected int64 categories ({len(x)},) from 0 to {nodes - 1}, but got {y.dtype}, {y.shape}")
     rows = x.to(torch.float64)
-    own = torch.bincount(y, minlength=nodes).to(torch.float64)
-    labelled = own > 0
-    scale = torch.where(labelled, 0.5 / own.clamp(min=1), 0.0)
-    rest = torch.where(labelled, 0.5 / (len(x) - own).clamp(min=1), 0.0)
+    counts = torch.bincount(y, minlength=nodes).to(torch.float64)
+    labelled = counts > 0
+    scale = torch.where(labelled, 0.5 / counts.clamp(min=1), 0.0)
+    rest = torch.where(labelled, 0.5 / (len(x) - counts).clamp(min=1), 0.0)
     total = rows.new_zeros(nodes, x.shape[1]).index_add_(0, y, rows)
     gram = torch.stack([rows[y == c].T @ rows[y == c] for c in range(nodes)])
     others = gram.sum(0) - gram
     gram = tree.along(scale, gram) * gram + tree.along(rest, gram) * others
     return LinearProblem(
-        network, alpha, SufficientStatistics(gram, scale[:, None] * total, 0.5 * labelled.to(torch.float64), own)
+        network, alpha, SufficientStatistics(gram, scale[:, None] * total, 0.5 * labelled.to(torch.float64), counts)
     )

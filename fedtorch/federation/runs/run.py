@@ -28,8 +28,8 @@ from fedtorch.federation.runs.deliveries import Network
 from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
 from fedtorch.federation.runs.faults import Fates, Faults, fates
 from fedtorch.history import History, Recorder, Round, headline
+from fedtorch.metrics.scores import Score
 from fedtorch.progress import Progress
-from fedtorch.scores import Score
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class Run:
 
     @property
     def outbox(self) -> Tree:
-        """What the server sends out now."""
+        """Return what the server sends out now."""
         return self.algorithm.outbox(self.server)
 
     def tensors(self, clients: Tensor | Sequence[int] | None = None) -> Tree:
@@ -298,7 +298,7 @@ class Run:
         self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
 
     def fingerprint(self) -> dict[str, str]:
-        """What a checkpoint belongs to, by name."""
+        """Return the settings that a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
         about.update(agreed(self.population.carry))
         return {

@@ -141,12 +141,12 @@ class Sampler:
 
     def sd(self) -> Draws:
         """The posterior standard deviations over all chains, without the chains' dimension."""
-        found = {}
+        deviations = {}
         for name, moments in self._watched().items():
             between = (moments.mean - moments.mean.mean(0)).square() * moments.count
             total = (moments.squares + between).sum(0)
-            found[name] = (total / (moments.count * len(moments.mean) - 1).clamp(min=1)).sqrt()
-        return found
+            deviations[name] = (total / (moments.count * len(moments.mean) - 1).clamp(min=1)).sqrt()
+        return deviations
 
     def draws(self) -> Draws:
         """The draws that were kept, `(C, T, ...)` by name."""
@@ -264,5 +264,5 @@ def load_arviz() -> Any:
 
 
 def _is_new(az: Any) -> bool:
-    """Whether it is ArviZ 1.0 or later, which has other arguments and results."""
+    """Return whether it is ArviZ 1.0 or later, which has other arguments and results."""
     return int(az.__version__.partition(".")[0]) >= 1

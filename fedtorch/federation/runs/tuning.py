@@ -39,8 +39,8 @@ from fedtorch.federation.runs.evaluation import Split, check_same_clients, input
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics import as_stacked
+from fedtorch.metrics.scores import Score, is_largest_best
 from fedtorch.progress import Progress
-from fedtorch.scores import Score, is_largest_best
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algo
 
 
 def _score(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:
-    """How well a setting predicts; None if it has diverged."""
+    """Return the score of a setting; None if it has diverged."""
     finite = lambda tensors, block: _are_finite(tensors, len(block.count))
     if not (_is_finite(run.server) and bool(run.clients.evaluate(run.outbox, validation, finite).all())):
         return None
@@ -264,6 +264,6 @@ def _is_finite(state: Tree) -> bool:
 
 
 def _are_finite(tensors: Tree, clients: int) -> Tensor:
-    """Which of `clients` stacked clients have finite numbers only, `(K,)`."""
+    """Return which of `clients` stacked clients have finite numbers only, `(K,)`."""
     each = [leaf.isfinite().reshape(clients, -1).all(1) for leaf in tree.leaves(tensors)]
     return torch.stack(each).all(0)

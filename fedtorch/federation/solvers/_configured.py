@@ -36,12 +36,12 @@ class Schedule:
 
     @property
     def by_epoch(self) -> bool:
-        """Whether it depends on where the epochs end, so that clients at one step may differ."""
+        """Return whether it depends on where the epochs end, so that clients at one step may differ."""
         return self._interval == "epoch" or self._frequency > 1
 
     @property
     def by_step(self) -> bool:
-        """Whether it depends on the steps taken in earlier rounds."""
+        """Return whether it depends on the steps taken in earlier rounds."""
         return self._interval == "step"
 
     def apply(self, optimizer: Optimizer, position: int, per_epoch: int) -> None:

@@ -33,7 +33,7 @@ class FusedSteps:
 
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
-        """Whether all that the optimiser does is known, and programs run on its tensors."""
+        """Return whether a program knows all that the optimiser does, and runs on its tensors."""
         if type(optimizer) not in (SGD, Adam, AdamW) or _hooked(optimizer):
             return False
         for group in optimizer.param_groups:
@@ -79,8 +79,8 @@ class FusedSteps:
             state["momentum_buffer"] = torch.zeros_like(tensor)
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov")
         buffer = state["momentum_buffer"] if momentum else None
-        own = clients._replace(taken=int(begun))
-        stacked_step.sgd(tensor, gradient, buffer, own, **{name: group[name] for name in names})
+        beginning = clients._replace(taken=int(begun))
+        stacked_step.sgd(tensor, gradient, buffer, beginning, **{name: group[name] for name in names})
 
     def _adam(self, tensor: Tensor, gradient: Tensor, clients: ClientValues, group: Mapping[str, Any]) -> None:
         state = self.optimizer.state[tensor]
@@ -102,10 +102,10 @@ class FusedSteps:
 
 
 def by_parameter(tensors: Mapping[str, Tensor], each: Sequence[Any]) -> dict[Tensor, Any]:
-    """What comes in the order of the parameters, by parameter."""
+    """Return values that are in the order of the parameters, by parameter."""
     return dict(zip(tensors.values(), each))
 
 
 def _hooked(optimizer: Optimizer) -> bool:
-    """Whether somebody watches its steps."""
+    """Return whether hooks are registered on its steps."""
     return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))

@@ -31,7 +31,7 @@ class LinearSteps(NamedTuple):
     weight_decay: float
 
     def knows(self, start: Tree, rows: Tree, quadratic: Quadratic | None) -> bool:
-        """Whether a program takes the steps of clients with such parameters and rows."""
+        """Return whether a program takes the steps of clients with such parameters and rows."""
         first = next(iter(start.values()))
         if not choice.possible(first.device) or not choice.installed():
             return False
@@ -47,7 +47,7 @@ class LinearSteps(NamedTuple):
         return known and one and (x.ndim, x.dtype, y.dtype) == (3, dtype, wanted)
 
     def solve(self, start: Tree, state: LocalState, data: Any, batches: Batches, quadratic: Quadratic | None) -> Local:
-        """What the stacked steps end at, up to rounding."""
+        """Take the steps; the result is that of stacked steps, up to rounding."""
         x, y = data.batch
         join = self.form.join if self.family is CATEGORICAL else lambda parameters: self.form.join(parameters)[..., 0]
         total = batches.total.to(x.device)
@@ -56,12 +56,12 @@ class LinearSteps(NamedTuple):
             strength = own.new_zeros(len(own)) if quadratic is None else quadratic.precision_of("")
             precision = strength + self.weight_decay
             shift = torch.zeros_like(own) if quadratic is None else join(quadratic.shift)
-        found, loss = glm_steps.glm_steps(
+        theta, loss = glm_steps.glm_steps(
             self.family, x, y.reshape(x.shape[:2]), data.count, own, steps=int(batches.total.max()), lr=self.lr,
             total=total, batches=batches.chosen(), precision=precision, shift=shift,
         )  # fmt: skip
         kept = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
-        return Local(self.form.split(found.reshape(*own.shape[:2], -1)), kept, self.lr * total.double(), {"loss": loss})
+        return Local(self.form.split(theta.reshape(*own.shape[:2], -1)), kept, self.lr * total.double(), {"loss": loss})
 
 
 def linear_steps(
@@ -88,5 +88,5 @@ def linear_steps(
 
 
 def _hooked(owner: nn.Module | SGD) -> bool:
-    """Whether somebody watches what it does."""
+    """Return whether hooks are registered on the module."""
     return any(bool(value) for name, value in vars(owner).items() if name.endswith("_hooks"))

@@ -1,4 +1,4 @@
-"""What has to be known about a module before its clients can be stacked: tried out on a few rows of a block."""
+"""Probe a module on a few rows of a block: random numbers, separable losses, and what forbids stacking clients."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _failure(
     rows: Tree,
     original: Callable[[], nn.Module | None] | None = None,
 ) -> Exception | None:
-    """What goes wrong in one client's loss and gradient, as far as it can be the rows'."""
+    """Return the error of one client's loss and gradient, if its rows may be the cause."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
     no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED)
@@ -138,18 +138,18 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
     """
     rows = _some_rows(data, _ROWS)
     device = tree.leaves(rows)[0].device
-    trained, own, key = len(stacked.tensors), _own(stacked, values, device), random.key(0).to(device)
+    trained, tensors, key = len(stacked.tensors), _own(stacked, values, device), random.key(0).to(device)
     with torch.no_grad():
         if not stacked.probed:
-            loss, moved, asked = _alone(stacked, own, rows, key)
+            loss, moved, asked = _alone(stacked, tensors, rows, key)
             if stacked.batched:
-                _check_stacked(stacked, own, rows, loss, key)
+                _check_stacked(stacked, tensors, rows, loss, key)
             if stacked.eager is None:
-                _check_captured(stacked, own, rows, asked)
-            if any(not torch.equal(a, b) for a, b in zip(own[trained:], moved)):
+                _check_captured(stacked, tensors, rows, asked)
+            if any(not torch.equal(a, b) for a, b in zip(tensors[trained:], moved)):
                 stacked.separable = False
         if stacked.batched and stacked.separable is not False and is_ragged(data.count):
-            stacked.separable = _splits(stacked, own, rows, key)
+            stacked.separable = _splits(stacked, tensors, rows, key)
     stacked.probed = True
 
 
@@ -206,12 +206,12 @@ def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, 
     weights = torch.full((2, size), 1.0 / size, device=key.device, dtype=torch.float64)
     flat = [*values, *tree.leaves(some), *([weights] if weighted else [])]
     with KeyedRandomness(torch.stack([key, key])):
-        found = stacked.stacked(flat, some, 0, "different")
-    return found[: 1 + len(stacked.told)]
+        results = stacked.stacked(flat, some, 0, "different")
+    return results[: 1 + len(stacked.told)]
 
 
 def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor) -> bool:
-    """Whether loss and logs are the means of the examples' on batches of several sizes."""
+    """Return whether loss and logs are the means of the examples' on batches of several sizes."""
     size = len(tree.leaves(rows)[0])
     for part in sorted({size, (size + 1) // 2, 2}):
         some = tree.map(lambda leaf, part=part: leaf[:part], rows)
@@ -238,8 +238,8 @@ def _perturbed(tensor: Tensor) -> Tensor:
 
 def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
     """One client's tensors, a little away from the start, and its stacked buffers."""
-    own = [_perturbed(values[n].to(device)) for n in stacked.tensors]
-    return own + [values[n].to(device, copy=True) for n in stacked.buffers]
+    perturbed = [_perturbed(values[n].to(device)) for n in stacked.tensors]
+    return perturbed + [values[n].to(device, copy=True) for n in stacked.buffers]
 
 
 def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tree:
@@ -251,15 +251,15 @@ def _spread(data: Any) -> tuple[Tensor, Tensor]:
     ends = data.count.cumsum(0)
     at = torch.linspace(0, int(ends[-1]) - 1, min(_ROWS, int(ends[-1])), device=ends.device).long()
     client = torch.searchsorted(ends, at, right=True)
-    found, mask = [(client, at - ends[client] + data.count[client])], data.mask
+    choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
     for leaf in tree.leaves(data.batch):
         if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
             low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
             first = low[client[0], 0]
             extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
             both = torch.stack(extremes)
-            found.append((both // mask.shape[1], both % mask.shape[1]))
-    return torch.cat([k for k, _ in found]), torch.cat([r for _, r in found])
+            choice.append((both // mask.shape[1], both % mask.shape[1]))
+    return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
 
 
 def _some_rows(data: Any, most: int) -> Tree:

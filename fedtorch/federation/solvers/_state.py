@@ -1,4 +1,4 @@
-"""What a client of `gradient_descent` or `lightning_fit` keeps between rounds."""
+"""The state that a client of `gradient_descent` or `lightning_fit` keeps between rounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedtorch.optimisers import State
 
 
 class LocalState(NamedTuple):
-    """What a client keeps between rounds; leaves `(K, ...)`."""
+    """The state that a client keeps between rounds; leaves `(K, ...)`."""
 
     optimizer: State  # empty if reset
     buffers: dict[str, Tensor]  # the client's own buffers

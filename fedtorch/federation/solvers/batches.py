@@ -149,7 +149,7 @@ class Batches:
 
 
 def is_ragged(count: Tensor) -> bool:
-    """Whether clients of these numbers of rows `(K,)` ever have batches of different sizes.
+    """Return whether clients of these numbers of rows `(K,)` ever have batches of different sizes.
 
     Example:
         >>> import torch

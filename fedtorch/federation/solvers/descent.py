@@ -1,4 +1,4 @@
-"""What `gradient_descent` does with a block of clients: who can share steps, and the steps themselves."""
+"""Train a block of clients by `gradient_descent`: group those that can share steps, and take the steps."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class Descent:
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
         self.make, self.keep, self.clip, self.project = make, reset == "never", clip, project
         self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
-        own = functional.parameters(trained)
-        if not own:
+        trainable = functional.parameters(trained)
+        if not trainable:
             raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
-        self.trained = list(own)
+        self.trained = list(trainable)
         self.averaged, self.buffers = divided_buffers(trained, buffers)
         self.counts = counts(trained, self.averaged)
-        self.parameters = {**own, **self.averaged}
+        self.parameters = {**trainable, **self.averaged}
         both = [*self.averaged, *self.buffers]
         self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision)
         self._configurations: dict[int | None, Configured] = {}
@@ -203,9 +203,9 @@ class _Stack:
         self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
         drawn = descent.loss.random or not descent.loss.batched
         self.key = random.fold_in(key, MODULE) if drawn else key
-        own = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
-        self.tensors = {name: own.pop(name) for name in descent.trained}
-        self.buffers = own
+        tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
+        self.tensors = {name: tensors.pop(name) for name in descent.trained}
+        self.buffers = tensors
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(self.batches.total[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
@@ -301,7 +301,7 @@ def _clip(tensors: Sequence[Tensor], most: float) -> None:
 
 
 def _trained(parts: Mapping[str, Tensor]) -> Tensor:
-    """Which clients' optimisers have had a gradient of a parameter, `(K,)` of 0 and 1."""
+    """Return 1 for clients whose optimisers have had a gradient of a parameter and 0 for others, `(K,)`."""
     return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
 
 

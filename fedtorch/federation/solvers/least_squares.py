@@ -139,7 +139,7 @@ def _solve(
 
 
 class _Added(NamedTuple):
-    """What a quadratic adds to the objective: ½ Σ λ_j θ_j² − ⟨h, θ⟩."""
+    """Return the value of a quadratic, ½ Σ λ_j θ_j² − ⟨h, θ⟩."""
 
     precision: Tensor  # (K, 1) or (K, p) λ
     shift: Tensor  # (K, p, o) h
@@ -185,7 +185,7 @@ def _exact_minimiser(data: Spectral, share: float, added: _Added | None, old: Te
 def _descended(
     data: Spectral, share: float, added: _Added | None, old: Tensor, steps: int, lr: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Where gradient steps from `old` end, `(K, p, o)`, and the sum of the learning rates `(K,)`."""
+    """Return the end of gradient steps from `old`, `(K, p, o)`, and the sum of the learning rates `(K,)`."""
     basis, curvature, descent = data.vectors, data.values * share, data.cross * share
     if added is not None:
         if added.precision.shape[1] == 1:

@@ -192,9 +192,9 @@ class _Fit:
         for k, count in enumerate(data.count.tolist()):
             with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(turn.key[k], MODULE))):
                 alone = ({**start, **state.buffers}, quadratic)
-                tensors, own = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
+                tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-                watch = Watch(own, turn.round, None if self._examined else self._examine)
+                watch = Watch(client_quadratic, turn.round, None if self._examined else self._examine)
                 fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device))
                 self._examined = True
         tensors = tree.stack([each.tensors for each in fitted])
@@ -236,8 +236,8 @@ class _Fit:
             raise KeyboardInterrupt
         refuse_changed_buffers(module, before)
         self._refuse_thawed(module)
-        own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        done = {name: own[name].detach().to(old.device, old.dtype, copy=True) for name, old in tensors.items()}
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        done = {name: named[name].detach().to(old.device, old.dtype, copy=True) for name, old in tensors.items()}
         info = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}
         if watch.losses:
             info["loss"] = float(torch.stack(watch.losses).double().mean())
@@ -265,7 +265,7 @@ class _Fit:
 
 
 def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
-    """What a module configures, while it is watched for questions how long training is."""
+    """Return what `configure_optimizers` makes, and record whether it asks how long training is."""
     trainer.configuring = True
     try:
         return configure()
@@ -274,7 +274,7 @@ def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
 
 
 class _Fitted(NamedTuple):
-    """What one client's fit has brought."""
+    """Return the result of one client's fit."""
 
     tensors: dict[str, Tensor]
     steps: float

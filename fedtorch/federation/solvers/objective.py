@@ -107,7 +107,7 @@ class _InertMetric(nn.Module):
 
 
 class _InertValues(dict[str, Any]):
-    """What a `MetricCollection` returns: nothing, and a metric under any name."""
+    """Stand for the results of a `MetricCollection`: empty, with a metric under any name."""
 
     def __missing__(self, name: str) -> Any:
         return _InertMetric()

@@ -114,17 +114,17 @@ class StackedLoss:
         """
         trained = len(self.tensors)
         with torch.enable_grad():
-            own = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
-            whole = [*own, *flat[trained:]]
+            trainable = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
+            whole = [*trainable, *flat[trained:]]
             with (
                 self._cast(flat[0].device),
                 nullcontext() if key is None else KeyedRandomness(random.fold_in(key, index)),
             ):
                 losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
-            found = _gradients(losses, own)
-        told = len(self.told)
-        new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[told:])}
-        return losses.detach(), dict(zip(self.told, others)), new, found
+            gradients = _gradients(losses, trainable)
+        logged = len(self.told)
+        new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[logged:])}
+        return losses.detach(), dict(zip(self.told, others)), new, gradients
 
     def stacked(self, flat: Sequence[Tensor], rows: Tree, index: int, randomness: str) -> tuple[Tensor, ...]:
         """(losses, logs, new buffers) of a flat list as that of `step`."""
@@ -132,8 +132,8 @@ class StackedLoss:
         last = first + len(tree.leaves(rows))
 
         def one(*flat: Tensor) -> tuple[Tensor, ...]:
-            own = tree.refill(rows, flat[first:last])
-            loss, logs, new = self.single(flat[:first], own, flat[last] if len(flat) > last else None, index)
+            client_rows = tree.refill(rows, flat[first:last])
+            loss, logs, new = self.single(flat[:first], client_rows, flat[last] if len(flat) > last else None, index)
             self.told = list(logs)
             return loss, *logs.values(), *new
 
@@ -154,20 +154,22 @@ class StackedLoss:
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
-        keys, replies, found = random.fold_in(key, index), [], []
+        keys, replies, every = random.fold_in(key, index), [], []
         trained = len(self.tensors)
         active = batch.active.nonzero()[:, 0].tolist()
         for k in active:
             size = int(batch.size[k])
             rows = tree.map(lambda leaf, k=k, size=size: leaf[k, :size], batch.rows)
-            own = [v[k].detach().requires_grad_() if i < trained else v[k].clone() for i, v in enumerate(values)]
+            client_values = [
+                v[k].detach().requires_grad_() if i < trained else v[k].clone() for i, v in enumerate(values)
+            ]
             with torch.enable_grad(), KeyedRandomness(keys[k]):
                 with self._cast(keys.device):
-                    loss, logs, new = self.single(own, rows, None, index)
-                found.append(_gradients(loss, own[:trained]))
+                    loss, logs, new = self.single(client_values, rows, None, index)
+                every.append(_gradients(loss, client_values[:trained]))
             replies.append((loss.detach(), logs, new))
         losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
-        gradients = [_spread(each, active, len(keys)) for each in zip(*found)]
+        gradients = [_spread(each, active, len(keys)) for each in zip(*every)]
         return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
 
 

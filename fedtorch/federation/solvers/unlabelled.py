@@ -77,8 +77,8 @@ def _solve(
 
 def _minimiser(start: Tree, quadratic: Quadratic) -> Tree:
     """h/λ of every parameter, the start where λ is zero."""
-    found = {}
+    minimisers = {}
     for name, leaf in start.items():
         precision = tree.along(quadratic.precision_of(name), leaf).to(leaf.dtype)
-        found[name] = torch.where(precision > 0, quadratic.shift[name] / precision, leaf)
-    return found
+        minimisers[name] = torch.where(precision > 0, quadratic.shift[name] / precision, leaf)
+    return minimisers

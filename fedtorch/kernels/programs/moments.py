@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def inverse(matrix, size, SIZE: tl.constexpr):
-    """(inverses, whether all pivots are positive) of symmetric `(B, SIZE, SIZE)`, by sweeping the first `size` columns.
+    """Invert symmetric `(B, SIZE, SIZE)` by sweeping the first `size` columns; also whether all pivots are positive.
 
     Each sweep is a step of Gauss–Jordan elimination that keeps the matrix symmetric; a matrix is positive definite
     where every pivot is positive, as in a Cholesky factor. Rows and columns scale without rounding.

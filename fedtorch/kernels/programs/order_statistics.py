@@ -40,7 +40,7 @@ def weight_up_to(keys, share, key):
 
 @triton.jit
 def least_above(keys, share, target, STRICT: tl.constexpr, LARGEST: tl.constexpr, BITS: tl.constexpr):
-    """The smallest integer up to which there is a weight of the target, or more than it, by bisection per column."""
+    """Return the smallest integer up to which the weight reaches, or exceeds, the target, by bisection per column."""
     high = tl.max(keys, 0) * 0 + LARGEST
     low = -high - 1
     for _ in range(BITS):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def tile_of(clients, size, across, active, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOME: tl.constexpr):
-    """(rows, their mask, places of a tile, its mask) of the stack `(clients, size)`, rows that are active only."""
+    """Return rows, their mask, places of a tile and its mask, of the active rows of the stack `(clients, size)`."""
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -84,7 +84,7 @@ def sgd(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return a step of `torch.optim.SGD`."""
+    """Take a step of `torch.optim.SGD`."""
     row, there, place, mask = tile_of(clients, size, across, active, ROWS, COLUMNS, SOME)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     kind = value.dtype
@@ -138,7 +138,7 @@ def adam(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Return a step of `torch.optim.Adam`, or of `AdamW` where the decay is decoupled."""
+    """Take a step of `torch.optim.Adam`, or of `AdamW` where the decay is decoupled."""
     row, there, place, mask = tile_of(clients, size, across, active, ROWS, COLUMNS, SOME)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     kind = value.dtype

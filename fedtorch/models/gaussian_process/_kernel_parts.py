@@ -11,7 +11,7 @@ from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 
 def gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
-    """exp(−½ Σ_d (x_d − z_d)² / square_d): x `(*b, N, d)`, z `(*b, Z, d)`, square `(*b, I, d)` -> `(*b, I, N, Z)`."""
+    """Return exp(−½ Σ_d (x_d − z_d)²/square_d) `(*b, I, N, Z)`: x `(*b, N, d)`, z `(*b, Z, d)`, square `(*b, I, d)`."""
     centre = z.detach().mean(-2, keepdim=True)
     width = square.rsqrt()[..., None, :]
     one, two = (x - centre)[..., None, :, :] * width, (z - centre)[..., None, :, :] * width

@@ -57,7 +57,7 @@ class OutputKernel(Protocol):
         ...
 
     def smoothed(self) -> tuple[Tensor, Tensor] | None:
-        """(s `(*b, I, d)`, v `(*b, I)`) if cov(f(x), g_i(w)) = v_i exp(−½ Σ_c (x_c − w_c)² / s_ic), None otherwise."""
+        """Return s `(*b, I, d)`, v `(*b, I)` if cov(f(x), g_i(w)) = v_i exp(−½ Σ_c (x_c − w_c)² / s_ic), else None."""
         ...
 
     def spread(self, extent: Tensor) -> None:

@@ -80,7 +80,7 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
         return total
 
     def forward(self, function_samples: Tensor, *params: Any, **kwargs: Any) -> Any:
-        """Raise NotImplementedError: mixed rows have no one distribution.
+        """Raise TypeError: mixed rows have no one distribution.
 
         Raises:
             TypeError: always; use `parts[kind]`.

@@ -45,7 +45,7 @@ def _stable(matrices: Tensor) -> Tensor:
 
 
 class Walk:
-    """The sites' effects on their way: θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
+    """The state of the walk: the sites' effects θ `(p, p, K, C)`, their residuals `(p, N, K, C)` and M = (I − θ)⁻¹.
 
     Sums are added in one order and padding adds zeros at the end, so a site's numbers are the same bits in any block.
     """

@@ -47,7 +47,7 @@ class Deviation:
 
 
 def horseshoe() -> Deviation:
-    r"""Return λ half-Cauchy: pulls small deviations to zero and leaves large ones alone.
+    r"""Return the prior with λ half-Cauchy, which pulls small deviations to zero and leaves large ones alone.
 
     With λ² ~ IG(½, 1/ν), ν ~ IG(½, 1) the conditionals are (Makalic and Schmidt, "A simple sampler for the horseshoe
     estimator", IEEE Signal Processing Letters 23, 2016)
@@ -76,7 +76,7 @@ def horseshoe() -> Deviation:
 
 
 def laplace() -> Deviation:
-    r"""Return λ² exponential of mean 2, so that δ is Laplace of scale τ: the Bayesian lasso of deviations.
+    r"""Return the prior with λ² exponential of mean 2: δ is Laplace of scale τ: the Bayesian lasso of deviations.
 
     .. math:: 1/\lambda^2 \sim \text{InverseGaussian}(\tau / |\delta|, 1)
 
@@ -107,7 +107,7 @@ def laplace() -> Deviation:
 
 
 def normal() -> Deviation:
-    """Return λ = 1: normal deviations of standard deviation τ_j, the conjugate case.
+    """Return the prior with λ = 1: normal deviations of standard deviation τ_j, the conjugate case.
 
     >>> import torch
     >>> prior, one = normal(), torch.ones(2)

@@ -200,7 +200,7 @@ def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
 
 
 def bayesian_lasso() -> GlobalPrior:
-    """Return θ_j Laplace of scale τ, with half-Cauchy τ (Park and Casella, "The Bayesian lasso", JASA 103, 2008).
+    """Return the prior θ_j Laplace of scale τ, τ half-Cauchy (Park and Casella, "The Bayesian lasso", JASA 103, 2008).
 
     >>> import torch
     >>> prior = bayesian_lasso()
@@ -217,7 +217,7 @@ def bayesian_lasso() -> GlobalPrior:
 
 
 def gaussian(scale: float = 1.0) -> GlobalPrior:
-    """Return θ_j ~ N(0, scale²), without variables of its own: the conjugate case.
+    """Return the prior θ_j ~ N(0, scale²), without variables of its own: the conjugate case.
 
     >>> import torch, fedtorch as ft
     >>> estimate, precision = torch.full((1, 10_000), 4.0).double(), torch.full((1, 10_000), 0.25).double()
@@ -235,7 +235,7 @@ def gaussian(scale: float = 1.0) -> GlobalPrior:
 
 
 def _scale_mixture(mix: Callable[[Mixture, Tensor, Tensor], tuple[Tensor, Tensor]], slab: float) -> GlobalPrior:
-    """Return θ_j ~ N(0, λ_j² τ²), τ half-Cauchy; `mix` draws 1/λ² and its auxiliary given θ²/(2τ²)."""
+    """Return the prior θ_j ~ N(0, λ_j² τ²), τ half-Cauchy; `mix` draws 1/λ² and its auxiliary given θ²/(2τ²)."""
 
     def init(start: Tensor) -> Mixture:
         ones = torch.ones_like(start)
@@ -266,7 +266,7 @@ def _log_density(x: Tensor, variance: Tensor) -> Tensor:
 
 
 def slab_evidence(energy: Tensor, spike: float, shape: float, rate: float, power: float = 1.0) -> Tensor:
-    r"""The log ratio of slab to spike for coefficients θ_j, their variances η_j ~ IG(shape, rate) integrated out.
+    r"""Return the log ratio of slab to spike of coefficients θ_j, variances η_j ~ IG(shape, rate) integrated out.
 
     .. math:: \log \frac{\int N(\theta; 0, \eta)^r\, IG(\eta)\, d\eta}{\int N(\theta; 0, c_0 \eta)^r\, IG(\eta)\, d\eta}
         = \tfrac r2 \log c_0 + (a + \tfrac r2) \log \frac{b + e / c_0}{b + e}, \qquad e = r \theta^2 / 2

@@ -64,7 +64,7 @@ def _probability_beyond_the_cut(z: Tensor, rate: Tensor) -> Tensor:
 
 
 def _propose(beyond: Tensor, z: Tensor, rate: Tensor, u: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """(numbers, whether each is a draw): beyond the cut an exponential, before it an inverse Gaussian of mean 1/z."""
+    """Propose numbers, and whether each is final: exponential past the cut, inverse Gaussian of mean 1/z before it."""
     first, second = -torch.log1p(-u[1]), -torch.log1p(-u[2])
     tail = _CUT + first / rate
     # of large mean: a stable law below the cut, thinned

@@ -306,7 +306,7 @@ def _moments(nodes: Nodes, given: _Given) -> Moments:
 
 
 def _in_chunks(function: Callable[[Any], Any], stacked: Any, numbers: int) -> Any:
-    """Return `function` on some clients at a time, so that its arrays stay small."""
+    """Call `function` on some clients at a time, so that its arrays stay small."""
     count = len(tree.leaves(stacked)[0])
     size = max(1, _CHUNK // max(1, numbers))
     if count <= size:

@@ -52,7 +52,7 @@ class RowTerms(NamedTuple):
 def logistic(
     hierarchy: Hierarchy, *, rule: QuadratureRule | None = None, inner: QuadratureRule | str | None = "default"
 ) -> Model:
-    """Return y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
+    """Return the model of y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
     >>> model = logistic(hierarchical.normal(1, names=["slope"]))
@@ -167,7 +167,7 @@ def _mode(
     mask: Tensor,
     like: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return Newton's method with halved steps: û `(K, R, d)`, and minus the second derivatives there."""
+    """Find the mode û `(K, R, d)` by Newton's method with halved steps, and minus the second derivatives there."""
     u = torch.zeros_like(like)
     eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
     value = objective(u)

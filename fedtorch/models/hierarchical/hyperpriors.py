@@ -98,7 +98,7 @@ class Prior(NamedTuple):
 
 
 def log_normal(mean: float = 0.0, sd: float = 1.0) -> Hyperprior:
-    """Return x ~ N(mean, sd²): exp(x) is log-normal."""
+    """Return the hyperprior x ~ N(mean, sd²): exp(x) is log-normal."""
     if not sd > 0:
         raise ValueError(f"Expected a positive sd, but got {sd}")
     return Hyperprior(mean / sd**2, 1 / sd**2)

@@ -46,7 +46,7 @@ class ShrinkagePrior(NamedTuple):
 
 
 def ridge(features: int) -> ShrinkagePrior:
-    """Return θ_kj ~ N(0, σ²/λ).
+    """Return the ridge penalty, θ_kj ~ N(0, σ²/λ).
 
     >>> import torch
     >>> penalty = ridge(features=2)
@@ -58,7 +58,7 @@ def ridge(features: int) -> ShrinkagePrior:
 
 
 def lasso(features: int) -> ShrinkagePrior:
-    """Return θ_kj Laplace with diversity σ/λ.
+    """Return the lasso penalty, θ_kj Laplace with diversity σ/λ.
 
     >>> import torch
     >>> penalty = lasso(features=2)
@@ -148,7 +148,7 @@ def fused_lasso(features: int) -> ShrinkagePrior:
 
 
 def horseshoe(features: int) -> ShrinkagePrior:
-    """Return θ_kj ~ N(0, s_kj² τ² σ²), s_kj half-Cauchy; τ is learnt.
+    """Return the horseshoe penalty, θ_kj ~ N(0, s_kj² τ² σ²), s_kj half-Cauchy; τ is learnt.
 
     >>> import torch
     >>> penalty = horseshoe(features=2)
@@ -190,7 +190,7 @@ def _fused_normaliser(features: int, ratio: float) -> float:
 
 
 def _interpolated(at: Tensor, nodes: Tensor, values: Tensor) -> Tensor:
-    """Return linear interpolation, and extrapolation, on even nodes."""
+    """Interpolate linearly, and extrapolate, on even nodes."""
     nodes, values = nodes.to(at), values.to(at)
     place = (at - nodes[0]) / (nodes[1] - nodes[0])
     left = place.floor().clamp(0, len(nodes) - 2)

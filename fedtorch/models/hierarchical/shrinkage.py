@@ -101,7 +101,7 @@ def penalised(
 
 
 def _sparse(penalty: ShrinkagePrior, data: SufficientStatistics, zeta: Tensor, log_noise: Tensor) -> Conditional:
-    """Return expectation propagation over the factors of θ, at each node of φ."""
+    """Run expectation propagation over the factors of θ, at each node of φ."""
     contrasts = penalty.contrasts.to(log_noise)
     features = contrasts.shape[1]
     precision = (-log_noise).exp()

@@ -15,8 +15,8 @@ from fedtorch.federation.exchanges.carry import Carry, check_need
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.runs.evaluation import inputs_and_targets
+from fedtorch.metrics.scores import stacked_metrics
 from fedtorch.protocol.versions import FIRST, Versions
-from fedtorch.scores import stacked_metrics
 from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity

@@ -15,7 +15,7 @@ from fedtorch.tree import Tree
 _END = b""  # no payload is empty
 
 
-class Lost(ConnectionError):
+class PeerLost(ConnectionError):
     """A node's stream has ended, or nothing came on it in time; it may connect again."""
 
 
@@ -27,14 +27,14 @@ class Peer:
         self.sent = self.received = 0
 
     def send(self, step: Send) -> None:
-        """Sends a message; raises `Lost` where it is not taken."""
+        """Send a message; raise `PeerLost` where it is not taken."""
         payload = encode(step)
         with naming(self.name):
             self.link.send(payload)
         self.sent += len(payload)
 
     def receive(self, step: Receive) -> Tree:
-        """The next message; raises `Lost` where none comes, and `PayloadError` where it is another."""
+        """Return the next message; raise `PeerLost` where none comes, and `PayloadError` where it is another."""
         with naming(self.name):
             payload = self.link.receive(self._seconds)
         self.received += len(payload)
@@ -43,12 +43,12 @@ class Peer:
         return decode(payload, step, self.name)
 
     def say_end(self) -> None:
-        """Says that this node's half is done."""
+        """Say that this node's half is done."""
         with naming(self.name):
             self.link.send(_END)
 
     def hear_end(self) -> None:
-        """Waits until the other's half is done."""
+        """Wait until the other's half is done."""
         with naming(self.name):
             payload = self.link.receive(self._seconds)
         if payload != _END:
@@ -56,13 +56,13 @@ class Peer:
 
 
 def check_names(parties: Sequence[str]) -> None:
-    """Raises ValueError for two parties of one name."""
+    """Raise ValueError for two parties of one name."""
     if len(set(parties)) < len(parties):
         raise ValueError(f"Expected parties of different names, but got {list(parties)}")
 
 
 def meet(hub: Hub, parties: Sequence[str], seconds: float, timeout: float) -> dict[str, Peer]:
-    """All parties by name, once they are connected; raises `Lost` where one does not come."""
+    """Return all parties by name, once they are connected; raise `PeerLost` where one does not come."""
     ends, peers = time.monotonic() + timeout, {}
     for name in parties:
         with naming(name):
@@ -71,14 +71,14 @@ def meet(hub: Hub, parties: Sequence[str], seconds: float, timeout: float) -> di
 
 
 def drive_with(half: Half, peers: Mapping[str, Peer]) -> Any:
-    """Runs the server's half with parties by their names and, in the same order, by number from 1 on."""
+    """Run the server's half with parties by their names and, in the same order, by number from 1 on."""
     nodes: dict[Name, Peer] = dict(enumerate(peers.values(), start=1))
     nodes.update(peers)
     return drive(half, lambda step: nodes[step.to].send(step), lambda step: nodes[step.sender].receive(step))
 
 
 def give_up(hub: Hub, parties: Sequence[str], error: BaseException) -> None:
-    """Ends the parties' streams; of an error that is not about connections they hear only its kind."""
+    """End the parties' streams; of an error that is not about connections they hear only its kind."""
     reason = str(error) if isinstance(error, ConnectionError) else f"the server failed with {type(error).__name__}"
     for name in parties:
         hub.drop(name, f"the protocol has ended: {reason}")
@@ -86,10 +86,10 @@ def give_up(hub: Hub, parties: Sequence[str], error: BaseException) -> None:
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Says whose stream it was that ended, or on which nothing came; `Lost` where it may come back."""
+    """Name the node whose stream ended, or on which nothing came; `PeerLost` where it may come back."""
     try:
         yield
     except PermissionError as error:
         raise ConnectionError(f"{name} is lost: {error}") from error
     except OSError as error:
-        raise Lost(f"{name} is lost: {error}") from error
+        raise PeerLost(f"{name} is lost: {error}") from error

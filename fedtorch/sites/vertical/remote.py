@@ -37,7 +37,7 @@ SECONDS = 600.0
 def over_hub(
     half: Half, hub: Hub, parties: Sequence[str], *, seconds: float = SECONDS, timeout: float = SECONDS
 ) -> tuple[Any, Traffic]:
-    """Runs the server's half; returns its result, and the bytes of payloads.
+    """Run the server's half; return its result, and the bytes of payloads.
 
     Args:
         half: of the server, or of the leader of an alignment.
@@ -80,7 +80,7 @@ def over_hub(
 
 
 def over_link(half: Half, link: Link, *, seconds: float = SECONDS) -> tuple[Any, Traffic]:
-    """Runs a party's half; returns its result, and the bytes of payloads.
+    """Run a party's half; return its result, and the bytes of payloads.
 
     Args:
         half: of this party; all its messages are to and from the server.
@@ -104,7 +104,7 @@ def over_link(half: Half, link: Link, *, seconds: float = SECONDS) -> tuple[Any,
 
 
 def read_half(path: Path | str) -> Callable[[Any], Half]:
-    """The function `half` of a party's own file: from a `fedtorch.protocol.journal.Journal` to the party's half.
+    """Return the function `half` of a party's own file: from a `fedtorch.protocol.journal.Journal` to the party's half.
 
     Raises:
         FileNotFoundError: there is no such file.

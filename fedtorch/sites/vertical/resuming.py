@@ -32,12 +32,12 @@ from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.versions import FIRST, alone_in, runs
 from fedtorch.sites.streams.hub import Hub, Link
 from fedtorch.sites.streams.timeout import Timeout
-from fedtorch.sites.vertical._peers import Lost, Peer, check_names, drive_with, give_up, meet
+from fedtorch.sites.vertical._peers import Peer, PeerLost, check_names, drive_with, give_up, meet
 from fedtorch.sites.vertical.remote import SECONDS, over_link
 from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
-FAREWELL = 10.0  # seconds in which a party that may have missed the last word can come back
+CLOSING = 10.0  # seconds in which a party that may have missed the last word can come back
 _TRIES = 100  # from one point, before it is said that it goes nowhere
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def resuming_over_hub(
     seconds: float = SECONDS,
     timeout: float = SECONDS,
 ) -> tuple[Any, Traffic]:
-    """Runs the server's half to its end; returns its result, and the bytes of payloads.
+    """Run the server's half to its end; return its result, and the bytes of payloads.
 
     Args:
         begin: makes the half, of this run's journal.
@@ -85,7 +85,7 @@ def resuming_over_hub(
         server = _Server(begin, hub, Journal(None if folder is None else Path(folder)), seconds)
         server.journal.enter(_run_in(folder))
         result = server.until_done(parties, timeout)
-        server.say_farewell(parties, min(timeout, FAREWELL))
+        server.close_late_parties(parties, min(timeout, CLOSING))
     return result, server.traffic
 
 
@@ -97,7 +97,7 @@ def resuming_over_link(
     seconds: float = SECONDS,
     timeout: float = SECONDS,
 ) -> tuple[Any, Traffic]:
-    """Runs a party's half to its end; returns its result, and the bytes of payloads since this process began.
+    """Run a party's half to its end; return its result, and the bytes of payloads since this process began.
 
     Args:
         begin: makes the half, of a journal.
@@ -127,7 +127,7 @@ def resuming_over_link(
             try:
                 more = over_link(party.half(), link, seconds=seconds)[1]
                 moved = [moved[0] + more.up, moved[1] + more.down]
-            except Lost as error:
+            except PeerLost as error:
                 if party.entered:
                     waits.heard()
                 if not party.done:
@@ -189,12 +189,12 @@ class _Server:
         self.traffic = Traffic(0, 0)
 
     def until_done(self, parties: Sequence[str], timeout: float) -> Any:
-        """Goes through the protocol with all parties, again and again, until all are done."""
+        """Go through the protocol with all parties, again and again, until all are done."""
         tries, newest = 0, FIRST
         while not self.journal.versions.over:
             try:
                 return self.attempt(parties, timeout)
-            except Lost as error:
+            except PeerLost as error:
                 now = max(self.journal.versions.numbers)
                 tries, newest = 1 if now > newest else tries + 1, now
                 if tries >= _TRIES or not self.peers:
@@ -214,11 +214,11 @@ class _Server:
         return self.attempt([], timeout)
 
     def attempt(self, parties: Sequence[str], timeout: float) -> Any:
-        """Goes through the protocol with these parties once; raises `Lost` where that ends too early."""
+        """Go through the protocol with these parties once; raise `PeerLost` where that ends too early."""
         self.peers = meet(self.hub, parties, self.seconds, timeout)
         result = drive_with(self.half(parties), self.peers)
         for name, peer in self.peers.items():
-            with suppress(Lost):
+            with suppress(PeerLost):
                 peer.hear_end()
                 self.sure.add(name)
                 peer.say_end()
@@ -232,8 +232,8 @@ class _Server:
         yield from rollback.end_with_parties(self.journal, parties)
         return result
 
-    def say_farewell(self, parties: Sequence[str], seconds: float) -> None:
-        """Says that all are done to parties that come back because they may not know it."""
+    def close_late_parties(self, parties: Sequence[str], seconds: float) -> None:
+        """Say that all are done to parties that come back because they may not know it."""
         ends = time.monotonic() + seconds
         while (unsure := [name for name in parties if name not in self.sure]) and time.monotonic() < ends:
             for name in unsure:
@@ -243,20 +243,20 @@ class _Server:
                     self._hang_up()
 
     def _count(self) -> None:
-        """Adds up the bytes of this attempt, which is over; its streams are left to whoever uses them next."""
+        """Add up the bytes of this attempt, which is over; its streams are left to whoever uses them next."""
         for peer in self.peers.values():
             self.traffic = Traffic(self.traffic.up + peer.received, self.traffic.down + peer.sent)
         self.peers = {}
 
     def _hang_up(self) -> None:
-        """Ends the streams of an attempt that came to nothing, so that the parties connect again."""
+        """End the streams of an attempt that came to nothing, so that the parties connect again."""
         for peer in self.peers.values():
             peer.link.close()
         self._count()
 
 
 def _run_in(folder: Path | str | None) -> str:
-    """The run that a folder is of, or a new one."""
+    """Return the run that a folder is of, or a new one."""
     kept = [] if folder is None else runs(folder)
     if len(kept) > 1:
         raise ValueError(f"Expected the folder of one run, but {folder} has {[each.run for each in kept]}")

@@ -34,7 +34,7 @@ class RestartingAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One step; every hundred of them, coordinates that are blocked begin anew."""
+        """Take one step; every hundred steps, restart the coordinates that are blocked."""
         loss = super().step(closure)
         for group in self.param_groups:
             leaves = group["params"]
@@ -56,7 +56,7 @@ class RestartingAdam(torch.optim.Adam):
 
 
 class Drift:
-    """Whether gradients are zero but for their noise: their means over some steps, in standard errors.
+    """Mean gradients, which say whether there is anything left to follow: those over some steps, in standard errors.
 
     Args:
         leaves: parameters, `(B, ...)`.
@@ -67,7 +67,7 @@ class Drift:
         self.sums, self.squares = ([torch.zeros_like(leaf) for leaf in self.leaves] for _ in range(2))
 
     def add(self) -> None:
-        """Counts the gradients of a step."""
+        """Count the gradients of a step."""
         self.count += 1
         for leaf, total, squares in zip(self.leaves, self.sums, self.squares):
             if leaf.grad is not None:
@@ -75,7 +75,7 @@ class Drift:
                 squares.addcmul_(leaf.grad, leaf.grad)
 
     def largest(self, size: int) -> Tensor:
-        """That of all parameters, `(B,)`; infinite after fewer than ten steps, which cannot tell."""
+        """Return the largest of all parameters, `(B,)`; infinite after fewer than ten steps, which cannot tell."""
         if self.count < _FEWEST:
             return torch.full((size,), torch.inf, dtype=torch.float64)
         n = self.count
@@ -84,7 +84,7 @@ class Drift:
 
 
 def _renew(state: dict[str, Tensor], beta: float, total: Tensor, squares: Tensor) -> None:
-    """Begins anew where the moments block, by the sums of a window's gradients and of their squares."""
+    """Restart the moments where they block, by the sums of a window's gradients and of their squares."""
     mean, square = total / _WINDOW, squares / _WINDOW
     fresh = square * (1 - beta ** float(state["step"]))  # without Adam's correction for its start from zero
     blocked = (state["exp_avg_sq"] > _BLOCKED * fresh) & (_drift(mean, square, _WINDOW) > _CERTAIN)
@@ -93,6 +93,6 @@ def _renew(state: dict[str, Tensor], beta: float, total: Tensor, squares: Tensor
 
 
 def _drift(mean: Tensor, square: Tensor, count: int) -> Tensor:
-    """Mean gradients in standard errors, 0 where they are small."""
+    """Return mean gradients in standard errors, 0 where they are small."""
     error = ((square - mean.square()).clamp(min=0) / (count - 1)).sqrt()
     return torch.where(mean.abs() > _SMALL, mean.abs() / error, 0.0)

@@ -103,7 +103,7 @@ class Auxiliary:
 
 
 def mean_field() -> Auxiliary:
-    """A mean and a standard deviation for every row and party: their number grows with the rows."""
+    """Make a family of a mean and a standard deviation for every row and party: their number grows with the rows."""
 
     def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
         shape = (batch, 1, outputs, rows)
@@ -125,7 +125,7 @@ def mean_field() -> Auxiliary:
 
 
 def amortised(encoder: EncoderFactory | None = None, *, sees_response: bool = False) -> Auxiliary:
-    """One encoder per party, whose size does not grow with the rows.
+    """Make a family of one encoder per party, whose size does not grow with the rows.
 
     Args:
         encoder: a perceptron of 16 hidden units by default.
@@ -154,7 +154,7 @@ def amortised(encoder: EncoderFactory | None = None, *, sees_response: bool = Fa
 
 
 def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxiliary:
-    """q(s | θ) q(z | s, θ) with one encoder at the server, which hears Σ_j η_j.
+    """Make q(s | θ) q(z | s, θ) with one encoder at the server, which hears Σ_j η_j.
 
     Args:
         encoder: a perceptron of 16 hidden units by default; `encoder.affine()` is exact for a Gaussian likelihood.
@@ -178,23 +178,23 @@ def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxil
         first = _conditional(centre, shared, data, model)
         outputs = count * centre.shape[-2]
         answer = lambda weights: _from(first, encoded(make, weights, seen, outputs).chunk(count, -2), model.power)
-        found = answer(q)
-        held = found if fixed is q else answer(fixed)
+        answers = answer(q)
+        fixed_answers = answers if fixed is q else answer(fixed)
         u = noise.unflatten(-2, (-1, model.likelihood.outputs))  # (B, M, J or 1, C, n)
         tau = u.sum(-3) / math.sqrt(u.shape[-3])
-        bent = _bend(tau, found[2:4]) if skewed else tau
-        x = torch.addcmul(found[0], found[1].exp(), bent)
-        standard = _standardised(x, bent, held[0], held[1])
-        ratio = _minus_log_density(standard, held, skewed) - 0.5 * x.square()
+        bent = _bend(tau, answers[2:4]) if skewed else tau
+        x = torch.addcmul(answers[0], answers[1].exp(), bent)
+        standard = _standardised(x, bent, fixed_answers[0], fixed_answers[1])
+        ratio = _minus_log_density(standard, fixed_answers, skewed) - 0.5 * x.square()
         rho = model.noise_sd.to(x)
         total = torch.addcmul(centre, rho * math.sqrt(parties), x)
         if not model.power:
             return Sampled(total, None, ratio.sum(-2))
         apart = u - tau.unsqueeze(-3) / math.sqrt(parties)
         spread = apart.square().sum(-3)
-        away = (2 * (found[-1] - held[-1])).exp() - (2 * found[-1]).exp()
-        ratio = ratio + 0.5 * spread * away + (parties - 1) * held[-1]
-        around = (found[-1].exp() * rho).unsqueeze(-3) * apart
+        away = (2 * (answers[-1] - fixed_answers[-1])).exp() - (2 * answers[-1]).exp()
+        ratio = ratio + 0.5 * spread * away + (parties - 1) * fixed_answers[-1]
+        around = (answers[-1].exp() * rho).unsqueeze(-3) * apart
         deviations = (around + (rho * x / math.sqrt(parties)).unsqueeze(-3)).movedim(-3, 0)
         return Sampled(total, deviations, ratio.sum(-2))
 
@@ -204,7 +204,7 @@ def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxil
 def _conditional(
     centre: Tensor, shared: Tensor, data: VerticalData, model: VerticalModel
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Mean and log sd of x, and log a, given y and θ where the likelihood is a normal one of s; None without mode."""
+    """Return mean and log sd of x, and log a, given y and θ, by the normal likelihood of s; None without a mode."""
     if model.likelihood.normal is None:
         return None
     parties = len(model.predictors)
@@ -216,27 +216,27 @@ def _conditional(
     return mean, log_sd, -0.5 * (rho.square() * precision / parties).log1p()
 
 
-def _from(first: tuple[Tensor, Tensor, Tensor] | None, found: Sequence[Tensor], power: bool) -> list[Tensor]:
-    """An encoder's answers (m, log b, …, log a) in the units of the normal conditional, as those of x and e."""
+def _from(first: tuple[Tensor, Tensor, Tensor] | None, raw: Sequence[Tensor], power: bool) -> list[Tensor]:
+    """Return an encoder's answers (m, log b, …, log a) in the units of the normal conditional, as those of x and e."""
     if first is None:
-        return list(found)
+        return list(raw)
     mean, log_sd, log_apart = first
-    answers = [torch.addcmul(mean, log_sd.exp(), found[0]), log_sd + found[1], *found[2:]]
+    answers = [torch.addcmul(mean, log_sd.exp(), raw[0]), log_sd + raw[1], *raw[2:]]
     return [*answers[:-1], answers[-1] + log_apart] if power else answers
 
 
 def noiseless() -> Auxiliary:
-    """No auxiliary variables: s = Σ_j η_j, the ordinary model whatever ρ is; the parties send η_j as it is."""
+    """Use no auxiliary variables: s = Σ_j η_j, the ordinary model whatever ρ is; the parties send η_j as it is."""
     return Auxiliary(lambda *_: {}, None, None, noises=lambda model: 0)
 
 
 def _bend(tau: Tensor, shape: Sequence[Tensor]) -> Tensor:
-    """sinh(e^λ (asinh τ + κ)) of (κ, λ): skewness and weight of the tails."""
+    """Return sinh(e^λ (asinh τ + κ)) of (κ, λ): skewness and weight of the tails."""
     return ((tau.asinh() + shape[0]) * shape[1].exp()).sinh()
 
 
 def _minus_log_density(standard: Tensor, held: Sequence[Tensor], skewed: bool) -> Tensor:
-    """−log q(x) without ½ log 2π, of (x − m)/b."""
+    """Return −log q(x) without ½ log 2π, of (x − m)/b."""
     if not skewed:
         return 0.5 * standard.square() + held[1]
     tau_square = (standard.asinh() * torch.exp(-held[3]) - held[2]).sinh().square()
@@ -261,23 +261,23 @@ class _Standardised(torch.autograd.Function):
 
 
 def _standardised(value: Tensor, noise: Tensor, mean: Tensor, log_sd: Tensor) -> Tensor:
-    """The noise, with the gradient of (value − mean)/sd; value, mean and log sd share one shape but for draws."""
+    """Return the noise, with the gradient of (value − mean)/sd; all share one shape but for draws."""
     shape = value.shape
     return _Standardised.apply(value, noise.detach().expand(shape), mean.expand(shape), log_sd.expand(shape))
 
 
 def _log_shrinkage(model: VerticalModel) -> Tensor:
-    """log of the posterior sd over ρ where the response tells as much of z as a normal one of variance 1 would."""
+    """Return log of the posterior sd over ρ, of a normal response of variance 1."""
     return -0.5 * model.noise_sd.square().log1p()
 
 
 def _shown(model: VerticalModel, outputs: int) -> int:
-    """How many numbers of the response an encoder is shown beside the predictor."""
+    """Return how many numbers of the response an encoder is shown beside the predictor."""
     one = torch.zeros(1, 1, 1)
     return model.likelihood.features(one, one.new_zeros(outputs, 1)).shape[-2]
 
 
 def _seen(predictor: Tensor, data: VerticalData, model: VerticalModel) -> Tensor:
-    """A predictor and y's features, one above the other: `(B, M, C + F, n)`."""
+    """Return a predictor and y's features, one above the other: `(B, M, C + F, n)`."""
     shown = model.likelihood.features(data.y, predictor)
     return torch.cat([predictor, shown.expand(*predictor.shape[:2], *shown.shape[-2:])], -2)

@@ -31,7 +31,7 @@ Groups = dict[str, dict[str, Tensor]]
 def party_bound(
     model: VerticalModel, guide: Guide, index: int, q: Groups, theta: Tensor, data: VerticalData, noise: Noise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A party's part without log q(θ): (what it sends, η, its terms of the bound `(B, M)`).
+    """Return a party's part without log q(θ): (what it sends, η, its terms of the bound `(B, M)`).
 
     Args:
         model: the model.
@@ -61,7 +61,7 @@ def server_bound(
     data: VerticalData,
     noise: Noise,
 ) -> Tensor:
-    """The server's part without log q(γ): the likelihood and the prior of γ, `(B, M)`.
+    """Return the server's part without log q(γ): the likelihood and the prior of γ, `(B, M)`.
 
     Args:
         model: the model.
@@ -85,7 +85,7 @@ def server_bound(
 
 
 def shared_terms(model: VerticalModel, q: Groups, gamma: Tensor, data: VerticalData) -> tuple[Tensor, Tensor | None]:
-    """The prior of γ and of learnt weights, `(B, M)`, and these weights `(B, J)`."""
+    """Return the prior of γ and of learnt weights, `(B, M)`, and these weights `(B, J)`."""
     own = model.log_shared_prior(gamma)
     if model.concentration is None:
         return own, None
@@ -95,7 +95,7 @@ def shared_terms(model: VerticalModel, q: Groups, gamma: Tensor, data: VerticalD
 
 
 def bound(model: VerticalModel, guide: Guide, parameters: Parameters, data: VerticalData, noise: Noise) -> Tensor:
-    """The bound of each draw, `(B, M)`, with a graph to all parameters."""
+    """Return the bound of each draw, `(B, M)`, with a graph to all parameters."""
     thetas, log_q = draw_theta(model, guide, parameters, noise.theta)
     parts = [
         party_bound(model, guide, j, q, thetas[j], data.of_party(j - 1), noise)
@@ -109,7 +109,7 @@ def bound(model: VerticalModel, guide: Guide, parameters: Parameters, data: Vert
 
 
 def climb(optimizer: torch.optim.Optimizer, rate: float | None = None) -> None:
-    """One step of an optimiser along its leaves' gradients, with this learning rate or the optimiser's own."""
+    """Step an optimiser along its leaves' gradients, with this learning rate or the optimiser's own."""
     for group in optimizer.param_groups if rate is not None else ():
         group["lr"] = rate
     optimizer.step()
@@ -118,7 +118,7 @@ def climb(optimizer: torch.optim.Optimizer, rate: float | None = None) -> None:
 def ascend(
     optimizer: torch.optim.Optimizer, objective: Tensor, rate: float | None = None, also: Sequence[Tensor] = ()
 ) -> tuple[Tensor, ...]:
-    """One step of an optimiser up an objective `(B, M)`, averaged over draws; returns its gradients by `also`.
+    """Step an optimiser up an objective `(B, M)`, averaged over draws; return its gradients by `also`.
 
     Args:
         optimizer: of the leaves.

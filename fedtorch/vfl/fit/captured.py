@@ -16,12 +16,9 @@ from fedtorch.captured import CapturedStep
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.guide import Guide, Parameters
 from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.model.split_nn import Stacked
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
-
-
-class _Asked(Exception):
-    """A network asks for the key of its draws."""
 
 
 class _Known(torch.autograd.Function):
@@ -44,9 +41,6 @@ class CapturedBound:
         model: the model.
         guide: the family.
         parameters: of q, whose leaves are trained in place.
-
-    Attributes:
-        eager: why iterations are not captured; None if they are.
     """
 
     def __init__(self, model: VerticalModel, guide: Guide, parameters: Parameters) -> None:
@@ -57,52 +51,54 @@ class CapturedBound:
         self._swap = functional.Swap(networks, names)
         self._q = len(tree.leaves(parameters))
         self.leaves = [*tree.leaves(parameters), *(dict(networks.named_parameters())[name] for name in names)]
-        self.eager: str | None = "the networks have not run"  # and nobody knows whether they draw
-        self._captured, self._begun = CapturedStep(), False
+        self._stacks = [module for module in networks.modules() if isinstance(module, Stacked)]
+        self._captured = CapturedStep()
+
+    @property
+    def eager(self) -> str | None:
+        """The reason why an iteration cannot be captured; None if it can."""
+        draws = [stack.draws for stack in self._stacks if stack.training]
+        if any(draws):
+            return "the networks draw random numbers"
+        return "the networks have not run" if None in draws else None
 
     @property
     def one_by_one(self) -> str | None:
-        """Why the captured operations are no CUDA graph; None if they are."""
+        """The reason why the captured operations are no CUDA graph; None if they are."""
         return self.eager or self._captured.one_by_one
 
     def backward(self, data: VerticalData, noise: Noise, share: Tensor) -> Tensor:
-        """The bound of each draw, `(B, M)`; leaves get the gradients of minus its sum, weighted by `share`.
+        """Return the bound of each draw, `(B, M)`; leaves get the gradients of minus its sum, weighted by `share`.
 
         Args:
             data: aligned rows.
             noise: of the iteration.
             share: () or `(B, 1)`.
         """
-        value, gradients = self._found(data, noise, share)
+        value, gradients = self._evaluated(data, noise, share)
         for leaf, gradient in zip(self.leaves, gradients):
             leaf.grad = gradient
         return value
 
     def losses(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, Tensor]:
-        """(minus the bound times `share`, `(B, M)`, its sum, which can be differentiated); see `backward`."""
-        value, gradients = self._found(data, noise, share)
+        """Return (minus the bound times `share`, `(B, M)`, its sum, which can be differentiated); see `backward`."""
+        value, gradients = self._evaluated(data, noise, share)
         losses = -value * share
         return losses, _Known.apply(losses.sum(), gradients, *self.leaves)
 
-    def _found(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """(the bound, the gradients of minus its sum, weighted by `share`)."""
+    def _evaluated(self, data: VerticalData, noise: Noise, share: Tensor) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return (the bound, the gradients of minus its sum, weighted by `share`)."""
         given = [share, *tree.leaves(data), *noise.theta, *noise.z]
         if self.eager is None:
-            asked = noise._replace(keys=tuple(_refused for _ in noise.keys))
-            try:
-                found = self._captured(partial(self._step, data, asked), *self.leaves, *given)
-            except _Asked:
-                self.eager = "the networks draw random numbers"
-        if self.eager is not None:
-            found = self._step(data, noise, 0, *self.leaves, *given)
-        if not self._begun:
-            self._begun, self.eager = True, None
-        value, gradients = found
+            keyless = partial(self._step, data, noise._replace(keys=()))
+            value, gradients = self._captured(keyless, *self.leaves, *given)
+        else:
+            value, gradients = self._step(data, noise, 0, *self.leaves, *given)
         # Contiguous like the leaves: torch's fused Adam does not look at the strides of gradients.
         return value, tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
 
     def _step(self, data: VerticalData, noise: Noise, index: int, *flat: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """(bound, gradients) of leaves, share, rows and numbers in one flat list; `data` and `noise` say what is what.
+        """Return (bound, gradients) of a flat list of leaves, share, rows and numbers, in the structure of `data`, `noise`.
 
         Args:
             data: of these rows' structure.
@@ -121,7 +117,3 @@ class CapturedBound:
                 value = bound(self.model, self.guide, parameters, rows, drawn)
             gradients = torch.autograd.grad(-(value * share).sum(), own, allow_unused=True)
         return value.detach(), gradients
-
-
-def _refused() -> Tensor:
-    raise _Asked

@@ -57,7 +57,7 @@ class Encoder(nn.Module):
             self.second = nn.Parameter(torch.zeros(outputs, hidden))
 
     def start(self, key: Tensor, batch: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Weights of a stack that answers zero, `(B, 1, ...)` each: alike for one key, different for `(B,)` of them."""
+        """Return weights of a stack that answers zero, `(B, 1, ...)` each: alike for one key, different for `(B,)`."""
         shapes = {name: (batch, 1, *value.shape) for name, value in self.named_parameters()}
         weights = {name: torch.zeros(shape, dtype=dtype, device=key.device) for name, shape in shapes.items()}
         if self.hidden:
@@ -68,7 +68,7 @@ class Encoder(nn.Module):
         return weights
 
     def forward(self, features: Tensor) -> Tensor:
-        """What is seen of rows, `(B, M, F, n)`, to `(B, M, O, n)`."""
+        """Encode features of rows `(B, M, F, n)` to `(B, M, O, n)`."""
         own: Any = self._parameters  # what `__getattr__` would find, in a tenth of its time
         if not self.hidden:
             return _affine(own["skip"], features, own["shift"])
@@ -82,7 +82,7 @@ EncoderFactory = Callable[[int, int], Encoder]  # (inputs, outputs) -> an encode
 
 
 def affine() -> EncoderFactory:
-    """The linear part alone, `A v + c`: exact where the model is Gaussian.
+    """Make encoders of the linear part alone, `A v + c`: exact where the model is Gaussian.
 
     >>> weights = {"skip": torch.tensor([[[[1.0, 2.0]]]]), "shift": torch.tensor([[[[3.0]]]])}  # a stack of one
     >>> encoded(affine(), weights, torch.ones(1, 1, 2, 4), 1)
@@ -92,7 +92,7 @@ def affine() -> EncoderFactory:
 
 
 def perceptron(hidden: int = 16) -> EncoderFactory:
-    """Encoders with a hidden layer of this width.
+    """Make encoders with a hidden layer of this width.
 
     Raises:
         ValueError: no hidden unit.
@@ -103,7 +103,7 @@ def perceptron(hidden: int = 16) -> EncoderFactory:
 
 
 def encoded(make: EncoderFactory, weights: dict[str, Tensor], features: Tensor, outputs: int) -> Tensor:
-    """What an encoder with these weights answers, `(B, M, outputs, n)`.
+    """Return the answers of an encoder with these weights, `(B, M, outputs, n)`.
 
     Args:
         make: makes the encoder.
@@ -120,14 +120,14 @@ def encoded(make: EncoderFactory, weights: dict[str, Tensor], features: Tensor, 
 def _template(
     make: EncoderFactory, inputs: int, outputs: int, thread: int
 ) -> tuple[Encoder, list[str], functional.Swap]:
-    """A module to put weights into; one a thread, because nodes may run side by side."""
+    """Return a module to put weights into; one a thread, because nodes may run side by side."""
     module = make(inputs, outputs)
     names = [name for name, _ in module.named_parameters()]
     return module, names, functional.Swap(module, names)
 
 
 def _affine(weight: Tensor, features: Tensor, shift: Tensor) -> Tensor:
-    """Weights `(B, 1, O, F)` on features `(B, M, F, n)`, plus `(B, 1 or M, O, 1 or n)`: one product for all B·M."""
+    """Multiply weights `(B, 1, O, F)` and features `(B, M, F, n)`, and add `(B, 1 or M, O, 1 or n)`, by one product."""
     lead = features.shape[:2]
     stack = lambda value: value.expand(*lead, *value.shape[-2:]).flatten(0, 1)
     return torch.baddbmm(stack(shift), stack(weight), stack(features)).unflatten(0, lead)

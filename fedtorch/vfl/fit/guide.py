@@ -70,7 +70,7 @@ def _normaliser(size: int) -> float:
 
 
 def diagonal() -> GaussianFamily:
-    """Independent coordinates: `2d` parameters."""
+    """Make a family of independent coordinates: `2d` parameters."""
 
     def log_density(q: Tensors, theta: Tensor) -> Tensor:
         standard = (theta - q["mean"].unsqueeze(1)) * torch.exp(-q["log_sd"]).unsqueeze(1)
@@ -86,7 +86,7 @@ def diagonal() -> GaussianFamily:
 
 
 def point() -> GaussianFamily:
-    """No spread at all, for what is maximised over: log q counts as 0.
+    """Make a family without spread, for what is maximised over: log q counts as 0.
 
     >>> point().draw({"mean": torch.tensor([[1.0, 2.0]])}, torch.zeros(1, 1, 0))
     tensor([[[1., 2.]]])
@@ -101,7 +101,7 @@ def point() -> GaussianFamily:
 
 
 def cholesky(q: Tensors) -> Tensor:
-    """L of `full_covariance`'s parameters, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
+    """Return L of `full_covariance`, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
 
     So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
 
@@ -116,7 +116,7 @@ def cholesky(q: Tensors) -> Tensor:
 
 
 def full_covariance() -> GaussianFamily:
-    """Any covariance by its Cholesky factor: `d + d(d + 1)/2` parameters (kept in a square)."""
+    """Make a family of any covariance, by its Cholesky factor: `d + d(d + 1)/2` parameters (kept in a square)."""
 
     def init(batch: int, size: int, sd: float, dtype: torch.dtype, device: torch.device) -> Tensors:
         return {
@@ -139,7 +139,7 @@ def full_covariance() -> GaussianFamily:
 
 
 def low_rank(rank: int) -> GaussianFamily:
-    r"""Covariance :math:`\mathrm{diag}(D^2) + WW^\top` with W `(d, rank)`: `d(rank + 2)` parameters.
+    r"""Make a family of covariance :math:`\mathrm{diag}(D^2) + WW^\top` with W `(d, rank)`: `d(rank + 2)` parameters.
 
     A draw is μ + Dε + Wη; the density is by Woodbury's identity, at a cost of `d·rank²`.
 
@@ -179,7 +179,7 @@ def low_rank(rank: int) -> GaussianFamily:
 
 @dataclass(frozen=True)
 class Guide:
-    """Which family approximates the posterior; by default amortised encoders and a full covariance for each party.
+    """The approximation of the posterior; by default amortised encoders and a full covariance for each party.
 
     Attributes:
         auxiliary: of z given θ.
@@ -206,7 +206,7 @@ class Guide:
             raise ValueError(f"Expected a positive standard deviation at the start, but got {self.sd}")
 
     def family(self, index: int) -> GaussianFamily:
-        """That of node `index`: the server is 0, the parties 1 to J."""
+        """Return the family of node `index`: the server is 0, the parties 1 to J."""
         return self.shared if self.shared is not None and not index else self.theta
 
 
@@ -231,7 +231,7 @@ class Parameters(NamedTuple):
 def initial(
     model: VerticalModel, guide: Guide, rows: int, size: int, key: Tensor, dtype: torch.dtype = torch.float32
 ) -> Parameters:
-    """Parameters to start from: small standard deviations around zero or a network's weights, and encoders that answer
+    """Return parameters to start from: small sds around zero or a network's weights, and encoders that answer
     zero; on the key's device.
 
     Args:
@@ -267,14 +267,14 @@ def initial(
 
 
 def count_parameters(parameters: Parameters) -> int:
-    """Variational parameters of one element of the batch."""
+    """Count the variational parameters of one element of the batch."""
     return sum(leaf[0].numel() for leaf in tree.leaves(parameters))
 
 
 def draw_theta(
     model: VerticalModel, guide: Guide, parameters: Parameters, noise: Sequence[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
-    """Draws (γ, θ_1, …, θ_J), `(B, M, d_j)` each, and log q of them, `(B, M)`."""
+    """Draw (γ, θ_1, …, θ_J), `(B, M, d_j)` each, and log q of them, `(B, M)`."""
     if guide.joint:
         q = parameters.joint
         assert q is not None
@@ -293,7 +293,7 @@ def draw_theta(
 
 
 def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor], noise: Tensor) -> Tensor:
-    """Draws of node `index` alone, `(B, M, d)`: of q, or of its mean in elements without priors."""
+    """Draw θ of node `index` alone, `(B, M, d)`: of q, or of its mean in elements without priors."""
     theta = guide.family(index).draw(q, noise)
     if model.active is None or not theta.shape[-1]:
         return theta
@@ -301,5 +301,5 @@ def draw_own(model: VerticalModel, guide: Guide, index: int, q: dict[str, Tensor
 
 
 def fixed(guide: Guide, q: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters for log q: detached to stick the landing."""
+    """Return the parameters for log q: detached to stick the landing."""
     return {name: value.detach() for name, value in q.items()} if guide.sticking else q

@@ -63,7 +63,7 @@ class HierarchicalBayes:
             raise ValueError(f"Expected positive sd and weight_sd, but got {self.sd} and {self.weight_sd}")
 
     def guide(self, at_sum: bool) -> Guide:
-        """The approximation, for a sum at the cut layer or another one.
+        """Return the approximation, for a sum at the cut layer or another one.
 
         Raises:
             ValueError: noise drawn at the sum where there is none.

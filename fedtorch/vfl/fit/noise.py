@@ -1,4 +1,4 @@
-"""What a vertical iteration draws: standard normal numbers, and keys of modules that draw, as functions of keys."""
+"""Draws of a vertical iteration: standard normal numbers, and keys of modules that draw, as functions of keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = 2**18  # normal numbers that `iterations` draws at a time
 
 
 class Noise(NamedTuple):
-    """What an iteration draws; the leading dimension is 1 where the batch shares it.
+    """Draws of an iteration; the leading dimension is 1 where the batch shares it.
 
     >>> import fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
@@ -37,7 +37,7 @@ class Noise(NamedTuple):
 def draw_noise(
     model: VerticalModel, guide: Guide, key: Tensor, rows: int, draws: int, dtype: torch.dtype = torch.float32
 ) -> Noise:
-    """The noise of an iteration, a pure function of its key.
+    """Return the noise of an iteration, a pure function of its key.
 
     Every node draws from a key of its own: what one draws does not depend on how many others there are.
 
@@ -74,7 +74,7 @@ def iterations(
     rows: int | None,
     begin: int = 0,
 ) -> Iterator[tuple[Tensor | None, Noise]]:
-    """Rows and noise of each iteration, drawn for a block of iterations at a time.
+    """Return rows and noise of each iteration, drawn for a block of iterations at a time.
 
     Args:
         model: the model.

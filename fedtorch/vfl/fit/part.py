@@ -1,4 +1,4 @@
-"""What one node holds of a model: its parameters of q, and its networks, which it saves and loads by itself."""
+"""A node's part of a model: its parameters of q, and its networks, which it saves and loads by itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NodeNoise:
         self._blocks: dict[tuple[int, torch.dtype, torch.device], tuple[int, Tensor]] = {}
 
     def at(self, step: int, rows: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise of the parameters `(1, 1, theta)` and of z `(1, 1, z, rows)`."""
+        """Return noise of the parameters `(1, 1, theta)` and of z `(1, 1, z, rows)`."""
         count, block = self.theta + self.z * rows, step // _BLOCK
         place = rows, like.dtype, like.device
         if not count:
@@ -47,7 +47,7 @@ class NodeNoise:
         return own.reshape(1, 1, -1), rest.reshape(1, 1, self.z, rows)
 
     def keys(self, step: int, like: Tensor) -> Callable[[], Tensor]:
-        """Makes the keys of a step's dropout, one for each element of `like` `(B, ...)`, where they are asked for."""
+        """Make the keys of a step's dropout, one for each element of `like` `(B, ...)`, where they are asked for."""
         return partial(self._keys, step, len(like), like.device)
 
     def _keys(self, step: int, size: int, device: torch.device) -> Tensor:
@@ -121,7 +121,7 @@ class Part(nn.Module):
         return replace(self._model, rho=self.rho, active=self.active)
 
     def draw_noise(self, step: int, rows: int) -> Noise:
-        """Its own noise of an iteration, in its own place."""
+        """Return its own noise of an iteration, in its own place."""
         theta, z = self.noise.at(step, rows, self.rho)
         keys = (self.noise.keys(step, self.rho),) if self.training else ()
         places = self.index + 1
@@ -129,7 +129,7 @@ class Part(nn.Module):
 
     @torch.no_grad()
     def propose(self, x: Tensor, key: Tensor, draws: int = 1, noise: bool = True) -> Tensor:
-        """Predictions of new rows that a party sends to the server: draws of z_j from the model, `(B, draws, C_j, n)`.
+        """Predict new rows, as a party sends them to the server: draws of z_j from the model, `(B, draws, C_j, n)`.
 
         A network with dropout has to be in evaluation mode (`eval()`).
 
@@ -160,11 +160,11 @@ class Part(nn.Module):
         return random.fold_in(own, torch.arange(draws, device=key.device))
 
     def save(self, file: str | Path) -> None:
-        """Writes this node's parameters, and nobody else's, as a safetensors file that appears whole."""
+        """Write this node's parameters, and nobody else's, as a safetensors file that appears whole."""
         files.replace(file, wire.encode(self.state_dict(), {"party": self.name}))
 
     def load(self, file: str | Path) -> None:
-        """Reads what `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             ValueError: the file is another node's, of a part of another shape, empty or torn.
@@ -188,7 +188,7 @@ def parts(
     names: Sequence[str] | None = None,
     key: Tensor | None = None,
 ) -> list[Part]:
-    """The server's and the parties' parts, each with its own parameters.
+    """Return the server's and the parties' parts, each with its own parameters.
 
     Args:
         model: the model.
@@ -280,6 +280,6 @@ def predicted(
 
 
 def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:
-    """The noise of an iteration of all nodes, the server first."""
+    """Return the noise of an iteration of all nodes, the server first."""
     theta, z, keys = zip(*(node.draw_noise(step, rows) for node in nodes))
     return Noise(*(tuple(own[-1] for own in each if own) for each in (theta, z, keys)))

@@ -34,7 +34,7 @@ from fedtorch.vfl.rows.data import VerticalData
 
 
 def predictor(model: VerticalModel, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
-    """Intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws of γ, θ_1, …, θ_J.
+    """Return intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws of γ, θ.
 
     Every party sends its g_j of the new rows; with many draws that tells much of its features, so sum them securely.
 
@@ -54,7 +54,7 @@ def log_score(
     noise: Tensor | float | None = None,
     points: int = 32,
 ) -> Tensor:
-    r"""The predictive log-density of each row, :math:`\log \frac1M \sum_m p(y_i | \theta^{(m)})`, `(B, n)`.
+    r"""Return the predictive log-density of each row, :math:`\log \frac1M \sum_m p(y_i | \theta^{(m)})`, `(B, n)`.
 
     Args:
         model: the model.
@@ -70,7 +70,7 @@ def log_score(
 def _scored(
     model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, noise: Tensor | float | None, points: int
 ) -> Tensor:
-    """`log_score` of predictors `(B, M, C, n)`."""
+    """Return `log_score` of predictors `(B, M, C, n)`."""
     variance = noise_variance(model) if noise is None else torch.as_tensor(noise, dtype=torch.float64)
     if bool((variance == 0).all()):
         rows = model.likelihood.log_prob(y, centre, shared)
@@ -87,7 +87,7 @@ def lost_score(
     noise: Tensor | float | None = None,
     points: int = 32,
 ) -> Tensor:
-    """What each party's features are worth: the log score that rows lose where its g_j is held at its mean over rows.
+    """Return the log score that rows lose where a party's g_j is held at its mean: what its features are worth.
 
     A ranking of the parties by information: a party of pure noise loses nothing but chance on rows that were not
     trained on. Average over rows; differences between parties are paired by row. Arguments are those of `log_score`.
@@ -103,7 +103,7 @@ def lost_score(
 
 
 def spread(fit: VariationalFit, data: VerticalData, key: Tensor, draws: int = 100) -> Tensor:
-    """How much each party moves the predictor: posterior mean of the standard deviation of g_j over rows, `(B, J)`.
+    """Return how much each party moves the predictor: the posterior mean of the sd of g_j over rows, `(B, J)`.
 
     A ranking of the parties by influence, of which each needs to tell one number; by what they know: `lost_score`.
 

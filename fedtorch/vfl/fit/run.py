@@ -18,7 +18,7 @@ from torch import Tensor
 from fedtorch import checkpoint
 from fedtorch.checkpoint import below, describe
 from fedtorch.history import History, Recorder, Round
-from fedtorch.scores import Score, score_of, stacked_metrics
+from fedtorch.metrics.scores import Score, score_of, stacked_metrics
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
 from fedtorch.vfl.rows.data import VerticalData
 
@@ -29,7 +29,7 @@ _COUNTS = ("number", "bytes_up", "bytes_down")
 
 
 class Iterated(NamedTuple):
-    """What an iteration of a fit leaves for the history.
+    """Numbers of an iteration of a fit, for the history.
 
     >>> Iterated({"train_loss": 0.5}, active=torch.arange(2)).bytes_up  # in one graph nothing is sent
     0

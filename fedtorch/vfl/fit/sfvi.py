@@ -258,7 +258,7 @@ class VariationalFit(VerticalRun):
 
 
 def cosine(rate: float, steps: int, floor: float = 0.0) -> Schedule:
-    """A learning rate that falls from `rate` to `floor · rate` along half a cosine.
+    """Return a learning rate that falls from `rate` to `floor · rate` along half a cosine.
 
     >>> rate = cosine(0.1, steps=4)
     >>> [round(rate(step), 3) for step in range(5)]

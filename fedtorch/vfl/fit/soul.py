@@ -38,8 +38,8 @@ from fedtorch.vfl.rows.data import VerticalData
 _LANGEVIN = 0  # purpose of the key
 
 
-class Soul(NamedTuple):
-    """What `soul` found.
+class SoulFit(NamedTuple):
+    """The maximum, and draws at it, as `soul` returns them.
 
     >>> import fedtorch as ft
     >>> data = VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
@@ -59,7 +59,7 @@ class Soul(NamedTuple):
 def party_density(
     model: VerticalModel, batch: VerticalData, index: int, theta: Tensor, z: Sequence[Tensor], gamma: Tensor
 ) -> Tensor:
-    """The terms of log p(y, z, θ | γ) that party `index` evaluates, `(B, M)`: all that depends on θ_j."""
+    """Return the terms of log p(y, z, θ | γ) that party `index` evaluates, `(B, M)`: all that depends on θ_j."""
     predictor = model.predictors[index]
     eta = predictor.forward(theta, batch.features[index])
     rho = model.noise_sd.to(eta)
@@ -81,7 +81,7 @@ def langevin(
     step: float,
     noise: Tensor,
 ) -> Tensor:
-    """One unadjusted Langevin step of party `index` on θ_j `(B, M, d)`, M chains at once.
+    """Take one unadjusted Langevin step of party `index` on θ_j `(B, M, d)`, M chains at once.
 
     Args:
         model: the model.
@@ -122,8 +122,8 @@ def soul(
     keep: int = 1000,
     size: int = 1,
     progress: bool = True,
-) -> Soul:
-    """Maximises z and γ along averages over Langevin chains, and then keeps draws at the maximum.
+) -> SoulFit:
+    """Maximise z and γ along averages over Langevin chains, and then keep draws at the maximum.
 
     Args:
         model: `augmented` or `power`, with equal weights.
@@ -168,13 +168,13 @@ def soul(
     draws = tuple(torch.cat(chain, 1) for chain in zip(*kept))
     if not all(bool(part.isfinite().all()) for part in (*draws, *z)):
         raise FloatingPointError(f"Expected finite draws, but the Langevin chains diverge; take step below {step}")
-    return Soul(gamma, tuple(z), draws)
+    return SoulFit(gamma, tuple(z), draws)
 
 
 def _ascend(
     model: VerticalModel, batch: VerticalData, thetas: Sequence[Tensor], z: Sequence[Tensor], gamma: Tensor, rate: float
 ) -> tuple[list[Tensor], Tensor]:
-    """One step of z and γ up the log-density, averaged over the chains."""
+    """Take one step of z and γ up the log-density, averaged over the chains."""
     leaves = [value.detach().requires_grad_() for value in (*z, gamma)]
     *moved, shared = leaves
     parts = [party_density(model, batch, j, theta, moved, shared).mean(1) for j, theta in enumerate(thetas)]

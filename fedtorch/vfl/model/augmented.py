@@ -32,7 +32,7 @@ def augmented(
     intercept: bool = True,
     shared_prior: Prior | None = None,
 ) -> VerticalModel:
-    """The augmented-variable model.
+    """Make the augmented-variable model.
 
     Args:
         likelihood: of the response; from `fedtorch.vfl.model.likelihoods`, or your own.
@@ -59,7 +59,7 @@ def augmented(
 
 
 def attenuation(variance: float | Tensor) -> float | Tensor:
-    r"""By how much noise on a logistic model's predictor shrinks its slopes: :math:`1/\sqrt{1 + \pi v/8}`.
+    r"""Return the factor by which noise on a logistic predictor shrinks slopes, :math:`1/\sqrt{1 + \pi v/8}`.
 
     Averaging a logistic curve over N(0, v) is close to a logistic curve of so much smaller slope. The augmented model
     has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them by this to compare them with those

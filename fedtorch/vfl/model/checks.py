@@ -1,4 +1,4 @@
-"""Whether data fit a vertical model."""
+"""Checks that data fit a vertical model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CHECKED = 2**16  # rows that are checked at a time, so that checks take no memo
 
 
 def check_features(model: VerticalModel, data: VerticalData, names: Sequence[str]) -> None:
-    """Raises `ValueError` unless all parties have features, finite and of their shapes, of as many rows."""
+    """Raise `ValueError` unless all parties have features, finite and of their shapes, of as many rows."""
     data.check_known()
     if len(data.features) != len(model.predictors):
         raise ValueError(f"Expected features of {len(model.predictors)} parties, but got {len(data.features)}")
@@ -26,7 +26,7 @@ def check_features(model: VerticalModel, data: VerticalData, names: Sequence[str
 
 
 def check_rows(predictor: Predictor | NetworkPredictor, x: Tensor, rows: int, name: str) -> None:
-    """Raises `ValueError` unless one party's features are finite and of the shape `(rows, ...)` or `(B, rows, ...)`."""
+    """Raise `ValueError` unless one party's features are finite and of the shape `(rows, ...)` or `(B, rows, ...)`."""
     dims, width = predictor.row_dims, predictor.width
     fits = x.ndim in (dims + 1, dims + 2) and x.shape[-1 - dims] == rows
     if not fits or (width is not None and x.shape[-1] != width):
@@ -37,7 +37,7 @@ def check_rows(predictor: Predictor | NetworkPredictor, x: Tensor, rows: int, na
 
 
 def check_response(likelihood: ResponseLikelihood, data: VerticalData) -> None:
-    """Raises `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
+    """Raise `ValueError` unless the likelihood has the response of every row whose weight is not 0."""
     y = data.response
     if data.weight is not None:
         y, weight = torch.broadcast_tensors(y, data.weight.to(y.device))
@@ -47,7 +47,7 @@ def check_response(likelihood: ResponseLikelihood, data: VerticalData) -> None:
 
 
 def prepared(model: VerticalModel, data: VerticalData) -> VerticalData:
-    """The data once they are checked against the model, all in the features' dtype.
+    """Return the data once they are checked against the model, all in the features' dtype.
 
     Raises:
         ValueError: parties, rows, widths or dtypes that do not fit, values that are not finite, negative weights, or a

@@ -28,7 +28,7 @@ def collapsed_log_likelihood(
     variance: Tensor | None = None,
     adaptive: bool = False,
 ) -> Tensor:
-    r"""Log-likelihood of every row given γ and θ alone.
+    r"""Return the log-likelihood of every row given γ and θ alone.
 
     Args:
         model: with one output; weights are 1/J.
@@ -77,7 +77,7 @@ def collapsed_log_likelihood(
     rho = model.noise_sd.to(centre)
 
     def shares(at: Tensor) -> Tensor:
-        """J log ∫ p(y | a + ρξ)^{1/J} dN(ξ)."""
+        """Return J log ∫ p(y | a + ρξ)^{1/J} dN(ξ)."""
         values = model.likelihood.log_prob(y, at + rho * nodes.reshape(-1, *(1,) * at.ndim), shared) / parties
         return parties * (values + weights.reshape(-1, *(1,) * (at.ndim - 1))).logsumexp(0)
 
@@ -88,7 +88,7 @@ def collapsed_log_likelihood(
 
 
 def noise_variance(model: VerticalModel) -> Tensor:
-    """Variance of the model's noise on the sum of the predictors, `(1 or B,)`.
+    """Return the variance of the model's noise on the sum of the predictors, `(1 or B,)`.
 
     >>> import fedtorch as ft
     >>> of = ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], 1.0
@@ -103,7 +103,7 @@ def noise_variance(model: VerticalModel) -> Tensor:
 def _mode(
     model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, spread: Tensor, steps: int = 25
 ) -> tuple[Tensor, Tensor]:
-    """Mode of p(y|s) N(s; centre, spread) by Newton's method with steps of at most 2, and the sd of its curvature."""
+    """Find the mode of p(y|s) N(s; centre, spread) by Newton's method, in steps of at most 2, and the sd there."""
     h, own = centre.detach(), shared.detach()
     s, sd = h.clone(), h
     with torch.enable_grad():

@@ -61,7 +61,7 @@ class ResponseLikelihood:
 
 
 def gaussian(sd: float | None = None) -> ResponseLikelihood:
-    r"""Normal noise: :math:`y \sim N(s, \sigma^2)`.
+    r"""Make a normal likelihood, :math:`y \sim N(s, \sigma^2)`.
 
     Args:
         sd: σ if it is known; otherwise `log_sd` is a shared parameter.
@@ -87,7 +87,7 @@ def gaussian(sd: float | None = None) -> ResponseLikelihood:
 
 
 def bernoulli() -> ResponseLikelihood:
-    r"""Two classes: :math:`P(y = 1) = 1/(1 + e^{-s})`; the response is 0 or 1."""
+    r"""Make a likelihood of two classes, :math:`P(y = 1) = 1/(1 + e^{-s})`; the response is 0 or 1."""
     return ResponseLikelihood(
         log_prob=lambda y, s, shared: F.logsigmoid((2 * y - 1) * s[..., 0, :]),
         mean=lambda s, shared: s[..., 0, :].sigmoid(),
@@ -98,7 +98,7 @@ def bernoulli() -> ResponseLikelihood:
 
 
 def poisson() -> ResponseLikelihood:
-    r"""Counts: :math:`y \sim \mathrm{Poisson}(e^s)`."""
+    r"""Make a likelihood of counts, :math:`y \sim \mathrm{Poisson}(e^s)`."""
     return ResponseLikelihood(
         log_prob=lambda y, s, shared: y * s[..., 0, :] - s[..., 0, :].exp() - torch.lgamma(y + 1),
         mean=lambda s, shared: s[..., 0, :].exp(),
@@ -109,7 +109,7 @@ def poisson() -> ResponseLikelihood:
 
 
 def negative_binomial(dispersion: float | None = None) -> ResponseLikelihood:
-    r"""Overdispersed counts of mean :math:`e^s` and variance :math:`e^s + e^{2s}/r`.
+    r"""Make a likelihood of overdispersed counts of mean :math:`e^s` and variance :math:`e^s + e^{2s}/r`.
 
     Args:
         dispersion: r if it is known; otherwise `log_dispersion` is a shared parameter.
@@ -144,7 +144,7 @@ def negative_binomial(dispersion: float | None = None) -> ResponseLikelihood:
 
 
 def categorical(classes: int) -> ResponseLikelihood:
-    r"""`classes` labels from 0 on: :math:`P(y = c) \propto e^{s_c}`.
+    r"""Make a likelihood of `classes` labels from 0 on, :math:`P(y = c) \propto e^{s_c}`.
 
     Raises:
         ValueError: fewer than two classes.
@@ -176,7 +176,7 @@ def categorical(classes: int) -> ResponseLikelihood:
 
 
 def _fixed(value: float | None, name: str) -> float | None:
-    """The logarithm of a known parameter."""
+    """Return the logarithm of a known parameter."""
     if value is None:
         return None
     if not 0 < value < math.inf:

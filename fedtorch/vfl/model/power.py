@@ -48,7 +48,7 @@ def power(
     shared_prior: Prior | None = None,
     concentration: float | None = None,
 ) -> VerticalModel:
-    r"""The power-likelihood model; the parties have to know the response.
+    r"""Make the power-likelihood model; the parties have to know the response.
 
     Args:
         likelihood: of the response; from `fedtorch.vfl.model.likelihoods`, or your own.

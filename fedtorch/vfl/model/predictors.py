@@ -1,4 +1,4 @@
-r"""What a party contributes: its parameters θ_j, its own prior, and :math:`g_j(x_j, \theta_j)`.
+r"""Predictors: a party's parameters θ_j, its own prior, and :math:`g_j(x_j, \theta_j)`.
 
 Every party chooses for itself and tells nobody. A prior of one's own is a function of θ `(B, M, d)` to `(B, M)`.
 
@@ -46,16 +46,16 @@ class Predictor:
     start: Tensor | None = None
 
     def __call__(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
-        """g_j, as a network is called; nothing is drawn, so that it needs no keys."""
+        """Return g_j; nothing is drawn, so that it needs no keys, which networks are called with."""
         return self.forward(theta, x)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What is maximised over: nothing, where a network has its weights."""
+        """Return nothing to maximise over, where a network has its weights."""
         return iter(())
 
 
 def flat_prior() -> Prior:
-    """A constant density, as for what is maximised over.
+    """Make a constant density, as for what is maximised over.
 
     >>> flat_prior()(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))  # of two draws
     tensor([[0., 0.]])
@@ -64,7 +64,7 @@ def flat_prior() -> Prior:
 
 
 def normal_prior(sd: float = 1.0) -> Prior:
-    """Independent N(0, sd²).
+    """Make a prior of independent N(0, sd²).
 
     Raises:
         ValueError: `sd` is not positive.
@@ -77,7 +77,7 @@ def normal_prior(sd: float = 1.0) -> Prior:
 
 
 def laplace_prior(scale: float = 1.0) -> Prior:
-    """Independent Laplace with density exp(−|θ|/scale)/(2·scale).
+    """Make a prior of independent Laplace variables with density exp(−|θ|/scale)/(2·scale).
 
     Raises:
         ValueError: `scale` is not positive.
@@ -91,7 +91,7 @@ def laplace_prior(scale: float = 1.0) -> Prior:
 
 
 def linear(width: int, prior: Prior | None = None, outputs: int = 1) -> Predictor:
-    r""":math:`g(x, \beta) = x^\top\beta`, for each output.
+    r"""Make the predictor :math:`g(x, \beta) = x^\top\beta`, for each output.
 
     Args:
         width: the number of features.
@@ -111,7 +111,7 @@ def linear(width: int, prior: Prior | None = None, outputs: int = 1) -> Predicto
 
 
 def by_level(x: Tensor, groups: Tensor, levels: int) -> Tensor:
-    """The design of slopes by level, `(n, levels · p)`: a row's features stand in its level's columns.
+    """Return the design of slopes by level, `(n, levels · p)`: a row's features stand in its level's columns.
 
     Args:
         x: `(n, p)`.
@@ -132,7 +132,7 @@ def by_level(x: Tensor, groups: Tensor, levels: int) -> Tensor:
 def multilevel(
     width: int, levels: int, *, mean_sd: float = 1.0, spread_sd: float = 1.0, centred: bool = False
 ) -> Predictor:
-    r"""Varying slopes by group: :math:`g(x) = x^\top\beta^r,\ \beta^r = \mu + \sigma u^r,\ u^r \sim N(0, 1)`.
+    r"""Make varying slopes by group: :math:`g(x) = x^\top\beta^r,\ \beta^r = \mu + \sigma u^r,\ u^r \sim N(0, 1)`.
 
     :math:`\mu \sim N(0, \text{mean\_sd}^2)` and σ half-normal of scale `spread_sd`, one each per feature. θ holds
     (μ, log σ, u), or (μ, log σ, β) where `centred`: `(2 + levels) · width` numbers. Features are made by `by_level`.
@@ -169,7 +169,7 @@ def multilevel(
 
 
 def slopes(theta: Tensor, width: int, levels: int, *, centred: bool = False) -> Tensor:
-    """The slopes β^r of `multilevel`'s parameters, `(..., levels, width)`."""
+    """Return the slopes β^r of `multilevel`'s parameters, `(..., levels, width)`."""
     mean, log_spread, own = _parts(theta, width, levels)
     return own if centred else mean.unsqueeze(-2) + log_spread.exp().unsqueeze(-2) * own
 
@@ -180,6 +180,6 @@ def _parts(theta: Tensor, width: int, levels: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _times(coefficients: Tensor, x: Tensor) -> Tensor:
-    """Coefficients `(B, M, C, p)` on features `(n, p)` or `(B, n, p)`: `(B, M, C, n)`."""
+    """Multiply coefficients `(B, M, C, p)` and features `(n, p)` or `(B, n, p)`: `(B, M, C, n)`."""
     flat = coefficients.flatten(1, 2) @ x.mT
     return flat.unflatten(1, coefficients.shape[1:3])

@@ -36,7 +36,7 @@ def mlp(
     dropout: float = 0.0,
     activation: Callable[[], nn.Module] = nn.ReLU,
 ) -> nn.Sequential:
-    """Hidden layers, each followed by an activation and perhaps dropout, and a linear layer called `last`.
+    """Make hidden layers, each with an activation and perhaps dropout, and a linear layer called `last`.
 
     It maps rows `(..., n, width)` to `(..., n, outputs)`.
 
@@ -85,6 +85,7 @@ class Stacked(nn.Module):
         names: of the module's parameters.
         own: names of those that the stack holds: all but the released ones.
         weights: the parameters in the order of `own`, `(B, ...)` each.
+        draws: whether the module draws random numbers in training mode; None before it has run in it.
 
     Raises:
         ValueError: keys of another shape, or running statistics (BatchNorm), which are shared state.
@@ -104,7 +105,7 @@ class Stacked(nn.Module):
         # In a list, so that the template's own parameters are not registered.
         self._template = [copy.deepcopy(module).requires_grad_(False)]
         self._swap = functional.Swap(self._template[0], self.names)
-        self._draws: bool | None = None  # whether the module draws random numbers, once that is known
+        self.draws: bool | None = None
 
     def forward(
         self,
@@ -112,7 +113,7 @@ class Stacked(nn.Module):
         replaced: Mapping[str, Tensor] | None = None,
         keys: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """Rows of all copies.
+        """Evaluate all copies on rows.
 
         Args:
             x: `(n, ...)` for all copies, or `(B, n, ...)`.
@@ -142,20 +143,20 @@ class Stacked(nn.Module):
             self._one, in_dims=(0 if x.ndim == self.row_dims + 2 else None, *(0 for _ in weights)),
             randomness="different",
         )  # fmt: skip
-        if not self.training or self._draws is False:
+        if not self.training or self.draws is False:
             return call(x, *weights)
         drawn = KeyedRandomness(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
         with drawn:
             result = call(x, *weights)
-        if self._draws is None:
+        if self.draws is None:
             refuse_untrained(result, weights, template)
-        self._draws = drawn.calls > 0
-        if self._draws and keys is None:
+        self.draws = drawn.calls > 0
+        if self.draws and keys is None:
             raise ValueError("Expected keys for a module that draws random numbers, but got None")
         return result
 
     def release(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Gives up weights, which `forward` expects as `replaced` from then on."""
+        """Give up weights, which `forward` expects as `replaced` from then on."""
         own = dict(zip(self.own, self.weights))
         self.own = [name for name in self.own if name not in names]
         self.weights = nn.ParameterList([own[name] for name in self.own])
@@ -218,7 +219,7 @@ class NetworkPredictor(nn.Module):
         self.register_buffer("precision", sd.square().reciprocal().reshape(-1, 1).detach(), persistent=False)
 
     def forward(self, theta: Tensor, x: Tensor, keys: Callable[[], Tensor] | None = None) -> Tensor:
-        """g of each draw of θ `(B, M, size)` on rows `(n, ...)` or `(B, n, ...)`, `(B, M, C, n)`.
+        """Return g of each draw of θ `(B, M, size)` on rows `(n, ...)` or `(B, n, ...)`, `(B, M, C, n)`.
 
         Args:
             theta: θ.
@@ -235,16 +236,16 @@ class NetworkPredictor(nn.Module):
                 f"Expected features that the network of {self.name!r} takes, but got {x.dtype} of shape "
                 f"{tuple(x.shape)}: {error}; give the network their width"
             ) from error
-        found = torch.stack(each, 1) if len(each) > 1 else each[0].unsqueeze(1)
-        if found.ndim != 4 or found.shape[-1] != self.outputs:
+        stacked = torch.stack(each, 1) if len(each) > 1 else each[0].unsqueeze(1)
+        if stacked.ndim != 4 or stacked.shape[-1] != self.outputs:
             raise ValueError(
                 f"Expected networks of {self.name!r} that map rows (n, ...) to (n, {self.outputs}), but got "
-                f"{(found.shape[2], *found.shape[3:])}; see `widths`"
+                f"{(stacked.shape[2], *stacked.shape[3:])}; see `widths`"
             )
-        return found.mT
+        return stacked.mT
 
     def log_prior(self, theta: Tensor) -> Tensor:
-        """log p(θ) + log p(φ) up to a constant, `(B, M)`."""
+        """Return log p(θ) + log p(φ) up to a constant, `(B, M)`."""
         of_theta = theta.new_zeros(theta.shape[:-1]) if self.prior is None else self.prior(theta)
         if not self.regular or not len(self.stack.weights):
             return of_theta
@@ -252,13 +253,13 @@ class NetworkPredictor(nn.Module):
         return of_theta - 0.5 * self.precision * squares.unsqueeze(1)
 
     def _named(self, theta: Tensor) -> dict[str, Tensor]:
-        """The random weights by name of θ `(B, size)`."""
+        """Return the random weights by name of θ `(B, size)`."""
         parts = theta.split([shape.numel() for shape in self.shapes.values()], -1) if self.shapes else ()
         return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts)}
 
 
 def _initialised(module: nn.Module, key: Tensor) -> nn.Module:
-    """A copy whose layers are initialised anew, without moving the global generator."""
+    """Return a copy whose layers are initialised anew, without moving the global generator."""
     result = copy.deepcopy(module)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(random.bits(key, 1)))

@@ -1,4 +1,4 @@
-"""What a vertical model is: a likelihood of the sum of the parties' predictors, and noise ρ on each of them.
+"""A vertical model: a likelihood of the sum of the parties' predictors, and noise ρ on each of them.
 
 `augmented` and `power` make one; `VerticalData` is what it is fitted to. Batch first (folds × models × seeds), then
 Monte Carlo draws, then outputs, and rows last: predictors are `(B, M, C, n)`. What does not differ over the batch has
@@ -21,7 +21,7 @@ from fedtorch.vfl.rows.data import VerticalData
 
 
 def summed(values: Sequence[Tensor]) -> Tensor:
-    """Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has.
+    """Return Σ_j z_j: every party sends as many numbers a row as the likelihood's predictor has.
 
     >>> import torch
     >>> summed([torch.ones(1, 1, 1, 3), 2 * torch.ones(1, 1, 1, 3)])
@@ -31,7 +31,7 @@ def summed(values: Sequence[Tensor]) -> Tensor:
 
 
 def concatenated(values: Sequence[Tensor]) -> Tensor:
-    """All z_j beside each other, `(B, M, Σ_j C_j, n)`, for a top network.
+    """Return all z_j beside each other, `(B, M, Σ_j C_j, n)`, for a top network.
 
     >>> import torch
     >>> concatenated([torch.zeros(1, 1, 2, 5), torch.ones(1, 1, 3, 5)]).shape  # two and three numbers a row
@@ -105,13 +105,13 @@ class VerticalModel:
         return gamma.new_zeros(gamma.shape[:-1]) if self.shared_prior is None else self.shared_prior(gamma)
 
     def masked(self, value: Tensor, plain: Tensor | float) -> Tensor:
-        """`value` `(B, ...)` in elements with noise and priors, `plain` in the others."""
+        """Return `value` `(B, ...)` in elements with noise and priors, `plain` in the others."""
         if self.active is None:
             return value
         return torch.where(self.active.reshape(-1, *(1,) * (value.ndim - 1)), value, plain)
 
     def cut(self, values: Sequence[Tensor], keys: Callable[[], Tensor] | None = None) -> Tensor:
-        """What the parties send, combined and through the top network, `(B, M, C, n)`.
+        """Combine what the parties send, and put it through the top network, `(B, M, C, n)`.
 
         Args:
             values: `(B, M, C_j, n)` each.
@@ -123,7 +123,7 @@ class VerticalModel:
         return self.top(combined.mT.flatten(1, 2), None, keys).unflatten(1, (combined.shape[1], -1)).mT
 
     def centre(self, gamma: Tensor, combined: Tensor, offset: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Intercept + offset + what `cut` says, `(B, M, C, n)`, and the likelihood's own parameters of γ `(B, M, S)`.
+        """Return intercept + offset + `combined`, `(B, M, C, n)`, and the likelihood's own parameters, `(B, M, S)`.
 
         Raises:
             ValueError: another number of outputs than the likelihood's.
@@ -138,15 +138,15 @@ class VerticalModel:
         return (centre if offset is None else centre + offset.reshape(-1, 1, 1, offset.shape[-1])), shared
 
     def etas(self, thetas: Sequence[Tensor], data: VerticalData) -> list[Tensor]:
-        """g_j of every party, `(B, M, C, n)` each, of draws of γ, θ_1, …, θ_J `(B, M, d_j)`."""
+        """Return g_j of every party, `(B, M, C, n)` each, of draws of γ, θ_1, …, θ_J `(B, M, d_j)`."""
         return [p.forward(theta, x) for p, theta, x in zip(self.predictors, thetas[1:], data.features)]
 
     def predictor(self, thetas: Sequence[Tensor], data: VerticalData) -> tuple[Tensor, Tensor]:
-        """Intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws and rows."""
+        """Return intercept + offset + Σ_j g_j, `(B, M, C, n)`, and the likelihood's own parameters, of draws."""
         return self.centre(thetas[0], self.cut(self.etas(thetas, data)), data.offset)
 
     def split_shared(self, gamma: Tensor) -> tuple[Tensor | None, Tensor]:
-        """γ `(B, M, S)` as intercepts `(B, M, C, 1)`, if there are any, and the likelihood's own parameters."""
+        """Split γ `(B, M, S)` into intercepts `(B, M, C, 1)`, if there are any, and the likelihood's parameters."""
         if not self.intercept:
             return None, gamma
         outputs = self.likelihood.outputs
@@ -155,7 +155,7 @@ class VerticalModel:
     def log_likelihood(
         self, y: Tensor, total: Tensor, shared: Tensor, deviations: Tensor | None, weights: Tensor | None = None
     ) -> Tensor:
-        r"""Log-likelihood of every row, `(B, M, n)`.
+        r"""Return the log-likelihood of every row, `(B, M, n)`.
 
         The augmented model's is :math:`\log p(y | s, \gamma)` (equation 6), the power model's
         :math:`\sum_j w_j \log p(y | s - e_j, \gamma)` with :math:`e_j = z_j - \eta_j` (equation 7).

@@ -184,7 +184,7 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
 
 
 class Protocol(NamedTuple):
-    """How an iteration goes on once the parties' values are at the server, at both ends."""
+    """The course of an iteration once the parties' values are at the server, at both ends."""
 
     party: Callable[[PartyNode, Proposal, float | None, int], Half]  # node, what it sent, learning rate, local steps
     server: Callable[[ServerNode, Drawn, Sequence[int], float | None], Half]  # node, draws, who takes part, rate

@@ -26,7 +26,7 @@ Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Iteration(NamedTuple):
-    """What every node knows of an iteration before it begins."""
+    """An iteration, as every node knows it before it begins."""
 
     noise: Noise | None = None  # by default each node draws its own for the step, from the key of its part
     rate: float | None = None  # learning rate; the optimisers' own by default
@@ -67,7 +67,7 @@ class Share(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a node has drawn for an iteration."""
+    """Draws of a node for an iteration."""
 
     rows: VerticalData
     noise: Noise
@@ -75,7 +75,7 @@ class Drawn(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a party computes in an iteration before it hears of the others, with a graph to its parameters."""
+    """Results of a party in an iteration before it hears of the others, with a graph to its parameters."""
 
     drawn: Drawn
     value: Tensor  # (B, M, C, n) what it contributes

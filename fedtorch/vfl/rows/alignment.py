@@ -17,7 +17,7 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
 - *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
-  whoever asks and however often (`allowance`): every point that it multiplies is a guess that the other can test. What
+  whoever asks and however often (`limit`): every point that it multiplies is a guess that the other can test. What
   is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
   learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
   new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, together
-from fedtorch.vfl.rows.allowance import Allowance
+from fedtorch.vfl.rows.daily_limit import DailyLimit
 
 _CONTEXT = b"fedtorch alignment, P-256, version 1"
 _CURVE = ec.SECP256R1()
@@ -69,7 +69,7 @@ _POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
 
 
 class Intersection(NamedTuple):
-    """What all know in the end.
+    """Rows of all parties in the common order, and the bytes that were sent.
 
     >>> found = intersect({"clinic": ["b", "c", "a"], "laboratory": ["a", "d", "b"]}, leader="clinic")
     >>> found.rows
@@ -89,7 +89,7 @@ class Holder:
         identifiers: one per row.
         name: for error messages.
         most: so many points of others are multiplied by the secret at most, in all requests together.
-        allowance: of points in all alignments; None for any number.
+        limit: of points in all alignments; None for any number.
 
     Raises:
         ValueError: an identifier that comes twice, or is no Unicode text.
@@ -108,21 +108,21 @@ class Holder:
     """
 
     def __init__(
-        self, identifiers: Sequence[str], name: str, most: int = 10_000_000, allowance: Allowance | None = None
+        self, identifiers: Sequence[str], name: str, most: int = 10_000_000, limit: DailyLimit | None = None
     ) -> None:
         self.name, self.identifiers, self.most = name, _normalised(identifiers, name), most
-        self.allowance = allowance
+        self.limit = limit
         self._secret = ec.generate_private_key(_CURVE)
         self.order = list(range(len(self.identifiers)))
         secrets.SystemRandom().shuffle(self.order)
 
     def own_points(self) -> Points:
-        """Own identifiers, hashed and blinded, in a secret order."""
+        """Return own identifiers, hashed and blinded, in a secret order."""
         rows = tracked(self.order, _BLINDING, unit="row")
         return Points(_stack(self._times(_hash_to_point(self.identifiers[row])) for row in rows))
 
     def blind(self, points: Points) -> Points:
-        """The other's points times one's own secret, in the order that they came in.
+        """Multiply the other's points by one's own secret, in the order that they came in.
 
         Raises:
             ValueError: something that is not a point of the curve, or more points than are still taken.
@@ -132,14 +132,14 @@ class Holder:
                 f"Expected at most {self.most} more points at {self.name!r}, but got {len(points.x)}; raise most= if "
                 "the lists are that long"
             )
-        if self.allowance is not None:
-            self.allowance.take(len(points.x), self.name)
+        if self.limit is not None:
+            self.limit.take(len(points.x), self.name)
         self.most -= len(points.x)
         rows = tracked(_each(points), _BLINDING, len(points.x), unit="row")
         return Points(_stack(self._times(_decode(x, self.name)) for x in rows))
 
     def places(self, member: str, theirs: Points, returned: Points) -> Tensor:
-        """Where each own row is in a member's list, −1 where it is not, `(n,)`; what the leader finds out.
+        """Return where each own row is in a member's list, −1 where it is not, `(n,)`, as the leader learns it.
 
         Args:
             member: its name.
@@ -155,12 +155,12 @@ class Holder:
         for sent, count in ((theirs, len(known)), (returned, len(set(_each(returned))))):
             if count < len(sent.x):
                 raise ValueError(f"Expected distinct points of {member!r}, but got {len(sent.x) - count} twice")
-        found = torch.empty(len(self.order), dtype=torch.int64)
-        found[self.order] = torch.tensor([known.get(x, -1) for x in _each(returned)], dtype=torch.int64)
-        return found
+        positions = torch.empty(len(self.order), dtype=torch.int64)
+        positions[self.order] = torch.tensor([known.get(x, -1) for x in _each(returned)], dtype=torch.int64)
+        return positions
 
     def rows(self, positions: Positions) -> Tensor:
-        """Own rows in the common order, −1 where there is none, `(m,)`; what a member finds out.
+        """Return own rows in the common order, −1 where there is none, `(m,)`, as a member learns them.
 
         Raises:
             ValueError: a position out of range, or one twice.
@@ -178,7 +178,7 @@ class Holder:
 
 
 def following(member: Holder, leader: str) -> Half:
-    """A member's half; returns its rows in the common order.
+    """Run a member's half; return its rows in the common order.
 
     Args:
         member: the member.
@@ -191,7 +191,7 @@ def following(member: Holder, leader: str) -> Half:
 
 
 def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
-    """The leader's half; returns its own rows in the common order. It usually is the party with the labels.
+    """Run the leader's half, usually that of the party with the labels; return its own rows in the common order.
 
     Args:
         leader: the leader.
@@ -232,7 +232,7 @@ def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | No
 def intersect(
     identifiers: Mapping[str, Sequence[str]], leader: str, required: Iterable[str] | None = None
 ) -> Intersection:
-    """All parties in one process.
+    """Align all parties in one process.
 
     Args:
         identifiers: of every party, by name.
@@ -251,12 +251,12 @@ def intersect(
     members = [name for name in identifiers if name != leader]
     halves = {leader: leading(Holder(identifiers[leader], leader), members, required)}
     halves |= {name: following(Holder(identifiers[name], name), leader) for name in members}
-    found, traffic = together(halves)
-    return Intersection(tuple(found[name] for name in identifiers), sum(traffic))
+    rows, traffic = together(halves)
+    return Intersection(tuple(rows[name] for name in identifiers), sum(traffic))
 
 
 def _normalised(identifiers: Sequence[str], name: str) -> list[str]:
-    """Identifiers in Unicode's normal form C.
+    """Return identifiers in Unicode's normal form C.
 
     Raises:
         TypeError: not strings.
@@ -284,7 +284,7 @@ def _normalised(identifiers: Sequence[str], name: str) -> list[str]:
 
 
 def _hash_to_point(identifier: str) -> ec.EllipticCurvePublicKey:
-    """The point of an identifier: the first of its hashes that is the x-coordinate of one."""
+    """Return the point of an identifier: the first of its hashes that is the x-coordinate of one."""
     text = identifier.encode()
     for counter in range(256):
         x = hashlib.sha256(_CONTEXT + bytes([counter]) + text).digest()
@@ -312,6 +312,6 @@ def _stack(points: Iterable[bytes]) -> Tensor:
 
 
 def _each(points: Points) -> Iterator[bytes]:
-    """One after the other."""
+    """Return the items one after the other."""
     joined = points.x.numpy().tobytes()
     return (joined[place : place + _BYTES] for place in range(0, len(joined), _BYTES))

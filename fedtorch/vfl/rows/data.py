@@ -76,18 +76,18 @@ class VerticalData(_Fields):
         return self.weight.sum(-1)
 
     def weighted_sum(self, values: Tensor) -> Tensor:
-        """Σ_i w_i v_i, `(B, M, n)` -> `(B, M)`."""
+        """Return Σ_i w_i v_i, `(B, M, n)` -> `(B, M)`."""
         if self.weight is None:
             return values.sum(-1)
         return (values * self.weight.reshape(-1, 1, self.weight.shape[-1])).sum(-1)
 
     def to_dtype(self, dtype: torch.dtype) -> VerticalData:
-        """Response, offset and weights in this dtype; features keep theirs."""
+        """Convert response, offset and weights to this dtype; features keep theirs."""
         of = lambda value: None if value is None else value.to(dtype)
         return self._replace(response=self.response.to(dtype), offset=of(self.offset), weight=of(self.weight))
 
     def take(self, rows: Tensor, row_dims: Sequence[int] | None = None) -> VerticalData:
-        """The minibatch of these rows, in this order, weighted so that its sums are unbiased for those of all rows.
+        """Return the minibatch of these rows, weighted so that its sums are unbiased for those of all rows.
 
         Args:
             rows: `(m,)` indices.
@@ -111,7 +111,7 @@ class VerticalData(_Fields):
         )
 
     def of_party(self, index: int) -> VerticalData:
-        """What party `index`, from 0 on, needs: its features alone, and weight zero on the rows that it lacks."""
+        """Return the data of party `index`, from 0 on: its features alone, and weight zero on rows that it lacks."""
         mine = self._replace(features=self.features[index : index + 1])
         if self.present is None:
             return mine
@@ -121,19 +121,20 @@ class VerticalData(_Fields):
         return mine._replace(weight=weight, present=present, weight_total=self.total)
 
     def known_to_parties(self, response: bool) -> list[VerticalData]:
-        """What each party may know, with the response or NaN instead of it."""
-        told = self.response if response else torch.full_like(self.response, torch.nan, dtype=torch.float32)
+        """Return what each party may know, with the response or NaN instead of it."""
+        response_or_nan = self.response if response else torch.full_like(self.response, torch.nan, dtype=torch.float32)
         split = [None] * len(self.features) if self.present is None else list(self.present.split(1, 1))
         return [
-            VerticalData._make(((x,), told, None, self.weight, own, None, None)) for x, own in zip(self.features, split)
+            VerticalData._make(((x,), response_or_nan, None, self.weight, own, None, None))
+            for x, own in zip(self.features, split)
         ]
 
     def known_to_server(self) -> VerticalData:
-        """What the server may know: everything but the features."""
+        """Return what the server may know: everything but the features."""
         return self._replace(features=(), present=None)
 
     def check_known(self) -> None:
-        """Raises `ValueError` unless what is known of the rows fits them and is finite, and weights are from 0 on."""
+        """Raise `ValueError` unless what is known of the rows fits them and is finite, and weights are from 0 on."""
         rows = self.response.shape[-1]
         if not rows:
             raise ValueError("Expected at least one row, but got none; see how the parties' rows were aligned")
@@ -150,7 +151,7 @@ class VerticalData(_Fields):
 
 
 def _check_parts(data: VerticalData) -> None:
-    """Raises `ValueError` unless all parts have the response's rows, and features are finite."""
+    """Raise `ValueError` unless all parts have the response's rows, and features are finite."""
     for j, x in enumerate(data.features):
         expected.kind(x, Tensor, f"features of party {j} as a tensor", "use torch.as_tensor, a tensor for every party")
         expected.dense(x, f"features of party {j}")

@@ -33,7 +33,7 @@ class LabelLeakageWarning(UserWarning):
 
 
 def warn_of_leakage(x: Tensor, response: Tensor, party: str, names: Sequence[str] = ()) -> None:
-    """Warns of every column of a party that determines the response.
+    """Warn of every column of a party that determines the response.
 
     Args:
         x: `(n, p)`; features of another shape, such as images, are not looked at.
@@ -54,7 +54,7 @@ def warn_of_leakage(x: Tensor, response: Tensor, party: str, names: Sequence[str
 
 
 def determines(feature: Tensor, response: Tensor) -> bool:
-    """Whether a column `(n,)` determines a response `(n,)`, beyond chance.
+    """Return whether a column `(n,)` determines a response `(n,)`, beyond chance.
 
     >>> import torch
     >>> label = torch.tensor([0.0, 1.0] * 20)

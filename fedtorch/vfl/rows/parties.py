@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Party:
-    """What one party holds: features, labels, or both.
+    """Data of one party: features, labels, or both.
 
     Attributes:
         name: of the party.
@@ -63,13 +63,13 @@ class Party:
             )
 
     def distinct(self) -> Party:
-        """Its rows without those whose identifier came before."""
+        """Return its rows without those whose identifier came before."""
         names = [unicodedata.normalize("NFC", identifier) for identifier in self.identifiers]  # as `align` sees them
         first = {name: row for row, name in reversed(list(enumerate(names)))}
         return self.take(torch.tensor(sorted(first.values()), dtype=torch.long))
 
     def take(self, rows: Tensor) -> Party:
-        """These rows, in this order, `(m,)`."""
+        """Return these rows, in this order, `(m,)`."""
         of = lambda value: None if value is None else value[rows]
         names = [self.identifiers[row] for row in rows.tolist()]
         return dataclasses.replace(self, identifiers=names, x=of(self.x), response=of(self.response))
@@ -94,7 +94,7 @@ class Aligned(NamedTuple):
 
 
 def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) -> Aligned:
-    """Aligns rows by private set intersection; see `fedtorch.vfl.rows.alignment` for what whom is shown.
+    """Align rows by private set intersection; `fedtorch.vfl.rows.alignment` says what each party learns.
 
     The party with the labels leads, and its order is the common one. A row stays if all required parties have it; where
     another one lacks it, its features are zero and `data.present` says so.
@@ -116,8 +116,8 @@ def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) ->
     needed = None if required is None else [name for name in required if name != leader.name]
     for name in needed or []:
         party_named(parties, name)
-    found = intersect({party.name: party.identifiers for party in parties}, leader.name, needed)
-    rows = {party.name: own for party, own in zip(parties, found.rows)}
+    common = intersect({party.name: party.identifiers for party in parties}, leader.name, needed)
+    rows = {party.name: own for party, own in zip(parties, common.rows)}
     assert leader.response is not None
     response = leader.response[rows[leader.name]]
     holders = [party for party in parties if party.x is not None]
@@ -126,11 +126,11 @@ def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) ->
     for party, x, own in zip(holders, features, here.T):
         warn_of_leakage(x[own], response[own], party.name, party.features)
     data = VerticalData(features, response, present=None if bool(here.all()) else here)
-    return Aligned(data, tuple(party.name for party in holders), rows, found.bytes)
+    return Aligned(data, tuple(party.name for party in holders), rows, common.bytes)
 
 
 def joined(parties: Sequence[Party]) -> VerticalData:
-    """Rows that are aligned already, side by side.
+    """Join rows that are aligned already, side by side.
 
     Raises:
         ValueError: not exactly one party with labels, different numbers of rows, or identifiers in different orders.
@@ -167,7 +167,7 @@ def joined(parties: Sequence[Party]) -> VerticalData:
 def from_table(
     table: VerticalTable, identifiers: Sequence[str] | None = None, names: Sequence[str] | None = None
 ) -> list[Party]:
-    """The parties of a table whose columns they hold, and one called `labels` that holds the labels only.
+    """Return the parties of a table whose columns they hold, and one called `labels` that holds the labels only.
 
     Args:
         table: such as `fedtorch.data.heart_failure()`.
@@ -189,7 +189,7 @@ def from_table(
 
 
 def party_named(parties: Sequence[Party], name: str) -> Party:
-    """The party of this name.
+    """Return the party of this name.
 
     Raises:
         ValueError: there is none.
@@ -218,7 +218,7 @@ def _with_labels(parties: Sequence[Party]) -> Party:
 
 
 def _filled(party: Party, rows: Tensor) -> Tensor:
-    """Its features in the common order, zero where it has none."""
+    """Return its features in the common order, zero where it has none."""
     assert party.x is not None
     values = party.x.new_zeros(len(rows), *party.x.shape[1:])
     values[rows >= 0] = party.x[rows[rows >= 0]]

@@ -50,7 +50,7 @@ def closed_form(data: ft.data.FederatedData, tau: float = 0.5, sigma: float = 0.
 def test_the_gaussian_posterior(sweeps: int) -> None:
     """Whatever the number of sweeps; errors from the spread over independent chains."""
     data, chains = linear_clients(SIZES), 30
-    sampler = sampled(conjugate(sweeps, chains), ft.InProcess(data), START, rounds=90, burn_in=15)
+    sampler = sampled(conjugate(sweeps, chains), ft.InProcess(data), START, rounds=60, burn_in=12)
     mean, covariance = closed_form(data)
     found = sampler.moments["theta"]
     bound = float(stats.norm.ppf(1 - 1e-4))
@@ -122,7 +122,7 @@ def test_a_chain_does_not_depend_on_the_others() -> None:
 
 
 def means(algorithm: ft.Algorithm, data: ft.data.FederatedData, seed: int = 0, **arguments: Any) -> dict[str, Tensor]:
-    sampler = sampled(algorithm, ft.InProcess(data), START, rounds=60, burn_in=20, keep=False, seed=seed, **arguments)
+    sampler = sampled(algorithm, ft.InProcess(data), START, rounds=36, burn_in=12, keep=False, seed=seed, **arguments)
     return {name: moments.mean for name, moments in sampler.moments.items()}
 
 

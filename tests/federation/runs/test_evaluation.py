@@ -15,7 +15,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.runs.evaluation import evaluate, inputs_and_targets
-from fedtorch.scores import Score
+from fedtorch.metrics.scores import Score
 
 SIZES = [7, 3, 12, 5]
 DATA = linear_clients(SIZES)

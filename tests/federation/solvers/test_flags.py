@@ -48,7 +48,7 @@ class Regression(L.LightningModule):
         return -bound(self.posterior(x[:, 0]), y)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.05)
+        return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
 def waves() -> ft.data.FederatedData:
@@ -66,8 +66,8 @@ def error(module: nn.Module) -> float:
 @pytest.fixture(scope="module")
 def posterior() -> ft.Run:
     """Three of four clients have been asked."""
-    local = ft.gradient_descent(Regression(), steps=30, batched=False, buffers="average")
-    return ft.run(ft.fedavg(local), ft.InProcess(waves()), rounds=6, cohort=ft.fixed_cohort([0, 1, 2]))
+    local = ft.gradient_descent(Regression(), steps=20, batched=False, buffers="average")
+    return ft.run(ft.fedavg(local), ft.InProcess(waves()), rounds=4, cohort=ft.fixed_cohort([0, 1, 2]))
 
 
 def test_the_server_and_clients_never_asked_predict_with_the_trained_posterior(posterior: ft.Run) -> None:

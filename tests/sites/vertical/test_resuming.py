@@ -30,7 +30,7 @@ from fedtorch.protocol.rollback import Entered
 from fedtorch.sites import Hub, Limits, Link, Roster, connect, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
-from fedtorch.sites.vertical._peers import Lost
+from fedtorch.sites.vertical._peers import PeerLost
 from fedtorch.sites.vertical.remote import over_hub
 from fedtorch.sites.vertical.resuming import resuming_over_hub, resuming_over_link
 from fedtorch.vfl.nodes.iteration import party_half, server_half
@@ -141,7 +141,7 @@ def test_nothing_disturbed_gives_what_one_process_gives(undisturbed: dict[str, A
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody pauses for long."""
     monkeypatch.setattr("fedtorch.sites.streams.timeout._PAUSES", (0.005, 0.1))
-    monkeypatch.setattr("fedtorch.sites.vertical.resuming.FAREWELL", 1.0)
+    monkeypatch.setattr("fedtorch.sites.vertical.resuming.CLOSING", 1.0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -266,7 +266,7 @@ def test_a_party_that_does_not_come_back_ends_it_at_all_nodes() -> None:
             pool.submit(resuming_over_link, half, partial(memory.link, hub, name), **WAITS)
             for name, half in (("good", listens), ("bad", killed))
         ]
-        with pytest.raises(Lost, match="bad is lost: Expected 'bad' to connect within"):
+        with pytest.raises(PeerLost, match="bad is lost: Expected 'bad' to connect within"):
             resuming_over_hub(server, hub, ["good", "bad"], seconds=20, timeout=0.3)
         assert isinstance(futures[1].exception(20), Killed)
         heard = futures[0].exception(20)
@@ -281,7 +281,7 @@ def test_lines_that_break_wherever_all_begin_end_the_protocol_one_day(monkeypatc
     with ThreadPoolExecutor(1) as pool:
         dial = lambda: Watched(memory.link(hub, "a"), fate)
         future = pool.submit(resuming_over_link, lambda journal: iter(()), dial, seconds=0.2, timeout=0.5)
-        with pytest.raises(Lost, match="a is lost"):
+        with pytest.raises(PeerLost, match="a is lost"):
             resuming_over_hub(lambda journal: iter(()), hub, ["a"], **WAITS)
         with pytest.raises(TimeoutError, match=r"Expected a server within 0\.5 s, but got none"):
             future.result(20)
@@ -354,7 +354,7 @@ def test_a_server_of_another_version() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         party = pool.submit(resuming_over_link, my_half.half, partial(memory.link, hub, "clinic"), **WAITS)
-        with pytest.raises(Lost, match="clinic is lost"):
+        with pytest.raises(PeerLost, match="clinic is lost"):
             over_hub(server(), hub, ["clinic"], **WAITS)
         with pytest.raises(wire.PayloadError, match="speaks protocol 1, but got one of 2; install the same version"):
             party.result(20)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fedtorch import tree
-from fedtorch.protocol._rank_link import Link
+from fedtorch.protocol._rank_link import RankLink
 from fedtorch.protocol.halves import Receive, Traffic
 from fedtorch.protocol.ranks import over_ranks
 from fedtorch.vfl.nodes.iteration import exchange, party_half, server_half
@@ -78,7 +78,7 @@ def compare_split(name: str) -> tuple[float, int]:
 
 def silence() -> str:
     """What the server says of a party that does not answer."""
-    link = Link(0, 4, timedelta(seconds=5))
+    link = RankLink(0, 4, timedelta(seconds=5))
     link.streams.seconds = 0.5
     for stream in link.streams.sockets.values():
         stream.settimeout(0.5)
@@ -99,7 +99,7 @@ def main(folder: Path) -> None:
     if dist.get_rank() == 0:
         (folder / "silence.txt").write_text(silence())
     else:
-        link = Link(dist.get_rank(), 4, timedelta(seconds=5))
+        link = RankLink(dist.get_rank(), 4, timedelta(seconds=5))
         time.sleep(2)
         link.close()
     dist.destroy_process_group()

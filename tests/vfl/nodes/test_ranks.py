@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from fedtorch import wire
-from fedtorch.protocol._rank_link import Link
+from fedtorch.protocol._rank_link import RankLink
 from fedtorch.protocol.halves import Receive, Send
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=30))
-link = Link(rank, 2, timedelta(seconds=20))
+link = RankLink(rank, 2, timedelta(seconds=20))
 if rank == 1:
     link.send(Send(0, {"first": torch.arange(4.0)}))
     link.send(Send(0, {}))

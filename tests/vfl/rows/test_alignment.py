@@ -13,7 +13,7 @@ from fedtorch import wire
 from fedtorch.protocol.halves import Half, Receive, Send, decode, drive, encode
 from fedtorch.vfl.rows import alignment
 from fedtorch.vfl.rows.alignment import Holder, Points, Positions, following, intersect, leading
-from fedtorch.vfl.rows.allowance import Allowance
+from fedtorch.vfl.rows.daily_limit import DailyLimit
 from fedtorch.vfl.rows.parties import Party
 
 LISTS = {
@@ -156,8 +156,8 @@ def test_points_come_once_and_not_without_end() -> None:
 def test_guesses_are_counted_over_alignments_and_days(tmp_path: Path) -> None:
     """A list of guesses costs what it is long, whoever asks, and however often the member begins anew."""
     now = [1e9]
-    allowed = lambda: Allowance(tmp_path / "guesses.json", 4, lambda: now[0])
-    member = lambda: Holder(["x", "y", "z"], "b", allowance=allowed())
+    allowed = lambda: DailyLimit(tmp_path / "guesses.json", 4, lambda: now[0])
+    member = lambda: Holder(["x", "y", "z"], "b", limit=allowed())
     points = Holder(["x", "q", "r"], "leader").own_points()
     member().blind(points)
     with pytest.raises(ValueError, match=r"at most 1 identifiers to be tested at 'b' now, .* but got 3; wait 12"):

@@ -104,11 +104,6 @@ class _Settings(NamedTuple):
     clip_told: float | None
     mechanism: Mechanism
 
-    @property
-    def share(self) -> float:
-        """Return how many times the noise of a release of messages alone."""
-        return self.mechanism.join(1 if self.clip_told is None else 2)
-
 
 def client_level(
     clip: Clip,
@@ -149,7 +144,8 @@ def client_level(
             and guarantees nothing, as its ledger says.
 
     Returns:
-        A wrapper, whose algorithms' runs take no `cohort=`: the accountant has to know how clients are drawn.
+        A wrapper for runs without `cohort=`, for the accountant has to know how clients are drawn. All algorithms that
+        it is joined to spend from one ledger.
 
     Raises:
         ValueError: clip, noise, δ, rate, size or budget out of range. When it is joined: an algorithm whose totals bear
@@ -167,14 +163,15 @@ def client_level(
         spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), sampling_rate, size, quorum=None)
         return _private(algorithm, settings, spending)
 
-    told = settings._replace(mechanism=mechanism.name)._asdict()  # type: ignore[arg-type]
-    return Wrapper(Stage.PRIVACY, "privacy.client_level", wrap, told)
+    about = settings._replace(mechanism=mechanism.name)._asdict()  # type: ignore[arg-type]
+    return Wrapper(Stage.PRIVACY, "privacy.client_level", wrap, about)
 
 
 def _private(algorithm: Algorithm, settings: _Settings, spending: Spending) -> Algorithm:
     adaptive = isinstance(settings.clip, AdaptiveClip)
+    noise = settings.noise * settings.mechanism.join(1 if settings.clip_told is None else 2)  # of releases together
     if settings.clip_told is not None:
-        algorithm = noised_totals(algorithm, settings.clip_told, settings.noise * settings.share, spending)
+        algorithm = noised_totals(algorithm, settings.clip_told, noise, spending)
     return dataclasses.replace(
         algorithm,
         init=partial(_init, algorithm, settings),
@@ -182,7 +179,7 @@ def _private(algorithm: Algorithm, settings: _Settings, spending: Spending) -> A
         client=partial(_client, algorithm, settings, not spending.entropy.guarantees),
         server=partial(_server, algorithm, settings),
         model=(lambda inbox, state: algorithm.model(inbox.parameters, state)) if adaptive else algorithm.model,
-        exchange=_noised(algorithm.exchange, settings, spending),
+        exchange=_noised(algorithm.exchange, settings.clip, noise, spending),
         report=partial(_report, algorithm) if adaptive else algorithm.report,
         budget=spending,
     )
@@ -285,9 +282,8 @@ def _in_units(aggregate: Tree, clip: float | Mapping[str, float]) -> Tree:
     return _map(scaled, aggregate)
 
 
-def _noised(exchange: Exchange, settings: _Settings, spending: Spending) -> Exchange:
+def _noised(exchange: Exchange, clip: Clip, noise: float, spending: Spending) -> Exchange:
     """Return the exchange with sums in float64, whose rounding carries nobody beyond a bound, and noise on them."""
-    clip, noise = settings.clip, settings.noise * settings.share
 
     def scatter(outbox: Tree, ids: Rows) -> Tree:
         if not isinstance(clip, AdaptiveClip):

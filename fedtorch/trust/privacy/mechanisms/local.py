@@ -107,8 +107,8 @@ def local_level(
         client = partial(_client, algorithm, float(clip), share, spending)
         return dataclasses.replace(algorithm, client=client, budget=spending)
 
-    told = {"clip": clip, "noise": noise, "quorum": quorum, "delta": delta}
-    return Wrapper(Stage.PRIVACY, "privacy.local_level", wrap, told)
+    about = {"clip": clip, "noise": noise, "quorum": quorum, "delta": delta}
+    return Wrapper(Stage.PRIVACY, "privacy.local_level", wrap, about)
 
 
 def _check(algorithm: Algorithm) -> None:

@@ -117,8 +117,8 @@ def node_level(
         spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "nodes"))
         return _private(algorithm, float(clip), spending)
 
-    told = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "delta": delta}
-    return Wrapper(Stage.PRIVACY, "privacy.node_level", wrap, told)
+    about = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "delta": delta}
+    return Wrapper(Stage.PRIVACY, "privacy.node_level", wrap, about)
 
 
 def _private(algorithm: Algorithm, clip: float, spending: Spending) -> Algorithm:

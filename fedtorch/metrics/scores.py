@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import expected, metrics as fm, tree
+from fedtorch import expected, tree
+from fedtorch.metrics import stacked as fm
 from fedtorch.tree import Tree
 
 
@@ -55,7 +56,7 @@ class Score(NamedTuple):
         return self.failed is not None and bool(self.failed.any())
 
     def _from_worst(self, largest_is_best: bool | None) -> Tensor:
-        """What there is of the clients, the worst first."""
+        """Return the scores of the clients that have one, the worst first."""
         known = self.clients[~self.clients.isnan()]
         if not len(known):
             return known
@@ -63,7 +64,7 @@ class Score(NamedTuple):
 
 
 def is_largest_best(given: bool | None, own: bool | None) -> bool:
-    """What is given, or else what the metric says of itself.
+    """Return the end that is given, or else the one that the metric states.
 
     Raises:
         ValueError: neither says it.

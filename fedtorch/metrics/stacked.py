@@ -1,21 +1,4 @@
-"""Metrics by sums, so that clients send statistics and the server computes the metric of all their rows.
-
-`StackedMetric.update` turns `K` clients' predictions into sums, leaves `(K, ...)`; `compute` finishes sums of
-any batch shape. One client's metric is `compute` of its own sums. The global metric is `compute` of the sums
-added over clients: it equals the metric of the pooled rows, which a mean of the clients' metrics does not.
-
->>> import torch
->>> from fedtorch import metrics, tree
->>> accuracy = metrics.accuracy()
->>> logits = torch.tensor([[2.0, -1.0, 3.0], [1.0, 0.0, 0.0]])   # (K, N)
->>> target = torch.tensor([[1, 1, 1], [0, 0, 0]])
->>> mask = torch.tensor([[True, True, True], [True, False, False]])   # the second client has one row
->>> sums = accuracy.update(logits, target, mask)
->>> accuracy.compute(sums)
-tensor([0.6667, 0.0000], dtype=torch.float64)
->>> accuracy.compute(tree.map(lambda leaf: leaf.sum(0), sums))
-tensor(0.5000, dtype=torch.float64)
-"""
+"""Metrics of stacked clients: sums over rows from which a value is computed, of one client or of all."""
 
 from __future__ import annotations
 
@@ -32,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch._torchmetrics import computed, summed_states, wide
 from fedtorch.expected import loaded
+from fedtorch.metrics._torchmetrics import computed, summed_states, wide
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -119,16 +102,16 @@ def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
         if prediction.shape == (*target.shape, 1):
             prediction = prediction.squeeze(-1)
         rows = target.flatten(0, 1)
-        found = each(prediction.flatten(0, 1), rows)
-        if found.shape not in (rows.shape, rows.shape[:1]):
+        losses = each(prediction.flatten(0, 1), rows)
+        if losses.shape not in (rows.shape, rows.shape[:1]):
             raise ValueError(
-                f"Expected a loss of every example, but got shape {tuple(found.shape)} of predictions "
+                f"Expected a loss of every example, but got shape {tuple(losses.shape)} of predictions "
                 f"{tuple(prediction.shape)} and targets {tuple(target.shape)}; bring them to one shape"
             )
-        counted = tree.along(mask.flatten(), found).expand_as(found)
+        counted = tree.along(mask.flatten(), losses).expand_as(losses)
         if ignored is not None and not rows.is_floating_point():
             counted = counted & (rows != ignored)
-        total = torch.where(counted, found.detach().double(), 0.0).reshape(len(mask), -1).sum(1)
+        total = torch.where(counted, losses.detach().double(), 0.0).reshape(len(mask), -1).sum(1)
         return {"sum": total, "rows": _rows(counted.reshape(len(mask), -1))}
 
     return StackedMetric(update, lambda sums: sums["sum"] / sums["rows"], False)

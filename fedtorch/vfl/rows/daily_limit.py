@@ -1,10 +1,10 @@
-"""How many identifiers others may test at a party: counted in a file, over all alignments, cuts and processes.
+"""A daily limit on the identifiers that others may test at a party, counted in a file over alignments and processes.
 
 Whoever puts guessed identifiers into its list learns which of them a party has, and no intersection can prevent it.
 So a party says how many a day it answers, and a guesser needs as many days as that goes into the names there are:
 
-    allowance = Allowance("guesses.json", 20_000)           # about what the other's honest list is long
-    following(Holder(identifiers, "clinic", allowance=allowance), "leader")
+    limit = DailyLimit("guesses.json", 20_000)           # about what the other's honest list is long
+    following(Holder(identifiers, "clinic", limit=limit), "leader")
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _DAY = 86_400.0
 _SECONDS = 30.0  # for another process that counts
 
 
-class Allowance:
-    """So many identifiers of others at once, and as many again in the course of each day.
+class DailyLimit:
+    """A limit on the identifiers of others: so many at once, and as many again in the course of each day.
 
     Args:
-        path: of the file with the count; none yet is a full allowance.
+        path: of the file with the count; none yet has counted nothing.
         a_day: identifiers.
         now: seconds since 1970. A clock that is set back gives nothing until it has caught up.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     allowance = Allowance(f"{folder}/guesses.json", 3, now=lambda: 0.0)
-    ...     allowance.take(2, "clinic")
-    ...     allowance.take(2, "clinic")
+    ...     limit = DailyLimit(f"{folder}/guesses.json", 3, now=lambda: 0.0)
+    ...     limit.take(2, "clinic")
+    ...     limit.take(2, "clinic")
     Traceback (most recent call last):
     ValueError: Expected at most 1 identifiers to be tested at 'clinic' now, at 3 a day, but got 2;
     wait 8.0 hours, or agree on more
@@ -46,7 +46,7 @@ class Allowance:
         self.path, self.a_day, self._now = Path(path), a_day, now
 
     def take(self, count: int, name: str) -> None:
-        """Counts identifiers that are tested, before anything is answered.
+        """Count identifiers that are tested, before anything is answered.
 
         Args:
             count: of identifiers.

@@ -1,4 +1,4 @@
-"""What a torchmetrics metric keeps, and what it computes from it."""
+"""Read and write the states of torchmetrics metrics, and compute values from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
 
 
 def computed(metric: torchmetrics.Metric) -> Tensor:
-    """What a metric computes from its present states: one number, NaN where they do not suffice."""
+    """Compute a metric from its present states: one number, NaN where they do not suffice."""
     metric._update_count = 1  # states were put in place without `update`
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
