@@ -137,7 +137,7 @@ def decode(payload: bytes, step: Receive, sender: str) -> Tree:
 
 
 def _with_rows(rows: int, leaf: Tensor) -> Tensor:
-    """What is expected of so many rows, without their memory: what the sender claims has not been checked yet."""
+    """Return a leaf of so many rows, without their memory: what the sender claims has not been checked yet."""
     return torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
 
 

@@ -145,7 +145,7 @@ class AuditRecord:
 
 
 class Verdict(NamedTuple):
-    """What `verify` and `compare` have to say."""
+    """Holds the result of `verify` and `compare`."""
 
     message: str  # begins with OK or FAILED
     problems: tuple[str, ...]  # none where all is well

@@ -1,4 +1,4 @@
-"""What a site and a server write into their audit records; without a record they write nothing."""
+"""Write the audit records of a site and of a server; without a record they write nothing."""
 
 from __future__ import annotations
 

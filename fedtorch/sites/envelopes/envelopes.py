@@ -101,7 +101,7 @@ class SiteEnvelopes:
         return found
 
     def heard(self, blobs: Mapping[str, bytes], told: Tree, ids: Tensor) -> Tree:
-        """What nodes `ids` of the site hear, `(K, ...)`.
+        """Return the inboxes of nodes `ids` of the site, `(K, ...)`.
 
         Args:
             blobs: the directory and the envelopes, by name.

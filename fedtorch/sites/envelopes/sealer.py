@@ -60,7 +60,7 @@ class Sealer:
         return head + ChaCha20Poly1305(self._key(receiver, edge[:-8])).encrypt(nonce, content, edge)
 
     def open(self, sender: Speaker, envelope: bytes) -> bytes:
-        """What is in an envelope of a site.
+        """Return the content of an envelope of a site.
 
         Raises:
             ValueError: it is none, or has been altered, or is of another edge, run, key or time.

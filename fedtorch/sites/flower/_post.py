@@ -20,7 +20,7 @@ Deliver = Callable[[Mapping[str, Any], bool, Sequence[bytes]], tuple[str, Sequen
 
 
 class Letter(NamedTuple):
-    """What a message or a reply holds."""
+    """Return the content of a message or a reply."""
 
     opens: bool  # a stream begins with it
     name: str  # what the site is called, in replies
@@ -61,7 +61,7 @@ class Post:
 
     @property
     def waiting(self) -> bool:
-        """Whether a node has a message that it has not answered."""
+        """Return whether a node has a message that it has not answered."""
         return any(node.envelope for node in self._nodes.values())
 
     def turn(self) -> None:
@@ -197,7 +197,7 @@ def library() -> Any:
 
 
 def read(content: Any, limits: Limits) -> Letter:
-    """What a message holds.
+    """Return the content of a message.
 
     Raises:
         ValueError: it is something else.

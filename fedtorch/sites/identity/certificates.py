@@ -1,4 +1,4 @@
-"""What a certificate says, what a site may be called, and files that only their owner may read."""
+"""Read certificates, check names of sites, and write files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def digest_of(public: bytes) -> str:
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """What a certificate calls its holder."""
+    """Return the name of a certificate's holder."""
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 

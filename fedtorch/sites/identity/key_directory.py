@@ -82,7 +82,7 @@ class Keys:
         self.epoch: int | None = None
 
     def announcement(self, epoch: int) -> bytes:
-        """What the site says of its keys, which are made anew in every epoch."""
+        """Return the site's signed announcement of its keys, which are made anew in every epoch."""
         if epoch != self.epoch:
             self.epoch, self.signing, self.sealing = epoch, Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
             site = serialization.load_pem_private_key(self._identity.key, None)
@@ -110,7 +110,7 @@ def write(roster: bytes, announcements: Sequence[bytes]) -> bytes:
 
 
 def speaker(word: bytes, roster: bytes, run: str) -> Speaker:
-    """Who has announced itself, by a roster that is one's own and need not be believed.
+    """Return the site that an announcement is of, by a roster of one's own that need not be believed.
 
     Raises:
         ValueError: nobody of the roster, or not for this run.
@@ -151,7 +151,7 @@ def read(directory: bytes, authority: bytes, run: str) -> KeyDirectory:
 
 
 def _speaker(word: bytes, sites: dict[str, str], run: str) -> Speaker:
-    """Who has announced itself, if the roster has it with the key that has signed."""
+    """Return the site that an announcement is of, if the roster has it with the key that has signed."""
     told = json.loads(json.loads(word)["said"])
     name, coded = told["name"], bytes.fromhex(told["key"])
     if name not in sites:
@@ -175,7 +175,7 @@ def _signed(kind: bytes, about: dict[str, Any], key: ec.EllipticCurvePrivateKey)
 
 
 def _verified(kind: bytes, word: bytes, key: Any, who: str) -> dict[str, Any]:
-    """What was said, if it is signed by `who`."""
+    """Return the signed content, if `who` has signed it."""
     parts = json.loads(word)
     try:
         key.verify(base64.b64decode(parts["signature"]), kind + parts["said"].encode(), ec.ECDSA(hashes.SHA256()))

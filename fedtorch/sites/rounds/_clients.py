@@ -112,7 +112,7 @@ class RemoteClients:
         )
 
     def total(self) -> Tree | None:
-        """What all clients tell for good, if all sites answer; see `Clients.total`."""
+        """Return the total of what all clients tell for good, if all sites answer; see `Clients.total`."""
         exchange, members = self.algorithm.exchange, self._members()
         if self.plan.carry.network is not None:
             return None  # nodes have it, a row each
@@ -160,7 +160,7 @@ class RemoteClients:
         return tree.concatenate([heard.answers.get(site, none) for site, none in zip(self.plan.sites.names, nothing)])
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """What clients predict with, where that does not depend on their own states; see `Clients.tensors`.
+        """Return what clients predict with, where that does not depend on their own states; see `Clients.tensors`.
 
         Raises:
             ValueError: it does, and their states are at the sites.
@@ -189,7 +189,7 @@ class RemoteClients:
         return [index for index, site in here.items() if sites.tell(site, self.run, self._begin, requests[site])]
 
     def withdraw(self, site: str) -> Tree:
-        """What a site's clients have told beyond their initial states; the site is not asked any more.
+        """Return the totals of a site's clients beyond their initial states; the site is not asked any more.
 
         Raises:
             ValueError: no such site, or one that has left, or no account was kept.

@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Hidden:
-    """What sites send each other in a run.
+    """Passes on what sites send each other in a run.
 
     Args:
         carry: with masks, or sealed.

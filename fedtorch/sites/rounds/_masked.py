@@ -253,12 +253,12 @@ class Part:
 
 
 def parties_of(run: str, number: int, about: bytes, signing: Mapping[int, bytes]) -> Parties:
-    """Who adds up: sites with the numbers of their first clients, and one more, which they have in every sum."""
+    """Return who adds up: sites with the numbers of their first clients, and one more, which they have in every sum."""
     return Parties(bytes.fromhex(run) + about, number, {first + 1: key for first, key in signing.items()})
 
 
 def one_of(inbox: Tree) -> Tree:
-    """What one client hears `(...)`, where all hear the same `(K, ...)`.
+    """Return one client's inbox `(...)`, where all hear the same `(K, ...)`.
 
     Raises:
         Refusal: they do not.

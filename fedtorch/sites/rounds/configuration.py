@@ -1,4 +1,4 @@
-"""What a site brings: its clients' rows, the algorithms that it is willing to run, by name, and its policy.
+"""Configure a site: its clients' rows, the algorithms that it is willing to run, by name, and its policy.
 
 A configuration is usually a file of the site's own, `my_data.py`:
 
@@ -35,7 +35,7 @@ from fedtorch.sites.rounds.policy import Policy
 
 @dataclass(frozen=True)
 class SiteConfiguration:
-    """What a site brings.
+    """Configures a site.
 
     Attributes:
         data: its clients' rows.

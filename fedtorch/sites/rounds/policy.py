@@ -1,4 +1,4 @@
-"""What a site insists on, whatever the server asks, and the count of what it has answered, which outlives processes."""
+"""Hold a site's answers to its policy, whatever the server asks, by a count that outlives processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SECONDS = 30.0  # for another process of the site that counts
 
 
 class Refusal(ValueError):
-    """What a site does not do, for a reason that the server may know."""
+    """Raised for what a site does not do; its message goes to the server."""
 
 
 class Policy(NamedTuple):
-    """What a site insists on. Every round that it begins to answer counts, also one that the server then drops."""
+    """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops."""
 
     smallest_cohort: int = 1  # clients of the site in an answer, at least, whose diagnostics and scores are joined
     rounds: int | None = None  # answered in all, over all runs
@@ -137,7 +137,7 @@ class Watch:
         self._rounds = max([self._rounds, *counted])
 
     def _counts(self, budget: Budget) -> bool:
-        """Whether noise is added where rows are, or by as many others as the site counts on, and is written down."""
+        """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""
         return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
 
     def check_cohort(self, clients: int) -> None:

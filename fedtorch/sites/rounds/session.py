@@ -198,7 +198,7 @@ class SiteSession:
         return answer
 
     def total(self, frame: Frame) -> bytes:
-        """What the site's clients tell for good."""
+        """Return the total of what the site's clients tell for good."""
         number = frame.integer("sequence", 1)
         if self.algorithm.told is None:
             raise Refusal("the algorithm's clients tell nothing for good")
@@ -239,7 +239,7 @@ class SiteSession:
         return Part(site_half(self._carry.masks, self._keys, directory, number, about, found, guard), number)
 
     def _told(self) -> Tree:
-        """What all the site's clients tell for good, `(K, ...)`."""
+        """Return what all the site's clients tell for good, `(K, ...)`."""
         assert self.algorithm.told is not None
         return self.algorithm.told.of(self.clients.table.read(slice(self._own.start, self._own.stop)))
 

@@ -1,4 +1,4 @@
-"""What a site runs: it connects, says what it brings, and answers until the server says that the run is over.
+"""Run a site: connect, say what it brings, and answer until the server says that the run is over.
 
 A site whose connection breaks connects again; one that is killed and started anew goes on from its own files.
 """
@@ -65,7 +65,7 @@ def join(
 def deliver(
     configuration: SiteConfiguration, folder: Path | str, opens: bool, payloads: Sequence[bytes]
 ) -> tuple[list[bytes], SiteSession | None]:
-    """What a site says whose process ends after every delivery of frames: all that it is lies in its folder.
+    """Answer for a site whose process ends after every delivery of frames: all that it is lies in its folder.
 
     Args:
         configuration: what the site brings.
@@ -191,14 +191,14 @@ class Site:
         self._why: str | None = None  # the last run was refused, None if none was begun
 
     def hello(self) -> bytes:
-        """Who is here: the first frame on every stream."""
+        """Return the first frame on every stream, which says who is here."""
         data = self.configuration.data
         schema = frames.described(data.rows)
         about = {"clients": list(data.names), "rows": data.counts.tolist(), "schema": schema}
         return frames.encode("hello", protocol=PROTOCOL, **about)
 
     def answer(self, payload: bytes) -> bytes | None:
-        """What the site has to say to a frame of the server; None for nothing."""
+        """Answer a frame of the server; None for nothing."""
         sequence = 0
         try:
             frame = frames.read(payload, "the server")

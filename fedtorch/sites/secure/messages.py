@@ -88,7 +88,7 @@ class Aborted(RuntimeError):
 
 
 class Session(NamedTuple):
-    """What all parties of one sum agree on beforehand; messages of one session are refused in every other."""
+    """Holds what all parties of one sum agree on beforehand; messages of one session are refused in every other."""
 
     run: bytes  # a name of the run that no other has
     round: int
@@ -103,12 +103,12 @@ class Session(NamedTuple):
 
     @property
     def everybody(self) -> bool:
-        """Whether all others are a client's neighbours."""
+        """Return whether all others are a client's neighbours."""
         return self.graph.neighbours >= len(self.keys) - 1
 
     @property
     def honest(self) -> int:
-        """How many honest clients at least are in anything that the server can learn; see `Client` for the proof."""
+        """Return the least number of honest clients in anything that the server can learn; `Client` has the proof."""
         near = self.graph.threshold - self.graph.colluding + 1
         return max(near, self.minimum - self.graph.colluding) if self.everybody else near
 
@@ -226,7 +226,7 @@ def _bits(session: Session) -> int:
 
 
 def _signed(digest: bytes, message: bytes) -> bytes:
-    """What stands for a message under its signature, which would hash it twice."""
+    """Return the digest that stands for a message under its signature, which would hash it twice."""
     return _MAGIC + digest + hashlib.sha256(message).digest()
 
 

@@ -145,7 +145,7 @@ class Client:
 
     @property
     def survivors(self) -> frozenset[int]:
-        """Whose sum this one is, as far as this client has confirmed; to be kept for later ones as `earlier`."""
+        """Return whose sum this one is, as far as this client has confirmed; to be kept for later ones as `earlier`."""
         return self._survivors
 
     def advertise(self) -> bytes:
@@ -185,7 +185,7 @@ class Client:
         return {k: (own[k], key[k]) for k in holders}
 
     def _sealed(self, other: int, own: bytes, key: bytes) -> bytes:
-        """What only one neighbour can open, with commitments for it and the server."""
+        """Seal shares that only one neighbour can open, with commitments for it and the server."""
         commitments = commitment(own), commitment(key)
         cipher = AESGCM(self._envelope(self.number, other))
         return ENVELOPE.pack(

@@ -120,7 +120,7 @@ class Server:
         return True
 
     def _wrong(self, phase: int, sender: int, body: bytes) -> str:
-        """What is wrong with a signed body of the phase, if something is; ValueError where it has no form at all."""
+        """Return what is wrong with a signed body of the phase, or ""; raise ValueError where it has no form at all."""
         if phase == ADVERT:
             low = len(body) == KEYS.size and None in [exchanged(_PROBE, key) for key in KEYS.unpack(body)[:2]]
             return "keys of low order" if low else _unless(len(body) == KEYS.size, "no keys")
@@ -143,13 +143,13 @@ class Server:
         return _unless(told == wanted, "other shares than those that are due")
 
     def present(self, phase: int) -> Iterable[int]:
-        """Who may still say something in a phase: who has in the one before, and has not been left out."""
+        """Return who may still say something in a phase: who has in the one before, and has not been left out."""
         if phase == ADVERT:
             return self.session.keys
         return self._remaining if phase == MASKED else self.messages[phase - 1]
 
     def request(self, phase: int, client: int) -> bytes:
-        """What a client has to be sent before it can say its message of a phase."""
+        """Return the request to a client for its message of a phase."""
         self._open = max(self._open, phase)
         if phase == ADVERT:
             return b""
@@ -186,7 +186,7 @@ class Server:
 
     @cached_property
     def _remaining(self) -> frozenset[int]:
-        """Who may mask, once everybody has said whose shares are wrong."""
+        """Return who may mask, once everybody has said whose shares are wrong."""
         self._open = max(self._open, MASKED)
         complaints = self.messages[COMPLAIN]
         disputes = [(k, other) for k, message in complaints.items() for other in _numbers(body_of(message))]
@@ -200,7 +200,7 @@ class Server:
 
     @property
     def survivors(self) -> list[int]:
-        """Who has sent masked words."""
+        """Return who has sent masked words."""
         return sorted(self.messages[MASKED])
 
     @cached_property

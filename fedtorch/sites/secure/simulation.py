@@ -29,7 +29,7 @@ Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number fr
 
 
 class SecureSum(NamedTuple):
-    """What came out of a sum.
+    """Holds the result of a secure sum.
 
     Example:
         >>> import torch

@@ -53,7 +53,7 @@ from fedtorch.vfl.nodes.node import Value
 
 
 def vertical_session(run: bytes, keys: dict[int, bytes], attempt: int = 0) -> Session:
-    """What server and parties agree on beforehand.
+    """Return what server and parties agree on beforehand.
 
     Args:
         run: a name of the run that no other has.
@@ -172,5 +172,5 @@ def _value(message: Tree) -> Tensor:
 
 
 def _room(session: Session) -> Tensor:
-    """What the bundle of all adverts looks like."""
+    """Return a bundle as large as that of all adverts."""
     return packed(bundle([bytes(most_up(session, ADVERT))] * len(session.keys)))

@@ -1,4 +1,4 @@
-"""How long a site waits for a server that is not there, and the pauses between its attempts to connect."""
+"""Bound the time a site waits for a server that is not there, with pauses between its attempts to connect."""
 
 from __future__ import annotations
 
