@@ -77,7 +77,8 @@ class RemoteClients:
         self._up = self._down = 0
         self.over = False
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
-        start = start_for_all(self.algorithm, self.plan.carry, outbox)
+        masked = self.plan.carry.masks is not None
+        start = start_for_all(self.algorithm, self.plan.carry, outbox) if masked else b""
         missing = self._prepare(asked, start)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         requests: dict[str, bytes] = {}
@@ -89,7 +90,7 @@ class RemoteClients:
         heard = self._ask(requests, number, self._read.round)
         missing = {**missing, **heard.missing}
         self._check_quorum(heard.answers, missing, len(asked))
-        wanted = Asked(number, self._least(len(asked)), start, name_of_sum(start, turn), missing)
+        wanted = Asked(number, self._least(len(asked)), start, name_of_sum(start, turn) if masked else b"", missing)
         aggregate, answers = self._meet(heard.answers, wanted)
         fell = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in heard.answers}
         self._recording.left_out(self.run, {site: why for site, why in fell.items() if site not in answers})
